@@ -1,0 +1,240 @@
+"""One set of rules, three array libraries: the small shim between them.
+
+`namespace_of(x)` looks at the input and returns the namespace of its library: NumPy, JAX or torch. Neither JAX nor torch is
+imported here before an array of theirs arrives. Rules are written in int32 (`&`, `|`, `>>`, comparisons and `where` mean the
+same in all three); what differs is listed below and nowhere else.
+
+Why int32: JAX without x64 has no 64-bit integers, and torch on CPU lacks shifts and comparisons of uint32.
+`ieee` says whether float32 arithmetic of the library is correctly rounded with subnormals. It is for NumPy and torch; XLA
+flushes subnormals, turns division into a reciprocal multiplication and contracts a*b+c (see `reference.softfloat`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+Array = Any  # a NumPy array, a JAX array or tracer, or a torch tensor
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+UNSIGNED = {np.dtype("uint8"), np.dtype("uint16")}
+
+
+class NumpyNamespace:
+    """NumPy; also the base that states the operations."""
+
+    name = "numpy"
+    ieee = True
+    xp: Any = np
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype)
+
+    def dtype(self, name: str) -> Any:
+        if name == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        """Reinterpret; both types have one width."""
+        return np.ascontiguousarray(x).reshape(x.shape).view(self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        """Convert; integers wrap, floats round to nearest even."""
+        with np.errstate(all="ignore"):
+            return x.astype(self.dtype(name))
+
+    def constant(self, values: Any, like: Array) -> Array:
+        """A small table as an array on the device of `like`."""
+        return self.xp.asarray(values)
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array:
+        """Two Python integers select in int32: NumPy and torch would make int64."""
+        chosen = self.xp.where(condition, a, b)
+        return self.astype(chosen, "int32") if isinstance(a, int) and isinstance(b, int) else chosen
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return self.xp.minimum(a, b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return self.xp.maximum(a, b)
+
+    def take(self, table: Array, index: Array) -> Array:
+        return table[index]
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self.xp.max(x, axis=axis, keepdims=True)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self.xp.min(x, axis=axis, keepdims=True)
+
+    def concatenate(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.concatenate(parts, axis=axis)
+
+    def broadcast_to(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return self.xp.broadcast_to(x, shape)
+
+    def moveaxis(self, x: Array, source: int, target: int) -> Array:
+        return self.xp.moveaxis(x, source, target)
+
+    def stack(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.stack(parts, axis=axis)
+
+    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+        return self.xp.full(shape, value, dtype=self.dtype(name))
+
+    def arange(self, stop: int, like: Array) -> Array:
+        return self.xp.arange(stop, dtype=self.dtype("int32"))
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+
+class JaxNamespace(NumpyNamespace):
+    """JAX, eager or traced."""
+
+    name = "jax"
+    ieee = False
+
+    def __init__(self) -> None:
+        import jax
+
+        self.jax = jax
+        self.xp = jax.numpy
+
+    def dtype(self, name: str) -> Any:
+        return self.xp.dtype(name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        return self.jax.lax.bitcast_convert_type(x, self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        return x.astype(self.dtype(name))
+
+    def take(self, table: Array, index: Array) -> Array:
+        return self.xp.take(table, index, axis=0, mode="clip")
+
+
+class TorchNamespace(NumpyNamespace):
+    """torch tensors on any device, eager or compiled."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.xp = sys.modules["torch"]
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def dtype(self, name: str) -> Any:
+        return getattr(self.xp, name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        return x.view(self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        return x.to(self.dtype(name))
+
+    def constant(self, values: Any, like: Array) -> Array:
+        # np.array copies: torch refuses to share read-only memory.
+        return self.xp.from_numpy(np.array(values)).to(like.device)
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return self.xp.minimum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, max=b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return self.xp.maximum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, min=b)
+
+    def take(self, table: Array, index: Array) -> Array:
+        return table[index.to(self.xp.int32)]
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self.xp.amax(x, dim=axis, keepdim=True)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self.xp.amin(x, dim=axis, keepdim=True)
+
+    def concatenate(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.cat(parts, dim=axis)
+
+    def stack(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.stack(parts, dim=axis)
+
+    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+        return self.xp.full(shape, value, dtype=self.dtype(name), device=like.device)
+
+    def arange(self, stop: int, like: Array) -> Array:
+        return self.xp.arange(stop, dtype=self.xp.int32, device=like.device)
+
+
+Namespace = NumpyNamespace
+_NUMPY = NumpyNamespace()
+_OTHERS: dict[str, Namespace] = {}
+
+
+def namespace_of(x: Array) -> Namespace:
+    """The namespace of the library that `x` belongs to; anything unknown counts as NumPy's."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _other("torch", TorchNamespace)
+    if jax is not None and isinstance(x, jax.Array):
+        return _other("jax", JaxNamespace)
+    return _NUMPY
+
+
+def _other(name: str, make: type[Namespace]) -> Namespace:
+    if name not in _OTHERS:
+        _OTHERS[name] = make()
+        if name == "jax":
+            from reference.pytrees import register_pytrees
+
+            register_pytrees()
+    return _OTHERS[name]
+
+
+def as_array(x: Any) -> Array:
+    """Python numbers and lists become NumPy arrays; arrays pass through (also read-only and 0-d ones)."""
+    return x if hasattr(x, "dtype") and hasattr(x, "reshape") else np.asarray(x)
+
+
+def float_input(x: Any, what: str) -> tuple[Namespace, Array, str]:
+    """(namespace, array, dtype name) of a float array; TypeError for integers, complex numbers and narrower floats."""
+    x = as_array(x)
+    ns = namespace_of(x)
+    name = ns.dtype_name(x)
+    if name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{what} takes float32, bfloat16, float16 or float64, got {name} of shape {ns.shape(x)}; "
+            f"convert it first, for example to float32"
+        )
+    return ns, x, name
+
+
+def code_input(codes: Any, what: str) -> tuple[Namespace, Array]:
+    """(namespace, array) of unsigned codes; TypeError for anything but uint8 and uint16."""
+    codes = as_array(codes)
+    ns = namespace_of(codes)
+    name = ns.dtype_name(codes)
+    if name not in ("uint8", "uint16"):
+        raise TypeError(f"{what} takes codes as uint8 or uint16, got {name} of shape {ns.shape(codes)}; view or cast them")
+    return ns, codes
+
+
+def int32_of(ns: Namespace, codes: Array) -> Array:
+    """Codes as int32 (torch cannot compute with uint16, so it goes through int16's bits)."""
+    if ns.name == "torch" and ns.dtype_name(codes) == "uint16":
+        return ns.astype(ns.bitcast(codes, "int16"), "int32") & 0xFFFF
+    return ns.astype(codes, "int32")
+
+
+def codes_of(ns: Namespace, values: Array, bits: int) -> Array:
+    """int32 codes as uint8, or uint16 above 8 bits."""
+    if bits <= 8:
+        return ns.astype(values, "uint8")
+    if ns.name == "torch":
+        return ns.bitcast(ns.astype(values, "int16"), "uint16")
+    return ns.astype(values, "uint16")

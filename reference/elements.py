@@ -1,0 +1,132 @@
+"""From blocks and their scales to codes: the second half of the quantizer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.arithmetic import Arithmetic
+from reference.arrays import Array, Namespace
+from reference.encode import clamp_integer, encode_bits, encode_parts, round_to_integer
+from reference.formats import Format
+from reference.scales import Chosen
+from reference.schemes import Scheme
+from reference.softfloat import bits_of, is_nan, normalized
+from reference.widen import INFINITY, LARGEST, MAGNITUDE
+
+E8M0_BIAS = 127
+
+
+def element_codes(
+    ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str, random_bits: Array | None
+) -> Array:
+    """int32 codes of blocks (..., blocks, size)."""
+    if scheme.scale.power_of_two:
+        codes = _shifted(ns, split, chosen.scale, scheme, random_bits)
+    else:
+        codes = _scaled(ns, split, chosen, scheme, dtype, random_bits)
+    if scheme.nan == "ieee":
+        return codes
+    poisoned = is_nan(chosen.scale)
+    if scheme.nan == "element":
+        return ns.where(poisoned, _signed_nan(ns, split, scheme), codes)
+    return ns.where(poisoned, scheme.poison_code, codes)
+
+
+def _signed_nan(ns: Namespace, split: Array, scheme: Scheme) -> Array:
+    """Codes of a block divided by infinity: zeros and NaNs, with their signs."""
+    sign = ns.where(split < 0, scheme.format.sign_mask, 0)
+    return ns.where(is_nan(split), scheme.poison_code, 0) | sign
+
+
+def _shifted(ns: Namespace, split: Array, scale: Array, scheme: Scheme, random_bits: Array | None) -> Array:
+    """x * 2**-e rounded once: the exponent moves, no bit is lost before the rounding."""
+    fmt = scheme.format
+    # The e8m0 scale as a float32: 2**-127 is subnormal, its exponent field is 0.
+    exponent = ns.maximum(scale >> 23, 0) - E8M0_BIAS
+    if scheme.smallest_exponent is not None:
+        exponent = ns.where(exponent == -E8M0_BIAS, scheme.smallest_exponent, exponent)
+    if fmt.kind == "int":
+        return _shifted_integer(ns, split, exponent, scheme, random_bits)
+    own, significand = normalized(ns, split & MAGNITUDE)
+    return encode_parts(ns, split, own - exponent, significand, fmt, scheme.rounding, scheme.overflow, random_bits)
+
+
+def _shifted_integer(
+    ns: Namespace, split: Array, exponent: Array, scheme: Scheme, random_bits: Array | None
+) -> Array:
+    fmt = scheme.format
+    integer = round_to_integer(ns, split, fmt.fraction_bits - exponent, scheme.rounding, random_bits)
+    return clamp_integer(ns, integer, fmt)
+
+
+def _scaled(
+    ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str, random_bits: Array | None
+) -> Array:
+    unit = Arithmetic(ns, dtype if scheme.arithmetic == "input" else "float32")
+    scale = chosen.exact if scheme.codes_from == "exact" else chosen.scale
+    if scheme.zero is not None and scheme.zero.rule == "value":
+        return _from_minimum(ns, split, scale, chosen.zero, scheme, unit)
+    scaled = _apply(ns, unit, split, scale, chosen.outer, scheme)
+    fmt = scheme.format
+    if fmt.kind == "codebook" and scheme.arithmetic == "input":
+        return _nearest_by_difference(ns, scaled, fmt, unit)
+    if fmt.kind != "int":
+        codes = encode_bits(ns, scaled, fmt, scheme.rounding, scheme.overflow, random_bits)
+        return _nan_codes(ns, codes, scaled, scheme)
+    integer = round_to_integer(ns, scaled, fmt.fraction_bits, scheme.rounding, random_bits)
+    if chosen.zero is not None:
+        integer = integer + chosen.zero
+    return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, fmt))
+
+
+def _nan_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Array:
+    """A NaN that arithmetic made, where the convention writes a code of its own for it."""
+    return codes if scheme.nan_code is None else ns.where(is_nan(scaled), scheme.nan_code, codes)
+
+
+def _apply(ns: Namespace, unit: Arithmetic, x: Array, scale: Array, outer: Array | None, scheme: Scheme) -> Array:
+    """Elements divided by their scale, in the order of the record."""
+    if scheme.apply == "encode":
+        return unit.multiply(x, scale)
+    if scheme.apply == "divide":
+        return unit.divide(x, scale if outer is None else unit.divide(scale, outer))
+    return unit.multiply(x, _reciprocal(ns, unit, scale, outer, scheme))
+
+
+def _reciprocal(ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | None, scheme: Scheme) -> Array:
+    """One reciprocal per block."""
+    if outer is None:
+        return unit.reciprocal(scale)
+    if scheme.outer_order == "reciprocal_first":
+        return unit.divide(unit.reciprocal(outer), scale)
+    if scheme.outer_order == "folded":
+        bits = unit.reciprocal(unit.multiply(scale, unit.reciprocal(outer)))
+        return ns.where(bits == INFINITY, LARGEST, bits)
+    return unit.reciprocal(unit.multiply(outer, scale))
+
+
+def _from_minimum(
+    ns: Namespace, split: Array, scale: Array, zero: Array | None, scheme: Scheme, unit: Arithmetic
+) -> Array:
+    """tinygemm: rne((x - (z - s * mid)) / s), every operation rounded to the input's dtype."""
+    low, high = scheme.format.integer_range
+    middle = unit.constant((low + high + 1) / 2, scale)
+    minimum = unit.subtract(zero, unit.multiply(scale, middle))
+    scaled = unit.divide(unit.subtract(split, minimum), scale)
+    return ns.where(is_nan(scaled), 0, clamp_integer(ns, unit.round_integer(scaled), scheme.format))
+
+
+def _nearest_by_difference(ns: Namespace, scaled: Array, fmt: Format, unit: Arithmetic) -> Array:
+    """Index of the smallest rounded |x - value|, the first of equals (NaN: 0), as an argmin over the table finds it."""
+    best = index = None
+    for code, value in enumerate(np.asarray(fmt.table, np.float32)):
+        distance = unit.subtract(scaled, unit.constant(float(value), scaled)) & MAGNITUDE
+        if best is None or index is None:
+            best, index = distance, distance * 0
+            continue
+        closer = distance < best
+        best, index = ns.where(closer, distance, best), ns.where(closer, code, index)
+    return ns.where(is_nan(scaled), 0, index)
+
+
+__all__ = ["bits_of", "element_codes"]

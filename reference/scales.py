@@ -1,0 +1,265 @@
+"""`choose_scales`: the scales and zero points of a tensor, as its scheme's record asks.
+
+Everything is computed on float32 bit patterns with correctly rounded operations (`reference.softfloat`), or, where a record
+says so, with every result rounded again to the input's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reference.arithmetic import Arithmetic
+from reference.arrays import Array, Namespace, float_input
+from reference.blocks import Blocks
+from reference.bridge import bridged
+from reference.power_scales import power_codes
+from reference.schemes import Scale, Scheme, scheme_of
+from reference.softfloat import is_nan
+from reference.statistics import Range, absmax, centered, mean, value_range, with_zero
+from reference.storage import load, load_codes, store, store_codes
+from reference.widen import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, float32_bits
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of a tensor, in the shapes of `Blocks.scale_shape`.
+
+    scale: float32, or the codes of the record's storage format (uint8, uint16; int8 for integers).
+    outer: second level, or None: 0-d for a scale over all elements, one per block of scales otherwise.
+    zero: zero points (int8 codes, or float storage), or None; for schemes with `center="mean"` the 0-d float32 mean.
+    """
+
+    scale: Any = None
+    outer: Any = None
+    zero: Any = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Scales inside the quantizer, as float32 bit patterns of shape (..., blocks, 1)."""
+
+    kept: Scales
+    #: The block scale as stored, and before it was rounded for storage.
+    scale: Array
+    exact: Array
+    #: The outer scale over all elements, as stored, or None.
+    outer: Array | None
+    #: Zero point: int32 codes (rule code) or bit patterns (rule value), or None.
+    zero: Array | None
+
+
+@bridged
+def choose_scales(x: Any, scheme: str | Scheme, *, axis: int = -1) -> Scales:
+    """Scales of x for a scheme.
+
+    x: float32, bfloat16, float16 (float64 is rounded to float32 first), any shape that the scheme's blocks divide; NumPy, JAX
+    or torch. axis: the axis along which blocks run (the contraction axis of a matmul). Raises TypeError for other dtypes,
+    ValueError for an unknown scheme or a shape that the blocks do not divide.
+    """
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "choose_scales")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    split = blocks.split(ns, float32_bits(ns, x, name))
+    return choose(ns, split, blocks, scheme, name, None).kept
+
+
+def choose(ns: Namespace, split: Array, blocks: Blocks, scheme: Scheme, dtype: str, given: Scales | None) -> Chosen:
+    """The scales of blocks; `given.outer`, if any, is used as it is."""
+    record = scheme.scale
+    unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
+    span = _range(ns, split, record)
+    outer, kept_outer = _element_outer(ns, split, scheme, dtype, given)
+    if record.power_of_two:
+        codes = power_codes(ns, span.absmax, record, scheme.format, scheme.nan == "block")
+        kept = store_codes(ns, codes, record.storage)
+        scale = load(ns, kept, record.storage)
+        return Chosen(Scales(blocks.expose(kept, ns)), scale, scale, None, None)
+    exact = _ratio(ns, span, scheme, unit, outer, dtype)
+    if scheme.outer is not None and outer is None:
+        return _two_level(ns, exact, blocks, scheme, dtype)
+    kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
+    scale = _floored_storage(ns, load(ns, kept, record.storage), record, dtype)
+    kept = store(ns, scale, record.storage)
+    zero, kept_zero = _zero_point(ns, span, exact, scheme, unit)
+    exposed = Scales(
+        blocks.expose(kept, ns), kept_outer, None if kept_zero is None else blocks.expose(kept_zero, ns)
+    )
+    return Chosen(exposed, scale, exact, outer, zero)
+
+
+def _range(ns: Namespace, split: Array, record: Scale) -> Range:
+    if record.statistic == "absmax":
+        largest = absmax(ns, split)
+        return Range(largest, largest, largest)
+    span = value_range(ns, split)
+    return span if record.statistic == "minmax" else with_zero(ns, span)
+
+
+def _element_outer(
+    ns: Namespace, split: Array, scheme: Scheme, dtype: str, given: Scales | None
+) -> tuple[Array | None, Array | None]:
+    """The scale over all elements: (bit pattern of shape (1,), kept 0-d array)."""
+    record = scheme.outer
+    if record is None or record.statistic != "absmax_elements":
+        return None, None
+    if given is not None and given.outer is not None:
+        return load(ns, given.outer, record.storage).reshape((1,)), given.outer
+    flat = split.reshape((-1,))
+    flat = flat if ns.shape(flat)[0] else ns.full((1,), 0, "int32", split)
+    largest = absmax(ns, flat, finite_only=scheme.nan == "block")
+    bits = _plain_ratio(ns, Range(largest, largest, largest), record, Arithmetic(ns, "float32"), scheme)
+    # An encoding scale of a tiny tensor stays finite (Transformer Engine, compressed-tensors).
+    bits = ns.where(bits == INFINITY, LARGEST, bits) if record.stored == "encode" else bits
+    bits = _floored_storage(ns, bits, record, dtype)
+    return bits, store(ns, bits, record.storage).reshape(())
+
+
+def _ratio(ns: Namespace, span: Range, scheme: Scheme, unit: Arithmetic, outer: Array | None, dtype: str) -> Array:
+    """The block scale before storage rounding."""
+    record = scheme.scale
+    if scheme.outer is not None and outer is not None and scheme.outer_order == "folded":
+        multiplier = unit.multiply(outer, unit.divide(unit.constant(1.0, outer), unit.constant(record.target, outer)))
+        return _finite(ns, unit.multiply(span.absmax, multiplier))
+    bits = _plain_ratio(ns, span, record, unit, scheme, dtype)
+    if outer is not None and scheme.outer_order == "encode":
+        return unit.multiply(outer, bits)
+    return unit.divide(bits, outer) if outer is not None else bits
+
+
+def _plain_ratio(
+    ns: Namespace, span: Range, record: Scale, unit: Arithmetic, scheme: Scheme, dtype: str = "float32"
+) -> Array:
+    statistic = _statistic(ns, span, record, unit, scheme)
+    poisoned = span.absmax >= INFINITY if scheme.nan == "block" else is_nan(span.absmax)
+    statistic = _floor(ns, statistic, record, "statistic", dtype)
+    target = unit.constant(record.target, statistic)
+    if record.statistic == "minmax_split":
+        bits = statistic
+    elif record.stored == "encode":
+        bits = unit.divide(target, statistic)
+        bits = _floor_quotient(ns, bits, statistic, record)
+    else:
+        bits = unit.divide(statistic, target)
+    bits = unit.to_power_of_two(bits, record)
+    return ns.where(poisoned, NAN, bits)
+
+
+def _floor_quotient(ns: Namespace, bits: Array, statistic: Array, record: Scale) -> Array:
+    """target / floor where the statistic was at its floor: that quotient is rounded once from the exact decimal floor."""
+    if record.floor is None or record.floor[0] != "statistic":
+        return bits
+    from reference.softfloat import bits_of
+
+    smallest = float(record.floor[1])
+    return ns.where(statistic == bits_of(smallest), bits_of(record.target / smallest), bits)
+
+
+def _statistic(ns: Namespace, span: Range, record: Scale, unit: Arithmetic, scheme: Scheme) -> Array:
+    if record.statistic in ("absmax", "absmax_elements"):
+        return span.absmax
+    if record.statistic == "minmax_split":
+        low = unit.divide(span.low, unit.constant(scheme.format.min, span.low))
+        high = unit.divide(span.high, unit.constant(record.target, span.high))
+        # Both are non-negative, so their bit patterns order as they do.
+        return ns.maximum(low & MAGNITUDE, high & MAGNITUDE)
+    width = unit.subtract(span.high, span.low)
+    return _finite(ns, width) if scheme.nan == "block" else width
+
+
+def _finite(ns: Namespace, bits: Array) -> Array:
+    """+infinity becomes the largest finite float32."""
+    return ns.where(bits == INFINITY, LARGEST, bits)
+
+
+def _floor(ns: Namespace, bits: Array, record: Scale, kind: str, dtype: str) -> Array:
+    """max(bits, floor) for non-negative bit patterns; NaN stays NaN (its pattern is the largest)."""
+    from reference.softfloat import bits_of
+
+    if record.floor is None or record.floor[0] != kind:
+        return bits
+    value = record.floor[1]
+    smallest = (2.0**-14 if dtype == "float16" else 2.0**-126) if isinstance(value, str) else value
+    return ns.maximum(bits, bits_of(smallest))
+
+
+def _floored_storage(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
+    if record.floor is not None and record.floor[0] == "zero":
+        from reference.softfloat import bits_of
+
+        return ns.where(bits == 0, bits_of(float(record.floor[1])), bits)
+    return _floor(ns, bits, record, "stored", dtype)
+
+
+def _zero_point(
+    ns: Namespace, span: Range, exact: Array, scheme: Scheme, unit: Arithmetic
+) -> tuple[Array | None, Array | None]:
+    if scheme.zero is None:
+        return None, None
+    low, high = scheme.format.integer_range
+    scale = _floor(ns, exact, scheme.scale, "scale", unit.dtype)
+    scale = _floor(ns, scale, scheme.scale, "stored", unit.dtype)
+    if scheme.zero.rule == "value":
+        middle = unit.constant((low + high + 1) / 2, scale)
+        bits = unit.add(span.low, unit.multiply(scale, middle))
+        kept = store(ns, bits, scheme.zero.storage)
+        return load(ns, kept, scheme.zero.storage), kept
+    codes = low - unit.round_integer(unit.divide(span.low, scale))
+    codes = ns.where(is_nan(scale), 0, ns.minimum(ns.maximum(codes, low), high))
+    return codes, store_codes(ns, codes & 0xFF, scheme.zero.storage)
+
+
+def _two_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtype: str) -> Chosen:
+    """Scales quantized in blocks of their own, about their mean (NF4's double quantization)."""
+    record, outer = scheme.scale, scheme.outer
+    if outer is None:
+        raise ValueError(f"scheme {scheme.name} has no outer scale")
+    unit = Arithmetic(ns, dtype if outer.compute == "input" else "float32")
+    values = _floored_storage(ns, exact, record, dtype).reshape((-1,))
+    center = unit.round(mean(ns, values, finite_only=scheme.nan == "block"))
+    shifted = unit.round(centered(ns, values, center))
+    groups = Blocks.of(ns.shape(shifted), outer, 0)
+    split = groups.split(ns, shifted)
+    largest = absmax(ns, split, finite_only=scheme.nan == "block")
+    bits = _plain_ratio(ns, Range(largest, largest, largest), outer, unit, scheme, dtype)
+    product = unit.multiply(split, bits)
+    codes = _scale_codes(ns, unit, product, record)
+    kept = store_codes(ns, groups.join(ns, codes), record.storage)
+    scale = double_scale(ns, kept, bits, center, groups, scheme, "float32")
+    kept_scales = Scales(
+        kept.reshape(blocks.scale_shape),
+        groups.expose(ns.bitcast(bits, "float32"), ns),
+        ns.bitcast(center, "float32").reshape(()),
+    )
+    return Chosen(kept_scales, scale.reshape(ns.shape(exact)), values.reshape(ns.shape(exact)), None, None)
+
+
+def _scale_codes(ns: Namespace, unit: Arithmetic, product: Array, record: Scale) -> Array:
+    from reference.formats import FORMATS
+
+    fmt = FORMATS[record.storage]
+    low, high = fmt.integer_range
+    integer = ns.minimum(ns.maximum(unit.round_integer(product), low), high)
+    return ns.where(is_nan(product), fmt.nan_code or 0, integer & 0xFF)
+
+
+def double_scale(
+    ns: Namespace, kept: Array, outer: Array, center: Array, groups: Blocks, scheme: Scheme, dtype: str
+) -> Array:
+    """q / G + mean as float32 bit patterns (n,), each step rounded to `dtype`; the NaN code of the storage gives NaN."""
+    unit = Arithmetic(ns, dtype)
+    split = groups.split(ns, load(ns, kept.reshape((-1,)), scheme.scale.storage))
+    values = groups.join(ns, unit.divide(split, outer))
+    return unit.add(values, center)
+
+
+def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:
+    """Kept zero points as int32 codes (signed as the element is) or bit patterns."""
+    if scheme.zero is None or kept is None:
+        return None
+    if scheme.zero.rule == "value":
+        return load(ns, kept, scheme.zero.storage)
+    return ns.astype(kept, "int32")
+
+
+__all__ = ["Chosen", "SIGN", "Scales", "choose", "choose_scales", "double_scale", "load_codes", "unpack_zero"]

@@ -1,0 +1,83 @@
+"""What a scale is computed from: maxima and minima of blocks, exactly, on bit patterns.
+
+The absolute value of a float32 orders like its bit pattern as an integer, and a NaN is larger than infinity there, so an
+integer maximum is exact, keeps subnormals and reports NaN. Minima and maxima with sign use an order-preserving key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from reference.arrays import Array, Namespace
+from reference.softfloat import add, divide, multiply, order_key, subtract
+from reference.widen import INFINITY, MAGNITUDE, NAN, SIGN
+
+
+class Range(NamedTuple):
+    """float32 bit patterns (int32) of shape (..., blocks, 1): largest magnitude, least and greatest value of each block."""
+
+    absmax: Array
+    low: Array
+    high: Array
+
+
+def absmax(ns: Namespace, blocks: Array, *, finite_only: bool = False) -> Array:
+    """Largest magnitude of each block; with finite_only NaN and infinity count as 0."""
+    magnitude = blocks & MAGNITUDE
+    if finite_only:
+        magnitude = ns.where(magnitude < INFINITY, magnitude, 0)
+    return ns.reduce_max(magnitude, -1)
+
+
+def value_range(ns: Namespace, blocks: Array) -> Range:
+    """Magnitude, minimum and maximum; a NaN in the block shows in `absmax` and makes both others NaN."""
+    largest = absmax(ns, blocks)
+    keys = order_key(ns, blocks)
+    nan = largest > INFINITY
+    low = ns.where(nan, NAN, order_key(ns, ns.reduce_min(keys, -1)))
+    high = ns.where(nan, NAN, order_key(ns, ns.reduce_max(keys, -1)))
+    return Range(largest, low, high)
+
+
+def with_zero(ns: Namespace, span: Range) -> Range:
+    """The range widened to hold zero (as +0); NaN stays."""
+    nan = span.absmax > INFINITY
+    low = ns.where(nan, NAN, ns.where(span.low < 0, span.low, 0))
+    high = ns.where(nan, NAN, ns.where(span.high < 0, 0, span.high))
+    # A lone -0 is no minimum below zero.
+    return Range(span.absmax, ns.where(low == SIGN, 0, low), high)
+
+
+def mean(ns: Namespace, values: Array, *, finite_only: bool) -> Array:
+    """Mean of non-negative float32 bit patterns (n,), as shape (1,).
+
+    The order of addition is part of the rule: adjacent pairs are averaged, in a binary tree over n filled up with zeros to
+    a power of two p; averaging cannot overflow. The average times p / n is the mean, rounded once.
+    """
+    if finite_only:
+        values = ns.where((values & MAGNITUDE) < INFINITY, values, 0)
+    count = ns.shape(values)[0]
+    size = 1
+    while size < count:
+        size *= 2
+    if size > count:
+        values = ns.concatenate([values, ns.full((size - count,), 0, "int32", values)], 0)
+    half = _constant(ns, 0.5, values)
+    while size > 1:
+        values = add(ns, multiply(ns, values[0::2], half), multiply(ns, values[1::2], half))
+        size //= 2
+    filled = 1
+    while filled < count:
+        filled *= 2
+    return divide(ns, values, _constant(ns, count / filled, values))
+
+
+def _constant(ns: Namespace, value: float, like: Array) -> Array:
+    from reference.softfloat import bits_of
+
+    return ns.full((1,), bits_of(value), "int32", like)
+
+
+def centered(ns: Namespace, values: Array, center: Array) -> Array:
+    """values - center."""
+    return subtract(ns, values, center)

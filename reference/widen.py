@@ -1,0 +1,79 @@
+"""Every input becomes float32 bit patterns (int32), exactly, without floating-point arithmetic where that could flush.
+
+bfloat16 and float16 widen exactly. float64 does not fit: `encode` reduces it by rounding to odd, which keeps every later
+rounding to at most 22 significand bits correct (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), and `quantize`,
+which is defined on float32, rounds it to nearest even first, finite values saturating at the largest float32.
+"""
+
+from __future__ import annotations
+
+from reference.arrays import Array, Namespace, codes_of, int32_of
+
+SIGN = -0x80000000
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+MANTISSA = 0x7FFFFF
+LARGEST = 0x7F7FFFFF
+SMALLEST_NORMAL = 0x00800000
+
+
+def float32_bits(ns: Namespace, x: Array, name: str, *, to_odd: bool = False) -> Array:
+    """float32 bit patterns of x as int32, shape of x. `to_odd` chooses the reduction of float64."""
+    if name == "float32":
+        return ns.bitcast(x, "int32")
+    if name == "bfloat16":
+        return _bits16(ns, x) << 16
+    if name == "float16":
+        return _widen_float16(ns, _bits16(ns, x))
+    return _narrow_float64(ns, x, to_odd)
+
+
+def _bits16(ns: Namespace, x: Array) -> Array:
+    return int32_of(ns, ns.bitcast(x, "uint16"))
+
+
+def _widen_float16(ns: Namespace, bits: Array) -> Array:
+    sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
+    normal = (magnitude << 13) + ((127 - 15) << 23)
+    special = (magnitude << 13) | INFINITY
+    # A subnormal is an integer count of 2**-24: converting the integer is exact and normalises it.
+    subnormal = ns.bitcast(ns.astype(magnitude, "float32"), "int32") - (24 << 23)
+    subnormal = ns.where(magnitude == 0, 0, subnormal)
+    wide = ns.where(magnitude >= 0x7C00, special, ns.where(magnitude < 0x400, subnormal, normal))
+    return wide | sign
+
+
+def _narrow_float64(ns: Namespace, x: Array, to_odd: bool) -> Array:
+    narrow = ns.astype(x, "float32")
+    bits = ns.bitcast(narrow, "int32")
+    wide = ns.astype(narrow, "float64")
+    overflow = ((bits & MAGNITUDE) == INFINITY) & (wide != x)
+    bits = ns.where(overflow, (bits & SIGN) | LARGEST, bits)
+    if not to_odd:
+        return bits
+    # |narrow| > |x| means that it was rounded away: step back, then set the last bit of what is inexact.
+    away = ns.astype((abs(wide) > abs(x)) & ~overflow, "int32")
+    inexact = ns.astype((wide != x) & (x == x), "int32")
+    return (bits - away) | inexact
+
+
+def to_dtype_bits(ns: Namespace, bits: Array, name: str, *, saturate: bool = False) -> Array:
+    """float32 bit patterns rounded to nearest even into an array of dtype `name`.
+
+    A finite value beyond the target's range becomes infinity, or its largest finite value with `saturate`.
+    """
+    if name == "float32":
+        return ns.bitcast(bits, "float32")
+    if name == "float64":
+        return ns.astype(ns.bitcast(bits, "float32"), "float64")
+    from reference.encode import encode_bits
+    from reference.formats import FORMATS
+
+    fmt = FORMATS[name]
+    wide = encode_bits(ns, bits, fmt, "nearest_even", "saturate" if saturate else "nonfinite")
+    if saturate:
+        # An infinity was infinite before this cast: it stays.
+        infinite = ((bits >> 16) & 0x8000) | (fmt.infinity_code or 0)
+        wide = ns.where((bits & MAGNITUDE) == INFINITY, infinite, wide)
+    return ns.bitcast(codes_of(ns, wide, 16), name)
