@@ -12,6 +12,7 @@ flushes subnormals, turns division into a reciprocal multiplication and contract
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 Array = Any  # a NumPy array, a JAX array or tracer, or a torch tensor
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
-UNSIGNED = {np.dtype("uint8"), np.dtype("uint16")}
+LANES = 16
 
 
 class NumpyNamespace:
@@ -84,6 +85,12 @@ class NumpyNamespace:
     def stack(self, parts: list[Array], axis: int) -> Array:
         return self.xp.stack(parts, axis=axis)
 
+    def combine_pairs(self, values: Array, combine: Callable[[Array, Array], Array]) -> Array:
+        """Adjacent pairs of 2**k values combined until one is left, shape (1,)."""
+        while len(values) > 1:
+            values = combine(values[0::2], values[1::2])
+        return values
+
     def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
         return self.xp.full(shape, value, dtype=self.dtype(name))
 
@@ -117,6 +124,31 @@ class JaxNamespace(NumpyNamespace):
 
     def take(self, table: Array, index: Array) -> Array:
         return self.xp.take(table, index, axis=0, mode="clip")
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self._reduce(self.xp.max, x, axis)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self._reduce(self.xp.min, x, axis)
+
+    def _reduce(self, reduce: Any, x: Array, axis: int) -> Array:
+        """XLA on CPU reduces a short last axis without vector instructions. Over rows of 16 first, kept apart by a barrier
+        (else the two reductions are fused back into one), it runs five times as fast."""
+        length = x.shape[axis]
+        if axis == -1 and length > LANES and length % LANES == 0:
+            lanes = reduce(x.reshape((*x.shape[:-1], length // LANES, LANES)), axis=-2)
+            x = self.jax.lax.optimization_barrier(lanes)
+        return reduce(x, axis=axis, keepdims=True)
+
+    def combine_pairs(self, values: Array, combine: Callable[[Array, Array], Array]) -> Array:
+        """One loop over an array of constant length: k copies of `combine` would take k times as long to compile."""
+
+        def level(_: int, values: Array) -> Array:
+            pairs = values.reshape((-1, 2))
+            combined = combine(pairs[:, 0], pairs[:, 1])
+            return self.xp.concatenate([combined, combined])
+
+        return self.jax.lax.fori_loop(0, len(values).bit_length() - 1, level, values)[:1]
 
 
 class TorchNamespace(NumpyNamespace):
@@ -190,9 +222,9 @@ def _other(name: str, make: type[Namespace]) -> Namespace:
     if name not in _OTHERS:
         _OTHERS[name] = make()
         if name == "jax":
-            from reference.pytrees import register_pytrees
+            from reference.pytrees import register_jax
 
-            register_pytrees()
+            register_jax()
     return _OTHERS[name]
 
 
@@ -220,7 +252,9 @@ def code_input(codes: Any, what: str) -> tuple[Namespace, Array]:
     ns = namespace_of(codes)
     name = ns.dtype_name(codes)
     if name not in ("uint8", "uint16"):
-        raise TypeError(f"{what} takes codes as uint8 or uint16, got {name} of shape {ns.shape(codes)}; view or cast them")
+        raise TypeError(
+            f"{what} takes codes as uint8 or uint16, got {name} of shape {ns.shape(codes)}; view or cast them"
+        )
     return ns, codes
 
 

@@ -102,12 +102,14 @@ class Blocks:
         moved = (*lead, *self._counts)
         return (*moved[: self.axis], moved[-1], *moved[self.axis : -1])
 
-    def split(self, ns: Namespace, x: Array) -> Array:
-        """x of `shape` as (..., blocks, block size)."""
+    def split(self, ns: Namespace, x: Array, *, zeros: bool = False) -> Array:
+        """x of `shape` as (..., blocks, block size); `zeros` fills a short last block with zeros."""
         x = self._move(ns, x).reshape(self._moved)
         lead = self._moved[: -len(self._sizes)]
-        for position, (length, size, count) in enumerate(zip(self._lengths, self._sizes, self._counts, strict=True)):
-            x = _fill(ns, x, len(lead) + position, count * size - length)
+        for position, (length, size, count) in enumerate(
+            zip(self._lengths, self._sizes, self._counts, strict=True)
+        ):
+            x = _fill(ns, x, len(lead) + position, count * size - length, zeros)
         if len(self._sizes) == 1:
             return x.reshape((*lead, *self._counts, self._sizes[0]))
         (rows, columns), (r, c) = self._counts, self._sizes
@@ -144,14 +146,16 @@ class Blocks:
         return x if isinstance(self.block, str) or not self.shape else ns.moveaxis(x, self.axis, -1)
 
 
-def _fill(ns: Namespace, x: Array, axis: int, missing: int) -> Array:
-    """Lengthen an axis by repeating its last element, or with zeros when it is empty."""
+def _fill(ns: Namespace, x: Array, axis: int, missing: int, zeros: bool) -> Array:
+    """Lengthen an axis by repeating its last element, or with zeros, also when it is empty."""
     if missing <= 0:
         return x
     shape = list(ns.shape(x))
-    if shape[axis] == 0:
+    if shape[axis] == 0 or zeros:
+        empty = shape[axis] == 0
         shape[axis] = missing
-        return ns.full(tuple(shape), 0, "int32", x)
+        filler = ns.full(tuple(shape), 0, ns.dtype_name(x), x)
+        return filler if empty else ns.concatenate([x, filler], axis)
     last = x[(slice(None),) * axis + (slice(-1, None),)]
     shape[axis] = missing
     return ns.concatenate([x, ns.broadcast_to(last, tuple(shape))], axis)

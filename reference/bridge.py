@@ -31,7 +31,7 @@ def bridged(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         args_ = tuple(_convert(value, to_numpy) for value in args)
         kwargs_ = {name: _convert(value, to_numpy) for name, value in kwargs.items()}
-        return cast(R, _convert(function(*args_, **kwargs_), to_torch))  # type: ignore[arg-type]
+        return cast(R, _convert(function(*args_, **kwargs_), to_torch))
 
     return run
 
@@ -71,15 +71,25 @@ def to_torch(value: Any) -> Any:
 
 
 def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
-    if is_dataclass(value) and not isinstance(value, type) and type(value).__name__ in ("Scales", "Quantized"):
-        return type(value)(**{field.name: _convert(getattr(value, field.name), convert) for field in fields(value)})
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__name__ in ("Scales", "Quantized")
+    ):
+        return type(value)(
+            **{field.name: _convert(getattr(value, field.name), convert) for field in fields(value)}
+        )
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_convert(item, convert) for item in value)
     return convert(value)
 
 
 def _holds_tensor(value: Any) -> bool:
-    if is_dataclass(value) and not isinstance(value, type) and type(value).__name__ in ("Scales", "Quantized"):
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__name__ in ("Scales", "Quantized")
+    ):
         return any(is_cpu_tensor(getattr(value, field.name)) for field in fields(value))
     return is_cpu_tensor(value)
 

@@ -71,7 +71,9 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
     _check_stored(ns, half, stored, metadata)
     full = (*half[:-1], 2 * half[-1])
     if shape is not None and tuple(shape) != full:
-        raise ValueError(f"values of shape {half} decompress to {full}, not to {tuple(shape)}; leave shape out or correct it")
+        raise ValueError(
+            f"values of shape {half} decompress to {full}, not to {tuple(shape)}; leave shape out or correct it"
+        )
     nibble = _unpack_metadata(ns, metadata, half[-1] // 2)[..., None]
     pair = _bits(ns, values).reshape(*half[:-1], half[-1] // 2, 2)
     place = ns.arange(4, nibble)
@@ -82,14 +84,20 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
 def _mask_of(w: Array, mask: Array | str) -> Array:
     if isinstance(mask, str):
         if parse_pattern(mask) != (2, 4):
-            raise ValueError(f"compressed storage exists for the pattern '2:4' only, got {mask!r}; keep other patterns as a mask")
+            raise ValueError(
+                f"compressed storage exists for the pattern '2:4' only, got {mask!r}; keep others as a mask"
+            )
         return prune(w, pattern=mask)
     mask = as_array(mask)
     ns = namespace_of(mask)
     if ns.dtype_name(mask) != "bool":
-        raise TypeError(f"a mask is bool, got {ns.dtype_name(mask)} of shape {ns.shape(mask)}; compare it with 0 first")
+        raise TypeError(
+            f"a mask is bool, got {ns.dtype_name(mask)} of shape {ns.shape(mask)}; compare it with 0 first"
+        )
     if ns.shape(mask) != ns.shape(w):
-        raise ValueError(f"mask of shape {ns.shape(mask)} does not match w of shape {ns.shape(w)}; give one bool per element")
+        raise ValueError(
+            f"mask of shape {ns.shape(mask)} does not match w of shape {ns.shape(w)}; give one bool per element"
+        )
     if not _is_traced(ns, mask):
         _check_counts(ns, mask)
     return mask
@@ -129,7 +137,9 @@ def _pick(ns: Namespace, group: Array, index: Array) -> Array:
 
 def _bits(ns: Namespace, x: Array) -> Array:
     if x.dtype.itemsize not in BITS or ns.dtype_name(x).startswith("complex"):
-        raise TypeError(f"2:4 storage takes elements of 8, 16, 32 or 64 bits, got {ns.dtype_name(x)}; store its codes as uint8")
+        raise TypeError(
+            f"2:4 storage takes elements of 8, 16, 32 or 64 bits, got {ns.dtype_name(x)}; store its codes as uint8"
+        )
     return ns.bitcast(x, BITS[x.dtype.itemsize])
 
 
@@ -151,9 +161,13 @@ def _unpack_metadata(ns: Namespace, metadata: Array, groups: int) -> Array:
 
 def _check_stored(ns: Namespace, half: tuple[int, ...], stored: tuple[int, ...], metadata: Array) -> None:
     if ns.dtype_name(metadata) != "uint8":
-        raise TypeError(f"2:4 metadata is uint8, got {ns.dtype_name(metadata)}; pass the metadata that compress returned")
+        raise TypeError(f"2:4 metadata is uint8, got {ns.dtype_name(metadata)}; pass what compress returned")
     if not half or half[-1] % 2:
-        raise ValueError(f"2:4 values come in pairs along the last axis, got shape {half}; pass the values that compress returned")
+        raise ValueError(
+            f"2:4 values come in pairs along the last axis, got shape {half}; pass what compress returned"
+        )
     wanted = (*half[:-1], (half[-1] // 2 + 1) // 2)
     if stored != wanted:
-        raise ValueError(f"values of shape {half} go with metadata of shape {wanted} (4 bits a group), got {stored}")
+        raise ValueError(
+            f"values of shape {half} go with metadata of shape {wanted} (4 bits a group), got {stored}"
+        )

@@ -29,7 +29,10 @@ def _torchao_mx(element: str, mode: str) -> Scheme:
             nan_code=NAN_CODES.get(element),
             smallest_exponent=0,
             dequantize="target",
-            deviations=("float32 log2 misses maxima just above a power of two", "scale 2^-127 is applied as 1"),
+            deviations=(
+                "float32 log2 misses maxima just above a power of two",
+                "scale 2^-127 is applied as 1",
+            ),
         )
     return replace(
         base,
@@ -49,7 +52,11 @@ def _torchao_fp8(element: str, suffix: str) -> list[Scheme]:
     made = []
     for name, block in blocks.items():
         training = Scale(
-            block=block, target=FORMATS[element].max, compute="float64", stored="encode", floor=("statistic", 1e-12)
+            block=block,
+            target=FORMATS[element].max,
+            compute="float64",
+            stored="encode",
+            floor=("statistic", 1e-12),
         )
         base = Scheme(
             name=f"torchao.fp8_{name}_training{suffix}", element=element, scale=training, apply="encode", nan="ieee",
@@ -68,7 +75,9 @@ def _torchao_fp8(element: str, suffix: str) -> list[Scheme]:
 
 def _torchao_pow2(base: Scheme, name: str) -> Scheme:
     scale = replace(base.scale, rule="ratio_pow2_log2")
-    return replace(base, name=name, scale=scale, deviations=("float32 log2 rounds up just below a power of two",))
+    return replace(
+        base, name=name, scale=scale, deviations=("float32 log2 rounds up just below a power of two",)
+    )
 
 
 def _torchao_nvfp4() -> list[Scheme]:
@@ -105,7 +114,12 @@ def _torchao_integers() -> list[Scheme]:
 
 
 def _torchao_int(
-    name: str, bits: int, block: Block, statistic: str, target: float, floor: tuple[str, float | str] = ("scale", "tiny")
+    name: str,
+    bits: int,
+    block: Block,
+    statistic: str,
+    target: float,
+    floor: tuple[str, float | str] = ("scale", "tiny"),
 ) -> Scheme:
     scale = Scale(block=block, statistic=statistic, target=target, compute="input", floor=floor)
     zero = Zero() if statistic == "minmax_with_zero" else None
@@ -119,7 +133,12 @@ def _torchao_int(
 def _torchao_tinygemm(group: int) -> Scheme:
     """_choose_qparams_affine_tinygemm and _quantize_affine_tinygemm, the layout of Int4TilePackedTo4dTensor."""
     scale = Scale(
-        block=group, statistic="minmax", target=15.0, compute="input", floor=("scale", "tiny"), storage="bfloat16"
+        block=group,
+        statistic="minmax",
+        target=15.0,
+        compute="input",
+        floor=("scale", "tiny"),
+        storage="bfloat16",
     )
     return Scheme(
         name=f"torchao.int4_g{group}_tinygemm", element="uint4", scale=scale, zero=Zero(rule="value", storage="bfloat16"),
@@ -182,7 +201,9 @@ def _compressed_tensors_nvfp4() -> Scheme:
 
 def conventions() -> list[Scheme]:
     """Every record of another project."""
-    made = [_torchao_mx(element, mode) for element in MX_ELEMENTS for mode in ("floor", "rceil", "ceil", "even")]
+    made = [
+        _torchao_mx(element, mode) for element in MX_ELEMENTS for mode in ("floor", "rceil", "ceil", "even")
+    ]
     made += _torchao_fp8("float8_e4m3fn", "") + _torchao_fp8("float8_e5m2", "_e5m2")
     made += _torchao_nvfp4() + _torchao_integers()
     made += [_torchao_tinygemm(group) for group in (32, 64, 128, 256)]

@@ -6,14 +6,16 @@ import numpy as np
 
 from reference.arithmetic import Arithmetic
 from reference.arrays import Array, Namespace
-from reference.encode import clamp_integer, encode_bits, encode_parts, round_to_integer
+from reference.encode import clamp_integer, encode_bits, encode_parts, nearest_even_codes, round_to_integer
 from reference.formats import Format
 from reference.scales import Chosen
 from reference.schemes import Scheme
 from reference.softfloat import bits_of, is_nan, normalized
-from reference.widen import INFINITY, LARGEST, MAGNITUDE
+from reference.widen import INFINITY, LARGEST, MAGNITUDE, SMALLEST_NORMAL
 
 E8M0_BIAS = 127
+# An exponent above every element format's.
+BEYOND = 128
 
 
 def element_codes(
@@ -33,9 +35,10 @@ def element_codes(
 
 
 def _signed_nan(ns: Namespace, split: Array, scheme: Scheme) -> Array:
-    """Codes of a block divided by infinity: zeros and NaNs, with their signs."""
+    """Codes of a block divided by infinity: zeros and NaNs with their signs, infinities a NaN without."""
     sign = ns.where(split < 0, scheme.format.sign_mask, 0)
-    return ns.where(is_nan(split), scheme.poison_code, 0) | sign
+    codes = ns.where(is_nan(split), scheme.poison_code, 0) | sign
+    return ns.where((split & MAGNITUDE) == INFINITY, scheme.poison_code, codes)
 
 
 def _shifted(ns: Namespace, split: Array, scale: Array, scheme: Scheme, random_bits: Array | None) -> Array:
@@ -47,8 +50,25 @@ def _shifted(ns: Namespace, split: Array, scale: Array, scheme: Scheme, random_b
         exponent = ns.where(exponent == -E8M0_BIAS, scheme.smallest_exponent, exponent)
     if fmt.kind == "int":
         return _shifted_integer(ns, split, exponent, scheme, random_bits)
+    if scheme.rounding == "nearest_even":
+        shifted = _shifted_magnitude(ns, split & MAGNITUDE, exponent, infinite=scheme.nan != "block")
+        return nearest_even_codes(ns, split, shifted, fmt, scheme.overflow)
     own, significand = normalized(ns, split & MAGNITUDE)
-    return encode_parts(ns, split, own - exponent, significand, fmt, scheme.rounding, scheme.overflow, random_bits)
+    # Infinity divided by any scale is infinity.
+    own = ns.where((split & MAGNITUDE) >= INFINITY, BEYOND, own - exponent)
+    return encode_parts(ns, split, own, significand, fmt, scheme.rounding, scheme.overflow, random_bits)
+
+
+def _shifted_magnitude(ns: Namespace, magnitude: Array, exponent: Array, *, infinite: bool) -> Array:
+    """Float32 pattern of |x| * 2**-e, below 2**21 and 0 below 2**-126: all that rounding to nearest sees of it."""
+    # A subnormal is an integer count of 2**-149, which its exact conversion to float normalises; zero goes below zero.
+    counted = ns.bitcast(ns.astype(magnitude, "float32"), "int32") - (149 << 23)
+    # Zero stays where subtracting the largest exponent does not wrap.
+    wide = ns.where(magnitude < SMALLEST_NORMAL, ns.maximum(counted, -(128 << 23)), magnitude)
+    # The cap keeps given scales that are far too small from wrapping; for e >= 107 it is the largest finite float32.
+    largest = ((ns.minimum(exponent, 107) + 148) << 23) - 1
+    shifted = ns.maximum(ns.minimum(wide, largest) - (exponent << 23), 0)
+    return ns.where(magnitude >= INFINITY, 147 << 23, shifted) if infinite else shifted
 
 
 def _shifted_integer(
@@ -56,7 +76,7 @@ def _shifted_integer(
 ) -> Array:
     fmt = scheme.format
     integer = round_to_integer(ns, split, fmt.fraction_bits - exponent, scheme.rounding, random_bits)
-    return clamp_integer(ns, integer, fmt)
+    return clamp_integer(ns, integer, fmt, scheme.overflow)
 
 
 def _scaled(
@@ -76,7 +96,7 @@ def _scaled(
     integer = round_to_integer(ns, scaled, fmt.fraction_bits, scheme.rounding, random_bits)
     if chosen.zero is not None:
         integer = integer + chosen.zero
-    return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, fmt))
+    return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, fmt, scheme.overflow))
 
 
 def _nan_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Array:
@@ -84,7 +104,9 @@ def _nan_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Ar
     return codes if scheme.nan_code is None else ns.where(is_nan(scaled), scheme.nan_code, codes)
 
 
-def _apply(ns: Namespace, unit: Arithmetic, x: Array, scale: Array, outer: Array | None, scheme: Scheme) -> Array:
+def _apply(
+    ns: Namespace, unit: Arithmetic, x: Array, scale: Array, outer: Array | None, scheme: Scheme
+) -> Array:
     """Elements divided by their scale, in the order of the record."""
     if scheme.apply == "encode":
         return unit.multiply(x, scale)
@@ -113,7 +135,8 @@ def _from_minimum(
     middle = unit.constant((low + high + 1) / 2, scale)
     minimum = unit.subtract(zero, unit.multiply(scale, middle))
     scaled = unit.divide(unit.subtract(split, minimum), scale)
-    return ns.where(is_nan(scaled), 0, clamp_integer(ns, unit.round_integer(scaled), scheme.format))
+    integer = unit.round_integer(scaled)
+    return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, scheme.format, scheme.overflow))
 
 
 def _nearest_by_difference(ns: Namespace, scaled: Array, fmt: Format, unit: Arithmetic) -> Array:

@@ -14,7 +14,8 @@ What the edges become:
   7.4, finite values in toward_zero, to_odd, and in up and down on their inner side, stop at the largest finite value.
 * -0: kept where the format has one, else 0. Negative numbers in unsigned integers: 0.
 * float8_e8m0fnu has no zero and no sign: positive numbers below 2**-127 become 2**-127, so does 0 in ``saturate``; 0 is NaN
-  in ``nonfinite``, negative numbers always. It has one significand bit, always 1: a tie in nearest_even goes up, as in ml_dtypes and torch.
+  in ``nonfinite``, negative numbers always. It has one significand bit, always 1, so a tie in nearest_even goes up, as in
+  ml_dtypes and torch.
 * Codebooks take the nearest value, ties to the lower index, and no other rounding mode.
 
 NumPy inputs go through a table of 65,536 codes where the format has at most 6 significant bits: float32 rounded to odd to 16
@@ -23,7 +24,6 @@ bits loses nothing that such a format could see. The table is made by the rule a
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,14 @@ from reference.errors import choice
 from reference.formats import Format, format_of
 from reference.rounding import LARGEST_SHIFT, check_mode, round_shift
 from reference.softfloat import is_nan, normalized
+from reference.tables import encode_flat, fits_table
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, MANTISSA, SIGN, float32_bits
 
 OVERFLOWS = ("saturate", "nonfinite", "inf", "nan")
 # Larger integers saturate every integer format, with any zero point: their shift below stays positive.
 LARGEST_INTEGER_EXPONENT = 14
+# What the internal overflow policy "mark" puts in place of a saturated code (`fake_quantize_vjp` needs to know them).
+MARK = 1 << 20
 
 
 @bridged
@@ -83,6 +86,8 @@ def encode_bits(
     ns: Namespace, bits: Array, fmt: Format, rounding: str, overflow: str, random_bits: Array | None = None
 ) -> Array:
     """The rule on float32 bit patterns: int32 codes."""
+    if fmt.kind == "float" and rounding == "nearest_even":
+        return nearest_even_codes(ns, bits, bits & MAGNITUDE, fmt, overflow)
     if fmt.kind == "float":
         magnitude = bits & MAGNITUDE
         exponent = ns.maximum(magnitude >> 23, 1) - 127
@@ -111,11 +116,35 @@ def encode_parts(
     below = ns.maximum(fmt.emin - exponent, 0)
     rounded = round_shift(ns, significand, below + (23 - fmt.mantissa_bits), negative, rounding, random_bits)
     code = rounded + (ns.maximum(exponent - fmt.emin, 0) << fmt.mantissa_bits)
+    return _finish(ns, code, bits, fmt, rounding, overflow)
+
+
+def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format, overflow: str) -> Array:
+    """The same for nearest_even in fewer steps; `magnitude` is a float32 pattern (below 2**-126: zero, or bfloat16's own).
+
+    Normal numbers: half a unit less one, plus the last kept bit, is added to the pattern and carries. Subnormal ones: a
+    float32 addition of a constant whose unit is the format's smallest number rounds in hardware, to nearest even in every
+    library; the operands are no subnormals that XLA could flush unless the sum does not feel them.
+    """
+    drop = 23 - fmt.mantissa_bits
+    carried = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
+    code = carried - ((fmt.emin + 126) << fmt.mantissa_bits)
+    if fmt.emin > -126:
+        constant = (fmt.emin - fmt.mantissa_bits + 23 + 127) << 23
+        unit = ns.bitcast(ns.full((1,) * magnitude.ndim, constant, "int32", magnitude), "float32")
+        with np.errstate(all="ignore"):
+            small = ns.bitcast(ns.bitcast(magnitude, "float32") + unit, "int32") - constant
+        code = ns.where(magnitude < (fmt.emin + 127) << 23, small, code)
+    return _finish(ns, code, bits, fmt, "nearest_even", overflow)
+
+
+def _finish(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, overflow: str) -> Array:
+    """Limit, sign and NaN of a magnitude's code."""
     code = _limit(ns, code, bits, fmt, rounding, overflow)
     if fmt.sign_mask and fmt.has_negative_zero:
         code = code | (bits >> (32 - fmt.bits) & fmt.sign_mask)
     elif fmt.sign_mask:
-        code = ns.where(negative & (code != 0), code | fmt.sign_mask, code)
+        code = ns.where((bits < 0) & (code != 0), code | fmt.sign_mask, code)
     # NaN last: no other step may touch it.
     return ns.where(is_nan(bits), fmt.nan_code or 0, code)
 
@@ -124,9 +153,13 @@ def _limit(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, 
     """Clamp at the largest finite code, or go beyond it as the overflow policy and the direction of rounding say."""
     if overflow == "saturate":
         return ns.minimum(code, fmt.max_code)
+    if overflow == "mark":
+        return ns.where(code > fmt.max_code, MARK, code)
     beyond = _overflow_code(fmt, overflow)
     over = code > fmt.max_code
-    inward = {"toward_zero": bits == bits, "to_odd": bits == bits, "up": bits < 0, "down": bits >= 0}.get(rounding)
+    inward = {"toward_zero": bits == bits, "to_odd": bits == bits, "up": bits < 0, "down": bits >= 0}.get(
+        rounding
+    )
     if inward is not None:
         finite = (bits & MAGNITUDE) < INFINITY
         code = ns.where(over & inward & finite, fmt.max_code, code)
@@ -151,9 +184,11 @@ def round_to_integer(
     return ns.where(bits < 0, -rounded, rounded)
 
 
-def clamp_integer(ns: Namespace, integer: Array, fmt: Format) -> Array:
+def clamp_integer(ns: Namespace, integer: Array, fmt: Format, overflow: str = "saturate") -> Array:
     """int32 saturated to the format's range and masked to its bits."""
     low, high = fmt.integer_range
+    if overflow == "mark":
+        return ns.where((integer < low) | (integer > high), MARK, 0)
     return ns.minimum(ns.maximum(integer, low), high) & ((1 << fmt.bits) - 1)
 
 
@@ -162,7 +197,9 @@ def _encode_scale(
 ) -> Array:
     exponent, significand = normalized(ns, bits & MAGNITUDE)
     # One significand bit: the fraction decides between 2**exponent and the next power of two. Zero counts as tiny.
-    rounded = round_shift(ns, significand, 23 + ns.where(significand == 0, 1, 0), bits < 0, rounding, random_bits)
+    rounded = round_shift(
+        ns, significand, 23 + ns.where(significand == 0, 1, 0), bits < 0, rounding, random_bits
+    )
     code = exponent + fmt.bias + rounded - 1
     code = ns.where((bits & MAGNITUDE) == INFINITY, fmt.max_code + 1, code)
     # Nothing lies below 2**-bias, so that is the nearest code of every smaller positive number.
@@ -196,41 +233,13 @@ def _zero_code(fmt: Format) -> int:
 
 
 def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: str) -> Array:
-    table = encode_table(fmt, rounding, overflow)
     ns = namespace_of(x)
-    if name == "bfloat16":
-        return table[ns.bitcast(x, "uint16")]
-    if name != "float32":
-        x = ns.bitcast(float32_bits(ns, x, name, to_odd=True), "float32")
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint16)
-    codes = np.empty(x.size, np.uint8)
-    # Chunks keep the temporaries in the cache: three times the speed of one pass over memory.
-    for start in range(0, x.size, CHUNK):
-        half = flat[2 * start : 2 * (start + CHUNK)]
-        index = (half[0::2] != 0).astype(np.uint16)
-        index |= half[1::2]
-        np.take(table, index, out=codes[start : start + CHUNK], mode="wrap")
-    return codes.reshape(x.shape)
-
-
-# Elements whose temporaries stay in a core's cache.
-CHUNK = 1 << 15
-
-
-def fits_table(fmt: Format) -> bool:
-    """Whether 8 significant bits, the last one sticky, decide every rounding: at most 6 bits in the format."""
-    bits = {"float": fmt.mantissa_bits + 1, "int": fmt.bits - fmt.signed, "scale": 1, "codebook": 8}[fmt.kind]
-    return bits <= 6
-
-
-@lru_cache(maxsize=256)
-def encode_table(fmt: Format, rounding: str, overflow: str) -> Any:
-    """uint8 code of every bfloat16 pattern, where an odd pattern stands for everything strictly between its neighbours."""
-    patterns = np.arange(1 << 16, dtype=np.uint32)
-    # A pattern with a set last bit also stands for "inexact": any float32 that rounds to it, for example with a low bit set.
-    bits = ((patterns << 16) | (patterns & 1)).view(np.int32)
-    ns = namespace_of(bits)
-    return encode_bits(ns, bits, fmt, rounding, overflow).astype(np.uint8)
+    bits = (
+        ns.bitcast(x, "uint16")
+        if name == "bfloat16"
+        else ns.bitcast(float32_bits(ns, x, name, to_odd=True), "uint32")
+    )
+    return encode_flat(bits.reshape(-1), fmt, rounding, overflow).reshape(x.shape)
 
 
 def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:

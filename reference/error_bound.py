@@ -92,7 +92,9 @@ def matmul_error_bound(
         truth = np.abs(exact_matmul(left.values, right.values, added)) * UPWARD
         error = np.zeros_like(truth)
         if accumulation == "blocked":
-            error = _float32_error(left, right, added, left.k if order == "any" else _parts(left, right, block))
+            error = _float32_error(
+                left, right, added, left.k if order == "any" else _parts(left, right, block)
+            )
         elif accumulation == "hopper_fp8":
             error = _tensor_core_error(left, right, added, (k_step, frac_bits, promote), operand_formats)
         if accumulation == "exact" or out_dtype != "float32":
@@ -121,7 +123,11 @@ def _float32_error(left: Operand, right: Operand, bias: F64 | None, n: int) -> F
 
 
 def _tensor_core_error(
-    left: Operand, right: Operand, bias: F64 | None, core: tuple[int, int, int | None], names: tuple[str, str] | None
+    left: Operand,
+    right: Operand,
+    bias: F64 | None,
+    core: tuple[int, int, int | None],
+    names: tuple[str, str] | None,
 ) -> F64:
     """Error of the chains, and of the float32 arithmetic that joins them."""
     k_step, frac_bits, promote = core
@@ -174,7 +180,8 @@ def _magnitude(operand: Operand, emin: int | None = None) -> F64:
 def _growth(operand: Operand) -> float:
     """The most that the other factors of a scaled operand can magnify an underflow; 1 without scales."""
     factors = _factors(operand)
-    return math.prod(max(1.0, float(np.max(x, initial=0.0))) for x in (*factors, np.abs(operand.codes[..., :0] if not factors else operand.codes)))
+    parts = [*factors, np.abs(operand.codes)] if factors else []
+    return math.prod(max(1.0, float(np.max(part, initial=0.0))) for part in parts)
 
 
 def _sum(x: F64, y: F64) -> F64:
@@ -198,7 +205,11 @@ def _may_overflow(left: Operand, right: Operand, total: F64) -> Any:
     magnified = _sum(np.abs(left.codes), np.abs(right.codes)) * (_growth(left) * _growth(right))
     largest = [float(np.max(_magnitude(x), initial=0.0)) for x in (left, right) if x.scale is not None]
     unscaled = left.scale is None and right.scale is None
-    return (total >= limit * (2 - 2.0**-24)) | (not unscaled and (magnified >= limit)) | any(x >= limit for x in largest)
+    return (
+        (total >= limit * (2 - 2.0**-24))
+        | (not unscaled and (magnified >= limit))
+        | any(x >= limit for x in largest)
+    )
 
 
 def _deliver(bound: F64, like: Array | Quantized) -> Array:

@@ -41,7 +41,9 @@ def exact_matmul(a: F64, b: F64, bias: F64 | None = None) -> F64:
     inf - inf are NaN. An exact zero sum is +0. Raises ValueError for K above 2**22.
     """
     if a.shape[-1] > LONGEST:
-        raise ValueError(f"exact sums hold at most {LONGEST} terms, got K = {a.shape[-1]}; split K and add the parts")
+        raise ValueError(
+            f"exact sums hold at most {LONGEST} terms, got K = {a.shape[-1]}; split K and add the parts"
+        )
     special = special_values(a, b, bias)
     if special is None:
         return _finite_matmul(a, b, bias)
@@ -55,7 +57,12 @@ def special_values(a: F64, b: F64, bias: F64 | None = None) -> F64 | None:
         return None
     ones, nan = (np.ones_like(a), np.ones_like(b)), (np.isnan(a), np.isnan(b))
     zero, infinite = (a == 0, b == 0), (np.isinf(a), np.isinf(b))
-    bad = _any(nan[0], ones[1]) | _any(ones[0], nan[1]) | _any(infinite[0], zero[1]) | _any(zero[0], infinite[1])
+    bad = (
+        _any(nan[0], ones[1])
+        | _any(ones[0], nan[1])
+        | _any(infinite[0], zero[1])
+        | _any(zero[0], infinite[1])
+    )
     high = _infinite_products(a, b, infinite)
     low = _infinite_products(-a, b, infinite)
     if bias is not None:
@@ -113,7 +120,9 @@ def _fixed_point_matmul(a: F64, b: F64, bias: F64 | None, base_a: int, base_b: i
     planes_a, planes_b = _digits(a, base_a), _digits(b, base_b)
     planes = {} if bias is None else _digits(bias, base_a + base_b)
     top = max(max(planes_a, default=0) + max(planes_b, default=0), max(planes, default=0))
-    shape = np.broadcast_shapes(np.matmul(a[..., :0], b[..., :0, :]).shape, () if bias is None else bias.shape)
+    shape = np.broadcast_shapes(
+        np.matmul(a[..., :0], b[..., :0, :]).shape, () if bias is None else bias.shape
+    )
     # Five spare positions take the carries of up to 63 bits and the sign.
     limbs = np.zeros((top + 5, *shape), np.int64)
     for place, plane in planes.items():

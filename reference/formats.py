@@ -119,10 +119,7 @@ class Format:
         """float32 value of every code, shape (2**bits,). Every value of every format is exact in float32."""
         codes = np.arange(1 << self.bits, dtype=np.int64)
         made = {"float": self._float_values, "int": self._int_values, "scale": self._scale_values}
-        if self.kind == "codebook":
-            values = np.array(self.table, np.float32)
-        else:
-            values = made[self.kind](codes)
+        values = np.array(self.table, np.float32) if self.kind == "codebook" else made[self.kind](codes)
         values.setflags(write=False)
         return values
 
@@ -130,7 +127,9 @@ class Format:
         magnitude = codes & ((1 << (self.exponent_bits + self.mantissa_bits)) - 1)
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
         significand = np.where(exponent > 0, mantissa + (1 << self.mantissa_bits), mantissa)
-        values = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa_bits)
+        values = np.ldexp(
+            significand.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa_bits
+        )
         if self.specials == "ieee":
             values[magnitude > self.max_code] = np.nan
             values[magnitude == self.max_code + 1] = np.inf

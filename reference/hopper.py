@@ -65,7 +65,7 @@ class TensorCore:
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} of a tensor core is an integer from {low} to {high}; got {value!r}")
         if self.promote is not None and (not isinstance(self.promote, int) or self.promote < 1):
-            raise ValueError(f"promote is None or the number of K elements between promotions, at least 1; got {self.promote!r}")
+            raise ValueError(f"promote is None or a number of K elements, at least 1; got {self.promote!r}")
         choice(self.align, ROUNDINGS, "align")
         choice(self.deliver, ROUNDINGS, "deliver")
         choice(self.product_exponent, EXPONENTS, "product_exponent")
@@ -78,7 +78,9 @@ HOPPER_FP8_PROMOTED = replace(HOPPER_FP8, promote=128)
 HOPPER_16BIT = TensorCore(k_step=16, frac_bits=25, mantissa_bits=23)
 
 
-def tensor_core_matmul(a: F64, b: F64, *, core: TensorCore = HOPPER_FP8, emin: tuple[int, int] = (-6, -6)) -> F64:
+def tensor_core_matmul(
+    a: F64, b: F64, *, core: TensorCore = HOPPER_FP8, emin: tuple[int, int] = (-6, -6)
+) -> F64:
     """a @ b as the tensor core of this module computes it: NumPy float64 holding float32 values.
 
     a (..., M, K) and b (..., K, N) are float64 arrays whose values are those of 8-bit or 16-bit floats; batches broadcast.
@@ -96,7 +98,7 @@ def tensor_core_matmul(a: F64, b: F64, *, core: TensorCore = HOPPER_FP8, emin: t
 
 def _chains(a: F64, b: F64, core: TensorCore, emin: tuple[int, int]) -> F64:
     """The accumulation along K: one chain, or promoted parts added in float32."""
-    total = np.matmul(a[..., :0], b[..., :0, :])
+    total: F64 = np.matmul(a[..., :0], b[..., :0, :])
     if core.promote is None:
         return _chain(a, b, total, core, emin)
     for part in parts_of(a.shape[-1], core.promote):
@@ -124,21 +126,20 @@ def multiply_float32(a: F64, b: F64) -> F64:
 
 def _chain(a: F64, b: F64, start: F64, core: TensorCore, emin: tuple[int, int]) -> F64:
     accumulator = start
+    rows, columns = a[..., :, None, :], b.swapaxes(-1, -2)[..., None, :, :]
     for part in parts_of(a.shape[-1], core.k_step):
-        accumulator = _step(a[..., :, None, part], b[..., part, :].swapaxes(-1, -2)[..., None, :, :], accumulator, core, emin)
+        accumulator = _step(rows[..., part], columns[..., part], accumulator, core, emin)
     return accumulator
 
 
 def _step(a: F64, b: F64, c: F64, core: TensorCore, emin: tuple[int, int]) -> F64:
     """One step: a (..., M, 1, k), b (..., 1, N, k), accumulator c (..., M, N)."""
     products = a * b
-    if core.product_exponent == "sum":
-        # Powers of two multiply exactly, and a zero operand takes its product out of the maximum.
-        powers = power_of(a, emin[0]) * power_of(b, emin[1])
-    else:
-        powers = power_of(products, -1022)
-    largest = np.maximum(powers.max(axis=-1), np.maximum(power_of(c, ACCUMULATOR_EMIN), 2.0**ACCUMULATOR_EMIN))
-    unit = largest * 2.0**-core.frac_bits
+    normalized = core.product_exponent == "normalized"
+    # Powers of two multiply exactly, and a zero operand takes its product out of the maximum.
+    powers = power_of(products, -1022) if normalized else power_of(a, emin[0]) * power_of(b, emin[1])
+    floor = np.maximum(power_of(c, ACCUMULATOR_EMIN), 2.0**ACCUMULATOR_EMIN)
+    unit = np.maximum(powers.max(axis=-1), floor) * 2.0**-core.frac_bits
     total = _round(products / unit[..., None], core.align).sum(axis=-1) + _round(c / unit, core.align)
     return _delivered(total * unit, core)
 
@@ -152,9 +153,7 @@ def power_of(x: F64, emin: int) -> F64:
 def _delivered(x: F64, core: TensorCore) -> F64:
     quantum = power_of(x, ACCUMULATOR_EMIN) * 2.0**-core.mantissa_bits
     result = _round(x / np.where(quantum == 0, 1.0, quantum), core.deliver) * quantum
-    overflow = np.abs(result) >= 2.0**128
-    # Adding +0 turns -0 into +0.
-    return np.where(overflow, np.copysign(np.inf, result), result + 0.0)
+    return np.where(np.abs(result) >= 2.0**128, np.copysign(np.inf, result), result)
 
 
 def _round(x: F64, how: str) -> F64:

@@ -26,7 +26,9 @@ def floor_log2_float32(ns: Namespace, bits: Array) -> Array:
     exponent, significand = normalized(ns, bits)
     steps = ns.take(ns.constant(_steps_below(), bits), exponent + 1 - LOWEST)
     near = (0x1000000 - significand) <= steps
-    power = ((exponent + ns.astype(near, "int32") + 127) << 23) & INFINITY
+    exponent = exponent + ns.astype(near, "int32")
+    subnormal = 1 << ns.minimum(ns.maximum(exponent + 149, 0), 22)
+    power = ns.where(exponent < -126, subnormal, (ns.maximum(exponent, -127) + 127) << 23)
     return ns.where((bits == 0) | (bits >= INFINITY), bits, power)
 
 

@@ -80,14 +80,17 @@ def matmul(
     else:
         core = tensor_core(k_step, frac_bits, promote)
         sums = _scaled_blocks(left, right, promote, hopper_block(left, right, core, operand_formats))
-    return from_host(round_result(sums if added is None else add_float32(sums, added), out_dtype), out_dtype, a)
+    total = sums if added is None else add_float32(sums, added)
+    return from_host(round_result(total, out_dtype), out_dtype, a)
 
 
 def operands_of(a: Array | Quantized, b: Array | Quantized) -> tuple[Operand, Operand]:
     """Both operands on the host, checked: one library, equal K, batches that broadcast."""
     names = [namespace_of(x.codes if isinstance(x, Quantized) else x).name for x in (a, b)]
     if names[0] != names[1]:
-        raise TypeError(f"both operands belong to one library, got {names[0]} and {names[1]}; convert one of them")
+        raise TypeError(
+            f"both operands belong to one library, got {names[0]} and {names[1]}; convert one of them"
+        )
     left, right = operand_of(a, -1, "a"), operand_of(b, -2, "b")
     if left.k != right.k:
         raise ValueError(
@@ -109,7 +112,9 @@ def bias_of(bias: Array | None, left: Operand, right: Operand) -> F64 | None:
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"bias of shape {host.shape} does not broadcast to the result of shape {shape}; give one value per column")
+        raise ValueError(
+            f"bias of shape {host.shape} does not broadcast to the result {shape}; give one value per column"
+        )
     return host
 
 
@@ -134,7 +139,9 @@ def hopper_block(
     return lambda x, y: tensor_core_matmul(x, y, core=chain, emin=emin)
 
 
-def _scaled_blocks(left: Operand, right: Operand, size: int | None, product: Callable[[F64, F64], F64]) -> F64:
+def _scaled_blocks(
+    left: Operand, right: Operand, size: int | None, product: Callable[[F64, F64], F64]
+) -> F64:
     """Sum of blocks in order in float32, each multiplied by its scales; then the scales that hold for all of K."""
     total = np.zeros(_product_shape(left, right))
     for part in parts_of(left.k, block_step(left, right, size)):
@@ -159,7 +166,9 @@ def _integer_sums(left: Operand, right: Operand, accumulation: str, bias: Any) -
         )
     sums = exact_matmul(left.values, right.values)
     if np.any(np.abs(sums + 0.5) > 2.0**31):
-        raise ValueError(f"a sum does not fit int32 (largest magnitude {np.abs(sums).max():.0f}); use out_dtype='float32'")
+        raise ValueError(
+            f"a sum does not fit int32 (largest magnitude {np.abs(sums).max():.0f}); use out_dtype='float32'"
+        )
     return sums
 
 
@@ -168,7 +177,9 @@ def _product_shape(left: Operand, right: Operand) -> tuple[int, ...]:
     try:
         batch = np.broadcast_shapes(x[:-2], y[:-2])
     except ValueError:
-        raise ValueError(f"batches of shapes {x[:-2]} and {y[:-2]} do not broadcast; give equal batch axes, or 1") from None
+        raise ValueError(
+            f"batches of shapes {x[:-2]} and {y[:-2]} do not broadcast; give equal batch axes, or 1"
+        ) from None
     return (*batch, x[-2], y[-1])
 
 

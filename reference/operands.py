@@ -9,7 +9,7 @@ values, with no scale left over.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Operand:
     @property
     def k(self) -> int:
         """Length of K."""
-        return self.codes.shape[self.axis]
+        return int(self.codes.shape[self.axis])
 
     def part(self, part: slice) -> F64:
         """The codes of a slice of K."""
@@ -97,9 +97,13 @@ def host_array(x: Any, name: str) -> Host:
     ns = namespace_of(x)
     if ns.name == "torch":
         x = x.detach().cpu()
-        return np.asarray((x if ns.dtype_name(x) in ("float32", *INTEGERS, "uint8", "uint16") else x.float()).numpy())
+        return np.asarray(
+            (x if ns.dtype_name(x) in ("float32", *INTEGERS, "uint8", "uint16") else x.float()).numpy()
+        )
     if ns.name == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
-        raise TypeError(f"matmul runs on the host and cannot be traced, got {name} under a JAX transformation; call it outside jit")
+        raise TypeError(
+            f"matmul runs on the host, and {name} is traced by a JAX transformation; call it outside jit"
+        )
     return np.asarray(x)
 
 
@@ -127,20 +131,25 @@ def format_of_operand(operand: Operand, given: str | None, name: str) -> Format:
     odd = (np.rint(x / np.where(quantum == 0, 1.0, quantum)) * quantum != x) | (np.abs(x) > fmt.max)
     if odd.any():
         raise ValueError(
-            f"{name} holds {float(x[odd][0])!r}, which {kind} does not ({odd.sum()} such values); quantize it first, or name the "
-            f"formats with operand_formats"
+            f"{name} holds {float(x[odd][0])!r}, which {kind} does not ({odd.sum()} such values); quantize it first, or "
+            f"name the formats with operand_formats"
         )
     return fmt
 
 
 def _check_rank(shape: tuple[int, ...], name: str) -> None:
     if len(shape) < 2:
-        raise ValueError(f"{name} is a matrix (..., rows, columns), got shape {shape}; reshape it to two axes")
+        raise ValueError(
+            f"{name} is a matrix (..., rows, columns), got shape {shape}; reshape it to two axes"
+        )
 
 
 def _quantized_operand(q: Quantized, axis: int) -> Operand:
+    # In NumPy from here on: every library dequantizes to the same bits.
+    parts: dict[str, Any] = {name: getattr(q, name) for name in ("codes", "scale", "outer", "zero")}
+    q = replace(q, **{name: _host_part(part, name) for name, part in parts.items()})
     scheme = q.scheme
-    values = host_array(dequantize(q, "float32"), "a scale").astype(np.float64)
+    values = dequantize(q, "float32").astype(np.float64)
     factored = (
         not str(scheme.scale.block).startswith("flat")
         and (scheme.zero is None or scheme.zero.rule == "code")
@@ -149,22 +158,26 @@ def _quantized_operand(q: Quantized, axis: int) -> Operand:
     )
     if not factored:
         return Operand(values, values, None, None, None, (), axis, "float32")
-    codes = scheme.format.values[host_array(q.codes, "codes")].astype(np.float64)
+    codes = scheme.format.values[q.codes].astype(np.float64)
     if scheme.zero is not None:
-        zero = host_array(unpack_zero(namespace_of(q.zero), q.zero, scheme), "a zero point").astype(np.float64)
+        zero = np.asarray(unpack_zero(namespace_of(q.zero), q.zero, scheme)).astype(np.float64)
         codes = codes - _spread(zero, q, range(len(q.shape)))
-    inverted = (scheme.scale.stored == "encode",)
-    scale, group = _along_k(_factor(q.scale, scheme.scale.storage, inverted[0]), q, axis)
+    invert = scheme.scale.stored == "encode"
+    scale, group = _along_k(_factor(q.scale, scheme.scale.storage, invert), q, axis)
     if scheme.outer is None:
-        return Operand(values, codes, scale, group, None, inverted, axis, scheme.element)
-    inverted = (*inverted, scheme.outer_order in ("folded", "encode"))
-    outer = _factor(q.outer, scheme.outer.storage, inverted[1])
-    return Operand(values, codes, scale, group, outer, inverted, axis, scheme.element)
+        return Operand(values, codes, scale, group, None, (invert,), axis, scheme.element)
+    invert_outer = scheme.outer_order in ("folded", "encode")
+    outer = _factor(q.outer, scheme.outer.storage, invert_outer)
+    return Operand(values, codes, scale, group, outer, (invert, invert_outer), axis, scheme.element)
+
+
+def _host_part(part: Any, name: str) -> Any:
+    return None if part is None else host_array(part, name)
 
 
 def _factor(stored: Array, storage: str, invert: bool) -> F64:
     """Stored scales as float32 factors of the code; encoding scales by their correctly rounded reciprocal."""
-    bits = host_array(load(namespace_of(stored), stored, storage), "a scale")
+    bits = np.asarray(load(namespace_of(stored), stored, storage))
     factor = np.ascontiguousarray(bits).reshape(bits.shape).view(np.float32)
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
         return (np.float32(1) / factor if invert else factor).astype(np.float64)

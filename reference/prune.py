@@ -40,7 +40,9 @@ def prune(w: Array, *, pattern: str = "2:4", scores: Array | None = None) -> Arr
     check_groups(shape, group, pattern)
     scores = w if scores is None else as_array(scores)
     if ns.shape(scores) != shape:
-        raise ValueError(f"scores of shape {ns.shape(scores)} do not match w of shape {shape}; give one score per weight")
+        raise ValueError(
+            f"scores of shape {ns.shape(scores)} do not match w of shape {shape}; give one score per weight"
+        )
     key = _magnitude_key(namespace_of(scores), scores).reshape(*shape[:-1], shape[-1] // group, group)
     return (_rank(ns, key, group) < kept).reshape(shape)
 
@@ -48,18 +50,24 @@ def prune(w: Array, *, pattern: str = "2:4", scores: Array | None = None) -> Arr
 def parse_pattern(pattern: str) -> tuple[int, int]:
     """(N, M) of a string "N:M" with 1 <= N <= M; ValueError otherwise, TypeError if it is no string."""
     if not isinstance(pattern, str):
-        raise TypeError(f"a sparsity pattern is a string such as '2:4', got {type(pattern).__name__}: {pattern!r}")
+        raise TypeError(
+            f"a sparsity pattern is a string such as '2:4', got {type(pattern).__name__}: {pattern!r}"
+        )
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", pattern)
     kept, group = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= kept <= group:
-        raise ValueError(f"a sparsity pattern is 'N:M' with 1 <= N <= M (keep N of every M), for example '2:4'; got {pattern!r}")
+        raise ValueError(
+            f"a sparsity pattern is 'N:M', 1 <= N <= M (keep N of every M), such as '2:4'; got {pattern!r}"
+        )
     return kept, group
 
 
 def check_groups(shape: tuple[int, ...], group: int, what: str) -> None:
     """ValueError unless the last axis of `shape` exists and is a multiple of `group`."""
     if not shape:
-        raise ValueError(f"{what} works along the last axis, and a 0-d array has none; reshape it to at least one axis")
+        raise ValueError(
+            f"{what} works along the last axis, and a 0-d array has none; reshape it to at least one axis"
+        )
     if shape[-1] % group:
         raise ValueError(
             f"{what} needs a last axis that is a multiple of {group}, got shape {shape} "
@@ -76,7 +84,9 @@ def _magnitude_key(ns: Namespace, scores: Array) -> Array:
         wide = ns.astype(scores, "int32")
         # |score| - 1, because |-2**31| does not fit.
         return ns.where(wide > 0, wide - 1, -(wide + 1))
-    raise TypeError(f"scores are {', '.join(FLOATS + INTEGERS)}; got {name} of shape {ns.shape(scores)}: cast to float32")
+    raise TypeError(
+        f"scores are {', '.join(FLOATS + INTEGERS)}; got {name} of shape {ns.shape(scores)}: cast to float32"
+    )
 
 
 def _rank(ns: Namespace, key: Array, group: int) -> Array:

@@ -1,15 +1,20 @@
 """Quantized tensors and scales as JAX pytrees: arrays are leaves, the record, shape and axis are static.
 
-Registered when a JAX array first reaches this package, when it is imported after JAX, or by hand.
+Registered when `reference` is imported after JAX, and otherwise when the first JAX array reaches it. One case is left: a
+program that imports JAX after `reference`, makes a `Quantized` from NumPy arrays and hands it to `jax.jit` before any JAX array
+was quantized calls `reference.register_jax()` once. (JAX asks for registration; importing it here for everyone would make
+`import reference` slow.)
 """
 
 from __future__ import annotations
 
+import sys
+
 _done = False
 
 
-def register_pytrees() -> None:
-    """Register `Quantized` and `Scales` with JAX; calling it again does nothing. Needs JAX."""
+def register_jax() -> None:
+    """Register `Quantized` and `Scales` as JAX pytrees; calling it again does nothing. Imports JAX."""
     global _done
     if _done:
         return
@@ -25,3 +30,9 @@ def register_pytrees() -> None:
         meta_fields=["shape", "axis", "scheme"],
     )
     _done = True
+
+
+def register_if_imported() -> None:
+    """`register_jax` where JAX is already imported (completely: another thread may be at it)."""
+    if hasattr(sys.modules.get("jax"), "tree_util"):
+        register_jax()

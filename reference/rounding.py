@@ -12,8 +12,8 @@ to_odd         t truncated, last bit set if anything was lost
 stochastic     floor(t + r), r = the top `shift` bits of the element's random word as a fraction
 =============  ======================================================================================
 
-Stochastic rounding uses at most 24 random bits (the carry form of LLVM's cvt.rs, called StochasticFastest in gfloat): a value so small that
-more than 24 bits are lost is truncated to 24 first, so that its probability of rounding up is exact to 2**-24.
+Stochastic rounding uses at most 24 random bits, in the carry form of LLVM's cvt.rs (gfloat calls it StochasticFastest). A
+value so small that more than 24 bits are lost is truncated to 24 first, so its probability of rounding up is exact to 2**-24.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ def check_mode(mode: str, random_bits: Array | None) -> str:
 
 
 def round_shift(
-    ns: Namespace, significand: Array, shift: Array, negative: Array, mode: str, random_bits: Array | None = None
+    ns: Namespace,
+    significand: Array,
+    shift: Array,
+    negative: Array,
+    mode: str,
+    random_bits: Array | None = None,
 ) -> Array:
     """Integer nearest to significand / 2**shift in the given mode; 0 <= significand < 2**24, shift >= 1, int32."""
     if mode == "stochastic":

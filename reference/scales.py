@@ -64,7 +64,9 @@ def choose_scales(x: Any, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     return choose(ns, split, blocks, scheme, name, None).kept
 
 
-def choose(ns: Namespace, split: Array, blocks: Blocks, scheme: Scheme, dtype: str, given: Scales | None) -> Chosen:
+def choose(
+    ns: Namespace, split: Array, blocks: Blocks, scheme: Scheme, dtype: str, given: Scales | None
+) -> Chosen:
     """The scales of blocks; `given.outer`, if any, is used as it is."""
     record = scheme.scale
     unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
@@ -115,11 +117,15 @@ def _element_outer(
     return bits, store(ns, bits, record.storage).reshape(())
 
 
-def _ratio(ns: Namespace, span: Range, scheme: Scheme, unit: Arithmetic, outer: Array | None, dtype: str) -> Array:
+def _ratio(
+    ns: Namespace, span: Range, scheme: Scheme, unit: Arithmetic, outer: Array | None, dtype: str
+) -> Array:
     """The block scale before storage rounding."""
     record = scheme.scale
     if scheme.outer is not None and outer is not None and scheme.outer_order == "folded":
-        multiplier = unit.multiply(outer, unit.divide(unit.constant(1.0, outer), unit.constant(record.target, outer)))
+        multiplier = unit.multiply(
+            outer, unit.divide(unit.constant(1.0, outer), unit.constant(record.target, outer))
+        )
         return _finite(ns, unit.multiply(span.absmax, multiplier))
     bits = _plain_ratio(ns, span, record, unit, scheme, dtype)
     if outer is not None and scheme.outer_order == "encode":
@@ -262,4 +268,4 @@ def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:
     return ns.astype(kept, "int32")
 
 
-__all__ = ["Chosen", "SIGN", "Scales", "choose", "choose_scales", "double_scale", "load_codes", "unpack_zero"]
+__all__ = ["SIGN", "Chosen", "Scales", "choose", "choose_scales", "double_scale", "load_codes", "unpack_zero"]

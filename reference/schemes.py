@@ -55,7 +55,8 @@ class Scale:
     #: "decode" multiplies a code, "encode" multiplies an element.
     stored: str = "decode"
     #: ("statistic" | "scale" | "stored" | "zero", smallest value). "scale" applies before the scale is rounded for storage,
-    #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" stands for the smallest normal number of the input's dtype.
+    #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" stands for the smallest normal number of
+    #: the input's dtype.
     floor: tuple[str, float | str] | None = None
     #: "float32" or the name of a format.
     storage: str = "float32"
@@ -113,7 +114,8 @@ class Scheme:
     rounding: str = "nearest_even"
     overflow: str = "saturate"
     #: "block": NaN or infinity makes the block's scale NaN and its codes `nan_code`; "nan": only NaN does; "element": NaN
-    #: makes the scale NaN, its finite elements zero and its NaN elements `nan_code` with their sign; "ieee": arithmetic decides.
+    #: makes the scale NaN, its finite elements zero and its NaN elements `nan_code` with their sign; "ieee": arithmetic
+    #: decides.
     nan: str = "block"
     #: Code of elements of a NaN block; by default the format's NaN, or 0.
     nan_code: int | None = None
@@ -169,7 +171,11 @@ def _fp8() -> list[Scheme]:
 def mx_name(element: str) -> str:
     """mxfp8_e4m3, mxfp6_e2m3, mxfp4, mxint8: the name of the MX scheme with this element."""
     fmt = FORMATS[element]
-    return element if fmt.kind == "int" else "mxfp" + str(fmt.bits) + ("_" + SHORT[element] if element in SHORT else "")
+    return (
+        element
+        if fmt.kind == "int"
+        else "mxfp" + str(fmt.bits) + ("_" + SHORT[element] if element in SHORT else "")
+    )
 
 
 def mx_scheme(element: str, rule: str = "floor", suffix: str = "") -> Scheme:

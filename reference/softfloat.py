@@ -17,7 +17,7 @@ import numpy as np
 from reference.arrays import Array, Namespace
 from reference.widen import INFINITY, MAGNITUDE, MANTISSA, NAN, SIGN
 
-QUOTIENT_BITS = 26  # 24 significant bits, one to normalise and one to round; the remainder is the sticky bit
+DIGIT_BITS = 13  # twice that and the leading digit: 24 significant bits and two to round; the remainder is the sticky bit
 
 
 def multiply(ns: Namespace, a: Array, b: Array) -> Array:
@@ -113,19 +113,16 @@ def _multiply(ns: Namespace, a: Array, b: Array) -> Array:
 
 def _divide(ns: Namespace, a: Array, b: Array) -> Array:
     magnitude_a, magnitude_b, negative, nan = _specials(ns, a, b)
-    exponent_a, remainder = normalized(ns, magnitude_a)
+    exponent_a, dividend = normalized(ns, magnitude_a)
     exponent_b, divisor = normalized(ns, magnitude_b)
     divisor = ns.where(divisor == 0, 1, divisor)
-    small = remainder < divisor
-    remainder = ns.where(small, remainder << 1, remainder)
+    small = dividend < divisor
     exponent = exponent_a - exponent_b - ns.where(small, 1, 0)
-    quotient = ns.where(remainder >= divisor, 1, 0)
-    remainder = remainder - ns.where(remainder >= divisor, divisor, 0)
-    for _ in range(QUOTIENT_BITS):
-        remainder = remainder << 1
-        bit = remainder >= divisor
-        quotient = (quotient << 1) | ns.where(bit, 1, 0)
-        remainder = ns.where(bit, remainder - divisor, remainder)
+    # The leading digit of the normalised quotient is 1.
+    remainder = ns.where(small, dividend << 1, dividend) - divisor
+    high, remainder = _digits(ns, remainder, divisor)
+    low, remainder = _digits(ns, remainder, divisor)
+    quotient = (1 << (2 * DIGIT_BITS)) | (high << DIGIT_BITS) | low
     significand = ns.where(magnitude_a == 0, 0, quotient | ns.where(remainder != 0, 1, 0))
     result = _compose(ns, negative, exponent, significand)
     result = ns.where(magnitude_b == INFINITY, ns.where(negative, SIGN, 0), result)
@@ -133,6 +130,19 @@ def _divide(ns: Namespace, a: Array, b: Array) -> Array:
     nan = nan | ((magnitude_a == 0) & (magnitude_b == 0))
     nan = nan | ((magnitude_a == INFINITY) & (magnitude_b == INFINITY))
     return _patch(ns, result, negative, infinite, nan)
+
+
+def _digits(ns: Namespace, remainder: Array, divisor: Array) -> tuple[Array, Array]:
+    """The next DIGIT_BITS binary digits of remainder / divisor < 1, exactly, and the new remainder.
+
+    A float quotient, however the library divides, is only a guess. Its error is far below 1, so the digits are off by at
+    most one, which the remainder shows; int32 wraps, but the remainder's true value lies in [-divisor, 2 * divisor).
+    """
+    guess = ns.astype(remainder, "float32") / ns.astype(divisor, "float32") * (1 << DIGIT_BITS)
+    digits = ns.astype(guess, "int32")
+    remainder = (remainder << DIGIT_BITS) - digits * divisor
+    step = ns.where(remainder < 0, -1, ns.where(remainder >= divisor, 1, 0))
+    return digits + step, remainder - step * divisor
 
 
 def _add(ns: Namespace, a: Array, b: Array) -> Array:

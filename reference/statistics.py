@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from reference.arrays import Array, Namespace
-from reference.softfloat import add, divide, multiply, order_key, subtract
+from reference.softfloat import add, bits_of, divide, order_key, subtract
 from reference.widen import INFINITY, MAGNITUDE, NAN, SIGN
 
 
@@ -57,24 +57,24 @@ def mean(ns: Namespace, values: Array, *, finite_only: bool) -> Array:
     if finite_only:
         values = ns.where((values & MAGNITUDE) < INFINITY, values, 0)
     count = ns.shape(values)[0]
-    size = 1
-    while size < count:
-        size *= 2
-    if size > count:
-        values = ns.concatenate([values, ns.full((size - count,), 0, "int32", values)], 0)
-    half = _constant(ns, 0.5, values)
-    while size > 1:
-        values = add(ns, multiply(ns, values[0::2], half), multiply(ns, values[1::2], half))
-        size //= 2
     filled = 1
     while filled < count:
         filled *= 2
+    if filled > count:
+        values = ns.concatenate([values, ns.full((filled - count,), 0, "int32", values)], 0)
+    values = ns.combine_pairs(values, lambda a, b: add(ns, _half(ns, a), _half(ns, b)))
     return divide(ns, values, _constant(ns, count / filled, values))
 
 
-def _constant(ns: Namespace, value: float, like: Array) -> Array:
-    from reference.softfloat import bits_of
+def _half(ns: Namespace, values: Array) -> Array:
+    """values / 2 of non-negative float32 bit patterns, rounded to nearest even; infinity and NaN stay."""
+    # Below 2**-125 a bit pattern counts units of 2**-149, and so does its half.
+    subnormal = (values + ((values >> 1) & 1)) >> 1
+    normal = ns.where(values < INFINITY, values - 0x00800000, values)
+    return ns.where(values < 0x01000000, subnormal, normal)
 
+
+def _constant(ns: Namespace, value: float, like: Array) -> Array:
     return ns.full((1,), bits_of(value), "int32", like)
 
 

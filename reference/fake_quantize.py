@@ -1,0 +1,194 @@
+"""Fake quantization: quantize and dequantize at once, with straight-through gradients.
+
+The forward value is `dequantize(quantize(x))` in x's own dtype, by definition the same bits as storage gives. The gradient
+with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that is where the
+rounded element lies beyond the largest code (Jacob et al., arXiv 1712.05877, section 3; Bengio et al., arXiv 1308.3432).
+No gradient flows through a scale that was computed from x. A scale that is given is a parameter and gets the gradient of
+learned step size quantization (Esser et al., arXiv 1902.08153, equation 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from reference.arithmetic import Arithmetic
+from reference.arrays import Array, Namespace, float_input
+from reference.blocks import Blocks
+from reference.bridge import bridged
+from reference.elements import element_codes
+from reference.encode import MARK
+from reference.given import check_scales, given_scales
+from reference.quantize import Quantized, block_values, dequantize, quantize
+from reference.scales import Chosen, Scales, choose
+from reference.schemes import Scheme, scheme_of
+from reference.softfloat import add, bits_of, multiply
+from reference.widen import MAGNITUDE, SIGN, float32_bits, to_dtype_bits
+
+Gradients = tuple[Array, Array | None, Array | None]
+
+
+@bridged
+def fake_quantize(x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None) -> Array:
+    """x rounded to what its scheme can represent, in x's dtype and shape.
+
+    Arguments and errors as in `quantize`. Under JAX this has the custom gradient of `fake_quantize_vjp`, also under jit and
+    vmap; for torch autograd use `fast.fake_quantize`.
+    """
+    scheme = scheme_of(scheme)
+    ns, x, _ = float_input(x, "fake_quantize")
+    if ns.name == "jax":
+        given = None if scales is None else scales if isinstance(scales, Scales) else Scales(scales)
+        return _jax_function()(x, given, scheme, axis)
+    return _forward(x, scales, scheme, axis)
+
+
+def _forward(x: Array, scales: Any, scheme: Scheme, axis: int) -> Array:
+    q: Quantized = quantize.__wrapped__(x, scheme, axis=axis, scales=scales)  # type: ignore[attr-defined]
+    _, _, name = float_input(x, "fake_quantize")
+    return dequantize.__wrapped__(q, name)  # type: ignore[attr-defined]
+
+
+@bridged
+def fake_quantize_vjp(
+    g: Any, x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None
+) -> Gradients:
+    """Gradients (dx, dscale, dzero) of fake_quantize at x for an output gradient g of x's shape and dtype.
+
+    dx: g where the element did not saturate, +0 where it did; x's dtype. dscale: None for scales computed from x; for given
+    scales float32 of the scale's shape, the sum over each block of g * dy/ds with the scale s as a number: with v the code's
+    value, v - x/s, or v where saturated, times the outer scale if there is one. dzero: the same for the zero point,
+    0 where nothing saturated. Sums run in float32 over adjacent pairs, a binary tree over each block filled with zeros.
+    Raises ValueError where shapes or dtypes of g and x differ, and as `quantize` does.
+    """
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "fake_quantize_vjp")
+    _, g, g_name = float_input(g, "fake_quantize_vjp")
+    if g_name != name or ns.shape(g) != ns.shape(x):
+        raise ValueError(f"g has the dtype and shape of x, {name} {ns.shape(x)}; got {g_name} {ns.shape(g)}")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    given = check_scales(ns, scales, scheme, blocks)
+    split = blocks.split(ns, float32_bits(ns, x, name))
+    learned = given is not None and given.scale is not None
+    chosen = (
+        given_scales(ns, given, blocks, scheme) if learned else choose(ns, split, blocks, scheme, name, given)
+    )
+    saturated = saturation(ns, split, chosen, scheme, name)
+    wide = float32_bits(ns, g, name)
+    kept = ns.where(blocks.join(ns, ns.astype(saturated, "int32")) > 0, 0, wide)
+    dx = to_dtype_bits(ns, kept, name)
+    if not learned:
+        return dx, None, None
+    return (dx, *_parameter_gradients(ns, blocks, split, wide, chosen, saturated, scheme, name))
+
+
+def saturation(ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
+    """Whether saturation changed the rounded element, per element of the blocks."""
+    if scheme.format.kind == "codebook":
+        ratio = _ratio(ns, split, chosen, scheme)
+        return (ratio & MAGNITUDE) > bits_of(scheme.format.max)
+    marked = replace(scheme, overflow="mark", nan="ieee", nan_code=None)
+    return (element_codes(ns, split, chosen, marked, dtype, None) & MARK) != 0
+
+
+def _ratio(ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme) -> Array:
+    """x / s in float32 (x * S for an encoding scale), for tinygemm (x - z) / s."""
+    unit = Arithmetic(ns, "float32")
+    if scheme.zero is not None and scheme.zero.rule == "value":
+        split = unit.subtract(split, chosen.zero)
+    if scheme.scale.stored == "encode":
+        return unit.multiply(split, chosen.scale)
+    return unit.divide(unit.divide(split, chosen.scale), _outer(unit, chosen, scheme))
+
+
+def _outer(unit: Arithmetic, chosen: Chosen, scheme: Scheme) -> Array:
+    """The outer decoding scale, or 1."""
+    if chosen.outer is None:
+        return unit.constant(1.0, chosen.scale)
+    stored = scheme.outer.stored if scheme.outer is not None else "decode"
+    return unit.reciprocal(chosen.outer) if stored == "encode" else chosen.outer
+
+
+def _parameter_gradients(
+    ns: Namespace,
+    blocks: Blocks,
+    split: Array,
+    g: Array,
+    chosen: Chosen,
+    saturated: Array,
+    scheme: Scheme,
+    dtype: str,
+) -> tuple[Array, Array | None]:
+    """Sums over blocks of g * dy/ds and g * dy/dz."""
+    unit = Arithmetic(ns, "float32")
+    codes = element_codes(ns, split, chosen, scheme, dtype, None)
+    value = block_values(ns, codes, chosen, scheme)
+    ratio = ns.where(saturated, 0, _ratio(ns, split, chosen, scheme))
+    slope = unit.subtract(value, ratio)
+    if scheme.scale.stored == "encode":
+        # y = v / S: the derivative of 1 / S is -1 / S**2.
+        slope = unit.divide(slope, unit.multiply(chosen.scale, chosen.scale)) ^ SIGN
+    slope = unit.multiply(slope, _outer(unit, chosen, scheme))
+    # A short last block is filled with elements that do not count.
+    g = blocks.split(ns, g, zeros=True)
+    dscale = blocks.expose(ns.bitcast(tree_sum(ns, multiply(ns, g, slope)), "float32"), ns)
+    if scheme.zero is None:
+        return dscale, None
+    one = unit.constant(1.0, chosen.scale)
+    per_element = one if scheme.zero.rule == "value" else chosen.scale ^ SIGN
+    dzero = tree_sum(ns, ns.where(saturated, multiply(ns, g, per_element), 0))
+    return dscale, blocks.expose(ns.bitcast(dzero, "float32"), ns)
+
+
+def tree_sum(ns: Namespace, bits: Array) -> Array:
+    """Sum over the last axis (kept as 1) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
+    length = ns.shape(bits)[-1]
+    size = 1
+    while size < length:
+        size *= 2
+    if size > length:
+        filler = ns.full((*ns.shape(bits)[:-1], size - length), 0, "int32", bits)
+        bits = ns.concatenate([bits, filler], -1)
+    while size > 1:
+        bits = add(ns, bits[..., 0::2], bits[..., 1::2])
+        size //= 2
+    return bits
+
+
+@lru_cache
+def _jax_function() -> Any:
+    """fake_quantize for JAX with its gradient; made when the first JAX array arrives."""
+    import jax
+
+    def forward(x: Array, scales: Any, scheme: Scheme, axis: int) -> Array:
+        return _forward(x, scales, scheme, axis)
+
+    def forward_saved(x: Array, scales: Any, scheme: Scheme, axis: int) -> tuple[Array, tuple[Array, Any]]:
+        return _forward(x, scales, scheme, axis), (x, scales)
+
+    def backward(scheme: Scheme, axis: int, saved: tuple[Array, Any], g: Array) -> tuple[Array, Any]:
+        x, scales = saved
+        dx, dscale, dzero = fake_quantize_vjp.__wrapped__(g, x, scheme, axis=axis, scales=scales)  # type: ignore[attr-defined]
+        return dx, _scale_cotangents(jax, scales, dscale, dzero)
+
+    function = jax.custom_vjp(forward, nondiff_argnums=(2, 3))
+    function.defvjp(forward_saved, backward)
+    return function
+
+
+def _scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
+    """Cotangents in the structure of `scales`: float parts get theirs, codes have none."""
+    if scales is None:
+        return None
+
+    def fit(value: Any, gradient: Any) -> Any:
+        if value is None:
+            return None
+        if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
+            import numpy as np
+
+            return np.zeros(value.shape, jax.dtypes.float0)
+        return jax.numpy.zeros_like(value) if gradient is None else gradient.astype(value.dtype)
+
+    return Scales(fit(scales.scale, dscale), fit(scales.outer, None), fit(scales.zero, dzero))
