@@ -15,6 +15,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from reference.compiled import holds_jax, run_compiled
+from reference.pytrees import register_if_imported
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,10 +26,16 @@ CARRIER = {1: "uint8", 2: "int16"}
 
 
 def bridged(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` on NumPy arrays when an argument is a plain CPU tensor, and give tensors back."""
+    """Run `function` on NumPy arrays when an argument is a plain CPU tensor, and give tensors back.
+
+    Concrete JAX arrays run it compiled (`reference.compiled`). `function.__wrapped__` is the plain function.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        register_if_imported()
+        if any(holds_jax(value) for value in (*args, *kwargs.values())):
+            return cast(R, run_compiled(function, args, kwargs))
         if not any(_holds_tensor(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         args_ = tuple(_convert(value, to_numpy) for value in args)

@@ -160,42 +160,56 @@ def _torchao_nf4() -> Scheme:
 
 def _transformer_engine() -> list[Scheme]:
     """transformer_engine/pytorch/custom_recipes/quantization_ref_nvfp4.py, _quantize_blockwise_reference."""
-    outer = Scale(block="tensor", statistic="absmax_elements", target=6.0 * 448.0, stored="encode")
+    outer = Scale(
+        block="tensor", statistic="absmax_elements", target=6.0 * 448.0, stored="encode", floor=("zero", 1.0)
+    )
     made = []
     for name, block in (("te.nvfp4", 16), ("te.nvfp4_16x16", (16, 16))):
         scale = Scale(block=block, target=6.0, storage="float8_e4m3fn")  # type: ignore[arg-type]
         made.append(
             Scheme(
                 name=name, element="float4_e2m1fn", scale=scale, outer=outer, outer_order="folded", nan="ieee",
-                nan_code=0, dequantize="ieee", deviations=("a block scale may round to 0", NAN_SPREADS),
+                nan_code=0, negative_zero=False, dequantize="ieee",
+                deviations=("a block scale may round to 0", NAN_SPREADS),
             )
         )  # fmt: skip
     return made
 
 
 def _compressed_tensors() -> list[Scheme]:
-    """compressed-tensors 0.20, quantization/utils/helpers.py: calculate_qparams and generate_gparam."""
-    int8 = Scale(block=-1, target=127.5, compute="input", floor=("zero", 2.0**-23))
-    int4 = Scale(block=128, target=7.5, compute="input", floor=("zero", 2.0**-23))
-    fp8 = Scale(block=-1, target=448.0, compute="input", floor=("zero", 2.0**-23))
+    """compressed-tensors 0.20, quantization/utils/helpers.py: calculate_qparams; lifecycle/forward.py: quantize, dequantize.
+
+    Everything is computed in the input's dtype, and the scale is kept in it."""
     clips = ("the largest positive value clips",)
-    return [
-        Scheme(name="compressed_tensors.int8_channel", element="int8", scale=int8, apply="divide", nan="ieee",
-               dequantize="ieee", deviations=clips),
-        Scheme(name="compressed_tensors.int4_g128", element="int4", scale=int4, apply="divide", nan="ieee",
-               dequantize="ieee", deviations=clips),
-        Scheme(name="compressed_tensors.fp8_channel", element="float8_e4m3fn", scale=fp8, apply="divide", nan="ieee",
-               dequantize="ieee"),
-        _compressed_tensors_nvfp4(),
-    ]  # fmt: skip
+    made = []
+    for name, element, block, target, deviations in (
+        ("int8_channel", "int8", -1, 127.5, clips),
+        ("int4_g128", "int4", 128, 7.5, clips),
+        ("fp8_channel", "float8_e4m3fn", -1, 448.0, ()),
+    ):
+        scale = Scale(block=block, target=target, compute="input", floor=("zero", "eps"))
+        made.append(
+            Scheme(name=f"compressed_tensors.{name}", element=element, scale=scale, apply="divide", arithmetic="input",
+                   nan="ieee", dequantize="target", deviations=deviations)
+        )  # fmt: skip
+    return [*made, _compressed_tensors_nvfp4()]
 
 
 def _compressed_tensors_nvfp4() -> Scheme:
-    scale = Scale(block=16, target=6.0, floor=("zero", 2.0**-3), storage="float8_e4m3fn")
-    outer = Scale(block="tensor", statistic="absmax_elements", target=6.0 * 448.0, stored="encode")
+    """Also helpers.py, generate_gparam, and utils/fp4_utils.py, cast_to_fp4."""
+    scale = Scale(block=16, target=6.0, compute="input", floor=("zero", 2.0**-3), storage="float8_e4m3fn")
+    outer = Scale(
+        block="tensor",
+        statistic="absmax_elements",
+        target=6.0 * 448.0,
+        compute="input",
+        stored="encode",
+        nonfinite=1.0,
+    )
     return Scheme(
         name="compressed_tensors.nvfp4", element="float4_e2m1fn", scale=scale, outer=outer, outer_order="encode",
-        apply="divide", nan="ieee", nan_code=0, dequantize="ieee", deviations=("a zero block scale is replaced", NAN_SPREADS),
+        apply="divide", nan="ieee", nan_code=0, negative_zero=False, dequantize="ieee",
+        deviations=("a zero block scale is replaced", "a tensor with a NaN or of tiny values has no outer scale"),
     )  # fmt: skip
 
 

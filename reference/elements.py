@@ -11,7 +11,7 @@ from reference.formats import Format
 from reference.scales import Chosen
 from reference.schemes import Scheme
 from reference.softfloat import bits_of, is_nan, normalized
-from reference.widen import INFINITY, LARGEST, MAGNITUDE, SMALLEST_NORMAL
+from reference.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, SMALLEST_NORMAL
 
 E8M0_BIAS = 127
 # An exponent above every element format's.
@@ -92,15 +92,17 @@ def _scaled(
         return _nearest_by_difference(ns, scaled, fmt, unit)
     if fmt.kind != "int":
         codes = encode_bits(ns, scaled, fmt, scheme.rounding, scheme.overflow, random_bits)
-        return _nan_codes(ns, codes, scaled, scheme)
+        return _special_codes(ns, codes, scaled, scheme)
     integer = round_to_integer(ns, scaled, fmt.fraction_bits, scheme.rounding, random_bits)
     if chosen.zero is not None:
         integer = integer + chosen.zero
     return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, fmt, scheme.overflow))
 
 
-def _nan_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Array:
-    """A NaN that arithmetic made, where the convention writes a code of its own for it."""
+def _special_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Array:
+    """A NaN that arithmetic made, and a scaled -0, where the convention writes a code of its own for them."""
+    if not scheme.negative_zero:
+        codes = ns.where(scaled == SIGN, 0, codes)
     return codes if scheme.nan_code is None else ns.where(is_nan(scaled), scheme.nan_code, codes)
 
 

@@ -12,7 +12,7 @@ What the edges become:
   ``nonfinite`` gives the format's infinity, or its NaN where it has no infinity (``inf`` and ``nan`` name one of them).
   Rounding comes first: 464 is a tie for e4m3fn and becomes 448 in nearest_even, NaN in nearest_away. As in IEEE 754 section
   7.4, finite values in toward_zero, to_odd, and in up and down on their inner side, stop at the largest finite value.
-* -0: kept where the format has one, else 0. Negative numbers in unsigned integers: 0.
+* -0: kept where the format has one, else 0. Negative numbers in unsigned integers: 0. Integers know only ``saturate``.
 * float8_e8m0fnu has no zero and no sign: positive numbers below 2**-127 become 2**-127, so does 0 in ``saturate``; 0 is NaN
   in ``nonfinite``, negative numbers always. It has one significand bit, always 1, so a tie in nearest_even goes up, as in
   ml_dtypes and torch.
@@ -33,7 +33,7 @@ from reference.bridge import bridged
 from reference.errors import choice
 from reference.formats import Format, format_of
 from reference.rounding import LARGEST_SHIFT, check_mode, round_shift
-from reference.softfloat import is_nan, normalized
+from reference.softfloat import is_nan, normalized, order_key
 from reference.tables import encode_flat, fits_table
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, MANTISSA, SIGN, float32_bits
 
@@ -67,6 +67,8 @@ def encode(
     random_bits = _check_random_bits(ns, x, random_bits)
     if ns.name == "numpy" and rounding != "stochastic" and fits_table(fmt):
         return _encode_by_table(x, name, fmt, rounding, overflow)
+    if fmt.kind == "codebook" and name == "float64":
+        return codes_of(ns, _encode_codebook_float64(ns, x, fmt, rounding), fmt.bits)
     bits = float32_bits(ns, x, name, to_odd=True)
     return codes_of(ns, encode_bits(ns, bits, fmt, rounding, overflow, random_bits), fmt.bits)
 
@@ -210,22 +212,32 @@ def _encode_scale(
 
 
 def _encode_codebook(ns: Namespace, bits: Array, fmt: Format, rounding: str) -> Array:
-    choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
     # A midpoint of two float32 values has 25 bits: x is above it iff x is above its truncation toward minus infinity.
-    table = np.asarray(fmt.table, np.float64)
-    middle = (table[1:] + table[:-1]) / 2
+    middle = _midpoints(fmt, rounding)
     floor = middle.astype(np.float32)
     floor = np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor).view(np.int32)
-    key = _key(ns, bits)
     thresholds = [int(b) if b >= 0 else int(b ^ MAGNITUDE) for b in floor]
-    code = ns.astype(key > thresholds[0], "int32")
+    return ns.where(is_nan(bits), _zero_code(fmt), _count_above(ns, order_key(ns, bits), thresholds))
+
+
+def _encode_codebook_float64(ns: Namespace, x: Array, fmt: Format, rounding: str) -> Array:
+    """float64 meets the midpoints themselves: rounded to odd in float32 (24 bits), it could cross one of 25 bits."""
+    code = _count_above(ns, x, [float(value) for value in _midpoints(fmt, rounding)])
+    return ns.where(x == x, code, _zero_code(fmt))
+
+
+def _midpoints(fmt: Format, rounding: str) -> Array:
+    """float64 midpoints of the format's float32 values, exact."""
+    choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
+    values = fmt.values.astype(np.float64)
+    return (values[1:] + values[:-1]) / 2
+
+
+def _count_above(ns: Namespace, x: Array, thresholds: list[Any]) -> Array:
+    code = ns.astype(x > thresholds[0], "int32")
     for threshold in thresholds[1:]:
-        code = code + ns.astype(key > threshold, "int32")
-    return ns.where(is_nan(bits), _zero_code(fmt), code)
-
-
-def _key(ns: Namespace, bits: Array) -> Array:
-    return ns.where(bits < 0, bits ^ MAGNITUDE, bits)
+        code = code + ns.astype(x > threshold, "int32")
+    return code
 
 
 def _zero_code(fmt: Format) -> int:
@@ -245,7 +257,7 @@ def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: 
 def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
     choice(overflow, OVERFLOWS, "overflow")
     own = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
-    if own is None:
+    if own is None or (fmt.kind == "int" and overflow != "saturate"):
         raise ValueError(
             f"overflow {overflow!r} asks for a code that {fmt.name} does not have; use overflow='saturate'"
         )
@@ -254,7 +266,8 @@ def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
 def _check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None:
     if random_bits is None:
         return None
-    given = ns.dtype_name(random_bits) if namespace_of(random_bits) is ns else type(random_bits).__name__
+    array = hasattr(random_bits, "dtype") and namespace_of(random_bits) is ns
+    given = ns.dtype_name(random_bits) if array else type(random_bits).__name__
     if given != "uint32" or ns.shape(random_bits) != ns.shape(x):
         raise ValueError(
             f"random_bits is one uint32 per element of x in the same library, shape {ns.shape(x)}; "

@@ -1,8 +1,9 @@
 """Fake quantization: quantize and dequantize at once, with straight-through gradients.
 
 The forward value is `dequantize(quantize(x))` in x's own dtype, by definition the same bits as storage gives. The gradient
-with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that is where the
-rounded element lies beyond the largest code (Jacob et al., arXiv 1712.05877, section 3; Bengio et al., arXiv 1308.3432).
+with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that
+is where the rounded element lies beyond the largest code (Jacob et al., arXiv 1712.05877, section 3; Bengio et al., arXiv
+1308.3432).
 No gradient flows through a scale that was computed from x. A scale that is given is a parameter and gets the gradient of
 learned step size quantization (Esser et al., arXiv 1902.08153, equation 3).
 """
@@ -86,7 +87,8 @@ def fake_quantize_vjp(
 def saturation(ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
     """Whether saturation changed the rounded element, per element of the blocks."""
     if scheme.format.kind == "codebook":
-        ratio = _ratio(ns, split, chosen, scheme)
+        divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
+        ratio = _ratio(ns, split, replace(chosen, scale=divisor), scheme)
         return (ratio & MAGNITUDE) > bits_of(scheme.format.max)
     marked = replace(scheme, overflow="mark", nan="ieee", nan_code=None)
     return (element_codes(ns, split, chosen, marked, dtype, None) & MARK) != 0

@@ -1,9 +1,9 @@
 """`pack` and `unpack`: codes of fewer than 8 bits as bytes.
 
 Every row along the last axis is one little-endian bit stream: code i occupies bits [i * b, (i + 1) * b), counted from the
-low bit of the first byte. So of two 4-bit codes the even index is in the low nibble (as MXFP4 and NVFP4 tensors are stored), four
-2-bit codes share a byte, eight 3-bit codes three bytes and four 6-bit codes three bytes. A row ends on a byte: missing codes
-count as 0. Codes of 8 and 16 bits are their own storage.
+low bit of the first byte. So of two 4-bit codes the even index is in the low nibble (as MXFP4 and NVFP4 tensors are stored),
+four 2-bit codes share a byte, eight 3-bit codes three bytes and four 6-bit codes three bytes. A row ends on a byte: missing
+codes count as 0. Codes of 8 and 16 bits are their own storage.
 """
 
 from __future__ import annotations

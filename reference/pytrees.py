@@ -1,8 +1,8 @@
 """Quantized tensors and scales as JAX pytrees: arrays are leaves, the record, shape and axis are static.
 
-Registered when `reference` is imported after JAX, and otherwise when the first JAX array reaches it. One case is left: a
-program that imports JAX after `reference`, makes a `Quantized` from NumPy arrays and hands it to `jax.jit` before any JAX array
-was quantized calls `reference.register_jax()` once. (JAX asks for registration; importing it here for everyone would make
+Registered when `reference` is imported after JAX, and otherwise by the first call of one of its functions after JAX is
+imported. One case is left: a program that imports JAX after it has made a `Quantized` from NumPy arrays, and hands that to
+`jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (JAX asks for registration; importing it here for everyone would make
 `import reference` slow.)
 """
 

@@ -13,9 +13,10 @@ from reference.arithmetic import Arithmetic
 from reference.arrays import Array, Namespace, float_input
 from reference.blocks import Blocks
 from reference.bridge import bridged
+from reference.formats import FORMATS
 from reference.power_scales import power_codes
 from reference.schemes import Scale, Scheme, scheme_of
-from reference.softfloat import is_nan
+from reference.softfloat import bits_of, is_nan
 from reference.statistics import Range, absmax, centered, mean, value_range, with_zero
 from reference.storage import load, load_codes, store, store_codes
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, float32_bits
@@ -110,7 +111,10 @@ def _element_outer(
     flat = split.reshape((-1,))
     flat = flat if ns.shape(flat)[0] else ns.full((1,), 0, "int32", split)
     largest = absmax(ns, flat, finite_only=scheme.nan == "block")
-    bits = _plain_ratio(ns, Range(largest, largest, largest), record, Arithmetic(ns, "float32"), scheme)
+    unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
+    bits = _plain_ratio(ns, Range(largest, largest, largest), record, unit, scheme)
+    if record.nonfinite is not None:
+        bits = ns.where(bits >= INFINITY, bits_of(record.nonfinite), bits)
     # An encoding scale of a tiny tensor stays finite (Transformer Engine, compressed-tensors).
     bits = ns.where(bits == INFINITY, LARGEST, bits) if record.stored == "encode" else bits
     bits = _floored_storage(ns, bits, record, dtype)
@@ -128,9 +132,10 @@ def _ratio(
         )
         return _finite(ns, unit.multiply(span.absmax, multiplier))
     bits = _plain_ratio(ns, span, record, unit, scheme, dtype)
-    if outer is not None and scheme.outer_order == "encode":
-        return unit.multiply(outer, bits)
-    return unit.divide(bits, outer) if outer is not None else bits
+    if outer is None:
+        return bits
+    wide = Arithmetic(ns, "float32")
+    return wide.multiply(outer, bits) if scheme.outer_order == "encode" else wide.divide(bits, outer)
 
 
 def _plain_ratio(
@@ -155,8 +160,6 @@ def _floor_quotient(ns: Namespace, bits: Array, statistic: Array, record: Scale)
     """target / floor where the statistic was at its floor: that quotient is rounded once from the exact decimal floor."""
     if record.floor is None or record.floor[0] != "statistic":
         return bits
-    from reference.softfloat import bits_of
-
     smallest = float(record.floor[1])
     return ns.where(statistic == bits_of(smallest), bits_of(record.target / smallest), bits)
 
@@ -180,20 +183,24 @@ def _finite(ns: Namespace, bits: Array) -> Array:
 
 def _floor(ns: Namespace, bits: Array, record: Scale, kind: str, dtype: str) -> Array:
     """max(bits, floor) for non-negative bit patterns; NaN stays NaN (its pattern is the largest)."""
-    from reference.softfloat import bits_of
-
     if record.floor is None or record.floor[0] != kind:
         return bits
-    value = record.floor[1]
-    smallest = (2.0**-14 if dtype == "float16" else 2.0**-126) if isinstance(value, str) else value
-    return ns.maximum(bits, bits_of(smallest))
+    return ns.maximum(bits, bits_of(_floor_value(record.floor[1], dtype)))
+
+
+def _floor_value(value: float | str, dtype: str) -> float:
+    """A floor as a number: "tiny" and "eps" are those of the input's dtype."""
+    if not isinstance(value, str):
+        return value
+    fmt = FORMATS.get(dtype)
+    if fmt is None:
+        return {"tiny": 2.0**-126, "eps": 2.0**-23}[value]
+    return {"tiny": fmt.smallest_normal, "eps": fmt.epsilon}[value]
 
 
 def _floored_storage(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
     if record.floor is not None and record.floor[0] == "zero":
-        from reference.softfloat import bits_of
-
-        return ns.where(bits == 0, bits_of(float(record.floor[1])), bits)
+        return ns.where(bits == 0, bits_of(_floor_value(record.floor[1], dtype)), bits)
     return _floor(ns, bits, record, "stored", dtype)
 
 
@@ -210,8 +217,9 @@ def _zero_point(
         bits = unit.add(span.low, unit.multiply(scale, middle))
         kept = store(ns, bits, scheme.zero.storage)
         return load(ns, kept, scheme.zero.storage), kept
-    codes = low - unit.round_integer(unit.divide(span.low, scale))
-    codes = ns.where(is_nan(scale), 0, ns.minimum(ns.maximum(codes, low), high))
+    steps = unit.divide(span.low, scale)
+    codes = ns.minimum(ns.maximum(low - unit.round_integer(steps), low), high)
+    codes = ns.where(is_nan(steps), 0, codes)
     return codes, store_codes(ns, codes & 0xFF, scheme.zero.storage)
 
 
@@ -241,8 +249,6 @@ def _two_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtyp
 
 
 def _scale_codes(ns: Namespace, unit: Arithmetic, product: Array, record: Scale) -> Array:
-    from reference.formats import FORMATS
-
     fmt = FORMATS[record.storage]
     low, high = fmt.integer_range
     integer = ns.minimum(ns.maximum(unit.round_integer(product), low), high)

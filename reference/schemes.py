@@ -58,6 +58,8 @@ class Scale:
     #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" stands for the smallest normal number of
     #: the input's dtype.
     floor: tuple[str, float | str] | None = None
+    #: What an infinite or NaN outer scale becomes; None: NaN stays, infinity is the largest float32 if stored for encoding.
+    nonfinite: float | None = None
     #: "float32" or the name of a format.
     storage: str = "float32"
     #: "mean": the mean of the scales is subtracted before they are quantized (outer scales only).
@@ -119,6 +121,8 @@ class Scheme:
     nan: str = "block"
     #: Code of elements of a NaN block; by default the format's NaN, or 0.
     nan_code: int | None = None
+    #: False: an element that is -0 after scaling gets the code of +0; a negative one that rounds to zero keeps its sign.
+    negative_zero: bool = True
     #: Power of two that stands in for the smallest e8m0 scale, 2**-127, when elements are scaled; None: itself.
     smallest_exponent: int | None = None
     #: "float32": float32 products, one rounding, finite stays finite; "ieee": the same, overflow gives infinity;

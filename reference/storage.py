@@ -1,7 +1,7 @@
 """How scales and zero points are kept: float32 arrays, integers as integers, other formats as their codes.
 
-Inside the quantizer scales are float32 bit patterns in int32. `store` rounds them to the storage format (nearest even,
-saturating) and returns both what is kept and the float32 value that it stands for; `load` reads back what was kept.
+Inside the quantizer scales are float32 bit patterns in int32. `store` rounds them to the storage format, to nearest even,
+as IEEE 754 says where the format has infinities and saturating where it has none; `load` reads back what was kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def store(ns: Namespace, bits: Array, storage: str) -> Array:
     """float32 bit patterns rounded into the storage format."""
     if storage == "float32":
         return ns.bitcast(bits, "float32")
-    return store_codes(ns, encode_bits(ns, bits, FORMATS[storage], "nearest_even", "saturate"), storage)
+    overflow = "nonfinite" if FORMATS[storage].specials == "ieee" else "saturate"
+    return store_codes(ns, encode_bits(ns, bits, FORMATS[storage], "nearest_even", overflow), storage)
 
 
 def store_codes(ns: Namespace, codes: Array, storage: str) -> Array:
