@@ -190,7 +190,7 @@ def _compressed_tensors() -> list[Scheme]:
         scale = Scale(block=block, target=target, compute="input", floor=("zero", "eps"))
         made.append(
             Scheme(name=f"compressed_tensors.{name}", element=element, scale=scale, apply="divide", arithmetic="input",
-                   nan="ieee", dequantize="target", deviations=deviations)
+                   nan="ieee", negative_zero=False, dequantize="target", deviations=deviations)
         )  # fmt: skip
     return [*made, _compressed_tensors_nvfp4()]
 

@@ -2,8 +2,8 @@
 
 Registered when `reference` is imported after JAX, and otherwise by the first call of one of its functions after JAX is
 imported. One case is left: a program that imports JAX after it has made a `Quantized` from NumPy arrays, and hands that to
-`jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (JAX asks for registration; importing it here for everyone would make
-`import reference` slow.)
+`jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone would
+make `import reference` slow.)
 """
 
 from __future__ import annotations

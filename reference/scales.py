@@ -148,7 +148,8 @@ def _plain_ratio(
     if record.statistic == "minmax_split":
         bits = statistic
     elif record.stored == "encode":
-        bits = unit.divide(target, statistic)
+        twice = record.by_reciprocal
+        bits = unit.multiply(unit.reciprocal(statistic), target) if twice else unit.divide(target, statistic)
         bits = _floor_quotient(ns, bits, statistic, record)
     else:
         bits = unit.divide(statistic, target)

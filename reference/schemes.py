@@ -54,6 +54,8 @@ class Scale:
     compute: str = "float32"
     #: "decode" multiplies a code, "encode" multiplies an element.
     stored: str = "decode"
+    #: An encoding scale is t * (1 / a), rounded twice, as PyTorch computes number / tensor.
+    by_reciprocal: bool = False
     #: ("statistic" | "scale" | "stored" | "zero", smallest value). "scale" applies before the scale is rounded for storage,
     #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" stands for the smallest normal number of
     #: the input's dtype.

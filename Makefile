@@ -1,0 +1,56 @@
+# Each target sets up what it needs: a .venv in this folder, with the versions of constraints.txt.
+# PYTHON=python3.12   the Python to use (3.11 or newer)
+# TORCH=auto          cpu, cuda, or auto: cuda where nvidia-smi lists a GPU, else cpu
+# TORCH_INDEX=        an index, or a folder of wheels, to take torch from
+# ARGS=               further arguments for the command, for instance make test ARGS="-k encode"
+
+PYTHON ?= python3
+TORCH ?= auto
+TORCH_INDEX ?=
+ARGS ?=
+SCALE ?= quick
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
+
+BIN := .venv/bin
+INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
+
+.PHONY: help reproduce speed test lint style types contract exhaustive mutation install install-test clean
+.DEFAULT_GOAL := help
+
+help:                ## this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | expand -t 16
+
+reproduce: install   ## run the experiments and write reports/index.html
+	$(BIN)/ao-lab reproduce --scale $(SCALE) $(ARGS)
+
+speed: install-test  ## compare speeds with ml_dtypes, XLA and torchao
+	$(BIN)/ao-lab reproduce speed --scale $(SCALE) $(ARGS)
+
+test: install-test   ## all tests that need no GPU
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: style types contract ## style, types and the import contract
+
+style: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install-test
+	$(BIN)/mypy
+
+contract: install-test
+	$(BIN)/lint-imports
+
+exhaustive: install-test  ## all 2^32 float32 inputs against the reference
+	$(BIN)/python -m tests.exhaustive_float32 $(ARGS)
+
+mutation: install-test    ## break one rule at a time and see the tests object
+	$(BIN)/python -m tests.mutation $(ARGS)
+
+install: ; @$(INSTALL) run
+
+install-test: ; @$(INSTALL) test
+
+clean:               ## remove the environment and all caches (not reports/)
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find ao_lab reference fast experiments tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +

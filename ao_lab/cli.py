@@ -1,0 +1,135 @@
+"""The command line `ao-lab`.
+
+Results go to stdout, progress and errors to stderr. `--json` prints one document on stdout and nothing else there. The exit
+code is 0 when all went well, 1 when something failed, 2 for wrong input. A wrong input, a missing file or a missing library
+is one clear line; an error that nobody foresaw keeps its traceback, because it is a fault to report.
+
+Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from ao_lab.cli_output import WrongInput
+
+app = typer.Typer(
+    name="ao-lab",
+    help="A laboratory for low-precision deep learning: formats, schemes and the experiments that measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+class Scale(StrEnum):
+    """How large an experiment is."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+
+class Device(StrEnum):
+    """Where an experiment runs."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.command()
+def formats(
+    name: Annotated[
+        str | None, typer.Argument(help="A format such as float8_e4m3fn; all of them without.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Number formats: range, precision, specials; with a name the table of its values."""
+    from ao_lab.cli_formats import show_formats
+
+    show_formats(name, as_json)
+
+
+@app.command()
+def schemes(
+    name: Annotated[
+        str | None, typer.Argument(help="A scheme such as mxfp8_e4m3; all of them without.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schemes: how a tensor is stored; with a name every field of its record."""
+    from ao_lab.cli_formats import show_schemes
+
+    show_schemes(name, as_json)
+
+
+@app.command()
+def reproduce(
+    tables: Annotated[
+        list[str] | None, typer.Argument(help="Experiments to run; all of them without.")
+    ] = None,
+    scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
+    device: Annotated[
+        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the experiments and write tables, figures and pages to reports/."""
+    from ao_lab.cli_reproduce import run_experiments
+
+    run_experiments(tables or [], scale.value, device.value if device else None, as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine can run, and why not; exit code 1 where something is broken."""
+    from ao_lab.doctor import report
+
+    if not report(as_json):
+        raise typer.Exit(1)
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and stop."""
+    if asked:
+        from ao_lab import __version__
+
+        sys.stdout.write(__version__ + "\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    try:
+        return int(app(args=arguments, standalone_mode=False) or 0)
+    except typer.Abort:
+        return complain("stopped", 130)
+    except KeyboardInterrupt:
+        return complain("stopped", 130)
+    except WrongInput as error:
+        return complain(str(error), 2)
+    except (OSError, ImportError) as error:
+        return complain(f"{type(error).__name__}: {error}", 1)
+    except typer.TyperException as error:
+        return complain(f"{error.format_message()} (ao-lab --help lists what there is)", error.exit_code)
+
+
+def complain(message: str, code: int) -> int:
+    """One line on stderr; the exit code is passed through."""
+    sys.stderr.write("ao-lab: " + " ".join(message.split()) + "\n")
+    return code

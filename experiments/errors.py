@@ -1,0 +1,71 @@
+"""Measures of error, each defined here once; all sums are in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Error:
+    """Sums over elements, from which every measure follows; sums of several tensors add up."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    product: float = 0.0
+    rounded: float = 0.0
+    largest: float = 0.0
+    largest_error: float = 0.0
+
+    @classmethod
+    def of(cls, exact: Tensor, rounded: Tensor) -> Error:
+        """The error of `rounded` against `exact`."""
+        x, y = exact.double(), rounded.double()
+        difference = x - y
+        return cls(
+            signal=float((x * x).sum()),
+            noise=float((difference * difference).sum()),
+            product=float((x * y).sum()),
+            rounded=float((y * y).sum()),
+            largest=float(x.abs().max()),
+            largest_error=float(difference.abs().max()),
+        )
+
+    def __add__(self, other: Error) -> Error:
+        return Error(
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.product + other.product,
+            self.rounded + other.rounded,
+            max(self.largest, other.largest),
+            max(self.largest_error, other.largest_error),
+        )
+
+    @property
+    def snr_db(self) -> float:
+        """Signal to noise: 10 log10(sum x^2 / sum (x - y)^2) decibel; infinite where nothing was lost."""
+        if math.isnan(self.noise):
+            return math.nan
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+    @property
+    def cosine_distance(self) -> float:
+        """1 - cosine of the angle between x and y: 0 is perfect; a wrong overall scale does not count."""
+        norm = math.sqrt(self.signal * self.rounded)
+        return 1 - self.product / norm if norm else math.nan
+
+    @property
+    def max_error(self) -> float:
+        """Largest |x - y| as a part of the largest |x|."""
+        return self.largest_error / self.largest if self.largest else 0.0
+
+
+def mean_and_error(values: Tensor | np.ndarray) -> tuple[float, float]:
+    """Mean and its standard error; values are independent (one per document)."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    count = values.numel()
+    return float(values.mean()), float(values.std() / math.sqrt(count)) if count > 1 else math.nan

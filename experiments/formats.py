@@ -1,0 +1,133 @@
+"""Experiment `formats`: what each scheme loses, on synthetic data and on a trained model's tensors.
+
+Every scheme of `reference.SCHEMES`, the house's and other projects', quantizes the same float32 tensors along the last axis.
+Synthetic tensors: normal; heavy-tailed (Student's t with three degrees of freedom); and normal with eight outlier channels,
+50 times as large, in the last axis, as activations of large language models have. Trained tensors: the weights of the small
+language model, and what its linear layers are given on held-out text, put together by kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import fast
+from experiments.errors import Error
+from experiments.exam import make_exam
+from experiments.progress import bar
+from experiments.quantized_model import layer_inputs
+from experiments.rows import Journal, Row
+from experiments.settings import Settings
+from experiments.storage import stored
+from experiments.workers import measure_all
+
+EXPERIMENT = "formats"
+TITLE = "What each number format loses"
+OUTLIER_CHANNELS = 8
+OUTLIER_FACTOR = 50.0
+TEXT_WINDOWS = 2
+METRICS = {"signal to noise": "dB", "cosine distance": "", "largest error": "of the largest value"}
+
+Data = Mapping[str, Sequence[Tensor]]
+
+
+def subject(settings: Settings) -> str:
+    """What the rows are about, and so what a journal can be resumed for."""
+    return settings.model_key
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all schemes; those that the journal has are not measured again."""
+    journal = journal if journal is not None else Journal()
+    tables = {("synthetic", "synthetic"): synthetic(settings)}
+    tables["trained", settings.corpus.name] = trained(settings)
+    tasks = [
+        (kind, data, scheme)
+        for kind, data in tables
+        for scheme in settings.schemes
+        if not journal.finished(
+            f"{kind}/{settings.scale}/{data}", "all" if kind == "trained" else "normal", scheme
+        )
+    ]
+
+    def measure(task: tuple[str, str, str]) -> list[Row]:
+        kind, data, scheme = task
+        return rows_of(settings, kind, data, scheme, tables[kind, data])
+
+    with bar("formats", len(tasks)) as step:
+        for task, rows in measure_all(tasks, measure, settings.device):
+            journal.add(rows)
+            step(task[2])
+    return journal.rows
+
+
+def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data) -> list[Row]:
+    """All rows of one scheme in one table."""
+    made, bits = [], 0.0
+    for setting, group in tensors.items():
+        error, bits = quantization_error(scheme, group)
+        values = dict(zip(METRICS, (error.snr_db, error.cosine_distance, error.max_error), strict=True))
+        made += [
+            settings.row(EXPERIMENT, kind, data, setting, scheme, metric, value, METRICS[metric])
+            for metric, value in values.items()
+        ]
+    # The last group stands for all: storage depends on the shape only, and the row's setting says which shape it was.
+    shape = "x".join(str(size) for size in next(iter(tensors.values()))[0].shape)
+    made.append(
+        settings.row(EXPERIMENT, kind, data, f"shape {shape}", scheme, "bits per element", bits, "bit")
+    )
+    return made
+
+
+def quantization_error(scheme: str, tensors: Sequence[Tensor]) -> tuple[Error, float]:
+    """Error over several tensors, and bits per element with scales and all."""
+    error, size, count = Error(), 0, 0
+    for tensor in tensors:
+        q = fast.quantize(tensor, scheme)
+        error += Error.of(tensor, fast.dequantize(q))
+        size += stored(q).total
+        count += tensor.numel()
+    return error, 8 * size / count
+
+
+def synthetic(settings: Settings) -> Data:
+    """Three random tensors, drawn on the CPU so that every device sees the same numbers."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    normal = torch.randn(settings.shape, generator=generator)
+    # Student's t: a normal over the root of a mean of three squares.
+    squares = torch.randn((3, *settings.shape), generator=generator).square().mean(dim=0)
+    heavy = torch.randn(settings.shape, generator=generator) / squares.sqrt()
+    outliers = torch.randn(settings.shape, generator=generator)
+    channels = torch.randperm(settings.shape[1], generator=generator)[:OUTLIER_CHANNELS]
+    outliers[:, channels] *= OUTLIER_FACTOR
+    tensors = {"normal": normal, "heavy-tailed": heavy, "outlier channels": outliers}
+    return {name: [tensor.to(settings.device)] for name, tensor in tensors.items()}
+
+
+def trained(settings: Settings) -> Data:
+    """Weights and inputs of all linear layers of the trained model, by kind of layer and all together."""
+    model = settings.trained.model
+    exam = make_exam(settings.corpus, settings.exam)
+    text = exam.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
+    weights = {name: layer.weight.detach() for name, layer in model.linears().items()}
+    inputs = layer_inputs(model, text)
+    groups: dict[str, list[Tensor]] = {
+        "weights": list(weights.values()),
+        "activations": unique(inputs.values()),
+    }
+    for name in weights:
+        groups.setdefault(f"weights of {kind_of(name)}", []).append(weights[name])
+        groups.setdefault(f"input of {kind_of(name)}", []).append(inputs[name])
+    return groups
+
+
+def kind_of(layer: str) -> str:
+    """q_proj of model.layers.0.self_attn.q_proj."""
+    return layer.rpartition(".")[2]
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor once: q, k and v read the same input."""
+    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())

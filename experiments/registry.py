@@ -1,0 +1,99 @@
+"""The list of experiments, and the one function that runs them. A new experiment is one line in EXPERIMENTS.
+
+An experiment's module has `run(settings, journal) -> rows`, `subject(settings)` (what a journal can be resumed for) and
+EXPERIMENT; its page module has `sections(rows)`, which says in tables and figures what the rows hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from experiments.places import Places
+    from experiments.settings import Settings
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Where an experiment is written, and whether it runs when none is named."""
+
+    measure: str
+    page: str
+    always: bool = True
+
+
+EXPERIMENTS = {
+    "formats": Experiment("experiments.formats", "experiments.formats_page"),
+    "ptq": Experiment("experiments.ptq", "experiments.ptq_page"),
+    # Compares with libraries that the other experiments do without, so it runs when it is asked for.
+    "speed": Experiment("experiments.speed", "experiments.speed_page", always=False),
+}
+
+Made = list[tuple[str, str]]
+
+
+def reproduce(
+    tables: Sequence[str] | None = None,
+    scale: str = "quick",
+    device: str | None = None,
+    places: Places | None = None,
+) -> Made:
+    """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
+
+    tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
+    where torch sees one. Rows that this clone measured with the same code are not measured again. ValueError for an unknown
+    name, scale or device; progress goes to stderr.
+    """
+    names = chosen(tables)
+    from experiments.pages import write_pages
+    from experiments.places import Places
+    from experiments.settings import settings_for
+
+    places = places or Places.default()
+    settings = settings_for(scale, device, places.cache)
+    made: Made = []
+    for name in names:
+        made += run_one(name, settings, places)
+    return made + write_pages(places)
+
+
+def chosen(tables: Sequence[str] | None) -> list[str]:
+    """The experiments to run, in the order of the registry; ValueError with the nearest names for an unknown one."""
+    for name in tables or ():
+        if name not in EXPERIMENTS:
+            near = difflib.get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4) or list(EXPERIMENTS)
+            raise ValueError(f"unknown table {name!r}; the nearest are {', '.join(near)}")
+    return [
+        name for name, experiment in EXPERIMENTS.items() if (name in tables if tables else experiment.always)
+    ]
+
+
+def run_one(name: str, settings: Settings, places: Places) -> Made:
+    """Measure one experiment, resuming where it broke off, and publish its rows."""
+    from experiments.environment import record_run
+    from experiments.rows import Journal, publish
+
+    module = importlib.import_module(EXPERIMENTS[name].measure)
+    started = time.perf_counter()
+    journal = Journal(places.journal(name, settings.scale, settings.device_name, module.subject(settings)))
+    rows = module.run(settings, journal)
+    path = places.data / f"{name}.csv"
+    publish(path, rows)
+    seconds = time.perf_counter() - started
+    recorded = record_run(places, name, settings, seconds, len(rows))
+    return [
+        (f"{name}: {len(rows)} rows in {seconds:.0f} s", shown(path)),
+        (f"{name}: environment", shown(recorded)),
+    ]
+
+
+def shown(path: Path) -> str:
+    """A path as a user types it: relative to the working folder where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,191 @@
+"""Train the small language model from scratch, once; later experiments take it from the cache.
+
+Hidden matrices are trained by Muon, everything else by AdamW, with a short warm-up and a cosine schedule. The seed fixes
+initialization and the order of the text; on one machine with one number of threads the weights come out bit for bit the same.
+The cache's key covers the settings, the corpus and this code, so a changed recipe never finds an old model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from experiments.corpus import Corpus
+from experiments.model import LanguageModel, ModelSettings
+from experiments.progress import bar
+from experiments.rows import hash_files
+
+CODE = ("model.py", "train.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One training run. `matrix_rate` is Muon's learning rate, `rate` AdamW's; both end at a twentieth."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    batch: int = 8
+    steps: int = 650
+    warmup: int = 20
+    matrix_rate: float = 0.01
+    rate: float = 8e-3
+    clip: float = 1.0
+    seed: int = 0
+
+
+QUICK = TrainSettings(
+    model=ModelSettings(width=256, layers=3, heads=4, kv_heads=2, feed_forward=512, context=256)
+)
+FULL = TrainSettings(
+    model=ModelSettings(width=512, layers=8, heads=8, kv_heads=4, feed_forward=1536, context=512),
+    batch=64,
+    steps=1500,
+    warmup=100,
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, in evaluation mode, and what is known about its training."""
+
+    model: LanguageModel
+    key: str
+    facts: dict[str, Any]
+
+
+def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: Path) -> Trained:
+    """The model of these settings: from the cache, or trained now and put there."""
+    key = cache_key(settings, corpus, device)
+    folder = cache / "models" / key
+    if not (folder / "model.json").exists():
+        started = time.perf_counter()
+        model, loss = train(settings, corpus, device)
+        facts = {
+            "key": key,
+            "settings": asdict(settings),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "training_bytes": settings.steps * settings.batch * settings.model.context,
+            "training_bits_per_byte_at_the_end": loss,
+            "training_seconds": time.perf_counter() - started,
+            "threads": torch.get_num_threads(),
+            "corpus": corpus.name,
+        }
+        _save(folder, model, facts)
+    return _load(folder, settings, device)
+
+
+def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
+    """Hash of all that decides what comes out: settings, text, code and kind of device."""
+    here = Path(__file__).resolve().parent
+    parts = [
+        json.dumps(asdict(settings), sort_keys=True),
+        corpus.sha256,
+        hash_files((here / name for name in CODE), here),
+        torch.device(device).type,
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def train(settings: TrainSettings, corpus: Corpus, device: str) -> tuple[LanguageModel, float]:
+    """A new model and its training loss, bits per byte over the last tenth of the steps."""
+    torch.manual_seed(settings.seed)
+    model = LanguageModel(settings.model).to(device)
+    text = text_of(corpus).to(device)
+    optimizers = _optimizers(model, settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    losses: list[Tensor] = []
+    with bar("training", settings.steps) as step:
+        for number in range(settings.steps):
+            _set_rates(optimizers, share_of_rate(number, settings))
+            losses.append(_train_step(model, optimizers, _sample(text, settings, generator), settings))
+            shown = number % 10 == 0
+            step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
+    last = losses[-max(1, settings.steps // 10) :]
+    return model.eval(), torch.stack(last).mean().item() / math.log(2)
+
+
+def text_of(corpus: Corpus) -> Tensor:
+    """The training text as one uint8 tensor, files in order, a zero byte after each."""
+    joined = b"".join(document.data + b"\0" for document in corpus.train)
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+
+
+def share_of_rate(number: int, settings: TrainSettings) -> float:
+    """Which part of the learning rate step `number` uses: a linear warm-up times a cosine from 1 to 1/20."""
+    warm = min(1.0, (number + 1) / settings.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * number / settings.steps))
+    return warm * (0.05 + 0.95 * cosine)
+
+
+def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    hidden = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    matrices = {id(parameter) for parameter in hidden}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
+    made = [
+        torch.optim.Muon(hidden, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["full_rate"] = group["lr"]
+    return made
+
+
+def _set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_rate"] * share
+
+
+def _sample(text: Tensor, settings: TrainSettings, generator: torch.Generator) -> Tensor:
+    length = settings.model.context + 1
+    starts = torch.randint(len(text) - length, (settings.batch,), generator=generator)
+    index = starts[:, None] + torch.arange(length)
+    return text[index.to(text.device)].long()
+
+
+def _train_step(
+    model: LanguageModel, optimizers: list[torch.optim.Optimizer], tokens: Tensor, settings: TrainSettings
+) -> Tensor:
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.device.type == "cuda"):
+        logits = model(tokens[:, :-1])
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def _save(folder: Path, model: LanguageModel, facts: dict[str, Any]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, temporary / "model.safetensors")
+        (temporary / "model.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _load(folder: Path, settings: TrainSettings, device: str) -> Trained:
+    model = LanguageModel(settings.model)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    facts = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    return Trained(model.to(device).eval().requires_grad_(False), folder.name, facts)
