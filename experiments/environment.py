@@ -20,17 +20,26 @@ from experiments.workers import cores
 LIBRARIES = ("torch", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
 
 
-def record_run(places: Places, experiment: str, settings: Settings, seconds: float, rows: int) -> Path:
-    """Add a run to ``reports/data/environment.json`` and write its corpus beside it; returns the former."""
+def record_run(
+    places: Places, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
+) -> Path:
+    """Add a run to ``reports/data/environment.json`` and write its corpus beside it; returns the former.
+
+    A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them.
+    """
     path = places.data / "environment.json"
     runs = read_runs(path)
-    runs[run_name(experiment, settings.scale, settings.device_name)] = {
+    name = run_name(experiment, settings.scale, settings.device_name)
+    if rows == resumed and name in runs:
+        return path
+    runs[name] = {
         "experiment": experiment,
         "scale": settings.scale,
         "device": settings.device_name,
         "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": round(seconds, 1),
         "rows": rows,
+        "rows_from_an_interrupted_run": resumed,
         "seed": settings.seed,
         "source_hash": source_hash(),
         "machine": machine(),

@@ -28,7 +28,8 @@ TITLE = "What each number format loses"
 OUTLIER_CHANNELS = 8
 OUTLIER_FACTOR = 50.0
 TEXT_WINDOWS = 2
-METRICS = {"signal to noise": "dB", "cosine distance": "", "largest error": "of the largest value"}
+SNR = "signal to noise"
+METRICS = {SNR: "dB", "cosine distance": "", "largest error": "of the largest value"}
 
 Data = Mapping[str, Sequence[Tensor]]
 
@@ -47,9 +48,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
         (kind, data, scheme)
         for kind, data in tables
         for scheme in settings.schemes
-        if not journal.finished(
-            f"{kind}/{settings.scale}/{data}", "all" if kind == "trained" else "normal", scheme
-        )
+        if not journal.finished(f"{kind}/{settings.scale}/{data}", next(iter(tables[kind, data])), scheme)
     ]
 
     def measure(task: tuple[str, str, str]) -> list[Row]:
@@ -66,9 +65,21 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data) -> list[Row]:
     """All rows of one scheme in one table."""
     made, bits = [], 0.0
+    # A tensor belongs to several groups (all weights, one kind of weights), and is quantized once.
+    every = unique(tensor for group in tensors.values() for tensor in group)
+    known = {tensor.data_ptr(): quantization_error(scheme, tensor) for tensor in every}
     for setting, group in tensors.items():
-        error, bits = quantization_error(scheme, group)
-        values = dict(zip(METRICS, (error.snr_db, error.cosine_distance, error.max_error), strict=True))
+        parts = [known[tensor.data_ptr()] for tensor in group]
+        error = sum((part for part, _ in parts), Error())
+        bits = 8 * sum(size for _, size in parts) / sum(tensor.numel() for tensor in group)
+        values = {
+            SNR: error.snr_db,
+            "cosine distance": error.cosine_distance,
+            "largest error": error.max_error,
+        }
+        if " of " in setting:
+            # A kind of layer: one measure is enough to compare kinds.
+            values = {SNR: error.snr_db}
         made += [
             settings.row(EXPERIMENT, kind, data, setting, scheme, metric, value, METRICS[metric])
             for metric, value in values.items()
@@ -81,15 +92,10 @@ def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data
     return made
 
 
-def quantization_error(scheme: str, tensors: Sequence[Tensor]) -> tuple[Error, float]:
-    """Error over several tensors, and bits per element with scales and all."""
-    error, size, count = Error(), 0, 0
-    for tensor in tensors:
-        q = fast.quantize(tensor, scheme)
-        error += Error.of(tensor, fast.dequantize(q))
-        size += stored(q).total
-        count += tensor.numel()
-    return error, 8 * size / count
+def quantization_error(scheme: str, tensor: Tensor) -> tuple[Error, int]:
+    """Error of one tensor, and the bytes that it takes with scales and all."""
+    q = fast.quantize(tensor, scheme)
+    return Error.of(tensor, fast.dequantize(q)), stored(q).total
 
 
 def synthetic(settings: Settings) -> Data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.formats import TITLE
+from experiments.formats import SNR, TITLE
 from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, dots, scatter_panels
 from experiments.results import Results, Where, by_run, family, is_house, number
@@ -12,7 +12,6 @@ from experiments.rows import Row, source_hash
 
 __all__ = ["TITLE", "sections"]
 
-SNR = "signal to noise"
 BITS = "bits per element"
 # Points that carry their name; the others would cover each other.
 LABELLED = (
@@ -24,7 +23,6 @@ LABELLED = (
     "mxint8",
     "nf4",
     "int4_g32",
-    "int8_rowwise",
 )
 TEXT = (
     "Each scheme quantizes float32 tensors along the last axis. Signal to noise is 10 log10 of the sum of squares over "
@@ -53,7 +51,7 @@ def synthetic(where: Where, results: Results) -> Section:
     rate = Drawing(
         f"formats-rate-{where.scale}",
         "Signal to noise against bits per element, scales and all. House schemes; a point per block size.",
-        scatter_panels(panels, "bits per element", "signal to noise (dB)", columns=len(data)),
+        scatter_panels(panels, "bits per element", "signal to noise (dB)"),
     )
     return Section(
         f"Synthetic data ({where})",

@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "ao_lab",
     "font.family": "sans-serif",
@@ -111,6 +111,7 @@ def dots(
     """
     figure, (axis,) = _subplots(1, 1, (8.2, 0.7 + 0.175 * len(labels)))
     places = [-place for place in range(len(labels))]
+    ends = [0.0]
     for number, (name, values) in enumerate(series.items()):
         spread = (errors or {}).get(name) or [None] * len(values)
         drawn = [
@@ -119,6 +120,7 @@ def dots(
             if value is not None and math.isfinite(value)
         ]
         x, y, bars = zip(*drawn, strict=True) if drawn else ((), (), ())
+        ends += [end for value, _, error in drawn for end in (value - error, value + error)]
         color, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         axis.errorbar(
             x,
@@ -135,6 +137,8 @@ def dots(
     if symlog is not None:
         axis.set_xscale("symlog", linthresh=symlog)
         axis.axvline(0, color="#888888", linewidth=0.8)
+        # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
+        axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
     axis.set_xlabel(xlabel)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(series)))
     return figure

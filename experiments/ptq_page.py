@@ -21,7 +21,6 @@ ACCURACY_CHANGE, ACCURACY_ERROR = "accuracy, change", "accuracy, standard error 
 # Below this loss, in bits per byte, plots are linear: smaller ones are noise of this exam.
 LINEAR = 0.001
 LABELLED = (
-    "bfloat16",
     "fp8_tensorwise",
     "mxfp8_e4m3",
     "mxfp6_e2m3",
@@ -29,8 +28,8 @@ LABELLED = (
     "nvfp4",
     "nf4",
     "int4_g32",
-    "int2_g32",
     "int3_g32",
+    "int2_g32",
 )
 TEXT = (
     "A stand-in: not one of the models that papers report, but a small byte-level model of the Llama family, trained here from "
@@ -39,7 +38,8 @@ TEXT = (
     "count as such in the size. Where activations are quantized too, each layer's input goes through the scheme that the line "
     "names, with scales found for each input. Products are float32 throughout, so this is the format's error alone.",
     "Changes are against float32 on the same text and questions, paired by window (each from another held-out file), with the "
-    "standard error over windows behind the sign ±. A change within two standard errors is noise, and stands in brackets.",
+    "standard error over windows behind the sign ±. A change within two standard errors is noise, and stands in brackets; "
+    "among so many lines, one in twenty stands without brackets by chance.",
 )
 
 
@@ -90,7 +90,13 @@ def size_points(results: Results, activations: bool) -> list[Point]:
     made = []
     for setting, method in places(results, activations):
         size, change = results.value(setting, method, "size"), results.value(setting, method, CHANGE)
-        if is_house(method) and size is not None and change is not None and math.isfinite(change):
+        if (
+            is_house(method)
+            and method not in PLAIN
+            and size is not None
+            and change is not None
+            and math.isfinite(change)
+        ):
             made.append(Point(size / 1e6, change, family(method), method if method in LABELLED else ""))
     return made
 

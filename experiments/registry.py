@@ -82,15 +82,14 @@ def run_one(name: str, settings: Settings, places: Places) -> Made:
     module = importlib.import_module(EXPERIMENTS[name].measure)
     started = time.perf_counter()
     journal = Journal(places.journal(name, settings.scale, settings.device_name, module.subject(settings)))
+    resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = places.data / f"{name}.csv"
     publish(path, rows)
     seconds = time.perf_counter() - started
-    recorded = record_run(places, name, settings, seconds, len(rows))
-    return [
-        (f"{name}: {len(rows)} rows in {seconds:.0f} s", shown(path)),
-        (f"{name}: environment", shown(recorded)),
-    ]
+    recorded = record_run(places, name, settings, seconds, len(rows), resumed)
+    done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
+    return [(done, shown(path)), (f"{name}: environment", shown(recorded))]
 
 
 def shown(path: Path) -> str:

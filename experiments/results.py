@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from experiments.rows import Row, table_parts
 from reference import SCHEMES, Scheme
 
+BASELINES = ("float32", "bfloat16")
+
 
 @dataclass(frozen=True)
 class Where:
@@ -34,10 +36,10 @@ class Results:
 
     @property
     def methods(self) -> list[str]:
-        """Methods in the order of the registry of schemes; others (baselines) first."""
-        order = {name: place for place, name in enumerate(SCHEMES)}
+        """Baselines, then methods in the order of the registry of schemes."""
+        order = {name: place for place, name in enumerate((*BASELINES, *SCHEMES), start=-len(BASELINES))}
         found = dict.fromkeys(row.method for row in self.rows)
-        return sorted(found, key=lambda name: (order.get(name, -1), name if name not in order else ""))
+        return sorted(found, key=lambda name: order.get(name, len(order)))
 
     @property
     def settings(self) -> list[str]:

@@ -148,6 +148,8 @@ class JaxNamespace(NumpyNamespace):
             combined = combine(pairs[:, 0], pairs[:, 1])
             return self.xp.concatenate([combined, combined])
 
+        if len(values) == 1:
+            return values
         return self.jax.lax.fori_loop(0, len(values).bit_length() - 1, level, values)[:1]
 
 

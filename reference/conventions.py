@@ -165,7 +165,7 @@ def _transformer_engine() -> list[Scheme]:
     )
     made = []
     for name, block in (("te.nvfp4", 16), ("te.nvfp4_16x16", (16, 16))):
-        scale = Scale(block=block, target=6.0, storage="float8_e4m3fn")  # type: ignore[arg-type]
+        scale = Scale(block=block, target=6.0, storage="float8_e4m3fn")
         made.append(
             Scheme(
                 name=name, element="float4_e2m1fn", scale=scale, outer=outer, outer_order="folded", nan="ieee",
@@ -204,6 +204,7 @@ def _compressed_tensors_nvfp4() -> Scheme:
         target=6.0 * 448.0,
         compute="input",
         stored="encode",
+        by_reciprocal=True,
         nonfinite=1.0,
     )
     return Scheme(

@@ -263,7 +263,9 @@ def double_scale(
     unit = Arithmetic(ns, dtype)
     split = groups.split(ns, load(ns, kept.reshape((-1,)), scheme.scale.storage))
     values = groups.join(ns, unit.divide(split, outer))
-    return unit.add(values, center)
+    total = unit.add(values, center)
+    # A scale that was rounded up may lie beyond the largest float32.
+    return _finite(ns, total) if scheme.dequantize == "float32" else total
 
 
 def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:

@@ -45,6 +45,8 @@ def _widen_float16(ns: Namespace, bits: Array) -> Array:
 
 
 def _narrow_float64(ns: Namespace, x: Array, to_odd: bool) -> Array:
+    if not ns.ieee:
+        return _narrow_in_integers(ns, x, to_odd)
     narrow = ns.astype(x, "float32")
     bits = ns.bitcast(narrow, "int32")
     wide = ns.astype(narrow, "float64")
@@ -56,6 +58,28 @@ def _narrow_float64(ns: Namespace, x: Array, to_odd: bool) -> Array:
     away = ns.astype((abs(wide) > abs(x)) & ~overflow, "int32")
     inexact = ns.astype((wide != x) & (x == x), "int32")
     return (bits - away) | inexact
+
+
+def _narrow_in_integers(ns: Namespace, x: Array, to_odd: bool) -> Array:
+    """The same on bit patterns, where casts flush subnormals: 26 leading bits and a sticky one, then one rounding."""
+    halves = ns.bitcast(x, "int32")
+    low, high = halves[..., 0], halves[..., 1]
+    field = (high >> 20) & 0x7FF
+    lost = ns.where((low & 0x03FFFFFF) != 0, 1, 0)
+    leading = ((high & 0xFFFFF) << 6) | ((low >> 26) & 0x3F) | lost
+    exponent = field - 1023
+    # 27 bits of 2**exponent; whatever has the exponent field 0 is so small that only its stickiness counts.
+    significand = leading | ns.where(field == 0, 0, 1 << 26)
+    drop = 3 + ns.minimum(ns.maximum(-126 - exponent, 0), 25)
+    floor = significand >> drop
+    rest = significand - (floor << drop)
+    odd = floor | ns.where(rest != 0, 1, 0)
+    nearest = (significand + (1 << (drop - 1)) - 1 + (floor & 1)) >> drop
+    magnitude = (odd if to_odd else nearest) + (ns.maximum(ns.minimum(exponent, 127) + 126, 0) << 23)
+    # Beyond the largest float32 only infinities are infinite.
+    magnitude = ns.where(exponent > 127, LARGEST, ns.minimum(magnitude, LARGEST))
+    magnitude = ns.where(field == 0x7FF, ns.where(leading != 0, NAN, INFINITY), magnitude)
+    return magnitude | (high & SIGN)
 
 
 def to_dtype_bits(ns: Namespace, bits: Array, name: str, *, saturate: bool = False) -> Array:

@@ -32,7 +32,11 @@ def words(values: Any) -> npt.NDArray[Any]:
 
 def is_nan(values: Any) -> npt.NDArray[np.bool_]:
     """Where a float array or tensor is NaN."""
-    return values.isnan().numpy() if isinstance(values, torch.Tensor) else np.isnan(np.asarray(values, np.float32))
+    return (
+        values.isnan().numpy()
+        if isinstance(values, torch.Tensor)
+        else np.isnan(np.asarray(values, np.float32))
+    )
 
 
 def assert_words(ours: Any, theirs: Any, what: str, x: Any = None) -> None:
@@ -56,7 +60,8 @@ def _report(a: npt.NDArray[Any], b: npt.NDArray[Any], bad: npt.NDArray[np.bool_]
     where = np.flatnonzero(bad)
     inputs = words(x).reshape(-1) if x is not None and words(x).size == a.size else None
     lines = [
-        f"  [{i}] ours {int(a[i]):#x}, theirs {int(b[i]):#x}" + ("" if inputs is None else f", input {int(inputs[i]):#x}")
+        f"  [{i}] ours {int(a[i]):#x}, theirs {int(b[i]):#x}"
+        + ("" if inputs is None else f", input {int(inputs[i]):#x}")
         for i in where[:8]
     ]
     raise AssertionError("\n".join([f"{what}: {len(where)} of {a.size} differ", *lines]))

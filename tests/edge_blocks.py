@@ -88,7 +88,9 @@ def _around(edges: Edges, factor: float) -> Floats:
     """factor * 2**k for every k, with two steps of the dtype on each side."""
     with np.errstate(over="ignore"):
         centres = np.float32(factor) * np.exp2(np.arange(-160.0, 128.0)).astype(np.float32)
-        centres = edges.exact(np.concatenate([centres, np.ldexp(factor, np.arange(-160, 128)).astype(np.float32)]))
+        centres = edges.exact(
+            np.concatenate([centres, np.ldexp(factor, np.arange(-160, 128)).astype(np.float32)])
+        )
     bits = np.unique(centres.view(np.uint32)).astype(np.int64)
     near = (bits[:, None] + edges.step * np.arange(-2, 3)).reshape(-1)
     return np.unique(near[(near >= 0) & (near < INFINITY)]).astype(np.uint32).view(np.float32)
@@ -97,9 +99,13 @@ def _around(edges: Edges, factor: float) -> Floats:
 def _with_maxima(edges: Edges, maxima: Floats) -> Floats:
     """One block for each maximum: it stands at a random place with a random sign, the others are smaller."""
     rng = _rng(edges, 3)
-    fractions = rng.uniform(-1, 1, (len(maxima), edges.size)) * np.exp2(rng.integers(-9, 1, (len(maxima), edges.size)))
+    fractions = rng.uniform(-1, 1, (len(maxima), edges.size)) * np.exp2(
+        rng.integers(-9, 1, (len(maxima), edges.size))
+    )
     # Toward zero, so that nothing exceeds the maximum.
-    bits = (maxima[:, None] * fractions).astype(np.float32).view(np.uint32) & np.uint32(0x100000000 - edges.step)
+    bits = (maxima[:, None] * fractions).astype(np.float32).view(np.uint32) & np.uint32(
+        0x100000000 - edges.step
+    )
     blocks = bits.view(np.float32).copy()
     place = rng.integers(0, edges.size, len(maxima))
     blocks[np.arange(len(maxima)), place] = maxima * rng.choice([-1, 1], len(maxima))
@@ -125,7 +131,14 @@ def _subnormal(edges: Edges) -> Floats:
     rng = _rng(edges, 5)
     width = np.arange(64)[:, None] % 23 + 1
     bits = rng.integers(0, 1 << 32, (64, edges.size)) % (1 << width) * edges.step % 0x800000
-    edge = [0x800000, 0x800000 - edges.step, 0x800000 + edges.step, 0x400000, 0x400000 + edges.step, edges.step]
+    edge = [
+        0x800000,
+        0x800000 - edges.step,
+        0x800000 + edges.step,
+        0x400000,
+        0x400000 + edges.step,
+        edges.step,
+    ]
     lone = np.zeros((2 * len(edge), edges.size), np.int64)
     lone[: len(edge), 3] = lone[len(edge) :, :] = 0
     lone[: len(edge), 3] = edge
@@ -158,12 +171,18 @@ def _specials(edges: Edges) -> Floats:
     patterns = [(NAN,), (NAN | SIGN,), (INFINITY,), (INFINITY | SIGN,), (NAN, NAN | SIGN), (INFINITY, INFINITY | SIGN),
                 (NAN, INFINITY), (NAN | SIGN, INFINITY | SIGN)]  # fmt: skip
     rows = []
-    for background in (edges.exact(_rng(edges, 7).standard_normal(edges.size)), np.zeros(edges.size), -_largest(edges)[0]):
+    for background in (
+        edges.exact(_rng(edges, 7).standard_normal(edges.size)),
+        np.zeros(edges.size),
+        -_largest(edges)[0],
+    ):
         for pattern in patterns:
             row = np.array(background, np.float32).view(np.uint32)
             row[2 : 2 + len(pattern)] = pattern
             rows.append(row.view(np.float32))
-    rows += [np.full(edges.size, value, np.uint32).view(np.float32) for value in (NAN, INFINITY, INFINITY | SIGN)]
+    rows += [
+        np.full(edges.size, value, np.uint32).view(np.float32) for value in (NAN, INFINITY, INFINITY | SIGN)
+    ]
     return np.stack(rows)
 
 

@@ -81,7 +81,11 @@ def test_bitcasts_and_casts(library):
     same(ns.bitcast(x, "float32"), bits.view(np.float32), library)
     same(ns.bitcast(ns.bitcast(x, "float32"), "int32"), bits, library)
     same(ns.astype(MAKE[library](INTEGERS), "uint8"), INTEGERS.astype(np.uint8), library)
-    same(ns.astype(MAKE[library](INTEGERS & 0xFFFFFF), "float32"), (INTEGERS & 0xFFFFFF).astype(np.float32), library)
+    same(
+        ns.astype(MAKE[library](INTEGERS & 0xFFFFFF), "float32"),
+        (INTEGERS & 0xFFFFFF).astype(np.float32),
+        library,
+    )
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(4, np.uint8), (8, np.uint8), (16, np.uint16)])
@@ -114,7 +118,9 @@ def test_float_input(library, dtype):
 
 @pytest.mark.parametrize("wrong", [1, True, [1, 2], np.int8(3), 1j, np.uint8([1])])
 def test_float_input_refuses(wrong):
-    with pytest.raises(TypeError, match="rotate takes float32, bfloat16, float16 or float64, got .* of shape"):
+    with pytest.raises(
+        TypeError, match=r"rotate takes float32, bfloat16, float16 or float64, got .* of shape"
+    ):
         float_input(wrong, "rotate")
 
 

@@ -21,7 +21,9 @@ def record(block, partial=True):
 @st.composite
 def cases(draw):
     block = draw(st.sampled_from(BLOCKS))
-    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=2 if isinstance(block, tuple) else 0, max_size=4)))
+    shape = tuple(
+        draw(st.lists(st.integers(0, 7), min_size=2 if isinstance(block, tuple) else 0, max_size=4))
+    )
     axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else 0
     return shape, block, axis
 
@@ -110,7 +112,11 @@ def test_an_empty_row_holds_one_zero():
 @pytest.mark.parametrize(
     ("shape", "block", "message"),
     [
-        ((4, 33), 32, r"shape \(4, 33\): 33 elements are not divisible by the block size 32 along axis 1; pad"),
+        (
+            (4, 33),
+            32,
+            r"shape \(4, 33\): 33 elements are not divisible by the block size 32 along axis 1; pad",
+        ),
         ((), 32, r"shape \(\): 1 elements are not divisible by the block size 32"),
         ((3, 4), (2, 4), r"shape \(3, 4\): 3 elements are not divisible by the block size 2"),
         ((9,), "flat:4", r"shape \(9,\): 9 elements are not divisible by the block size 4; pad"),

@@ -34,7 +34,9 @@ def test_public_functions_give_tensors():
     assert_same_quantized(q, quantize(X, "nvfp4"))
     assert isinstance(dequantize(q, "bfloat16"), torch.Tensor)
     assert dequantize(q, "bfloat16").dtype == torch.bfloat16
-    assert_same_bits(decode(encode(tensor, "float8_e5m2"), "float8_e5m2"), decode(encode(X, "float8_e5m2"), "float8_e5m2"))
+    assert_same_bits(
+        decode(encode(tensor, "float8_e5m2"), "float8_e5m2"), decode(encode(X, "float8_e5m2"), "float8_e5m2")
+    )
 
 
 def test_scales_cross_the_bridge():

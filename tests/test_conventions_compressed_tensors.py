@@ -23,7 +23,11 @@ compressed_tensors = pytest.importorskip("compressed_tensors", minversion="0.20"
 from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize  # noqa: E402
 from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize  # noqa: E402
 from compressed_tensors.quantization.quant_args import QuantizationArgs  # noqa: E402
-from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam  # noqa: E402
+from compressed_tensors.quantization.utils.helpers import (  # noqa: E402
+    calculate_qparams,
+    calculate_range,
+    generate_gparam,
+)
 
 DTYPES = ("float32", "bfloat16")
 
@@ -73,9 +77,11 @@ def test_single_level(name: str, dtype: str) -> None:
     assert_floats(q.scale, scale.float(), "scale")
     bits = dict(case.arguments)["num_bits"]
     ours, theirs = q.codes & ((1 << bits) - 1), stored.view(torch.uint8) & ((1 << bits) - 1)
-    scaled = (x / scale).add_(zero.to(x.dtype))
-    # As in torchao's FP8 tests: a NaN code keeps the sign of the NaN that the machine made.
-    negative = scaled.isnan() & scaled.signbit() & (case.stored.is_floating_point)
+    scaled = torch.clamp((x / scale).add_(zero.to(x.dtype)), *calculate_range(case.args, "cpu"))
+    # As in torchao's FP8 tests: a NaN code keeps the sign of the NaN that the machine made, after its way through x's dtype.
+    scaled = torch.clamp((x / scale).add_(zero.to(x.dtype)), *calculate_range(case.args, "cpu"))
+    scaled = scaled.to(case.stored).to(x.dtype)
+    negative = scaled.isnan() & scaled.signbit()
     assert_words(ours | negative.to(torch.uint8) << 7, theirs, "codes", x)
     values = their_dequantize(stored, scale, zero, case.args)
     assert_floats(dequantize(q, dtype), values, "values", ours)

@@ -11,14 +11,13 @@ four-over-six):
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from reference.formats import FORMATS
 from reference.quantize import Quantized, dequantize, quantize
 from tests.bits import as_torch, assert_floats, assert_words
-from tests.edge_blocks import Edges, all_blocks, edge_blocks
+from tests.edge_blocks import Edges, edge_blocks
 
 BLOCK = 16
 DTYPES = ("float32", "bfloat16")

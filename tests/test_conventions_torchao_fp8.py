@@ -66,7 +66,9 @@ def negative_nans(x: torch.Tensor, scale: torch.Tensor, variant: str) -> torch.T
 def compare(x: torch.Tensor, element: str, variant: str, axis: int | None) -> tuple[Quantized, int]:
     """Equal codes, scales and values; the sign of NaN codes as explained. Returns the number of those."""
     scheme = record(element, variant, "tensorwise" if axis is None else "rowwise")
-    codes, scale, values = infer(x, element, axis) if variant == "inference" else train(x, element, variant, axis)
+    codes, scale, values = (
+        infer(x, element, axis) if variant == "inference" else train(x, element, variant, axis)
+    )
     q = quantize(x, scheme, axis=-1 if axis is None else axis)
     assert_floats(q.scale, scale, "scale")
     negative = negative_nans(x, scale, variant)
@@ -75,7 +77,9 @@ def compare(x: torch.Tensor, element: str, variant: str, axis: int | None) -> tu
     outputs = DTYPES if variant == "inference" else [str(values.dtype).removeprefix("torch.")]
     for out in outputs:
         if variant == "inference":
-            values = _dequantize_affine_float8(codes.view(getattr(torch, element)), scale, getattr(torch, out))
+            values = _dequantize_affine_float8(
+                codes.view(getattr(torch, element)), scale, getattr(torch, out)
+            )
         assert_floats(dequantize(q, out), values, f"values in {out}", codes)
     return q, int(negative.sum())
 
@@ -130,10 +134,14 @@ def test_columns(variant: str, dtype: str) -> None:
 def test_every_code_with_scales_of_every_binade() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(556, 1)
     steps = np.random.default_rng(3).integers(0, 1 << 23, (2, 278))
-    scale = torch.from_numpy(((np.arange(278) % 256 << 23) + steps).reshape(-1, 1).astype(np.uint32).view(np.float32))
+    scale = torch.from_numpy(
+        ((np.arange(278) % 256 << 23) + steps).reshape(-1, 1).astype(np.uint32).view(np.float32)
+    )
     for element in ELEMENTS:
         stored = codes.view(getattr(torch, element))
-        inference = Quantized(codes, scale, None, None, (556, 256), 1, record(element, "inference", "rowwise"))
+        inference = Quantized(
+            codes, scale, None, None, (556, 256), 1, record(element, "inference", "rowwise")
+        )
         training = replace(inference, scheme=record(element, "training", "rowwise"))
         for out in DTYPES:
             values = _dequantize_affine_float8(stored, scale, getattr(torch, out))

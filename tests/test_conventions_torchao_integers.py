@@ -42,20 +42,26 @@ def element_bounds(bits: int) -> tuple[torch.dtype, int, int]:
     return torch.int8, -(1 << (bits - 1)), (1 << (bits - 1)) - 1
 
 
-def compare(x: torch.Tensor, scheme: Scheme, mapping: MappingType, block: int, eps: float | None = None) -> None:
+def compare(
+    x: torch.Tensor, scheme: Scheme, mapping: MappingType, block: int, eps: float | None = None
+) -> None:
     """Equal codes, scales, zero points and values."""
     bits = scheme.format.bits
     dtype, low, high = element_bounds(bits)
     kept = getattr(torch, scheme.scale.storage)
     shape = (1, x.shape[1] if block == -1 else block)
-    scale, zero = choose_qparams_affine(x, mapping, shape, dtype, low, high, eps, kept, torch.int8, keepdim=True)
+    scale, zero = choose_qparams_affine(
+        x, mapping, shape, dtype, low, high, eps, kept, torch.int8, keepdim=True
+    )
     codes = quantize_affine(x, shape, scale, zero, dtype, low, high)
     q = quantize(x, scheme)
     assert_floats(q.scale.view(torch.bfloat16) if kept is torch.bfloat16 else q.scale, scale, "scale")
     assert_words(torch.zeros_like(zero) if q.zero is None else q.zero, zero, "zero")
     assert_words(q.codes & ((1 << bits) - 1), codes.view(torch.uint8) & ((1 << bits) - 1), "codes", x)
     for out in DTYPES:
-        values = dequantize_affine(codes, shape, scale, zero, dtype, low, high, output_dtype=getattr(torch, out))
+        values = dequantize_affine(
+            codes, shape, scale, zero, dtype, low, high, output_dtype=getattr(torch, out)
+        )
         assert_floats(dequantize(q, out), values, f"values in {out}", codes)
 
 
@@ -87,7 +93,9 @@ def test_every_finite_float16(bits: int, mapping: str) -> None:
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_rows_and_tokens(mapping: str, dtype: str) -> None:
     scheme = scheme_of(f"torchao.int8_rowwise{mapping}")
-    compare(edges_of(scheme, dtype, 48), scheme, MAPPINGS[mapping], -1, EPS if mapping == "_asymmetric" else None)
+    compare(
+        edges_of(scheme, dtype, 48), scheme, MAPPINGS[mapping], -1, EPS if mapping == "_asymmetric" else None
+    )
 
 
 def test_one_sided_blocks() -> None:
@@ -122,5 +130,7 @@ def test_tinygemm(group: int) -> None:
     """The kernel takes bfloat16 only, and that is the record; float32 is the same record with float32 kept."""
     scheme = scheme_of(f"torchao.int4_g{group}_tinygemm")
     compare_tinygemm(edges_of(scheme, "bfloat16", group), scheme, DTYPES)
-    wide = replace(scheme, scale=replace(scheme.scale, storage="float32"), zero=replace(scheme.zero, storage="float32"))
+    wide = replace(
+        scheme, scale=replace(scheme.scale, storage="float32"), zero=replace(scheme.zero, storage="float32")
+    )
     compare_tinygemm(edges_of(scheme, "float32", group), wide, ("float32",))

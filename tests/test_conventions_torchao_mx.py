@@ -78,7 +78,9 @@ def every_bfloat16_maximum() -> Floats:
     fractions[:, :4] = [-1, 1, 0.5, 0]
     with np.errstate(invalid="ignore"):
         products = (maxima * fractions).astype(np.float32)
-    blocks = (np.nan_to_num(products, nan=0.0, posinf=np.inf, neginf=-np.inf).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    blocks = (
+        np.nan_to_num(products, nan=0.0, posinf=np.inf, neginf=-np.inf).view(np.uint32) & 0xFFFF0000
+    ).view(np.float32)
     blocks.setflags(write=False)
     return blocks
 
@@ -144,4 +146,10 @@ def test_payload_of_a_nan_reaches_fp6_and_fp4_codes(element: str) -> None:
 
 
 # Of 254 patterns.
-PAYLOADS = {"float8_e4m3fn": 0, "float8_e5m2": 0, "float6_e2m3fn": 220, "float6_e3m2fn": 188, "float4_e2m1fn": 128}
+PAYLOADS = {
+    "float8_e4m3fn": 0,
+    "float8_e5m2": 0,
+    "float6_e2m3fn": 220,
+    "float6_e3m2fn": 188,
+    "float4_e2m1fn": 128,
+}

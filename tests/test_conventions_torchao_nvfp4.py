@@ -26,7 +26,9 @@ def edges(dtype: str) -> Edges:
     return Edges(ELEMENT, 6.0, BLOCK, dtype)
 
 
-def their_values(codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None, out: str) -> torch.Tensor:
+def their_values(
+    codes: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None, out: str
+) -> torch.Tensor:
     tensor = NVFP4Tensor(
         pack_uint4(codes), scale.view(torch.float8_e4m3fn), BLOCK, getattr(torch, out), per_tensor_scale=outer
     )
@@ -66,7 +68,9 @@ def compare(x: torch.Tensor, outer: torch.Tensor | None, given: bool = False) ->
         assert_floats(q.outer, outer, "outer scale")
     for out in DTYPES:
         stored = replace(q, codes=codes, scale=scale)
-        assert_floats(dequantize(stored, out), their_values(codes, scale, outer, out), f"values in {out}", codes)
+        assert_floats(
+            dequantize(stored, out), their_values(codes, scale, outer, out), f"values in {out}", codes
+        )
     return q, int((q.codes != codes).sum())
 
 
@@ -126,4 +130,6 @@ def test_every_code_with_every_scale() -> None:
         name = "torchao.nvfp4_single_level" if outer is None else "torchao.nvfp4"
         q = Quantized(codes, scale, outer, None, (256, 256), 1, scheme_of(name))
         for out in DTYPES:
-            assert_floats(dequantize(q, out), their_values(codes, scale, outer, out), f"values in {out}", codes)
+            assert_floats(
+                dequantize(q, out), their_values(codes, scale, outer, out), f"values in {out}", codes
+            )

@@ -35,10 +35,18 @@ def finite_blocks(name, shape):
     return blocks(name, shape=shape, maxima=FINITE) | float_arrays("float32", shape, kinds=FINITE_KINDS)
 
 
+def both_paths(x, name):
+    """NumPy's fast paths, and the general rule as torch tensors on other devices run it."""
+    quantized = quantize(x, name)
+    general = quantize.__wrapped__(torch.from_numpy(x.copy()), name)
+    assert_same_quantized(general, quantized, inputs=x)
+    return quantized
+
+
 @FEW
 @given(finite_blocks("mxfp4", (3, 32)))
 def test_mxfp4_equals_exact_fractions(x):
-    q = quantize(x, "mxfp4")
+    q = both_paths(x, "mxfp4")
     for row, codes, scale in zip(x, q.codes, q.scale, strict=True):
         assert (codes.tolist(), int(scale[0])) == truth.mxfp4(row)
 
@@ -46,7 +54,7 @@ def test_mxfp4_equals_exact_fractions(x):
 @FEW
 @given(finite_blocks("fp8_rowwise", (2, 24)))
 def test_fp8_rowwise_equals_exact_fractions(x):
-    q = quantize(x, "fp8_rowwise")
+    q = both_paths(x, "fp8_rowwise")
     for row, codes, scale in zip(x, q.codes, q.scale, strict=True):
         assert (codes.tolist(), Fraction(float(scale[0]))) == truth.fp8_rowwise(row)
 
@@ -54,7 +62,7 @@ def test_fp8_rowwise_equals_exact_fractions(x):
 @FEW
 @given(finite_blocks("int8_rowwise_asymmetric", (2, 24)))
 def test_int8_asymmetric_equals_exact_fractions(x):
-    q = quantize(x, "int8_rowwise_asymmetric")
+    q = both_paths(x, "int8_rowwise_asymmetric")
     for row, codes, scale, zero in zip(x, q.codes, q.scale, q.zero, strict=True):
         assert (codes.tolist(), Fraction(float(scale[0])), int(zero[0])) == truth.int8_asymmetric(row)
 
@@ -62,7 +70,7 @@ def test_int8_asymmetric_equals_exact_fractions(x):
 @FEW
 @given(finite_blocks("nvfp4", (2, 32)))
 def test_nvfp4_equals_exact_fractions(x):
-    q = quantize(x, "nvfp4")
+    q = both_paths(x, "nvfp4")
     codes, scales, outer = truth.nvfp4(x)
     assert q.codes.reshape(-1).tolist() == codes
     assert q.scale.reshape(-1).tolist() == scales
@@ -77,7 +85,9 @@ def test_dequantize_is_the_rounded_product(x):
     for row, scale, got in zip(values, q.scale, dequantize(q), strict=True):
         products = [truth.float32(Fraction(float(v)) * Fraction(float(scale[0]))) for v in row]
         # An overflow stops at the largest float.
-        limited = [np.copysign(truth.LARGEST, v) if p is None else p for p, v in zip(products, row, strict=True)]
+        limited = [
+            np.copysign(truth.LARGEST, v) if p is None else p for p, v in zip(products, row, strict=True)
+        ]
         assert [Fraction(float(v)) for v in got] == limited
 
 
@@ -86,7 +96,11 @@ def test_finite_stays_finite(name):
     """House rule: no finite input becomes NaN or infinite, in any output dtype."""
 
     @settings(max_examples=15)
-    @given(st.sampled_from(["float32", "bfloat16", "float16"]).flatmap(lambda d: blocks(name, dtype=d, maxima=FINITE)))
+    @given(
+        st.sampled_from(["float32", "bfloat16", "float16"]).flatmap(
+            lambda d: blocks(name, dtype=d, maxima=FINITE)
+        )
+    )
     def check(x):
         q = quantize(x, name)
         for dtype in ("float32", "bfloat16", "float16"):
@@ -135,7 +149,9 @@ def test_every_shape_and_given_scales(name):
     check()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_rowwise", "nvfp4", "int4_g32_asymmetric", "fp8_128x128", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "fp8_rowwise", "nvfp4", "int4_g32_asymmetric", "fp8_128x128", "nf4"]
+)
 def test_memory_layout_does_not_matter(name):
     wide = fill("normals", (64, 6, 256), seed=5)
     views = [wide[::2, 1], wide[::-1, 2, ::-1], wide.transpose(1, 2, 0)[:, ::2], np.asfortranarray(wide)]
@@ -172,7 +188,9 @@ def test_static_scales_saturate():
 
 def test_a_bare_array_is_a_block_scale():
     scale = np.full((2, 1), 0.25, np.float32)
-    assert_same_quantized(quantize(ONES, "fp8_rowwise", scales=scale), quantize(ONES, "fp8_rowwise", scales=Scales(scale)))
+    assert_same_quantized(
+        quantize(ONES, "fp8_rowwise", scales=scale), quantize(ONES, "fp8_rowwise", scales=Scales(scale))
+    )
 
 
 @FEW
@@ -186,13 +204,25 @@ def test_outer_scale_alone(x):
 
 
 WRONG_SCALES = {
-    "shape": ("fp8_rowwise", np.ones((2,), np.float32), r"float32 of shape \(2, 1\).*got float32 of shape \(2,\)"),
+    "shape": (
+        "fp8_rowwise",
+        np.ones((2,), np.float32),
+        r"float32 of shape \(2, 1\).*got float32 of shape \(2,\)",
+    ),
     "dtype": ("fp8_rowwise", np.ones((2, 1)), r"float32 of shape \(2, 1\).*got float64"),
     "codes": ("mxfp4", np.ones((2, 8), np.float32), r"uint8 of shape \(2, 8\).*got float32"),
     "library": ("fp8_rowwise", torch.ones(2, 1), "x's library"),
-    "zero missing": ("int8_rowwise_asymmetric", np.ones((2, 1), np.float32), r"zero = int8 of shape \(2, 1\).*got none"),
+    "zero missing": (
+        "int8_rowwise_asymmetric",
+        np.ones((2, 1), np.float32),
+        r"zero = int8 of shape \(2, 1\).*got none",
+    ),
     "outer missing": ("nvfp4", np.ones((2, 16), np.uint8), r"outer = float32 of shape \(\).*got none"),
-    "outer too much": ("mxfp4", Scales(np.ones((2, 8), np.uint8), outer=np.ones((), np.float32)), "outer = none"),
+    "outer too much": (
+        "mxfp4",
+        Scales(np.ones((2, 8), np.uint8), outer=np.ones((), np.float32)),
+        "outer = none",
+    ),
     "empty": ("fp8_rowwise", Scales(), "scale = float32.*got none"),
 }
 
@@ -209,7 +239,9 @@ def test_scales_of_another_type():
         quantize(ONES, "fp8_rowwise", scales=0.5)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", ml_dtypes.float8_e4m3fn, ml_dtypes.int4])
+@pytest.mark.parametrize(
+    "dtype", ["int32", "uint8", "bool", "complex64", ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+)
 @pytest.mark.parametrize("function", [quantize, choose_scales])
 def test_other_dtypes_are_refused(function, dtype):
     with pytest.raises(TypeError, match=rf"{function.__name__} takes float32.*shape \(2, 32\); convert it"):
@@ -229,7 +261,9 @@ def test_unknown_schemes_name_the_nearest():
 
 
 def test_blocks_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(2, 33\): 33 elements are not divisible by the block size 32 along axis 1"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 33\): 33 elements are not divisible by the block size 32 along axis 1"
+    ):
         quantize(np.zeros((2, 33), np.float32), "mxfp4")
     with pytest.raises(ValueError, match=r"two axes, got shape \(4,\)"):
         quantize(np.zeros(4, np.float32), "fp8_128x128")
@@ -292,7 +326,9 @@ def test_variants_are_schemes(name):
 
 def test_a_variant_with_another_block_and_element():
     scheme = SCHEMES["mxfp4"]
-    variant = replace(scheme, name="mine", element="float6_e2m3fn", scale=replace(scheme.scale, block=8, target=7.5))
+    variant = replace(
+        scheme, name="mine", element="float6_e2m3fn", scale=replace(scheme.scale, block=8, target=7.5)
+    )
     x = fill("normals", (3, 24), seed=7)
     q = quantize(x, variant)
     assert q.scale.shape == (3, 3)

@@ -13,7 +13,13 @@ from reference import SCHEMES, Scale, Scheme, choose_scales
 from tests.exact_quantizers import LARGEST, float32, floor_log2, power
 
 FINITE = [kind for kind in MAXIMA if kind not in ("nan", "infinity", "bits")]
-TARGETS = {"float4_e2m1fn": 6, "float6_e2m3fn": 7.5, "float6_e3m2fn": 28, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+TARGETS = {
+    "float4_e2m1fn": 6,
+    "float6_e2m3fn": 7.5,
+    "float6_e3m2fn": 28,
+    "float8_e4m3fn": 448,
+    "float8_e5m2": 57344,
+}
 MANTISSA = {"float4_e2m1fn": 1, "float6_e2m3fn": 3, "float6_e3m2fn": 2, "float8_e4m3fn": 3, "float8_e5m2": 2}
 FEW = settings(max_examples=60)
 
@@ -36,9 +42,12 @@ def exponent(rule, largest, element):
         return ceil_log2(largest) - floor_log2(target)
     if rule == "rceil":
         return ceil_log2(largest / target)
-    # even: the maximum rounded to the element's mantissa bits first, ties away from zero (float32 bits: a subnormal's are absolute).
+    # even: the maximum rounded to the element's mantissa bits first, ties away from zero; a subnormal's
+    # bits count from 2**-126.
     quantum = power(max(floor_log2(largest), -126) - MANTISSA[element])
-    return floor_log2((largest / quantum + Fraction(1, 2)).__floor__() * quantum or largest) - floor_log2(target)
+    return floor_log2((largest / quantum + Fraction(1, 2)).__floor__() * quantum or largest) - floor_log2(
+        target
+    )
 
 
 @pytest.mark.parametrize("element", TARGETS)
@@ -106,7 +115,9 @@ def test_ranges_hold_zero(x):
     for block, scale, zero in zip(x, scales.scale[:, 0], scales.zero[:, 0], strict=True):
         low, high = min(0.0, *block.tolist()), max(0.0, *block.tolist())
         width = float32(Fraction(high) - Fraction(low))
-        assert Fraction(float(scale)) == max(float32((width or (LARGEST if high > low else 0)) / 15), power(-126))
+        assert Fraction(float(scale)) == max(
+            float32((width or (LARGEST if high > low else 0)) / 15), power(-126)
+        )
         assert -8 <= zero <= 7
 
 

@@ -7,10 +7,16 @@ import pytest
 from reference import FORMATS, SCHEMES, Scale, Scheme, Zero
 from reference.schemes import scheme_of
 
-DESIGN = """fp8_tensorwise fp8_rowwise fp8_1x128 fp8_128x128 fp8_tensorwise_e5m2 fp8_rowwise_e5m2 fp8_1x128_e5m2
-fp8_128x128_e5m2 mxfp8_e4m3 mxfp8_e5m2 mxfp6_e2m3 mxfp6_e3m2 mxfp4 mxint8 nvfp4 int8_tensorwise int8_rowwise
-int8_rowwise_asymmetric nf4""".split()
-INTEGERS = [f"int{b}_g{g}{s}" for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128, 256) for s in ("", "_asymmetric")]
+FP8 = [
+    f"fp8_{block}{suffix}"
+    for block in ("tensorwise", "rowwise", "1x128", "128x128")
+    for suffix in ("", "_e5m2")
+]
+MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"]
+DESIGN = [*FP8, *MX, "nvfp4", "int8_tensorwise", "int8_rowwise", "int8_rowwise_asymmetric", "nf4"]
+INTEGERS = [
+    f"int{b}_g{g}{s}" for b in (2, 3, 4, 5, 6, 8) for g in (32, 64, 128, 256) for s in ("", "_asymmetric")
+]
 HOUSE = sorted(name for name in SCHEMES if "." not in name)
 PLAIN = {"block": 32, "target": 6.0}
 
@@ -27,7 +33,12 @@ def test_house_rules(name):
     """No deviations; scales that cannot be zero; reciprocals; specials stay in their block."""
     scheme = SCHEMES[name]
     assert scheme.deviations == ()
-    assert (scheme.apply, scheme.arithmetic, scheme.nan, scheme.dequantize) == ("reciprocal", "float32", "block", "float32")
+    assert (scheme.apply, scheme.arithmetic, scheme.nan, scheme.dequantize) == (
+        "reciprocal",
+        "float32",
+        "block",
+        "float32",
+    )
     assert scheme.scale.power_of_two or scheme.scale.floor[0] == "stored"
     assert scheme.scale.compute == "float32"
 

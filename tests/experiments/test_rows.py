@@ -1,0 +1,114 @@
+"""Rows: nothing lost, nothing doubled, files whole."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import rows as tidy
+from experiments.rows import Journal, Row, publish, read, table_name, write
+
+
+def row(method="a", value=1.5, table="quality/quick/x", **other):
+    values = {
+        "experiment": "ptq",
+        "table": table,
+        "setting": "weights",
+        "method": method,
+        "metric": "m",
+        "value": value,
+        "unit": "dB",
+        "device": "cpu",
+        "seed": 0,
+        "source_hash": "now",
+    }
+    return Row(**{**values, **other})
+
+
+def test_rows_survive_a_round_trip(tmp_path):
+    made = [row("a,b", 1 / 3), row('quote"', math.inf, published=2.5), row("nan", math.nan)]
+    write(tmp_path / "rows.csv", made)
+    back = read(tmp_path / "rows.csv")
+    assert back[0].method == "a,b"
+    assert back[0].value == pytest.approx(1 / 3, rel=1e-8)
+    assert back[1] == made[1]
+    assert math.isnan(back[2].value)
+
+
+def test_a_file_that_is_missing_has_no_rows(tmp_path):
+    assert read(tmp_path / "none.csv") == []
+
+
+def test_wrong_columns_are_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns"):
+        read(tmp_path / "rows.csv")
+
+
+def test_a_journal_resumes_and_doubles_nothing(tmp_path):
+    path = tmp_path / "journal.csv"
+    first = Journal(path, "now")
+    first.add([row("a"), row("b")])
+    again = Journal(path, "now")
+    assert again.finished("quality/quick/x", "weights", "a")
+    assert not again.finished("quality/quick/x", "weights", "c")
+    again.add([row("b", 2.0), row("c")])
+    assert [(kept.method, kept.value) for kept in read(path)] == [("a", 1.5), ("b", 2.0), ("c", 1.5)]
+
+
+def test_rows_of_older_code_are_measured_again(tmp_path):
+    path = tmp_path / "journal.csv"
+    Journal(path, "then").add([row("a", source_hash="then")])
+    assert not Journal(path, "now").finished("quality/quick/x", "weights", "a")
+    assert Journal(path, "then").finished("quality/quick/x", "weights", "a")
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write(path, [row("a")])
+
+    def broken(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tidy.os, "replace", broken)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, [row("b")])
+    assert [kept.method for kept in read(path)] == ["a"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_publishing_replaces_a_run_as_a_whole(tmp_path):
+    path = tmp_path / "rows.csv"
+    gpu = row("a", device="GPU")
+    full = row("a", table="quality/full/x")
+    publish(path, [row("a"), row("gone"), gpu, full])
+    publish(path, [row("a", 2.0, table="quality/quick/y")])
+    kept = read(path)
+    assert sorted((r.table, r.method, r.device, r.value) for r in kept) == [
+        ("quality/full/x", "a", "cpu", 1.5),
+        ("quality/quick/x", "a", "GPU", 1.5),
+        ("quality/quick/y", "a", "cpu", 2.0),
+    ]
+
+
+def test_the_source_hash_is_of_code_and_nothing_else(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_text("y = 1\n")
+    files = [tmp_path / "b.py", tmp_path / "a.py"]
+    first = tidy.hash_files(files, tmp_path)
+    assert tidy.hash_files(reversed(files), tmp_path) == first
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\n")
+    assert tidy.hash_files(files, tmp_path) == first
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert tidy.hash_files(files, tmp_path) != first
+    assert all((tidy.ROOT / package).is_dir() for package in tidy.PACKAGES)
+    assert isinstance(tidy.ROOT, Path)
+
+
+def test_table_names_have_three_parts():
+    assert tidy.table_parts(table_name("a", "b", "c")) == ("a", "b", "c")
+    with pytest.raises(ValueError, match="slash"):
+        table_name("a/b", "c", "d")
+    with pytest.raises(ValueError, match="kind/scale/data"):
+        replace(row(), table="a").place  # noqa: B018

@@ -1,0 +1,58 @@
+"""Training: seeded, cached by what decides its outcome."""
+
+import math
+
+import pytest
+import torch
+
+from experiments import train
+from experiments.model import ModelSettings
+from tests.experiments import tiny
+
+
+def test_a_model_is_trained_once_and_then_read(tmp_path, monkeypatch):
+    first = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained again"))
+    second = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    assert first.facts == second.facts
+    assert first.facts["training_bytes"] == 2 * 2 * 64
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name])
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [first.key]
+
+
+def test_the_same_seed_gives_the_same_weights():
+    one, two = (train.train(tiny.TRAIN, tiny.corpus(), "cpu")[0].state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_training_lowers_the_loss():
+    settings = tiny.replace(tiny.TRAIN, steps=12, batch=4)
+    _, loss = train.train(settings, tiny.corpus(), "cpu")
+    assert loss < 7.0 < math.log2(256)
+
+
+def test_the_key_covers_settings_text_and_device():
+    key = train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu")
+    shorter = type(tiny.corpus())("made", "1", tiny.corpus().documents[1:])
+    others = [
+        train.cache_key(tiny.replace(tiny.TRAIN, seed=1), tiny.corpus(), "cpu"),
+        train.cache_key(tiny.TRAIN, shorter, "cpu"),
+        train.cache_key(tiny.TRAIN, tiny.corpus(), "cuda"),
+    ]
+    assert key not in others
+    assert len(set(others)) == 3
+    assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") == key
+
+
+def test_the_rate_warms_up_and_falls():
+    settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10)
+    shares = [train.share_of_rate(number, settings) for number in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == pytest.approx(max(shares[8:12]))
+    assert shares[-1] < 0.06
+
+
+def test_widths_that_heads_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="heads must divide width"):
+        ModelSettings(width=250, heads=4)
