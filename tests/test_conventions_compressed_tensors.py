@@ -1,5 +1,7 @@
 """compressed-tensors' scales and codes, against its own `calculate_qparams`, `generate_gparam`, `quantize`, `dequantize`.
 
+Release 0.20: older ones compute other bits.
+
 The asymmetric mapping has no record: it rounds qmin - min / s as a whole, with s before it is kept from being zero.
 """
 
@@ -11,23 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize
+from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
+from compressed_tensors.quantization.quant_args import QuantizationArgs
+from compressed_tensors.quantization.utils.helpers import (
+    calculate_qparams,
+    calculate_range,
+    generate_gparam,
+)
 
 from reference.quantize import Quantized, dequantize, quantize
 from reference.schemes import scheme_of
 from tests.bits import as_torch, assert_floats, assert_words
 from tests.edge_blocks import Edges, all_blocks, edge_blocks
-
-# 0.20 moved to calculate_qparams with a global scale; older versions compute other bits.
-compressed_tensors = pytest.importorskip("compressed_tensors", minversion="0.20")
-
-from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize  # noqa: E402
-from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize  # noqa: E402
-from compressed_tensors.quantization.quant_args import QuantizationArgs  # noqa: E402
-from compressed_tensors.quantization.utils.helpers import (  # noqa: E402
-    calculate_qparams,
-    calculate_range,
-    generate_gparam,
-)
 
 DTYPES = ("float32", "bfloat16")
 

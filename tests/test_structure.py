@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ao_lab", "reference", "fast", "experiments")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What `make test` installs; the other extras are for clients whom their users choose.
-INSTALLED_EXTRAS = ("test", "jax", "ao", "lint")
+INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 
 # Public functions of fast/ that have no counterpart in reference/, each with its reason.
 FAST_ALONE = {"tensors.require_tensor": "reference takes arrays of any library, fast takes torch tensors"}
