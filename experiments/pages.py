@@ -69,6 +69,8 @@ class Page:
 
 def write_pages(places: Places) -> Made:
     """Draw and write everything from the published rows; returns what was written."""
+    # The code may have changed while a long run went on: rows are held against what it is now.
+    tidy.source_hash.cache_clear()
     pages = [page for name in EXPERIMENTS if (page := make_page(places, name))]
     current = tidy.source_hash()
     made: Made = []

@@ -40,6 +40,8 @@ TEXT = (
     "Changes are against float32 on the same text and questions, paired by window (each from another held-out file), with the "
     "standard error over windows behind the sign ±. A change within two standard errors is noise, and stands in brackets; "
     "among so many lines, one in twenty stands without brackets by chance.",
+    "The error is over text, for this one trained model. Another training (another seed, another processor) is another model, "
+    "and moved small changes by more than their error; an order among schemes of like size needs several seeds.",
 )
 
 

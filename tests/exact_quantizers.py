@@ -68,12 +68,8 @@ def int8_asymmetric(row):
     values = exact(row)
     low, high = min(0, *values), max(0, *values)
     width = float32(high - low)
-    ratio = float32((LARGEST if width is None else width) / 255)
-    scale = max(ratio, power(-126))
-    zero = -128
-    if low:
-        quotient = None if ratio == 0 else float32(low / ratio)
-        zero = 127 if quotient is None else min(max(-128 - round(quotient), -128), 127)
+    scale = max(float32((LARGEST if width is None else width) / 255), power(-126))
+    zero = min(max(-128 - round(float32(low / scale)), -128), 127)
     reciprocal = float32(1 / scale)
     codes = [min(max(round(float32(v * reciprocal)) + zero, -128), 127) for v in values]
     return [code % 256 for code in codes], scale, zero
