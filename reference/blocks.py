@@ -19,11 +19,12 @@ from reference.schemes import Block, Scale
 
 def normalize_axis(axis: int, shape: tuple[int, ...]) -> int:
     """A non-negative axis; ValueError when it is outside the shape, TypeError when it is no integer."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    # operator.index would take True; NumPy's integers are welcome.
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"axis is an integer, got {type(axis).__name__}: {axis!r}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis {axis} is outside a tensor of shape {shape} with {len(shape)} axes")
-    return axis % len(shape)
+    return int(axis) % len(shape)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -39,7 +39,9 @@ def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     constants = {name: value for name, value in bound.items() if name not in arrays}
     if not all(isinstance(value, Hashable) and _hashes(value) for value in constants.values()):
         return function(*args, **kwargs)
-    return _program(function, tuple(constants.items()))(arrays)
+    # Types are part of the key: 1, 1.0 and True are equal, and only one of them is an axis.
+    typed = tuple((name, type(value), value) for name, value in constants.items())
+    return _program(function, typed)(arrays)
 
 
 def _hashes(value: Any) -> bool:
@@ -51,10 +53,13 @@ def _hashes(value: Any) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _program(function: Callable[..., Any], constants: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _program(
+    function: Callable[..., Any], constants: tuple[tuple[str, type, Any], ...]
+) -> Callable[..., Any]:
     import jax
 
     from reference.pytrees import register_jax
 
     register_jax()
-    return jax.jit(lambda arrays: function(**arrays, **dict(constants)))  # type: ignore[no-any-return]
+    fixed = {name: value for name, _, value in constants}
+    return jax.jit(lambda arrays: function(**arrays, **fixed))  # type: ignore[no-any-return]

@@ -85,7 +85,7 @@ def _scaled(
     unit = Arithmetic(ns, dtype if scheme.arithmetic == "input" else "float32")
     scale = chosen.exact if scheme.codes_from == "exact" else chosen.scale
     if scheme.zero is not None and scheme.zero.rule == "value":
-        return _from_minimum(ns, split, scale, chosen.zero, scheme, unit)
+        return _from_minimum(ns, split, scale, chosen.zero, scheme, unit, random_bits)
     scaled = _apply(ns, unit, split, scale, chosen.outer, scheme)
     fmt = scheme.format
     if fmt.kind == "codebook" and scheme.arithmetic == "input":
@@ -130,14 +130,20 @@ def _reciprocal(ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | No
 
 
 def _from_minimum(
-    ns: Namespace, split: Array, scale: Array, zero: Array | None, scheme: Scheme, unit: Arithmetic
+    ns: Namespace,
+    split: Array,
+    scale: Array,
+    zero: Array | None,
+    scheme: Scheme,
+    unit: Arithmetic,
+    random_bits: Array | None,
 ) -> Array:
-    """tinygemm: rne((x - (z - s * mid)) / s), every operation rounded to the input's dtype."""
+    """tinygemm: round((x - (z - s * mid)) / s), every operation rounded to the input's dtype."""
     low, high = scheme.format.integer_range
     middle = unit.constant((low + high + 1) / 2, scale)
     minimum = unit.subtract(zero, unit.multiply(scale, middle))
     scaled = unit.divide(unit.subtract(split, minimum), scale)
-    integer = unit.round_integer(scaled)
+    integer = round_to_integer(ns, scaled, 0, scheme.rounding, random_bits)
     return ns.where(is_nan(scaled), 0, clamp_integer(ns, integer, scheme.format, scheme.overflow))
 
 

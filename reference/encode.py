@@ -64,7 +64,7 @@ def encode(
     ns, x, name = float_input(x, "encode")
     check_mode(rounding, random_bits)
     _check_overflow(fmt, rounding, overflow)
-    random_bits = _check_random_bits(ns, x, random_bits)
+    random_bits = check_random_bits(ns, x, random_bits)
     if ns.name == "numpy" and rounding != "stochastic" and fits_table(fmt):
         return _encode_by_table(x, name, fmt, rounding, overflow)
     if fmt.kind == "codebook" and name == "float64":
@@ -263,7 +263,7 @@ def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
         )
 
 
-def _check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None:
+def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None:
     if random_bits is None:
         return None
     array = hasattr(random_bits, "dtype") and namespace_of(random_bits) is ns

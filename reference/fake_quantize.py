@@ -20,7 +20,7 @@ from reference.blocks import Blocks
 from reference.bridge import bridged
 from reference.elements import element_codes
 from reference.encode import MARK
-from reference.given import check_scales, given_scales
+from reference.given import check_scales, given_scales, usable
 from reference.quantize import Quantized, block_values, dequantize, quantize
 from reference.scales import Chosen, Scales, choose
 from reference.schemes import Scheme, scheme_of
@@ -34,15 +34,25 @@ Gradients = tuple[Array, Array | None, Array | None]
 def fake_quantize(x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None) -> Array:
     """x rounded to what its scheme can represent, in x's dtype and shape.
 
-    Arguments and errors as in `quantize`. Under JAX this has the custom gradient of `fake_quantize_vjp`, also under jit and
-    vmap; for torch autograd use `fast.fake_quantize`.
+    Arguments and errors as in `quantize`; records that round stochastically raise ValueError. Under JAX this has the custom
+    gradient of `fake_quantize_vjp`, also under jit and vmap; for torch autograd use `fast.fake_quantize`.
     """
-    scheme = scheme_of(scheme)
+    scheme = _deterministic(scheme)
     ns, x, _ = float_input(x, "fake_quantize")
     if ns.name == "jax":
         given = None if scales is None else scales if isinstance(scales, Scales) else Scales(scales)
         return _jax_function()(x, given, scheme, axis)
     return _forward(x, scales, scheme, axis)
+
+
+def _deterministic(scheme: str | Scheme) -> Scheme:
+    record = scheme_of(scheme)
+    if record.rounding == "stochastic":
+        raise ValueError(
+            f"scheme {record.name} rounds stochastically and fake quantization has no random bits; "
+            f"use quantize(..., random_bits=...) and dequantize, or a record with another rounding"
+        )
+    return record
 
 
 def _forward(x: Array, scales: Any, scheme: Scheme, axis: int) -> Array:
@@ -63,7 +73,7 @@ def fake_quantize_vjp(
     0 where nothing saturated. Sums run in float32 over adjacent pairs, a binary tree over each block filled with zeros.
     Raises ValueError where shapes or dtypes of g and x differ, and as `quantize` does.
     """
-    scheme = scheme_of(scheme)
+    scheme = _deterministic(scheme)
     ns, x, name = float_input(x, "fake_quantize_vjp")
     _, g, g_name = float_input(g, "fake_quantize_vjp")
     if g_name != name or ns.shape(g) != ns.shape(x):
@@ -73,7 +83,9 @@ def fake_quantize_vjp(
     split = blocks.split(ns, float32_bits(ns, x, name))
     learned = given is not None and given.scale is not None
     chosen = (
-        given_scales(ns, given, blocks, scheme) if learned else choose(ns, split, blocks, scheme, name, given)
+        usable(ns, given_scales(ns, given, blocks, scheme), scheme)
+        if learned
+        else choose(ns, split, blocks, scheme, name, given)
     )
     saturated = saturation(ns, split, chosen, scheme, name)
     wide = float32_bits(ns, g, name)

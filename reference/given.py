@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from reference.arrays import Namespace, namespace_of
 from reference.blocks import Blocks
-from reference.scales import Chosen, Scales, double_scale, unpack_zero
+from reference.scales import Chosen, Scales, double_scale, floored, scale_groups, unpack_zero
 from reference.schemes import Scheme
 from reference.storage import load, storage_dtype
 
@@ -30,12 +31,25 @@ def _given_double(ns: Namespace, given: Scales, blocks: Blocks, scheme: Scheme, 
     outer = scheme.outer
     if outer is None:
         raise ValueError(f"scheme {scheme.name} has no outer scale")
-    groups = Blocks.of(blocks.scale_shape, outer, 0)
+    groups = scale_groups(blocks, outer, scheme)
     bits = groups.accept(load(ns, given.outer, "float32"), ns)
     center = load(ns, given.zero, "float32").reshape((1,))
     scale = double_scale(ns, given.scale, bits, center, groups, scheme, dtype)
     scale = scale.reshape((*blocks.scale_shape, 1))
     return Chosen(given, scale, scale, None, None)
+
+
+def usable(ns: Namespace, chosen: Chosen, scheme: Scheme) -> Chosen:
+    """Given scales as a house scheme divides by them: raised to its floors, so that a scale of 0 makes no NaN.
+
+    A NaN or infinite scale makes its block NaN; a negative one counts as the floor.
+    """
+    if scheme.nan != "block" or scheme.scale.power_of_two:
+        return chosen
+    outer = chosen.outer
+    if outer is not None and scheme.outer is not None:
+        outer = floored(ns, outer, scheme.outer, "float32")
+    return replace(chosen, scale=floored(ns, chosen.scale, scheme.scale, "float32"), outer=outer)
 
 
 def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> Scales | None:
@@ -46,7 +60,7 @@ def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> 
         raise TypeError(f"scales is a Scales or an array, got {type(scales).__name__}; see choose_scales")
     given = scales if isinstance(scales, Scales) else Scales(scales)
     double = scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
-    groups = Blocks.of(blocks.scale_shape, scheme.outer, 0).scale_shape if double and scheme.outer else ()
+    groups = scale_groups(blocks, scheme.outer, scheme).scale_shape if double and scheme.outer else ()
     zero: tuple[str, tuple[int, ...]] | None = ("float32", ()) if double else None
     if scheme.zero is not None:
         zero = (storage_dtype(scheme.zero.storage), blocks.scale_shape)
@@ -72,7 +86,7 @@ def _check_part(
     rule = "none" if want is None or missing else f"{want[0]} of shape {want[1]}"
     if got is None and rule == "none":
         return
-    if got is None or rule == "none" or namespace_of(got) is not ns:
+    if got is None or rule == "none" or not hasattr(got, "dtype") or namespace_of(got) is not ns:
         given = "none" if got is None else f"a {type(got).__name__}"
         raise ValueError(
             f"scheme {scheme.name} takes {part} = {rule} in x's library, got {given}; see choose_scales"

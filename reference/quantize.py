@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from reference.arithmetic import Arithmetic
-from reference.arrays import Array, Namespace, code_input, codes_of, float_input, int32_of, namespace_of
+from reference.arrays import Array, Namespace, code_input, codes_of, float_input, int32_of
 from reference.blocks import Blocks
 from reference.bridge import bridged
 from reference.elements import element_codes
+from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.given import check_scales, given_scales
+from reference.given import check_scales, given_scales, usable
 from reference.rounding import check_mode
 from reference.scales import Chosen, Scales, choose
 from reference.schemes import Scheme, scheme_of
@@ -26,7 +27,7 @@ from reference.tables import quantize_blocks, quantizes_by_table
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """A stored tensor.
 
@@ -82,8 +83,8 @@ def quantize(
     if given is None or given.scale is None:
         chosen = choose(ns, split, blocks, scheme, name, given)
     else:
-        chosen = given_scales(ns, given, blocks, scheme)
-    words = None if random_bits is None else blocks.split(ns, _random_words(ns, random_bits, shape))
+        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme)
+    words = None if random_bits is None else blocks.split(ns, _random_words(ns, x, random_bits))
     codes = element_codes(ns, split, chosen, scheme, name, words)
     codes = codes_of(ns, blocks.join(ns, codes), scheme.format.bits)
     kept = chosen.kept
@@ -182,13 +183,8 @@ def _integer_bits(ns: Namespace, integer: Array) -> Array:
     return ns.bitcast(ns.astype(integer, "float32"), "int32")
 
 
-def _random_words(ns: Namespace, random_bits: Any, shape: tuple[int, ...]) -> Array:
-    given = ns.dtype_name(random_bits) if namespace_of(random_bits) is ns else type(random_bits).__name__
-    if given != "uint32" or ns.shape(random_bits) != shape:
-        raise ValueError(
-            f"random_bits is one uint32 per element of x in x's library, shape {shape}; got {given}"
-        )
-    return ns.bitcast(random_bits, "int32")
+def _random_words(ns: Namespace, x: Array, random_bits: Any) -> Array:
+    return ns.bitcast(check_random_bits(ns, x, random_bits), "int32")
 
 
 __all__ = ["Quantized", "Scales", "bits_of", "codes_of", "dequantize", "is_nan", "quantize"]

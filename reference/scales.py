@@ -22,7 +22,7 @@ from reference.storage import load, load_codes, store, store_codes
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, float32_bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scales:
     """Scales of a tensor, in the shapes of `Blocks.scale_shape`.
 
@@ -82,7 +82,7 @@ def choose(
     if scheme.outer is not None and outer is None:
         return _two_level(ns, exact, blocks, scheme, dtype)
     kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
-    scale = _floored_storage(ns, load(ns, kept, record.storage), record, dtype)
+    scale = floored(ns, load(ns, kept, record.storage), record, dtype)
     kept = store(ns, scale, record.storage)
     zero, kept_zero = _zero_point(ns, span, exact, scheme, unit)
     exposed = Scales(
@@ -117,7 +117,7 @@ def _element_outer(
         bits = ns.where(bits >= INFINITY, bits_of(record.nonfinite), bits)
     # An encoding scale of a tiny tensor stays finite (Transformer Engine, compressed-tensors).
     bits = ns.where(bits == INFINITY, LARGEST, bits) if record.stored == "encode" else bits
-    bits = _floored_storage(ns, bits, record, dtype)
+    bits = floored(ns, bits, record, dtype)
     return bits, store(ns, bits, record.storage).reshape(())
 
 
@@ -199,7 +199,19 @@ def _floor_value(value: float | str, dtype: str) -> float:
     return {"tiny": fmt.smallest_normal, "eps": fmt.epsilon}[value]
 
 
-def _floored_storage(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
+def scale_groups(blocks: Blocks, outer: Scale, scheme: Scheme) -> Blocks:
+    """Blocks of a flat scale array; ValueError in terms of the tensor where the second level does not divide them."""
+    try:
+        return Blocks.of(blocks.scale_shape, outer, 0)
+    except ValueError as error:
+        raise ValueError(
+            f"scheme {scheme.name}: a tensor of shape {blocks.shape} has {blocks.scale_shape[0]} scales, and its second "
+            f"level takes them in full blocks of {outer.block}; pad the tensor, or use nf4, which allows a short last block"
+        ) from error
+
+
+def floored(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
+    """Non-negative float32 patterns raised to the record's floor on stored scales."""
     if record.floor is not None and record.floor[0] == "zero":
         return ns.where(bits == 0, bits_of(_floor_value(record.floor[1], dtype)), bits)
     return _floor(ns, bits, record, "stored", dtype)
@@ -230,10 +242,10 @@ def _two_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtyp
     if outer is None:
         raise ValueError(f"scheme {scheme.name} has no outer scale")
     unit = Arithmetic(ns, dtype if outer.compute == "input" else "float32")
-    values = _floored_storage(ns, exact, record, dtype).reshape((-1,))
+    values = floored(ns, exact, record, dtype).reshape((-1,))
     center = unit.round(mean(ns, values, finite_only=scheme.nan == "block"))
     shifted = unit.round(centered(ns, values, center))
-    groups = Blocks.of(ns.shape(shifted), outer, 0)
+    groups = scale_groups(blocks, outer, scheme)
     split = groups.split(ns, shifted)
     largest = absmax(ns, split, finite_only=scheme.nan == "block")
     bits = _plain_ratio(ns, Range(largest, largest, largest), outer, unit, scheme, dtype)

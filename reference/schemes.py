@@ -17,13 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reference.errors import choice, lookup
-from reference.formats import FORMATS, Format, format_of
+from reference.formats import FORMATS, Format
+from reference.record_checks import POWER_RULES, check_scale, check_scheme
 
 Block = int | tuple[int, int] | str
-
-STATISTICS = ("absmax", "minmax", "minmax_with_zero", "minmax_split", "absmax_elements")
-POWER_RULES = ("floor", "ceil", "rceil", "rceil_log2", "even")
-RULES = ("ratio", "ratio_pow2", "ratio_pow2_log2", *POWER_RULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +67,7 @@ class Scale:
     partial: bool = False
 
     def __post_init__(self) -> None:
-        choice(self.statistic, STATISTICS, "statistic")
-        choice(self.rule, RULES, "rule")
-        choice(self.compute, ("float32", "float64", "input"), "compute")
-        choice(self.stored, ("decode", "encode"), "stored")
-        choice(self.center, ("none", "mean"), "center")
+        check_scale(self)
 
     @property
     def power_of_two(self) -> bool:
@@ -134,13 +127,7 @@ class Scheme:
     deviations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        format_of(self.element)
-        choice(self.apply, ("reciprocal", "divide", "encode"), "apply")
-        choice(self.outer_order, ("decode", "reciprocal_first", "folded", "encode"), "outer_order")
-        choice(self.arithmetic, ("float32", "input"), "arithmetic")
-        choice(self.codes_from, ("stored", "exact"), "codes_from")
-        choice(self.nan, ("block", "nan", "element", "ieee"), "nan")
-        choice(self.dequantize, ("float32", "ieee", "target"), "dequantize")
+        check_scheme(self)
 
     @cached_property
     def format(self) -> Format:

@@ -90,6 +90,10 @@ def to_dtype_bits(ns: Namespace, bits: Array, name: str, *, saturate: bool = Fal
     if name == "float32":
         return ns.bitcast(bits, "float32")
     if name == "float64":
+        if ns.name == "jax" and not ns.jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ValueError(
+                "JAX has no float64 unless jax_enable_x64 is set; ask for float32, which holds every value"
+            )
         return ns.astype(ns.bitcast(bits, "float32"), "float64")
     from reference.encode import encode_bits
     from reference.formats import FORMATS

@@ -1,6 +1,7 @@
 """The exam: questions are fair, and one run of trunk and branches scores what separate runs would."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,9 @@ import torch
 
 from experiments.exam import CHOICES, ExamSettings, make_exam, score
 from experiments.model import LanguageModel
+from experiments.pairing import weights_only_by_nature
+from experiments.quantized_model import quantized_model, rounding
+from reference import SCHEMES
 from tests.experiments import tiny
 
 
@@ -78,6 +82,29 @@ def test_bits_per_byte_are_those_of_the_plain_window(exam, model):
     picked = likelihood[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
     expected = -picked.mean(dim=-1) / math.log(2)
     np.testing.assert_allclose(score(model, exam).bits_per_byte, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensorwise", "int8_tensorwise", "nvfp4", "mxfp8_e4m3"])
+def test_windows_do_not_depend_on_each_other(exam, model, scheme):
+    made = quantized_model(model, scheme, scheme).model
+    one, all_at_once = (
+        score(made, replace(exam, settings=tiny.replace(exam.settings, batch=batch))) for batch in (1, 4)
+    )
+    np.testing.assert_array_equal(one.bits_per_byte, all_at_once.bits_per_byte)
+    np.testing.assert_array_equal(one.correct, all_at_once.correct)
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_inputs_are_rounded_window_by_window(scheme):
+    if weights_only_by_nature(SCHEMES[scheme]):
+        return
+    x = (
+        torch.randn(2, 32, 512, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1.0, 30.0])[:, None, None]
+    )
+    round_input = rounding(scheme)
+    alone = torch.cat([round_input(window) for window in x.split(1)])
+    assert torch.equal(round_input(x), alone)
 
 
 def test_impossible_exams_say_why():

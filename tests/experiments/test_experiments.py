@@ -38,8 +38,17 @@ def test_formats_has_a_row_for_every_scheme(tmp_path):
     for setting in ("normal", "heavy-tailed", "outlier channels", "weights", "activations"):
         assert sum(row.setting == setting for row in rows) == len(SCHEMES) * len(formats.METRICS)
     for setting in ("weights of q_proj", "input of down_proj"):
-        assert sum(row.setting == setting for row in rows) == len(SCHEMES)
+        assert sum(row.setting == setting for row in rows) == 2 * len(SCHEMES)
     assert len({row.key for row in rows}) == len(rows)
+
+
+def test_bits_per_element_are_those_of_the_group(tmp_path):
+    made = tiny.settings(tmp_path, ["fp8_tensorwise"])
+    rows = formats.rows_of(
+        made, "x", "y", "fp8_tensorwise", {"large": [torch.ones(256, 256)], "small": [torch.ones(128, 256)]}
+    )
+    bits = {row.setting: row.value for row in rows if row.metric == formats.BITS}
+    assert bits == {"large": 8 + 32 / 65536, "small": 8 + 32 / 32768}
 
 
 @pytest.mark.parametrize("experiment", [formats, ptq])
@@ -92,12 +101,20 @@ def test_error_measures_by_hand():
     assert (double.snr_db, double.max_error) == (error.snr_db, error.max_error)
     assert Error.of(torch.ones(2), torch.ones(2)).snr_db == np.inf
     assert np.isnan(Error.of(torch.ones(2), torch.tensor([1.0, torch.nan])).snr_db)
+    assert Error.of(torch.zeros(2), torch.ones(2)).snr_db == -np.inf
+    assert Error.of(torch.zeros(2), torch.zeros(2)).snr_db == np.inf
+    good, bad = Error.of(torch.ones(2), torch.ones(2)), Error.of(torch.ones(2), torch.full((2,), torch.nan))
+    assert all(np.isnan(both.max_error) for both in (good + bad, bad + good, sum([bad], Error())))
     mean, spread = mean_and_error(np.array([1.0, 2.0, 3.0]))
     assert (mean, spread) == (2.0, pytest.approx(1 / 3**0.5))
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match=r"'pqt'.*ptq"):
+        registry.chosen(["pqt"])
+    with pytest.raises(ValueError, match=f"'nope'.* the tables are {', '.join(EXPERIMENTS)}$"):
+        registry.chosen(["nope"])
+    with pytest.raises(ValueError, match="the nearest are ptq; the tables are formats, ptq, speed"):
         registry.chosen(["pqt"])
     assert registry.chosen(None) == [name for name, made in EXPERIMENTS.items() if made.always]
     assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq"]

@@ -1,5 +1,6 @@
 """Rows: nothing lost, nothing doubled, files whole."""
 
+import importlib.metadata
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import rows as tidy
+from experiments.places import Places
 from experiments.rows import Journal, Row, publish, read, table_name, write
 
 
@@ -112,3 +114,12 @@ def test_table_names_have_three_parts():
         table_name("a/b", "c", "d")
     with pytest.raises(ValueError, match="kind/scale/data"):
         replace(row(), table="a").place  # noqa: B018
+
+
+def test_a_journal_is_of_one_version_of_the_libraries(tmp_path, monkeypatch):
+    places = Places(tmp_path, tmp_path)
+    before = places.journal("ptq", "quick", "cpu", "model")
+    assert importlib.metadata.version("torch") in before.name
+    assert importlib.metadata.version("numpy") in before.name
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0")
+    assert places.journal("ptq", "quick", "cpu", "model") != before

@@ -1,5 +1,6 @@
 """Training: seeded, cached by what decides its outcome."""
 
+import importlib.metadata
 import math
 
 import pytest
@@ -43,6 +44,15 @@ def test_the_key_covers_settings_text_and_device():
     assert key not in others
     assert len(set(others)) == 3
     assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") == key
+
+
+def test_the_key_covers_the_libraries(monkeypatch):
+    key = train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu")
+    for library in ("torch", "numpy"):
+        with monkeypatch.context() as patch:
+            real = importlib.metadata.version
+            patch.setattr(importlib.metadata, "version", lambda name: "0" if name == library else real(name))  # noqa: B023
+            assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") != key
 
 
 def test_the_rate_warms_up_and_falls():

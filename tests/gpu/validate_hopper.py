@@ -5,7 +5,8 @@
 Every backend (torch._scaled_mm with one scale or a scale per row, with and without fast accumulation, as 128 x 128 and as the
 corner of 2048 x 2048, where no split of K is expected) multiplies the same e4m3 codes. Model variants are compared with it
 bit for bit: the two of the reference on the whole 128 x 128 corner, all others on 32 x 32. Probes with answers worked out by
-hand come first. The table goes to the terminal and, if OUT is set, everything to $OUT/hopper.json.
+hand come first. The table goes to the terminal; if OUT is set, everything goes to $OUT/hopper.json, and what the reference's
+own models reach to $OUT/hopper.csv, which reports/gpu/ keeps.
 """
 
 from __future__ import annotations
@@ -277,6 +278,14 @@ def show_cells(name: str, rows: list[dict[str, object]]) -> None:
         )
 
 
+def write_own(path: Path, rows: list[dict[str, object]], machine: str) -> None:
+    """Equal results of the reference's own models, a line for every backend, length and distribution."""
+    names = ("backend", "k", "distribution", "variant", "equal", "total")
+    own = [row for row in rows if row["variant"] in OWN]
+    lines = [",".join(str(row[name]) for name in names) + f',"{machine}"' for row in own]
+    path.write_text("\n".join([",".join((*names, "machine")), *lines]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -298,6 +307,7 @@ def main() -> None:
         report = {"torch": torch.__version__, "device": named, "model": asdict(HOPPER_FP8), "failures": failures,
                   "probes": found, "summary": summary, "rows": rows}  # fmt: skip
         Path(os.environ["OUT"], "hopper.json").write_text(json.dumps(report))
+        write_own(Path(os.environ["OUT"], "hopper.csv"), rows, f"{named}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":
