@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from experiments.places import Places
+from experiments.registry import EXPERIMENTS
 from experiments.rows import source_hash, write_text
 from experiments.settings import Settings
 from experiments.workers import cores
@@ -23,12 +24,13 @@ LIBRARIES = ("torch", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotl
 def record_run(
     places: Places, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
 ) -> Path:
-    """Add a run to ``reports/data/environment.json`` and write its corpus beside it; returns the former.
+    """Add a run to ``reports/data/environment.json`` and write its corpus, if any, beside it; returns the former.
 
     A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them.
     """
     path = places.data / "environment.json"
     runs = read_runs(path)
+    trained = EXPERIMENTS[experiment].trained
     name = run_name(experiment, settings.scale, settings.device_name)
     if rows == resumed and name in runs:
         return path
@@ -44,11 +46,12 @@ def record_run(
         "source_hash": source_hash(),
         "machine": machine(),
         "libraries": libraries(),
-        **about_model(settings),
+        **(about_model(settings) if trained else {"corpus": None}),
     }
     write_text(path, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
-    corpus = settings.corpus.describe()
-    write_text(places.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
+    if trained:
+        corpus = settings.corpus.describe()
+        write_text(places.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     return path
 
 
@@ -63,13 +66,14 @@ def run_name(experiment: str, scale: str, device: str) -> str:
 
 
 def about_model(settings: Settings) -> dict[str, Any]:
-    """The trained model and the exam, where this run used them."""
+    """The trained model and the exam, where this run used them, and the shape of synthetic tensors."""
     corpus = settings.corpus
     model = settings.trained.facts if "trained" in settings.__dict__ else {"key": settings.model_key}
     return {
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
         "model": model,
         "exam": asdict(settings.exam),
+        "synthetic_shape": list(settings.shape),
     }
 
 

@@ -41,16 +41,19 @@ class Error:
             self.noise + other.noise,
             self.product + other.product,
             self.rounded + other.rounded,
-            max(self.largest, other.largest),
-            max(self.largest_error, other.largest_error),
+            # Python's max drops a NaN that comes second; NumPy's keeps it wherever it is.
+            float(np.maximum(self.largest, other.largest)),
+            float(np.maximum(self.largest_error, other.largest_error)),
         )
 
     @property
     def snr_db(self) -> float:
-        """Signal to noise: 10 log10(sum x^2 / sum (x - y)^2) decibel; infinite where nothing was lost."""
+        """Signal to noise: 10 log10(sum x^2 / sum (x - y)^2) decibel; inf where nothing was lost, -inf for noise alone."""
         if math.isnan(self.noise):
             return math.nan
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
     @property
     def cosine_distance(self) -> float:
@@ -60,8 +63,10 @@ class Error:
 
     @property
     def max_error(self) -> float:
-        """Largest |x - y| as a part of the largest |x|."""
-        return self.largest_error / self.largest if self.largest else 0.0
+        """Largest |x - y| as a part of the largest |x|; inf for noise alone."""
+        if self.largest_error == 0:
+            return 0.0
+        return self.largest_error / self.largest if self.largest else self.largest_error * math.inf
 
 
 def mean_and_error(values: Tensor | np.ndarray) -> tuple[float, float]:

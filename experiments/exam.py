@@ -6,7 +6,9 @@ with the continuation to which it gives the largest total log-likelihood.
 
 Window and continuations are run as one sequence. The window is the trunk; a false continuation is a branch that sees the
 trunk up to its question, and itself, and takes the positions that the true continuation has. So every score is what a separate
-run of that text would give, and the trunk, run once, gives bits per byte as well.
+run of that text would give, and the trunk, run once, gives bits per byte as well. One thing breaks this: an activation scale
+over a whole tensor. It is found for each window apart, so that windows never depend on each other or on `batch`; but within a
+window it also sees the false continuations, which the mask hides from the trunk, and later tokens.
 
     trunk      t0 t1 t2 t3 t4 t5 ...          question at 3: true t3 t4 | false a0 a1 | false b0 b1
     sequence   t0 t1 t2 t3 t4 t5 ... a0 a1 b0 b1 ...

@@ -29,7 +29,8 @@ OUTLIER_CHANNELS = 8
 OUTLIER_FACTOR = 50.0
 TEXT_WINDOWS = 2
 SNR = "signal to noise"
-METRICS = {SNR: "dB", "cosine distance": "", "largest error": "of the largest value"}
+BITS = "bits per element"
+METRICS = {SNR: "dB", "cosine distance": "", "largest error": "of the largest value", BITS: "bit"}
 
 Data = Mapping[str, Sequence[Tensor]]
 
@@ -64,7 +65,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 
 def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data) -> list[Row]:
     """All rows of one scheme in one table."""
-    made, bits = [], 0.0
+    made = []
     # A tensor belongs to several groups (all weights, one kind of weights), and is quantized once.
     every = unique(tensor for group in tensors.values() for tensor in group)
     known = {tensor.data_ptr(): quantization_error(scheme, tensor) for tensor in every}
@@ -76,19 +77,16 @@ def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data
             SNR: error.snr_db,
             "cosine distance": error.cosine_distance,
             "largest error": error.max_error,
+            # Scales over a whole tensor weigh more in a small one, so that each group has bits of its own.
+            BITS: bits,
         }
         if " of " in setting:
-            # A kind of layer: one measure is enough to compare kinds.
-            values = {SNR: error.snr_db}
+            # A kind of layer: one measure of the error is enough to compare kinds.
+            values = {SNR: error.snr_db, BITS: bits}
         made += [
             settings.row(EXPERIMENT, kind, data, setting, scheme, metric, value, METRICS[metric])
             for metric, value in values.items()
         ]
-    # The last group stands for all: storage depends on the shape only, and the row's setting says which shape it was.
-    shape = "x".join(str(size) for size in next(iter(tensors.values()))[0].shape)
-    made.append(
-        settings.row(EXPERIMENT, kind, data, f"shape {shape}", scheme, "bits per element", bits, "bit")
-    )
     return made
 
 
@@ -118,7 +116,7 @@ def trained(settings: Settings) -> Data:
     exam = make_exam(settings.corpus, settings.exam)
     text = exam.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
     weights = {name: layer.weight.detach() for name, layer in model.linears().items()}
-    inputs = layer_inputs(model, text)
+    inputs = {name: x.flatten(0, 1) for name, x in layer_inputs(model, text).items()}
     groups: dict[str, list[Tensor]] = {
         "weights": list(weights.values()),
         "activations": unique(inputs.values()),

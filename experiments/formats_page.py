@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.formats import SNR, TITLE
+from experiments.formats import BITS, SNR, TITLE
 from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, dots, scatter_panels
 from experiments.results import Results, Where, by_run, family, is_house, number
@@ -12,7 +12,6 @@ from experiments.rows import Row, source_hash
 
 __all__ = ["TITLE", "sections"]
 
-BITS = "bits per element"
 # Points that carry their name; the others would cover each other.
 LABELLED = (
     "fp8_rowwise",
@@ -29,7 +28,8 @@ TEXT = (
     "the sum of squared errors; 6 dB are one bit. Cosine distance is 1 - cosine. The largest error is given as a part of the "
     "largest value.",
     "Heavy-tailed data are Student's t with three degrees of freedom; outlier channels are normal data in which eight of the "
-    "channels are 50 times as large. Bits per element count the stored scales and zero points.",
+    "channels are 50 times as large. Bits per element count the stored scales and zero points, for the very tensors of the "
+    "column that they stand in: a scale over a whole tensor weighs more in a small tensor.",
 )
 
 
@@ -45,13 +45,13 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 def synthetic(where: Where, results: Results) -> Section:
     """Rate against error, and all numbers."""
-    data = [setting for setting in results.settings if not setting.startswith("shape ")]
+    data = results.settings
     house = [method for method in results.methods if is_house(method)]
     panels = {setting: points(results, setting, house) for setting in data}
     rate = Drawing(
         f"formats-rate-{where.scale}",
-        "Signal to noise against bits per element, scales and all. House schemes; a point per block size.",
-        scatter_panels(panels, "bits per element", "signal to noise (dB)"),
+        "Signal to noise against bits per element of the same tensors, scales and all. House schemes; a point per block size.",
+        scatter_panels(panels, BITS, "signal to noise (dB)"),
     )
     return Section(
         f"Synthetic data ({where})",
@@ -63,7 +63,7 @@ def synthetic(where: Where, results: Results) -> Section:
 
 def trained(where: Where, results: Results) -> Section:
     """The model's weights and activations, together and by kind of layer."""
-    kinds = [setting for setting in results.settings if not setting.startswith("shape ")]
+    kinds = results.settings
     together = [setting for setting in kinds if setting in ("weights", "activations")]
     text = (
         "Weights of all linear layers of the stand-in, a small model trained here on the source of sympy, and what these "
@@ -81,24 +81,28 @@ def points(results: Results, setting: str, methods: Sequence[str]) -> list[Point
     """Bits against signal to noise of those methods that have both."""
     made = []
     for method in methods:
-        bits, snr = bits_of(results, method), results.value(setting, method, SNR)
+        bits, snr = results.value(setting, method, BITS), results.value(setting, method, SNR)
         if bits is not None and snr is not None:
             made.append(Point(bits, snr, family(method), method if method in LABELLED else ""))
     return made
 
 
 def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str) -> list[Drawing]:
-    """Every scheme, the house's and the other projects', by bits per element."""
+    """Every scheme, the house's and the other projects', by the bits per element of the first setting."""
     made = []
+    first = settings[0] if settings else ""
     for house, title in ((True, "house schemes"), (False, "conventions of other projects")):
-        methods = by_bits(results, [method for method in results.methods if is_house(method) == house])
+        methods = by_bits(results, first, [method for method in results.methods if is_house(method) == house])
         if methods:
             series = {
                 setting: [results.value(setting, method, SNR) for method in methods] for setting in settings
             }
-            labels = [f"{method}  {number(bits_of(results, method), 2)}" for method in methods]
+            labels = [f"{method}  {number(results.value(first, method, BITS), 2)}" for method in methods]
             figure = dots(labels, series, "signal to noise (dB)")
-            caption = f"Signal to noise of the {title}, by bits per element (the number beside the name)."
+            caption = (
+                f"Signal to noise of the {title}, by bits per element (the number beside the name; that of "
+                f'"{first}").'
+            )
             made.append(
                 Drawing(f"formats-{name}-{'house' if house else 'others'}-{where.scale}", caption, figure)
             )
@@ -106,19 +110,19 @@ def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str
 
 
 def tables(results: Results, settings: Sequence[str]) -> list[Table]:
-    """All three measures, side by side for each kind of data."""
+    """All measures, side by side for each kind of data."""
     metrics = {
+        BITS: (BITS, 3),
         SNR: ("dB", 2),
         "cosine distance": ("cosine distance", 6),
         "largest error": ("largest error", 4),
     }
     columns = [
         "scheme",
-        BITS,
         *(f"{setting}: {label}" for setting in settings for label, _ in metrics.values()),
     ]
     lines = [
-        [method, number(bits_of(results, method), 3)]
+        [method]
         + [
             number(results.value(setting, method, metric), digits)
             for setting in settings
@@ -138,16 +142,9 @@ def snr_table(results: Results, settings: Sequence[str], caption: str) -> Table:
     return Table(caption, ["scheme", *settings], lines, stale_methods(results))
 
 
-def by_bits(results: Results, methods: Sequence[str]) -> list[str]:
-    """Methods with the fewest bits last, so that the best stand on top."""
-    return sorted(methods, key=lambda method: -(bits_of(results, method) or 0.0))
-
-
-def bits_of(results: Results, method: str) -> float | None:
-    """Bits per element, whatever shape the setting names."""
-    shapes = [setting for setting in results.settings if setting.startswith("shape ")]
-    values = (results.value(shape, method, BITS) for shape in shapes)
-    return next((value for value in values if value is not None), None)
+def by_bits(results: Results, setting: str, methods: Sequence[str]) -> list[str]:
+    """Methods with the fewest bits in a setting last, so that the best stand on top."""
+    return sorted(methods, key=lambda method: -(results.value(setting, method, BITS) or 0.0))
 
 
 def stale_methods(results: Results) -> frozenset[str]:

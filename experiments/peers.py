@@ -16,6 +16,10 @@ import torch
 
 import fast
 import reference
+from experiments.workers import cores
+
+#: How many threads a runtime may compute on: NumPy's loops have one, XLA takes a pool over all cores, torch says.
+THREADS: dict[str, Callable[[], int]] = {"numpy": lambda: 1, "jax": cores, "torch": torch.get_num_threads}
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pair by name, and the least ratio (their time over ours) that is asked of it."""
+    """A pair by name, the least ratio (their time over ours) that is asked of it, and the runtime that both sides use."""
 
     name: str
     peer: str
     bar: float
     needs: str
     make: Callable[[np.ndarray], Pair]
+    runtime: str
 
     @property
     def missing(self) -> bool:
@@ -117,10 +122,10 @@ def torch_mxfp8(x: np.ndarray) -> Pair:
 
 
 COMPARISONS = (
-    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode),
-    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode),
-    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8),
-    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8),
+    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode, "numpy"),
+    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode, "jax"),
+    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8, "jax"),
+    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8, "torch"),
 )
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.rows import ROOT
+from experiments.rows import ROOT, library_versions
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Places:
         return self.reports / "figures"
 
     def journal(self, experiment: str, scale: str, device: str, subject: str) -> Path:
-        """The journal of one experiment at one scale on one device, about one subject (a trained model, say)."""
-        name = "-".join(part.replace(" ", "_") for part in (experiment, scale, device, subject))
+        """The journal of one experiment at one scale on one device, about one subject (a trained model, say), by one
+        version of torch and numpy."""
+        parts = (experiment, scale, device, subject, library_versions())
+        name = "-".join(part.replace(" ", "_") for part in parts)
         return self.cache / "rows" / f"{name}.csv"

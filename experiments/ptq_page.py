@@ -37,6 +37,9 @@ TEXT = (
     "Every scheme quantizes the weights of all linear layers, lm_head included; the embedding and the norms stay float32 and "
     "count as such in the size. Where activations are quantized too, each layer's input goes through the scheme that the line "
     "names, with scales found for each input. Products are float32 throughout, so this is the format's error alone.",
+    "Where one activation scale is over a whole tensor (tensorwise schemes, the outer scale of NVFP4), it is found for each "
+    "window apart. Within a window it also sees what attention does not: the false continuations of all questions, and later "
+    "text.",
     "Changes are against float32 on the same text and questions, paired by window (each from another held-out file), with the "
     "standard error over windows behind the sign ±. A change within two standard errors is noise, and stands in brackets; "
     "among so many lines, one in twenty stands without brackets by chance.",

@@ -2,8 +2,9 @@
 
 Every linear layer is quantized, the ones inside the blocks and lm_head; the embedding and the norms stay as they are. Weight
 blocks run along the input features (the last axis of ``nn.Linear.weight``), activation blocks along the features of each
-token, so both run along the axis that the matmul sums over. Activation scales are dynamic: found anew for each input. The
-matmul itself is float32, so that what is measured is the format and not an accumulator.
+token, so both run along the axis that the matmul sums over. Activation scales are dynamic: found anew for each input, and
+where one scale is over a whole tensor, for each sequence of a batch. The matmul itself is float32, so that what is measured
+is the format and not an accumulator.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import fast
 from experiments.model import LanguageModel
 from experiments.storage import Stored, stored, stored_plain
+from reference import SCHEMES, Scheme
 
 #: Formats that are a plain cast: the baselines.
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,10 +65,20 @@ def quantized_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Stored]:
 
 
 def rounding(scheme: str) -> Round:
-    """The function that takes an input through a scheme and back."""
+    """The function that takes an input (batch, time, features) through a scheme and back, sequence by sequence."""
     if scheme in PLAIN:
         return lambda x: x.to(PLAIN[scheme]).to(x.dtype)
-    return lambda x: fast.fake_quantize(x, scheme)
+    if not spans_rows(SCHEMES[scheme]):
+        return lambda x: fast.fake_quantize(x, scheme)
+    # A scale over the whole batch would let each sequence see the others.
+    return lambda x: torch.stack([fast.fake_quantize(sequence, scheme) for sequence in x])
+
+
+def spans_rows(scheme: Scheme) -> bool:
+    """Whether some scale of a scheme is over more than one row (token) of its input."""
+    block = scheme.scale.block
+    flat = isinstance(block, str) and block.startswith("flat:")
+    return block == "tensor" or flat or isinstance(block, tuple) or scheme.outer is not None
 
 
 class OncePerInput:
@@ -85,13 +97,13 @@ class OncePerInput:
 
 
 def layer_inputs(model: LanguageModel, tokens: Tensor) -> dict[str, Tensor]:
-    """What every linear layer of the model is given on some text: name to (tokens, features)."""
+    """What every linear layer of the model is given on some text: name to (windows, time, features)."""
     inputs: dict[str, Tensor] = {}
     handles = []
     for name, layer in model.linears().items():
 
         def keep(layer: nn.Module, given: tuple[Tensor, ...], name: str = name) -> None:
-            inputs[name] = given[0].detach().flatten(0, 1)
+            inputs[name] = given[0].detach()
 
         handles.append(layer.register_forward_pre_hook(keep))
     with torch.no_grad():

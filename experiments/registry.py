@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Where an experiment is written, and whether it runs when none is named."""
+    """Where an experiment is written, whether it runs when none is named, and whether it uses the corpus and the model."""
 
     measure: str
     page: str
     always: bool = True
+    trained: bool = True
 
 
 EXPERIMENTS = {
     "formats": Experiment("experiments.formats", "experiments.formats_page"),
     "ptq": Experiment("experiments.ptq", "experiments.ptq_page"),
     # Compares with libraries that the other experiments do without, so it runs when it is asked for.
-    "speed": Experiment("experiments.speed", "experiments.speed_page", always=False),
+    "speed": Experiment("experiments.speed", "experiments.speed_page", always=False, trained=False),
 }
 
 Made = list[tuple[str, str]]
@@ -64,11 +65,12 @@ def reproduce(
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:
-    """The experiments to run, in the order of the registry; ValueError with the nearest names for an unknown one."""
+    """The experiments to run, in the order of the registry; ValueError with the nearest and all names for an unknown one."""
     for name in tables or ():
         if name not in EXPERIMENTS:
-            near = difflib.get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4) or list(EXPERIMENTS)
-            raise ValueError(f"unknown table {name!r}; the nearest are {', '.join(near)}")
+            near = difflib.get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4)
+            hint = f"the nearest are {', '.join(near)}; " if near else ""
+            raise ValueError(f"unknown table {name!r}; {hint}the tables are {', '.join(EXPERIMENTS)}")
     return [
         name for name, experiment in EXPERIMENTS.items() if (name in tables if tables else experiment.always)
     ]

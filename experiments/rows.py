@@ -3,7 +3,8 @@
 A row is one number with everything that tells it from other numbers. Rows live in two places:
 
 * the *journal*, a CSV file in the cache of this clone, which grows as an experiment goes and is what an interrupted run
-  resumes from: a row is finished when the journal has it, made by the code as it is now;
+  resumes from: a row is finished when the journal has it, made by the code as it is now (the file's name holds the versions
+  of torch and numpy, so others start anew);
 * the *published* CSV under ``reports/data/``, which plots and pages read. A complete run replaces its own tables there as a
   whole, so a table never mixes two machines, two corpora or two versions of the code.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib.metadata
 import io
 import math
 import os
@@ -86,6 +88,11 @@ def table_parts(table: str) -> tuple[str, str, str]:
 def source_hash() -> str:
     """Hash of the code that rows come from: every .py file of the four packages (reports/ and tests/ are not code)."""
     return hash_files(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def library_versions() -> str:
+    """Versions of the libraries that compute, as part of a name: other versions may give other numbers."""
+    return "-".join(name + importlib.metadata.version(name) for name in ("torch", "numpy"))
 
 
 def hash_files(paths: Iterable[Path], root: Path = ROOT) -> str:

@@ -2,11 +2,13 @@
 
 Both sides of a pair are called in turn, after a check that ours is right; a ratio is the peer's median time over ours, and its
 quantiles (20 and 80 percent) are those of the ratios of neighbouring calls. A peer that is not installed leaves its
-rows missing but for one that says so. Import times are medians over fresh processes, beyond that of what is imported first.
+rows missing but for one that says so. Threads are left as the runtimes set them, and recorded: how many each side may use, and
+how many cores it kept busy. Import times are medians over fresh processes, beyond that of what is imported first.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from experiments.peers import COMPARISONS, Comparison, Pair
+from experiments.peers import COMPARISONS, THREADS, Comparison, Pair
 from experiments.progress import bar
 from experiments.rows import ROOT, Journal, Row
 from experiments.settings import Settings
@@ -31,8 +33,9 @@ IMPORT_BAR = 0.150
 
 
 def subject(settings: Settings) -> str:
-    """What the rows are about: random numbers of a seed."""
-    return f"seed{settings.seed}"
+    """What the rows are about: random numbers of a seed, and the peers that are installed, with their versions."""
+    peers = dict.fromkeys(comparison.needs for comparison in COMPARISONS if not comparison.missing)
+    return "-".join([f"seed{settings.seed}", *(name + importlib.metadata.version(name) for name in peers)])
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -77,6 +80,9 @@ def compared(comparison: Comparison, x: np.ndarray) -> dict[str, tuple[float, st
         "bar": (comparison.bar, "ratio"),
         "ours": (statistics.median(ours) * 1e3, "ms"),
         "theirs": (statistics.median(theirs) * 1e3, "ms"),
+        "threads": (THREADS[comparison.runtime](), ""),
+        "ours, cores busy": (cores_busy(pair.ours), ""),
+        "theirs, cores busy": (cores_busy(pair.theirs), ""),
         "elements": (x.size, ""),
     }
 
@@ -95,6 +101,14 @@ def seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+def cores_busy(call: Callable[[], object], times: int = 5) -> float:
+    """Processor time of all threads over time passed, in a few calls."""
+    passed, used = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    return (time.process_time() - used) / (time.perf_counter() - passed)
 
 
 def import_times(first: str, timed: str) -> dict[str, tuple[float, str]]:

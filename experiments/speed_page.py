@@ -16,6 +16,9 @@ TEXT = (
     "Ours and a peer are called in turn in one process on the same random normal float32 numbers, after a check that the "
     "results are right. The ratio is the peer's median time over ours, above 1 where ours is faster; behind it the 20 and 80 "
     "percent quantiles of neighbouring calls.",
+    "Threads are left as each runtime sets them, the same for both sides of a pair: NumPy computes on one, torch on its own "
+    "number of threads, XLA on a pool over all cores. A line gives how many threads both sides may use, and how many cores "
+    "each kept busy (processor time over time passed).",
 )
 
 
@@ -37,6 +40,13 @@ def ratio_table(results: Results) -> Table:
                 results.value(setting, method, name) for name in ("ratio", "ratio, 20%", "ratio, 80%", "bar")
             ]
             times = [number(results.value(setting, method, name), 1) for name in ("ours", "theirs")]
+            threads = [
+                number(results.value(setting, method, "threads"), 0),
+                *(
+                    number(results.value(setting, method, f"{side}, cores busy"), 1)
+                    for side in ("ours", "theirs")
+                ),
+            ]
             missing = [name for name in results.of_method(method).metrics if name.startswith("peer missing")]
             lines.append(
                 [
@@ -44,10 +54,12 @@ def ratio_table(results: Results) -> Table:
                     setting,
                     *(number(cell, 2) for cell in cells),
                     *times,
+                    *threads,
                     verdict(cells[0], cells[3], missing),
                 ]
             )
-    columns = ["ours", "peer", "ratio", "20%", "80%", "bar", "ours (ms)", "peer (ms)", "bar reached"]
+    columns = ["ours", "peer", "ratio", "20%", "80%", "bar", "ours (ms)", "peer (ms)"]
+    columns += ["threads", "ours: cores busy", "peer: cores busy", "bar reached"]
     return Table("Ratios to peers", columns, lines, stale_methods(results))
 
 

@@ -2,7 +2,8 @@
 
 Hidden matrices are trained by Muon, everything else by AdamW, with a short warm-up and a cosine schedule. The seed fixes
 initialization and the order of the text; on one machine with one number of threads the weights come out bit for bit the same.
-The cache's key covers the settings, the corpus and this code, so a changed recipe never finds an old model.
+The cache's key covers the settings, the corpus, this code and the versions of torch and numpy, so a changed recipe never finds
+an old model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn import functional
 from experiments.corpus import Corpus
 from experiments.model import LanguageModel, ModelSettings
 from experiments.progress import bar
-from experiments.rows import hash_files
+from experiments.rows import hash_files, library_versions
 
 CODE = ("model.py", "train.py")
 
@@ -87,12 +88,13 @@ def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: P
 
 
 def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
-    """Hash of all that decides what comes out: settings, text, code and kind of device."""
+    """Hash of all that decides what comes out: settings, text, code, libraries and kind of device."""
     here = Path(__file__).resolve().parent
     parts = [
         json.dumps(asdict(settings), sort_keys=True),
         corpus.sha256,
         hash_files((here / name for name in CODE), here),
+        library_versions(),
         torch.device(device).type,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -2,8 +2,8 @@
 
 NumPy is the yardstick; that its bits are right is the business of the other tests. torch is asked twice: through the public
 function, where CPU tensors share NumPy's path, and through `__wrapped__`, the torch namespace, the path of CUDA tensors. In JAX
-every scheme runs under jit and under vmap. The public function on concrete arrays compiles the same program and `__wrapped__`
-runs it step by step: these are asked for some schemes, one of every structure, since those that differ in numbers share them.
+every scheme runs under jit (float32) and under vmap (bfloat16). Public functions on concrete arrays compile the same programs
+(`reference.compiled`), and `__wrapped__` runs them step by step: these are asked for one scheme of every kind of block.
 Inputs are random bit patterns, normals, subnormals, the largest floats and arrays where a few elements are NaN or infinite,
 so that most blocks stay finite. XLA's hazards (flushed subnormals, reciprocal division, contracted products) depend on the
 compiler's default settings, so nothing is switched off here.
@@ -177,30 +177,20 @@ def test_jax_on_concrete_arrays(name):
     assert_same_bits(reference.choose_scales(jnp.asarray(x), name), reference.choose_scales(x, name))
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_jax_eager(name):
     """Step by step, no fusion."""
     check(lambda x: both_native(x, name), name, "float32")
 
 
-def check_vmap(transform, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_jax_vmap(name):
     """A batch in one call equals its members one by one, bit for bit; bfloat16."""
     members = list(inputs(shape_for(name), "bfloat16", seed=2).values())
-    batched = transform(lambda x: both(x, name, outputs=NARROW))(jnp.stack(members))
+    batched = jax.jit(jax.vmap(lambda x: both(x, name, outputs=NARROW)))(jnp.stack(members))
     for i, x in enumerate(members):
         one = jax.tree.map(lambda array, i=i: array[i], batched)
         assert_same(one, both(x, SCHEMES[name], outputs=NARROW), x)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_jax_vmap(name):
-    """Without jit: the steps, each on the whole batch."""
-    check_vmap(jax.vmap, name)
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_jax_jit_of_vmap(name):
-    check_vmap(lambda function: jax.jit(jax.vmap(function)), name)
 
 
 @pytest.mark.parametrize("name", INPUT_DTYPE_NAMES)

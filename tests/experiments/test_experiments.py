@@ -102,6 +102,8 @@ def test_error_measures_by_hand():
     assert Error.of(torch.ones(2), torch.ones(2)).snr_db == np.inf
     assert np.isnan(Error.of(torch.ones(2), torch.tensor([1.0, torch.nan])).snr_db)
     assert Error.of(torch.zeros(2), torch.ones(2)).snr_db == -np.inf
+    assert Error.of(torch.zeros(2), torch.ones(2)).max_error == np.inf
+    assert Error.of(torch.zeros(2), torch.zeros(2)).max_error == 0
     assert Error.of(torch.zeros(2), torch.zeros(2)).snr_db == np.inf
     good, bad = Error.of(torch.ones(2), torch.ones(2)), Error.of(torch.ones(2), torch.full((2,), torch.nan))
     assert all(np.isnan(both.max_error) for both in (good + bad, bad + good, sum([bad], Error())))

@@ -75,6 +75,22 @@ def test_nothing_measured_makes_an_empty_report(tmp_path):
     assert [what for what, _ in made] == ["report", "report"]
 
 
+def test_bits_stand_beside_the_tensors_that_they_are_of(places):
+    (places.data / "ptq.csv").unlink()
+    pages.write_pages(places)
+    page = (places.reports / "formats.md").read_text()
+    for setting in ("normal", "outlier channels", "weights", "activations"):
+        assert f"| {setting}: bits per element |" in page
+    assert 'that of "normal"' in page
+    assert 'that of "weights"' in page
+
+
+def test_the_page_says_what_tensor_wide_scales_see(places):
+    (places.data / "formats.csv").unlink()
+    pages.write_pages(places)
+    assert "found for each window apart" in (places.reports / "ptq.md").read_text()
+
+
 def test_results_are_grouped_by_run(rows):
     other = [replace(row, device="GPU") for row in rows["ptq"]]
     groups = by_run([*rows["ptq"], *other], ptq.QUALITY)

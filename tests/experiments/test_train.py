@@ -46,13 +46,12 @@ def test_the_key_covers_settings_text_and_device():
     assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") == key
 
 
-def test_the_key_covers_the_libraries(monkeypatch):
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_the_key_covers_the_libraries(monkeypatch, library):
     key = train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu")
-    for library in ("torch", "numpy"):
-        with monkeypatch.context() as patch:
-            real = importlib.metadata.version
-            patch.setattr(importlib.metadata, "version", lambda name: "0" if name == library else real(name))  # noqa: B023
-            assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") != key
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == library else real(name))
+    assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") != key
 
 
 def test_the_rate_warms_up_and_falls():
