@@ -58,7 +58,8 @@ def quantize(
     x: float32, bfloat16 or float16 of any shape that the scheme's blocks divide, NumPy, JAX or torch (float64 is rounded to
     float32 first). scheme: a name of `SCHEMES` or a record. axis: where blocks run; the contraction axis of a matmul.
     scales: `Scales` from an earlier call or a calibration (static scales), a bare array where the scheme has only a block
-    scale, or `Scales(outer=g)` alone to fix the second level. random_bits: uint32 of x's shape, where the record rounds
+    scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
+    giving the kept ones back changes a few.) random_bits: uint32 of x's shape, where the record rounds
     stochastically.
 
     Raises TypeError for integer, complex or 8-bit input, ValueError for an unknown scheme, a shape that the blocks do not

@@ -77,7 +77,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:
-    """A zero point. ``code``: qmin - rne(min / s), clamped, from the scale before storage rounding; ``value``: the float
+    """A zero point. ``code``: qmin - rne(min / s), clamped, from the scale (at least its floor) before storage rounding; ``value``: the float
     min + s * (qmin + qmax + 1) / 2 of tinygemm."""
 
     rule: str = "code"
