@@ -29,6 +29,7 @@ speed: install-test  ## compare speeds with ml_dtypes, XLA and torchao
 	$(BIN)/ao-lab reproduce speed --scale $(SCALE) $(ARGS)
 
 test: install-test   ## all tests that need no GPU
+	@$(BIN)/ao-lab ledger --check || true  # what only a GPU can test: said here, failed nowhere
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: style types contract ## style, types and the import contract

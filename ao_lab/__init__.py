@@ -1,8 +1,8 @@
 """ao_lab: a laboratory for low-precision deep learning.
 
 Every number format and every algorithm has a bit-exact specification in `reference`, for NumPy, JAX and torch alike. This
-package is what users import: the names of the specification, `ao_lab.testing` with Hypothesis strategies for the inputs
-that break kernels, and the command line `ao-lab`.
+package is what users import: the names of the specification, `ao_lab.jax` with kernels for JAX arrays on GPUs,
+`ao_lab.testing` with Hypothesis strategies for the inputs that break kernels, and the command line `ao-lab`.
 
 Nothing is imported before it is used: `import ao_lab` takes milliseconds and needs neither torch nor JAX.
 """
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ao_lab import jax as jax
     from ao_lab import testing as testing
     from ao_lab.dispatch import fake_quantize as fake_quantize
     from reference import FORMATS as FORMATS
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
     from reference import pack as pack
     from reference import prune as prune
     from reference import quantize as quantize
+    from reference import quantize_both as quantize_both
+    from reference import rms_norm as rms_norm
+    from reference import rms_norm_quantize as rms_norm_quantize
+    from reference import swiglu as swiglu
+    from reference import swiglu_quantize as swiglu_quantize
+    from reference import tile_scales as tile_scales
     from reference import unpack as unpack
+    from reference import untile_scales as untile_scales
 
 __version__ = "0.1.0"
 
@@ -45,16 +53,24 @@ __all__ = [
     "encode",
     "fake_quantize",
     "fake_quantize_vjp",
+    "jax",
     "matmul",
     "matmul_error_bound",
     "pack",
     "prune",
     "quantize",
+    "quantize_both",
+    "rms_norm",
+    "rms_norm_quantize",
+    "swiglu",
+    "swiglu_quantize",
     "testing",
+    "tile_scales",
     "unpack",
+    "untile_scales",
 ]
 
-SUBMODULES = ("testing",)
+SUBMODULES = ("jax", "testing")
 # Names that are more here than in the specification.
 OWN = {"fake_quantize": "ao_lab.dispatch"}
 

@@ -87,6 +87,46 @@ def reproduce(
 
 
 @app.command()
+def bench(
+    kernels: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Kernels, by name or part of it such as mxfp4 or dequantize; all of them without."
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times; all without.")
+    ] = None,
+    no_peers: Annotated[
+        bool, typer.Option("--no-peers", help="Only our kernels: no torch, no torchao.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Say what can be measured; needs no GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the kernels on this GPU against copies and peers; all of them together are written to reports/."""
+    from ao_lab.cli_bench import run_bench
+
+    run_bench(kernels or [], shape or [], not no_peers, listed, as_json)
+
+
+@app.command()
+def ledger(
+    check: Annotated[
+        bool, typer.Option("--check", help="List entries that do not stand; exit code 1 if any.")
+    ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="On a GPU: run its tests and benchmarks, and write all entries.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What was tested and measured on a GPU of each kernel file, and whether the file is still the same."""
+    from ao_lab.cli_ledger import run_ledger
+
+    if not run_ledger(check, refresh, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What this machine can run, and why not; exit code 1 where something is broken."""
     from ao_lab.doctor import report

@@ -34,6 +34,8 @@ EXPERIMENTS = {
     "ptq": Experiment("experiments.ptq", "experiments.ptq_page"),
     # Compares with libraries that the other experiments do without, so it runs when it is asked for.
     "speed": Experiment("experiments.speed", "experiments.speed_page", always=False, trained=False),
+    # Times kernels on a GPU; `ao-lab bench` is the comfortable way.
+    "kernels": Experiment("experiments.kernels.run", "experiments.kernels.page", always=False, trained=False),
 }
 
 Made = list[tuple[str, str]]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import reference
+from fast.device import has_kernels
 from fast.tensors import require_tensor
 from reference import Format
 
@@ -24,11 +25,23 @@ def encode(
     Arguments, edges and errors as in `reference.encode`.
     """
     x = require_tensor(x, "encode").detach()
+    if has_kernels(x):
+        from fast.kernels import pointwise
+
+        fast = pointwise.encode(x, fmt, rounding, overflow, random_bits)
+        if fast is not None:
+            return fast
     made: Any = reference.encode(x, fmt, rounding=rounding, overflow=overflow, random_bits=random_bits)
     return require_tensor(made, "encode")
 
 
 def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """float32 values of codes, exact, as in `reference.decode`."""
-    made: Any = reference.decode(require_tensor(codes, "decode"), fmt)
+    if has_kernels(require_tensor(codes, "decode")):
+        from fast.kernels import pointwise
+
+        fast = pointwise.decode(codes, fmt)
+        if fast is not None:
+            return fast
+    made: Any = reference.decode(codes, fmt)
     return require_tensor(made, "decode")

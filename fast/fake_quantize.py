@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 import reference
+from fast import ops
+from fast.device import has_kernels, is_traced
 from fast.tensors import require_tensor
 from reference import Scales, Scheme
+from reference.schemes import scheme_of
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -16,21 +19,40 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scale: Any, outer: Any, zero: Any, scheme: str | Scheme, axis: int
+        ctx: Any,
+        x: torch.Tensor,
+        scale: Any,
+        outer: Any,
+        zero: Any,
+        scheme: str | Scheme,
+        axis: int,
+        words: Any,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, scale, outer, zero)
+        ctx.save_for_backward(x, scale, outer, zero, words)
         ctx.scheme, ctx.axis = scheme, axis
-        made: Any = reference.fake_quantize(x.detach(), scheme, axis=axis, scales=_scales(scale, outer, zero))
-        return require_tensor(made, "fake_quantize")
+        return forward(x.detach(), scheme, axis, _scales(scale, outer, zero), words)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, scale, outer, zero = ctx.saved_tensors
-        dx, dscale, dzero = reference.fake_quantize_vjp(
-            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=_scales(scale, outer, zero)
-        )
+        x, scale, outer, zero, words = ctx.saved_tensors
+        dx, dscale, dzero = fake_quantize_vjp(
+            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=_scales(scale, outer, zero),
+            random_bits=words,
+        )  # fmt: skip
         wanted = ctx.needs_input_grad
-        return dx, dscale if wanted[1] else None, None, dzero if wanted[3] else None, None, None
+        return dx, dscale if wanted[1] else None, None, dzero if wanted[3] else None, None, None, None
+
+
+def forward(x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, words: Any) -> torch.Tensor:
+    """Values without autograd."""
+    if has_kernels(x):
+        from fast.kernels import quantizer
+
+        fast = quantizer.fake_quantize(x, scheme_of(scheme), axis, scales, words)
+        if fast is not None:
+            return fast
+    made: Any = reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=words)
+    return require_tensor(made, "fake_quantize")
 
 
 def _scales(scale: Any, outer: Any, zero: Any) -> Scales | None:
@@ -40,7 +62,12 @@ def _scales(scale: Any, outer: Any, zero: Any) -> Scales | None:
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1, scales: Scales | torch.Tensor | None = None
+    x: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | torch.Tensor | None = None,
+    random_bits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x rounded to what its scheme represents, in x's dtype, as in `reference.fake_quantize`; differentiable.
 
@@ -48,8 +75,16 @@ def fake_quantize(
     require a gradient.
     """
     require_tensor(x, "fake_quantize")
-    given = scales if isinstance(scales, Scales) else Scales(scales)
-    made: Any = _FakeQuantize.apply(x, given.scale, given.outer, given.zero, scheme, axis)  # type: ignore[no-untyped-call]
+    if is_traced(x):
+        return ops.fake_quantize(x, scheme, axis, scales, random_bits)
+    given = Scales(scales) if isinstance(scales, torch.Tensor) else scales
+    tensors = () if given is None else (getattr(given, part, None) for part in ("scale", "outer", "zero"))
+    if not isinstance(given, Scales) or all(part is None for part in tensors):
+        if given is None and torch.is_grad_enabled() and x.requires_grad:
+            made: Any = _FakeQuantize.apply(x, None, None, None, scheme, axis, random_bits)  # type: ignore[no-untyped-call]
+            return require_tensor(made, "fake_quantize")
+        return forward(x.detach(), scheme, axis, given, random_bits)
+    made = _FakeQuantize.apply(x, given.scale, given.outer, given.zero, scheme, axis, random_bits)  # type: ignore[no-untyped-call]
     return require_tensor(made, "fake_quantize")
 
 
@@ -60,8 +95,15 @@ def fake_quantize_vjp(
     *,
     axis: int = -1,
     scales: Scales | torch.Tensor | None = None,
+    random_bits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`."""
     g, x = require_tensor(g, "fake_quantize_vjp").detach(), require_tensor(x, "fake_quantize_vjp").detach()
-    made: Any = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales)
+    if scales is None and has_kernels(x):
+        from fast.kernels import quantizer
+
+        fast = quantizer.gradient(g, x, scheme_of(scheme), axis, random_bits)
+        if fast is not None:
+            return fast, None, None
+    made: Any = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=random_bits)
     return made  # type: ignore[no-any-return]

@@ -7,17 +7,30 @@ from typing import Any
 import torch
 
 import reference
+from fast.device import has_kernels
 from fast.tensors import require_tensor
 from reference import Format
 
 
 def pack(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Bytes of sub-byte codes along the last axis, as in `reference.pack`."""
-    made: Any = reference.pack(require_tensor(codes, "pack"), fmt)
+    if has_kernels(require_tensor(codes, "pack")):
+        from fast.kernels import pointwise
+
+        fast = pointwise.pack(codes, fmt)
+        if fast is not None:
+            return fast
+    made: Any = reference.pack(codes, fmt)
     return require_tensor(made, "pack")
 
 
 def unpack(packed: torch.Tensor, fmt: str | Format, shape: tuple[int, ...]) -> torch.Tensor:
     """Codes of the given shape, as in `reference.unpack`."""
-    made: Any = reference.unpack(require_tensor(packed, "unpack"), fmt, tuple(shape))
+    if has_kernels(require_tensor(packed, "unpack")):
+        from fast.kernels import pointwise
+
+        fast = pointwise.unpack(packed, fmt, tuple(shape))
+        if fast is not None:
+            return fast
+    made: Any = reference.unpack(packed, fmt, tuple(shape))
     return require_tensor(made, "unpack")

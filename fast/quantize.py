@@ -7,13 +7,23 @@ from typing import Any
 import torch
 
 import reference
+from fast import ops
+from fast.device import has_kernels, is_traced
 from fast.tensors import require_tensor
 from reference import Quantized, Scales, Scheme
+from reference.schemes import scheme_of
 
 
 def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     """Scales of x, as in `reference.choose_scales`, on x's device."""
-    return reference.choose_scales(require_tensor(x, "choose_scales").detach(), scheme, axis=axis)
+    x = require_tensor(x, "choose_scales").detach()
+    if has_kernels(x):
+        from fast.kernels import quantizer
+
+        made = quantizer.choose_scales(x, scheme_of(scheme), axis)
+        if made is not None:
+            return made
+    return reference.choose_scales(x, scheme, axis=axis)
 
 
 def quantize(
@@ -23,13 +33,35 @@ def quantize(
     axis: int = -1,
     scales: Scales | torch.Tensor | None = None,
     random_bits: torch.Tensor | None = None,
+    packed: bool = False,
 ) -> Quantized:
     """x as codes and scales on its device. Arguments, edges and errors as in `reference.quantize`."""
-    x = require_tensor(x, "quantize").detach()
-    return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
+    require_tensor(x, "quantize")
+    if is_traced(x):
+        return ops.quantize(x, scheme, axis, scales, random_bits, packed)
+    x = x.detach() if x.requires_grad else x
+    if has_kernels(x):
+        from fast.kernels import quantizer
+
+        made = None
+        if scales is None and random_bits is None:
+            made = quantizer.ready(x, scheme, axis, packed)
+        made = made or quantizer.quantize(x, scheme, axis, scales, random_bits, packed)
+        if made is not None:
+            return made
+    return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed)
 
 
 def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tensor:
     """The tensor that q stands for; dtype as a name or a torch dtype. As in `reference.dequantize`."""
-    made: Any = reference.dequantize(q, str(dtype).removeprefix("torch."))
+    if isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor) and is_traced(q.codes):
+        return ops.dequantize(q, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor) and has_kernels(q.codes):
+        from fast.kernels import quantizer
+
+        fast = quantizer.dequantize(q, name)
+        if fast is not None:
+            return fast
+    made: Any = reference.dequantize(q, name)
     return require_tensor(made, "dequantize")

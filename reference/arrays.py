@@ -248,6 +248,17 @@ def float_input(x: Any, what: str) -> tuple[Namespace, Array, str]:
     return ns, x, name
 
 
+def check_companion(ns: Namespace, given: Any, name: str, shape: tuple[int, ...], what: str) -> Array:
+    """`given`, an array that accompanies x; ValueError unless it has x's library and dtype, and this shape."""
+    same = hasattr(given, "dtype") and namespace_of(given) is ns
+    if not same or (ns.dtype_name(given), ns.shape(given)) != (name, shape):
+        kind = ns.dtype_name(given) if same else type(given).__name__
+        raise ValueError(
+            f"{what} is {name} of shape {shape} in x's library, got {kind} of shape {tuple(getattr(given, 'shape', ()))}"
+        )
+    return given
+
+
 def code_input(codes: Any, what: str) -> tuple[Namespace, Array]:
     """(namespace, array) of unsigned codes; TypeError for anything but uint8 and uint16."""
     codes = as_array(codes)

@@ -10,7 +10,7 @@ from reference.encode import clamp_integer, encode_bits, encode_parts, nearest_e
 from reference.formats import Format
 from reference.scales import Chosen
 from reference.schemes import Scheme
-from reference.softfloat import bits_of, is_nan, normalized
+from reference.softfloat import is_nan, normalized
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, SMALLEST_NORMAL
 
 E8M0_BIAS = 127
@@ -76,7 +76,8 @@ def _shifted_integer(
 ) -> Array:
     fmt = scheme.format
     integer = round_to_integer(ns, split, fmt.fraction_bits - exponent, scheme.rounding, random_bits)
-    return clamp_integer(ns, integer, fmt, scheme.overflow)
+    # A NaN under a given scale; integers have no code for it.
+    return ns.where(is_nan(split), 0, clamp_integer(ns, integer, fmt, scheme.overflow))
 
 
 def _scaled(
@@ -126,7 +127,9 @@ def _reciprocal(ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | No
     if scheme.outer_order == "folded":
         bits = unit.reciprocal(unit.multiply(scale, unit.reciprocal(outer)))
         return ns.where(bits == INFINITY, LARGEST, bits)
-    return unit.reciprocal(unit.multiply(outer, scale))
+    bits = unit.reciprocal(unit.multiply(outer, scale))
+    # A given outer scale may be so small that its reciprocal overflows; then zero would become NaN.
+    return ns.where(bits == INFINITY, LARGEST, bits) if scheme.nan == "block" else bits
 
 
 def _from_minimum(
@@ -160,4 +163,4 @@ def _nearest_by_difference(ns: Namespace, scaled: Array, fmt: Format, unit: Arit
     return ns.where(is_nan(scaled), 0, index)
 
 
-__all__ = ["bits_of", "element_codes"]
+__all__ = ["element_codes"]

@@ -32,12 +32,11 @@ from reference.arrays import Array, Namespace, code_input, codes_of, float_input
 from reference.bridge import bridged
 from reference.errors import choice
 from reference.formats import Format, format_of
-from reference.rounding import LARGEST_SHIFT, check_mode, round_shift
+from reference.rounding import OVERFLOWS, check_mode, round_shift
 from reference.softfloat import is_nan, normalized, order_key
 from reference.tables import encode_flat, fits_table
-from reference.widen import INFINITY, LARGEST, MAGNITUDE, MANTISSA, SIGN, float32_bits
+from reference.widen import INFINITY, MAGNITUDE, MANTISSA, SIGN, float32_bits
 
-OVERFLOWS = ("saturate", "nonfinite", "inf", "nan")
 # Larger integers saturate every integer format, with any zero point: their shift below stays positive.
 LARGEST_INTEGER_EXPONENT = 14
 # What the internal overflow policy "mark" puts in place of a saturated code (`fake_quantize_vjp` needs to know them).
@@ -264,6 +263,7 @@ def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
 
 
 def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None:
+    """The words as they are, or None; ValueError unless they are uint32 of x's shape in x's library."""
     if random_bits is None:
         return None
     array = hasattr(random_bits, "dtype") and namespace_of(random_bits) is ns
@@ -276,4 +276,14 @@ def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None
     return random_bits
 
 
-__all__ = ["LARGEST", "LARGEST_SHIFT", "decode", "encode", "encode_bits", "encode_parts"]
+__all__ = [
+    "MARK",
+    "check_random_bits",
+    "clamp_integer",
+    "decode",
+    "encode",
+    "encode_bits",
+    "encode_parts",
+    "nearest_even_codes",
+    "round_to_integer",
+]

@@ -10,9 +10,12 @@ learned step size quantization (Esser et al., arXiv 1902.08153, equation 3).
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from reference.arithmetic import Arithmetic
 from reference.arrays import Array, Namespace, float_input
@@ -21,49 +24,51 @@ from reference.bridge import bridged
 from reference.elements import element_codes
 from reference.encode import MARK
 from reference.given import check_scales, given_scales, usable
-from reference.quantize import Quantized, block_values, dequantize, quantize
+from reference.quantize import block_values, block_words, dequantize, quantize
+from reference.rounding import check_mode
 from reference.scales import Chosen, Scales, choose
 from reference.schemes import Scheme, scheme_of
-from reference.softfloat import add, bits_of, multiply
+from reference.softfloat import bits_of, multiply
+from reference.statistics import tree_sum
 from reference.widen import MAGNITUDE, SIGN, float32_bits, to_dtype_bits
 
 Gradients = tuple[Array, Array | None, Array | None]
+_quantize, _dequantize = inspect.unwrap(quantize), inspect.unwrap(dequantize)
 
 
 @bridged
-def fake_quantize(x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None) -> Array:
+def fake_quantize(
+    x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None, random_bits: Any = None
+) -> Array:
     """x rounded to what its scheme can represent, in x's dtype and shape.
 
-    Arguments and errors as in `quantize`; records that round stochastically raise ValueError. Under JAX this has the custom
-    gradient of `fake_quantize_vjp`, also under jit and vmap; for torch autograd use `fast.fake_quantize`.
+    Arguments and errors as in `quantize`; random_bits where the record rounds stochastically, and only there. Under JAX this
+    has the custom gradient of `fake_quantize_vjp`, also under jit and vmap; for torch autograd use `fast.fake_quantize`.
     """
-    scheme = _deterministic(scheme)
+    scheme = scheme_of(scheme)
     ns, x, _ = float_input(x, "fake_quantize")
+    check_mode(scheme.rounding, random_bits)
     if ns.name == "jax":
         given = None if scales is None else scales if isinstance(scales, Scales) else Scales(scales)
-        return _jax_function()(x, given, scheme, axis)
-    return _forward(x, scales, scheme, axis)
+        return _jax_function()(x, given, random_bits, scheme, axis)
+    return _forward(x, scales, random_bits, scheme, axis)
 
 
-def _deterministic(scheme: str | Scheme) -> Scheme:
-    record = scheme_of(scheme)
-    if record.rounding == "stochastic":
-        raise ValueError(
-            f"scheme {record.name} rounds stochastically and fake quantization has no random bits; "
-            f"use quantize(..., random_bits=...) and dequantize, or a record with another rounding"
-        )
-    return record
-
-
-def _forward(x: Array, scales: Any, scheme: Scheme, axis: int) -> Array:
-    q: Quantized = quantize.__wrapped__(x, scheme, axis=axis, scales=scales)  # type: ignore[attr-defined]
+def _forward(x: Array, scales: Any, random_bits: Any, scheme: Scheme, axis: int) -> Array:
+    q = _quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
     _, _, name = float_input(x, "fake_quantize")
-    return dequantize.__wrapped__(q, name)  # type: ignore[attr-defined]
+    return _dequantize(q, name)
 
 
 @bridged
 def fake_quantize_vjp(
-    g: Any, x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None
+    g: Any,
+    x: Any,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Any = None,
+    random_bits: Any = None,
 ) -> Gradients:
     """Gradients (dx, dscale, dzero) of fake_quantize at x for an output gradient g of x's shape and dtype.
 
@@ -71,10 +76,12 @@ def fake_quantize_vjp(
     scales float32 of the scale's shape, the sum over each block of g * dy/ds with the scale s as a number: with v the code's
     value, v - x/s, or v where saturated, times the outer scale if there is one. dzero: the same for the zero point,
     0 where nothing saturated. Sums run in float32 over adjacent pairs, a binary tree over each block filled with zeros.
+    random_bits: the words that the forward pass had; values and saturation are those of the element as they rounded it.
     Raises ValueError where shapes or dtypes of g and x differ, and as `quantize` does.
     """
-    scheme = _deterministic(scheme)
+    scheme = scheme_of(scheme)
     ns, x, name = float_input(x, "fake_quantize_vjp")
+    check_mode(scheme.rounding, random_bits)
     _, g, g_name = float_input(g, "fake_quantize_vjp")
     if g_name != name or ns.shape(g) != ns.shape(x):
         raise ValueError(f"g has the dtype and shape of x, {name} {ns.shape(x)}; got {g_name} {ns.shape(g)}")
@@ -87,23 +94,37 @@ def fake_quantize_vjp(
         if learned
         else choose(ns, split, blocks, scheme, name, given)
     )
-    saturated = saturation(ns, split, chosen, scheme, name)
+    words = block_words(ns, blocks, x, random_bits)
+    saturated = saturation(ns, split, chosen, scheme, name, words)
     wide = float32_bits(ns, g, name)
     kept = ns.where(blocks.join(ns, ns.astype(saturated, "int32")) > 0, 0, wide)
     dx = to_dtype_bits(ns, kept, name)
     if not learned:
         return dx, None, None
-    return (dx, *_parameter_gradients(ns, blocks, split, wide, chosen, saturated, scheme, name))
+    return (dx, *_parameter_gradients(ns, blocks, split, wide, chosen, saturated, scheme, name, words))
 
 
-def saturation(ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
+_vjp = inspect.unwrap(fake_quantize_vjp)
+
+
+class _Marked(Scheme):
+    """A record whose codes show which elements saturate (`MARK`). Not for users, and so not checked."""
+
+    def __post_init__(self) -> None:
+        """Accept the overflow policy that `check_scheme` does not know."""
+
+
+def saturation(
+    ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str, words: Array | None = None
+) -> Array:
     """Whether saturation changed the rounded element, per element of the blocks."""
     if scheme.format.kind == "codebook":
         divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
         ratio = _ratio(ns, split, replace(chosen, scale=divisor), scheme)
         return (ratio & MAGNITUDE) > bits_of(scheme.format.max)
-    marked = replace(scheme, overflow="mark", nan="ieee", nan_code=None)
-    return (element_codes(ns, split, chosen, marked, dtype, None) & MARK) != 0
+    own = {field.name: getattr(scheme, field.name) for field in fields(Scheme)}
+    marked = _Marked(**{**own, "overflow": "mark", "nan": "ieee", "nan_code": None})
+    return (element_codes(ns, split, chosen, marked, dtype, words) & MARK) != 0
 
 
 def _ratio(ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme) -> Array:
@@ -133,10 +154,11 @@ def _parameter_gradients(
     saturated: Array,
     scheme: Scheme,
     dtype: str,
+    words: Array | None,
 ) -> tuple[Array, Array | None]:
     """Sums over blocks of g * dy/ds and g * dy/dz."""
     unit = Arithmetic(ns, "float32")
-    codes = element_codes(ns, split, chosen, scheme, dtype, None)
+    codes = element_codes(ns, split, chosen, scheme, dtype, words)
     value = block_values(ns, codes, chosen, scheme)
     ratio = ns.where(saturated, 0, _ratio(ns, split, chosen, scheme))
     slope = unit.subtract(value, ratio)
@@ -155,40 +177,34 @@ def _parameter_gradients(
     return dscale, blocks.expose(ns.bitcast(dzero, "float32"), ns)
 
 
-def tree_sum(ns: Namespace, bits: Array) -> Array:
-    """Sum over the last axis (kept as 1) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
-    length = ns.shape(bits)[-1]
-    size = 1
-    while size < length:
-        size *= 2
-    if size > length:
-        filler = ns.full((*ns.shape(bits)[:-1], size - length), 0, "int32", bits)
-        bits = ns.concatenate([bits, filler], -1)
-    while size > 1:
-        bits = add(ns, bits[..., 0::2], bits[..., 1::2])
-        size //= 2
-    return bits
-
-
 @lru_cache
 def _jax_function() -> Any:
     """fake_quantize for JAX with its gradient; made when the first JAX array arrives."""
     import jax
 
-    def forward(x: Array, scales: Any, scheme: Scheme, axis: int) -> Array:
-        return _forward(x, scales, scheme, axis)
+    def forward(x: Array, scales: Any, random_bits: Any, scheme: Scheme, axis: int) -> Array:
+        return _forward(x, scales, random_bits, scheme, axis)
 
-    def forward_saved(x: Array, scales: Any, scheme: Scheme, axis: int) -> tuple[Array, tuple[Array, Any]]:
-        return _forward(x, scales, scheme, axis), (x, scales)
+    def forward_saved(
+        x: Array, scales: Any, random_bits: Any, scheme: Scheme, axis: int
+    ) -> tuple[Array, tuple[Array, Any, Any]]:
+        return _forward(x, scales, random_bits, scheme, axis), (x, scales, random_bits)
 
-    def backward(scheme: Scheme, axis: int, saved: tuple[Array, Any], g: Array) -> tuple[Array, Any]:
-        x, scales = saved
-        dx, dscale, dzero = fake_quantize_vjp.__wrapped__(g, x, scheme, axis=axis, scales=scales)  # type: ignore[attr-defined]
-        return dx, _scale_cotangents(jax, scales, dscale, dzero)
+    def backward(
+        scheme: Scheme, axis: int, saved: tuple[Array, Any, Any], g: Array
+    ) -> tuple[Array, Any, Any]:
+        x, scales, words = saved
+        dx, dscale, dzero = _vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
+        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
 
-    function = jax.custom_vjp(forward, nondiff_argnums=(2, 3))
+    function = jax.custom_vjp(forward, nondiff_argnums=(3, 4))
     function.defvjp(forward_saved, backward)
     return function
+
+
+def _no_cotangent(jax: Any, integers: Any) -> Any:
+    """JAX's cotangent of an integer array."""
+    return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
 def _scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
@@ -200,9 +216,7 @@ def _scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
         if value is None:
             return None
         if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
-            import numpy as np
-
-            return np.zeros(value.shape, jax.dtypes.float0)
+            return _no_cotangent(jax, value)
         return jax.numpy.zeros_like(value) if gradient is None else gradient.astype(value.dtype)
 
     return Scales(fit(scales.scale, dscale), fit(scales.outer, None), fit(scales.zero, dzero))

@@ -6,33 +6,38 @@ by it and rounded once (`reference.elements`). Dequantization multiplies back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from reference.arithmetic import Arithmetic
-from reference.arrays import Array, Namespace, code_input, codes_of, float_input, int32_of
+from reference.arrays import Array, Namespace, code_input, codes_of, float_input, int32_of, namespace_of
 from reference.blocks import Blocks
 from reference.bridge import bridged
 from reference.elements import element_codes
 from reference.encode import check_random_bits
 from reference.errors import choice
 from reference.given import check_scales, given_scales, usable
+from reference.pack import pack, packed_shape, unpack
 from reference.rounding import check_mode
 from reference.scales import Chosen, Scales, choose
 from reference.schemes import Scheme, scheme_of
-from reference.softfloat import bits_of, is_nan
 from reference.tables import quantize_blocks, quantizes_by_table
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
+
+# Inside a rule the plain functions: no bridge, no program of their own.
+_pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A stored tensor.
 
-    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element; `reference.pack` makes sub-byte
-    storage. scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record.
+    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element; where `packed`, what
+    `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`. scale, outer, zero: as in
+    `Scales`. shape, axis: of the tensor that was quantized. scheme: the record.
     """
 
     codes: Any
@@ -42,6 +47,7 @@ class Quantized:
     shape: tuple[int, ...]
     axis: int
     scheme: Scheme
+    packed: bool = False
 
     @property
     def scales(self) -> Scales:
@@ -51,7 +57,13 @@ class Quantized:
 
 @bridged
 def quantize(
-    x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None, random_bits: Any = None
+    x: Any,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Any = None,
+    random_bits: Any = None,
+    packed: bool = False,
 ) -> Quantized:
     """Quantize x.
 
@@ -60,23 +72,29 @@ def quantize(
     scales: `Scales` from an earlier call or a calibration (static scales), a bare array where the scheme has only a block
     scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
     giving the kept ones back changes a few.) random_bits: uint32 of x's shape, where the record rounds
-    stochastically.
+    stochastically. packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
 
     Raises TypeError for integer, complex or 8-bit input, ValueError for an unknown scheme, a shape that the blocks do not
-    divide, or scales of another shape or dtype than `choose_scales` gives.
+    divide, scales of another shape or dtype than `choose_scales` gives, or a 0-d tensor of sub-byte codes to be packed.
     """
     scheme = scheme_of(scheme)
     ns, x, name = float_input(x, "quantize")
     check_mode(scheme.rounding, random_bits)
+    if packed:
+        packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor before anything is computed
+    q = _quantize(ns, x, name, scheme, axis, scales, random_bits)
+    return replace(q, codes=_pack(q.codes, scheme.format), packed=True) if packed else q
+
+
+def _quantize(
+    ns: Namespace, x: Array, name: str, scheme: Scheme, axis: int, scales: Any, random_bits: Any
+) -> Quantized:
+    """One code per element."""
     shape = ns.shape(x)
     blocks = Blocks.of(shape, scheme.scale, axis)
     given = check_scales(ns, scales, scheme, blocks)
-    if (
-        given is None
-        and ns.name == "numpy"
-        and name in ("float32", "bfloat16")
-        and quantizes_by_table(scheme)
-    ):
+    tabulated = ns.name == "numpy" and name in ("float32", "bfloat16") and quantizes_by_table(scheme)
+    if given is None and tabulated:
         fast = _quantize_by_table(ns, x, blocks, scheme)
         if fast is not None:
             return fast
@@ -85,7 +103,7 @@ def quantize(
         chosen = choose(ns, split, blocks, scheme, name, given)
     else:
         chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme)
-    words = None if random_bits is None else blocks.split(ns, _random_words(ns, x, random_bits))
+    words = block_words(ns, blocks, x, random_bits)
     codes = element_codes(ns, split, chosen, scheme, name, words)
     codes = codes_of(ns, blocks.join(ns, codes), scheme.format.bits)
     kept = chosen.kept
@@ -104,6 +122,19 @@ def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) 
     return Quantized(codes, blocks.expose(scale, ns), None, None, blocks.shape, blocks.axis, scheme)
 
 
+def unpacked(q: Quantized) -> Quantized:
+    """q with one code per element; ValueError where its codes have another shape than it says."""
+    ns, codes = code_input(q.codes, "dequantize")
+    wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
+    if ns.shape(codes) != wanted:
+        kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
+        raise ValueError(
+            f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {ns.shape(codes)}; "
+            f"codes of the other form belong in a Quantized with {other}"
+        )
+    return replace(q, codes=_unpack(codes, q.scheme.format, q.shape), packed=False) if q.packed else q
+
+
 @bridged
 def dequantize(q: Quantized, dtype: str = "float32") -> Array:
     """The tensor that q stands for, as float32, bfloat16, float16 or float64, shape q.shape.
@@ -115,12 +146,8 @@ def dequantize(q: Quantized, dtype: str = "float32") -> Array:
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize takes a Quantized, got {type(q).__name__}; see quantize")
-    scheme = q.scheme
-    ns, codes = code_input(q.codes, "dequantize")
-    if ns.shape(codes) != q.shape:
-        raise ValueError(
-            f"codes have shape {ns.shape(codes)}, the tensor has {q.shape}; unpack sub-byte codes first"
-        )
+    scheme, codes = q.scheme, unpacked(q).codes
+    ns = namespace_of(codes)
     blocks = Blocks.of(q.shape, scheme.scale, q.axis)
     chosen = given_scales(ns, q.scales, blocks, scheme, dtype if scheme.dequantize == "target" else "float32")
     split = blocks.split(ns, int32_of(ns, codes))
@@ -184,8 +211,10 @@ def _integer_bits(ns: Namespace, integer: Array) -> Array:
     return ns.bitcast(ns.astype(integer, "float32"), "int32")
 
 
-def _random_words(ns: Namespace, x: Array, random_bits: Any) -> Array:
-    return ns.bitcast(check_random_bits(ns, x, random_bits), "int32")
+def block_words(ns: Namespace, blocks: Blocks, x: Array, random_bits: Any) -> Array | None:
+    """The random words of x's elements as int32 in blocks, or None; ValueError where they do not fit x."""
+    words = check_random_bits(ns, x, random_bits)
+    return None if words is None else blocks.split(ns, ns.bitcast(words, "int32"))
 
 
-__all__ = ["Quantized", "Scales", "bits_of", "codes_of", "dequantize", "is_nan", "quantize"]
+__all__ = ["Quantized", "block_values", "block_words", "dequantize", "quantize", "unpacked"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reference.errors import choice
 from reference.formats import FORMATS, Format, format_of
-from reference.rounding import MODES
+from reference.rounding import MODES, OVERFLOWS
 
 if TYPE_CHECKING:
     from reference.schemes import Scale, Scheme
@@ -82,8 +82,7 @@ def check_scheme(record: Scheme) -> None:
     choice(record.nan, ("block", "nan", "element", "ieee"), "nan")
     choice(record.dequantize, ("float32", "ieee", "target"), "dequantize")
     choice(record.rounding, MODES if fmt.kind != "codebook" else ("nearest_even",), f"rounding to {fmt.name}")
-    # "mark" is internal: it shows which elements saturate.
-    choice(record.overflow, ("saturate", "nonfinite", "inf", "nan", "mark"), "overflow")
+    choice(record.overflow, OVERFLOWS, "overflow")
     code = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code}.get(record.overflow, 0)
     if code is None:
         raise ValueError(f"{fmt.name} has no code for overflow {record.overflow!r}; use 'saturate'")

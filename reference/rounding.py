@@ -22,6 +22,8 @@ from reference.arrays import Array, Namespace
 from reference.errors import choice
 
 MODES = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
+# What becomes of a number that is rounded beyond the largest; `reference.encode` says it of each.
+OVERFLOWS = ("saturate", "nonfinite", "inf", "nan")
 STOCHASTIC_BITS = 24
 # From here on a 24-bit significand rounds to 0, or to 1 in the modes that look at the lost bits.
 LARGEST_SHIFT = 25

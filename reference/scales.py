@@ -18,8 +18,8 @@ from reference.power_scales import power_codes
 from reference.schemes import Scale, Scheme, scheme_of
 from reference.softfloat import bits_of, is_nan
 from reference.statistics import Range, absmax, centered, mean, value_range, with_zero
-from reference.storage import load, load_codes, store, store_codes
-from reference.widen import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, float32_bits
+from reference.storage import load, store, store_codes
+from reference.widen import INFINITY, LARGEST, MAGNITUDE, NAN, float32_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +287,3 @@ def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:
     if scheme.zero.rule == "value":
         return load(ns, kept, scheme.zero.storage)
     return ns.astype(kept, "int32")
-
-
-__all__ = ["SIGN", "Chosen", "Scales", "choose", "choose_scales", "double_scale", "load_codes", "unpack_zero"]

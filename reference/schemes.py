@@ -13,14 +13,17 @@ dequantization stops at the largest finite value. A NaN or an infinity makes its
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
+from hashlib import sha256
 
 from reference.errors import choice, lookup
 from reference.formats import FORMATS, Format
 from reference.record_checks import POWER_RULES, check_scale, check_scheme
 
 Block = int | tuple[int, int] | str
+#: Every record ever made, by its key.
+RECORDS: dict[str, Scheme] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,11 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:
-    """A zero point. ``code``: qmin - rne(min / s), clamped, from the scale (at least its floor) before storage rounding; ``value``: the float
-    min + s * (qmin + qmax + 1) / 2 of tinygemm."""
+    """A zero point.
+
+    ``code``: qmin - rne(min / s), clamped, from the scale (at least its floor) before storage rounding. ``value``: the float
+    min + s * (qmin + qmax + 1) / 2 of tinygemm.
+    """
 
     rule: str = "code"
     storage: str = "int8"
@@ -128,6 +134,15 @@ class Scheme:
 
     def __post_init__(self) -> None:
         check_scheme(self)
+        text = repr([(field.name, getattr(self, field.name)) for field in fields(self)])
+        key = f"{self.name}#{sha256(text.encode()).hexdigest()[:16]}"
+        object.__setattr__(self, "_key", key)
+        RECORDS[key] = self
+
+    @property
+    def key(self) -> str:
+        """The name with a digest of all fields: what a record is called where only text can travel (`record_of`)."""
+        return self._key  # type: ignore[attr-defined, no-any-return]
 
     @cached_property
     def format(self) -> Format:
@@ -243,4 +258,22 @@ def scheme_of(scheme: str | Scheme) -> Scheme:
     return scheme if isinstance(scheme, Scheme) else lookup(scheme, load_schemes(), "scheme")
 
 
-__all__ = ["SCHEMES", "Scale", "Scheme", "Zero", "mx_scheme", "replace", "scheme_of"]
+def record_of(name: str) -> Scheme:
+    """The record of a name or of a key; ValueError where there is none."""
+    found = RECORDS.get(name)
+    return found if found is not None else scheme_of(name)
+
+
+__all__ = [
+    "MX_ELEMENTS",
+    "SCHEMES",
+    "Block",
+    "Scale",
+    "Scheme",
+    "Zero",
+    "load_schemes",
+    "mx_name",
+    "mx_scheme",
+    "record_of",
+    "scheme_of",
+]

@@ -1,8 +1,9 @@
-"""Correctly rounded float32 multiplication, division and addition on bit patterns, the same in every library.
+"""Correctly rounded float32 multiplication, division, addition and square root on bit patterns, the same in every library.
 
 NumPy and torch on CPU compute IEEE 754 binary32, so their own operators are used. XLA does not (it flushes subnormals,
 replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results are made
-with int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once.
+with int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
+made so in every library: not every library's own is correctly rounded.
 
 All functions take and return float32 bit patterns as int32 and broadcast. A NaN result is always 0x7fc00000: hardware
 differs in sign and payload of the NaN it makes, so the specification fixes one.
@@ -18,6 +19,7 @@ from reference.arrays import Array, Namespace
 from reference.widen import INFINITY, MAGNITUDE, MANTISSA, NAN, SIGN
 
 DIGIT_BITS = 13  # twice that and the leading digit: 24 significant bits and two to round; the remainder is the sticky bit
+ROOT_DIGITS = 25  # 24 significant bits and one to round; no root lies halfway between two floats
 
 
 def multiply(ns: Namespace, a: Array, b: Array) -> Array:
@@ -38,6 +40,32 @@ def add(ns: Namespace, a: Array, b: Array) -> Array:
 def subtract(ns: Namespace, a: Array, b: Array) -> Array:
     """a - b."""
     return add(ns, a, b ^ SIGN)
+
+
+def square_root(ns: Namespace, a: Array) -> Array:
+    """sqrt(a); -0 stays, infinity stays, negative numbers give NaN."""
+    exponent, significand = normalized(ns, a & MAGNITUDE)
+    # An even exponent halves exactly; the significand, 25 or 26 bits with a last 0, is read in pairs.
+    odd = exponent & 1
+    root, remainder = _root_digits(ns, significand << (odd + 1))
+    rounded = _compose(ns, a < 0, (exponent - odd) >> 1, (root << 2) | ns.where(remainder != 0, 1, 0))
+    result = ns.where((a & MAGNITUDE) == 0, a, rounded)
+    return _patch(ns, result, a < 0, a == INFINITY, is_nan(a) | ((a < 0) & (a != SIGN)))
+
+
+def _root_digits(ns: Namespace, radicand: Array) -> tuple[Array, Array]:
+    """25 binary digits of the root of radicand * 2**24, a number below 2**50, and the remainder, by hand as in school."""
+    root = remainder = radicand & 0
+    for place in range(ROOT_DIGITS):
+        # Two digits of the radicand make one of the root: 13 pairs, then zeros.
+        shift = 24 - 2 * place
+        pair = (radicand >> shift) & 3 if shift >= 0 else 0
+        remainder = (remainder << 2) | pair
+        trial = (root << 2) | 1
+        fits = remainder >= trial
+        remainder = ns.where(fits, remainder - trial, remainder)
+        root = (root << 1) | ns.where(fits, 1, 0)
+    return root, remainder
 
 
 def bits_of(value: float) -> int:

@@ -1,4 +1,4 @@
-"""What a scale is computed from: maxima and minima of blocks, exactly, on bit patterns.
+"""What a scale is computed from: maxima and minima of blocks, exactly, on bit patterns; and sums in a stated order.
 
 The absolute value of a float32 orders like its bit pattern as an integer, and a NaN is larger than infinity there, so an
 integer maximum is exact, keeps subnormals and reports NaN. Minima and maxima with sign use an order-preserving key.
@@ -81,3 +81,18 @@ def _constant(ns: Namespace, value: float, like: Array) -> Array:
 def centered(ns: Namespace, values: Array, center: Array) -> Array:
     """values - center."""
     return subtract(ns, values, center)
+
+
+def tree_sum(ns: Namespace, bits: Array) -> Array:
+    """Sum over the last axis (kept as 1) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
+    length = ns.shape(bits)[-1]
+    size = 1
+    while size < length:
+        size *= 2
+    if size > length:
+        filler = ns.full((*ns.shape(bits)[:-1], size - length), 0, "int32", bits)
+        bits = ns.concatenate([bits, filler], -1)
+    while size > 1:
+        bits = add(ns, bits[..., 0::2], bits[..., 1::2])
+        size //= 2
+    return bits

@@ -17,9 +17,10 @@ def storage_dtype(storage: str) -> str:
     """dtype of the kept array."""
     if storage == "float32":
         return "float32"
-    if storage.startswith("int"):
+    fmt = FORMATS[storage]
+    if fmt.kind == "int" and fmt.signed:
         return "int8"
-    return "uint8" if FORMATS[storage].bits <= 8 else "uint16"
+    return "uint8" if fmt.bits <= 8 else "uint16"
 
 
 def store(ns: Namespace, bits: Array, storage: str) -> Array:

@@ -137,6 +137,93 @@ def test_jax_grad_is_the_vjp_under_jit_and_vmap(name):
     assert np.array_equal(np.asarray(batched), np.stack(per_row))
 
 
+STOCHASTIC = ["mxfp4", "mxint8", "fp8_rowwise", "nvfp4", "int8_rowwise_asymmetric", "int4_g32"]
+WORDS = reference.random_bits(X.shape, seed=5)
+
+
+def stochastic(name):
+    return replace(SCHEMES[name], name=f"{name}_stochastic", rounding="stochastic")
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_values_are_those_of_storage_in_every_library(name):
+    import jax.numpy as jnp
+
+    record = stochastic(name)
+    stored = reference.dequantize(reference.quantize(X, record, random_bits=WORDS))
+    assert (stored != reference.dequantize(reference.quantize(X, name))).any()
+    for convert in (np.asarray, lambda array: torch.from_numpy(array.copy()), jnp.asarray):
+        made = reference.fake_quantize(convert(X), record, random_bits=convert(WORDS))
+        assert np.asarray(made).tobytes() == stored.tobytes()
+    plain = reference.fake_quantize.__wrapped__(
+        torch.from_numpy(X), record, random_bits=torch.from_numpy(WORDS)
+    )
+    assert plain.numpy().tobytes() == stored.tobytes()
+
+
+def test_stochastic_saturation_is_that_of_the_rounded_element():
+    """At scale 1 the next number after 448 would be 480: 464 goes there with the words of the upper half, and saturates."""
+    x = np.full((1, 4), 464, np.float32)
+    x[0, 2:] = [448, 480]
+    scales, g = np.ones((1, 1), np.float32), np.ones((1, 4), np.float32)
+    for word, kept in ((0x7FFFFFFF, [1, 1, 1, 0]), (0x80000000, [0, 0, 1, 0]), (0, [1, 1, 1, 0])):
+        words = np.full((1, 4), word, np.uint32)
+        options = {"scales": scales, "random_bits": words}
+        dx, dscale, _ = reference.fake_quantize_vjp(g, x, stochastic("fp8_rowwise"), **options)
+        assert dx.tolist() == [kept]
+        assert reference.fake_quantize(x, stochastic("fp8_rowwise"), **options).tolist() == [[448] * 4]
+        # The slope is v where the element saturated, else v - x.
+        assert dscale.tolist() == [[sum(448 - x[0, i] * kept[i] for i in range(4))]]
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_gradients_in_every_library(name):
+    import jax
+    import jax.numpy as jnp
+
+    record, x, words = stochastic(name), X[:4, :128], WORDS[:4, :128].copy()
+    g = RNG.standard_normal(x.shape).astype(np.float32)
+    scales = reference.choose_scales(x / 2, record)
+    expected = reference.fake_quantize_vjp(g, x, record, scales=scales, random_bits=words)
+    assert (expected[0] == 0).any()
+    tensors = [torch.from_numpy(array.copy()) for array in (g, x, words)]
+    tensor_scales = Scales(*(None if part is None else torch.from_numpy(np.array(part))
+                             for part in (scales.scale, scales.outer, scales.zero)))  # fmt: skip
+    in_torch = reference.fake_quantize_vjp.__wrapped__(
+        *tensors[:2], record, scales=tensor_scales, random_bits=tensors[2]
+    )
+    in_jax = jax.jit(lambda a, b, s, w: reference.fake_quantize_vjp(a, b, record, scales=s, random_bits=w))(
+        g, x, jax.tree.map(jnp.asarray, scales), words
+    )
+    for made in (in_torch, in_jax):
+        for ours, theirs in zip(made, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_jax_grad_of_a_stochastic_record(name):
+    """custom_vjp under jit and vmap; the random words have no gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    record = stochastic(name)
+
+    def loss(v, words):
+        return (reference.fake_quantize(v, record, random_bits=words) * jnp.arange(1024.0)).sum()
+
+    weights = np.broadcast_to(np.arange(1024, dtype=np.float32), X.shape)
+    expected, _, _ = reference.fake_quantize_vjp(np.ascontiguousarray(weights), X, record, random_bits=WORDS)
+    gradient = jax.jit(jax.grad(loss))(jnp.asarray(X), jnp.asarray(WORDS))
+    assert np.array_equal(np.asarray(gradient), expected)
+    batched = jax.jit(jax.vmap(jax.grad(loss)))(jnp.asarray(X)[:, None, :], jnp.asarray(WORDS)[:, None, :])
+    for i, row in enumerate(X):
+        options = {"random_bits": WORDS[i : i + 1].copy()}
+        one, _, _ = reference.fake_quantize_vjp(weights[:1].copy(), row[None], record, **options)
+        assert np.array_equal(np.asarray(batched[i]), one)
+
+
 def test_torch_autograd_is_the_vjp():
     x = torch.from_numpy(X.copy()).requires_grad_()
     scale = torch.full((16, 1), 2.0**-6, requires_grad=True)

@@ -10,6 +10,7 @@ import ao_lab
 import reference
 from reference import SCHEMES, Scales, Zero
 from reference.rounding import MODES
+from reference.storage import storage_dtype
 
 X = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
 SCALE_FIELDS = [
@@ -39,6 +40,11 @@ def with_scale(name, **fields):
     ("make", "words"),
     [
         (lambda: replace(SCHEMES["mxfp8_e4m3"], overflow="bogus"), "overflow is one of"),
+        # What `fake_quantize_vjp` marks saturated elements with is its own business.
+        (
+            lambda: replace(SCHEMES["mxfp8_e4m3"], overflow="mark"),
+            "overflow is one of saturate, nonfinite, inf, nan;",
+        ),
         (lambda: replace(SCHEMES["mxfp8_e4m3"], overflow="inf"), "no code for overflow"),
         (lambda: replace(SCHEMES["mxfp4"], overflow="nonfinite"), "no code for overflow"),
         (lambda: replace(SCHEMES["mxfp4"], rounding="bogus"), "rounding to float4_e2m1fn is one of"),
@@ -117,14 +123,29 @@ def test_plain_objects_as_scales_are_refused():
         reference.quantize(X, replace(SCHEMES["mxfp4"], rounding="stochastic"), random_bits=[1])
 
 
-def test_stochastic_records_and_fake_quantization():
+def test_fake_quantization_takes_random_bits_as_quantize_does():
     record = replace(SCHEMES["mxfp4"], rounding="stochastic")
-    for call in (
-        lambda: reference.fake_quantize(X, record),
-        lambda: reference.fake_quantize_vjp(X, X, record),
+    bits = reference.random_bits(X.shape, seed=0)
+    for call, words in (
+        (lambda: reference.fake_quantize(X, record), "needs random_bits"),
+        (lambda: reference.fake_quantize_vjp(X, X, record), "needs random_bits"),
+        (lambda: reference.fake_quantize(X, "mxfp4", random_bits=bits), "takes no random_bits"),
+        (lambda: reference.fake_quantize_vjp(X, X, "mxfp4", random_bits=bits), "takes no random_bits"),
+        (lambda: reference.fake_quantize(X, record, random_bits=bits[:1]), "one uint32 per element"),
+        (lambda: reference.fake_quantize_vjp(X, X, record, random_bits=bits[:1]), "one uint32 per element"),
     ):
-        with pytest.raises(ValueError, match="quantize"):
+        with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_integer_storage_goes_by_kind():
+    """Two's complement of any name is kept as int8; unsigned integers and everything else as unsigned codes."""
+    kept = {
+        name: storage_dtype(name)
+        for name in ("int8", "int8_nan", "mxint8", "uint8", "float8_e4m3fn", "bfloat16", "float32")
+    }
+    assert kept == {"int8": "int8", "int8_nan": "int8", "mxint8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8",
+                    "bfloat16": "uint16", "float32": "float32"}  # fmt: skip
 
 
 def test_second_level_that_does_not_divide_names_the_tensor():

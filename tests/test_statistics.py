@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from ao_lab.testing import FINITE_KINDS, assert_same_bits, fill, float_arrays
 from reference.arrays import namespace_of
-from reference.statistics import absmax, mean, value_range, with_zero
+from reference.statistics import absmax, mean, tree_sum, value_range, with_zero
 
 NUMPY = namespace_of(np.zeros(1))
 
@@ -66,3 +66,17 @@ def test_nan_shows_in_every_statistic():
     span = with_zero(NUMPY, value_range(NUMPY, x))
     assert span.low == span.high == 0x7FC00000
     assert absmax(NUMPY, x, finite_only=True).view(np.float32) == 3
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 64, 100])
+@pytest.mark.parametrize("kind", ["normals", "wide", "subnormals", "largest"])
+def test_sums_of_adjacent_pairs_in_every_library(kind, length):
+    x = fill(kind, (4, length), seed=length)
+    size = 1 << max(length - 1, 0).bit_length()
+    want = np.concatenate([x, np.zeros((4, size - length), np.float32)], -1)
+    with np.errstate(all="ignore"):
+        while want.shape[-1] > 1:
+            want = want[:, 0::2] + want[:, 1::2]
+    want = np.where(np.isnan(want), np.float32(np.nan), want).view(np.int32)
+    for array in (x.view(np.int32), torch.from_numpy(x).view(torch.int32), jnp.asarray(x.view(np.int32))):
+        assert_same_bits(tree_sum(namespace_of(array), array), want)

@@ -1,0 +1,14 @@
+"""ao_lab for JAX: the functions of `reference` for JAX arrays, by kernels where the arrays are on a GPU.
+
+Arrays on a CPU run the specification, which XLA compiles. Arrays on an NVIDIA GPU (compute capability 9.0 or later, with
+triton installed) run the kernels that torch tensors run, with the same bits: eagerly, under `jit`, `vmap` and `grad`, and in
+any mixture. Under `jit` the platform that the program is compiled for decides. Programs over several devices run the kernels
+on each device's part inside `jax.shard_map`; otherwise XLA gathers the array first.
+
+`from_torch` and `to_torch` hand quantized tensors over without copying them.
+"""
+
+from ao_lab.jax.exchange import from_torch, to_torch
+from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
+
+__all__ = ["choose_scales", "dequantize", "fake_quantize", "from_torch", "quantize", "to_torch"]

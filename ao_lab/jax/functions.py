@@ -1,0 +1,206 @@
+"""`choose_scales`, `quantize`, `dequantize` and `fake_quantize` for JAX arrays; see `reference` for the rules.
+
+Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays on a GPU are
+compiled once for each combination of record, axis and shapes, checks included; later calls only look the program up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+import reference
+from ao_lab.jax.device import is_traced, place_of, require_array
+from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
+from reference import Quantized, Scales, Scheme
+from reference.arrays import float_input
+from reference.blocks import Blocks
+from reference.encode import check_random_bits
+from reference.errors import choice
+from reference.fake_quantize import _no_cotangent, _scale_cotangents
+from reference.given import check_scales
+from reference.pack import packed_shape
+from reference.pytrees import register_jax
+from reference.quantize import unpacked
+from reference.rounding import check_mode
+from reference.schemes import scheme_of
+
+
+def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
+    """Scales of x, as in `reference.choose_scales`."""
+    place = _place(require_array(x, "choose_scales"), axis)
+    if not place:
+        return reference.choose_scales(x, scheme, axis=axis)
+    made: Scales = _call(_choose_scales, (x,), scheme, axis, place)
+    return made
+
+
+def quantize(
+    x: jax.Array,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | jax.Array | None = None,
+    random_bits: jax.Array | None = None,
+    packed: bool = False,
+) -> Quantized:
+    """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
+    place = _place(require_array(x, "quantize"), axis, scales, random_bits)
+    if not place:
+        return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed)
+    made: Quantized = _call(_quantize, (x, scales, random_bits), scheme, axis, place, bool(packed))
+    return made
+
+
+def dequantize(q: Quantized, dtype: str = "float32") -> jax.Array:
+    """The tensor that q stands for; dtype as in `reference.dequantize`."""
+    if not isinstance(q, Quantized) or dtype not in ("float32", "bfloat16", "float16"):
+        choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
+        return reference.dequantize(q, dtype)
+    place = _place(require_array(q.codes, "dequantize"), q.axis, q.scales)
+    if not place or not _as_made(q):
+        return reference.dequantize(q, dtype)
+    arrays = _named(codes=q.codes, **vars(q.scales))
+    return dispatch(Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed), arrays, place)["y"]
+
+
+def fake_quantize(
+    x: jax.Array,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | jax.Array | None = None,
+    random_bits: jax.Array | None = None,
+) -> jax.Array:
+    """x rounded to what its scheme represents, in x's dtype, with the gradients of `reference.fake_quantize_vjp`.
+
+    Arguments and errors as in `reference.fake_quantize`.
+    """
+    place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)
+    if not place:
+        return reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
+    made: jax.Array = _call(_fake_quantize, (x, scales, random_bits), scheme, axis, place)
+    return made
+
+
+def _place(x: Any, axis: Any, *others: Any) -> str:
+    """`place_of` of x; "" where another argument is none of JAX's, so that the specification says what is wrong."""
+    leaves = [leaf for other in others for leaf in _leaves(other)]
+    known = all(leaf is None or isinstance(leaf, jax.Array) for leaf in leaves)
+    return place_of(x) if known and hasattr(axis, "__index__") and not isinstance(axis, bool) else ""
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value.scale, value.outer, value.zero] if isinstance(value, Scales) else [value]
+
+
+def _call(
+    function: Callable[..., Any], arrays: tuple[Any, ...], scheme: Any, axis: Any, place: str, *more: Any
+) -> Any:
+    """function(*arrays, ...) with constants, compiled where all arrays are concrete."""
+    constants = (scheme, int(axis), place, *more)
+    if any(map(is_traced, jax.tree.leaves(arrays))):
+        return function(*constants, *arrays)
+    return _compiled(function, constants)(*arrays)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Any:
+    register_jax()
+    return jax.jit(partial(function, *constants))
+
+
+def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scales:
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "choose_scales")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    operation = Operation("choose", scheme, blocks.shape, blocks.axis, name)
+    return scales_of(dispatch(operation, _named(x=x), place)) or Scales()
+
+
+def _quantize(
+    scheme: str | Scheme, axis: int, place: str, packed: bool, x: Any, scales: Any, words: Any
+) -> Quantized:
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "quantize")
+    check_mode(scheme.rounding, words)
+    if packed:
+        packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor
+    blocks, given = _checked(x, scheme, axis, scales, words)
+    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed)
+    made = dispatch(operation, _named(x=x, words=words, **_parts(given)), place)
+    return quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+
+
+def _checked(x: Any, scheme: Scheme, axis: int, scales: Any, words: Any) -> tuple[Blocks, Scales | None]:
+    """Blocks and given scales; ValueError as the specification raises it."""
+    ns, x, _ = float_input(x, "quantize")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    given = check_scales(ns, scales, scheme, blocks)
+    check_random_bits(ns, x, words)
+    return blocks, given
+
+
+def _parts(given: Scales | None) -> Arrays:
+    return {} if given is None else {part: getattr(given, part) for part in PARTS}
+
+
+def _named(**arrays: Any) -> Arrays:
+    """The arrays that there are, without gradients: codes have none, and `fake_quantize` brings its own."""
+    return {name: jax.lax.stop_gradient(value) for name, value in arrays.items() if value is not None}
+
+
+def _as_made(q: Quantized) -> bool:
+    """Whether the arrays are as `quantize` makes them. Others go to the specification, which checks what it reads."""
+    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
+    ns = float_input(jax.numpy.float32(0), "dequantize")[0]
+    unpacked(q)
+    try:
+        return check_scales(ns, q.scales, q.scheme, blocks) is not None and q.scale is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:
+    scheme = scheme_of(scheme)
+    _, x, _ = float_input(x, "fake_quantize")
+    check_mode(scheme.rounding, words)
+    given = scales if scales is None or isinstance(scales, Scales) else Scales(scales)
+    return _differentiable()(x, given, words, scheme, axis, place)
+
+
+@lru_cache(maxsize=1)
+def _differentiable() -> Any:
+    """fake_quantize with its gradient."""
+    register_jax()
+    function = jax.custom_vjp(_forward, nondiff_argnums=(3, 4, 5))
+    function.defvjp(_forward_saved, _backward)
+    return function
+
+
+def _forward(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
+    blocks, given = _checked(x, scheme, axis, scales, words)
+    _, x, name = float_input(x, "fake_quantize")
+    operation = Operation("fake", scheme, blocks.shape, blocks.axis, name)
+    return dispatch(operation, _named(x=x, words=words, **_parts(given)), place)["y"]
+
+
+def _forward_saved(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
+    return _forward(x, scales, words, scheme, axis, place), (x, scales, words)
+
+
+def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
+    """Straight through where nothing saturated, by a kernel; gradients of given scales by the specification."""
+    x, scales, words = saved
+    if scales is not None:
+        made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
+        dx, dscale, dzero = made
+        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
+    name = float_input(x, "fake_quantize")[2]
+    blocks = Blocks.of(x.shape, scheme.scale, axis)
+    operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
+    dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
+    return dx, None, _no_cotangent(jax, words)

@@ -1,0 +1,244 @@
+"""What `ao_lab.jax` computes, once by kernels and once by the specification, as functions of named arrays.
+
+An `Operation` says what is wanted; arrays come and leave as dictionaries: x, g, words, codes, scale, outer, zero, y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+import reference
+from ao_lab.jax.device import is_traced
+from reference import Quantized, Scales
+from reference.arrays import namespace_of
+from reference.blocks import Blocks
+from reference.given import given_scales, usable
+from reference.scales import _two_level as second_level
+from reference.schemes import Scheme
+
+Arrays = dict[str, Any]
+PARTS = ("scale", "outer", "zero")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """kind: "quantize", "choose", "fake", "mask" (g where nothing saturated) or "dequantize".
+
+    shape, axis: of the tensor, axis not negative. dtype: of x, or of the values of "dequantize". packed: packed codes.
+    """
+
+    kind: str
+    scheme: Scheme
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str
+    packed: bool = False
+
+    @property
+    def blocks(self) -> Blocks:
+        """The tensor's blocks."""
+        return Blocks.of(self.shape, self.scheme.scale, self.axis)
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the scales are quantized themselves."""
+        outer = self.scheme.outer
+        return outer is not None and outer.statistic != "absmax_elements"
+
+    @property
+    def folds(self) -> bool:
+        """Whether a batch of such tensors has the same blocks as one tensor with a further axis."""
+        return bool(self.shape) and not isinstance(self.scheme.scale.block, str) and self.scheme.outer is None
+
+
+def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
+    """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program."""
+    if not place or not covered(operation):
+        return by_reference(operation, arrays)
+    if not any(map(is_traced, arrays.values())):
+        return _program(operation)(arrays)  # type: ignore[no-any-return]
+    if place == "cuda":
+        return mapped(operation, arrays)
+    made: Arrays = jax.lax.platform_dependent(
+        arrays,
+        cuda=lambda arrays: mapped(operation, arrays),
+        default=lambda arrays: by_reference(operation, arrays),
+    )
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _program(operation: Operation) -> Any:
+    return jax.jit(lambda arrays: mapped(operation, arrays))
+
+
+def covered(operation: Operation) -> bool:
+    """Whether kernels cover the tensor; otherwise (no elements, blocks of unusual sizes) the specification runs."""
+    from fast.kernels import passes
+
+    return passes.asked(operation.dtype, operation.scheme, operation.blocks) is not None
+
+
+def mapped(operation: Operation, arrays: Arrays) -> Arrays:
+    """`by_kernels`, with its rule for vmap: a further axis where that changes no block, one after the other elsewhere."""
+
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
+    def run(arrays: Arrays) -> Arrays:
+        return by_kernels(operation, arrays)
+
+    @run.def_vmap  # type: ignore[untyped-decorator]
+    def batch(size: int, batched: tuple[dict[str, bool]], arrays: Arrays) -> tuple[Arrays, dict[str, bool]]:
+        (which,) = batched
+        if operation.folds:
+            long = {name: _lengthened(value, size, which[name]) for name, value in arrays.items()}
+            made = mapped(_folded(operation, size), long)
+        else:
+            fixed = {name: v for name, v in arrays.items() if not which[name]}
+            along = {name: v for name, v in arrays.items() if which[name]}
+            made = jax.lax.map(lambda part: mapped(operation, {**fixed, **part}), along)
+        return made, dict.fromkeys(made, True)
+
+    made: Arrays = run(arrays)
+    return made
+
+
+def _folded(operation: Operation, size: int) -> Operation:
+    return replace(operation, shape=(size, *operation.shape), axis=operation.axis + 1)
+
+
+def _lengthened(array: Any, size: int, batched: bool) -> Any:
+    return array if batched else jax.numpy.broadcast_to(array, (size, *array.shape))
+
+
+def by_reference(operation: Operation, arrays: Arrays) -> Arrays:
+    """The specification."""
+    scheme, axis, scales = operation.scheme, operation.axis, scales_of(arrays)
+    words = arrays.get("words")
+    if operation.kind == "dequantize":
+        q = quantized(operation, arrays["codes"], scales or Scales())
+        return {"y": reference.dequantize(q, operation.dtype)}
+    if operation.kind == "fake":
+        q = reference.quantize(arrays["x"], scheme, axis=axis, scales=scales, random_bits=words)
+        return {"y": reference.dequantize(q, operation.dtype)}
+    if operation.kind == "mask":
+        gradients = reference.fake_quantize_vjp(
+            arrays["g"], arrays["x"], scheme, axis=axis, random_bits=words
+        )
+        return {"y": gradients[0]}
+    if operation.kind == "choose":
+        return _without(reference.choose_scales(arrays["x"], scheme, axis=axis), arrays)
+    q = reference.quantize(
+        arrays["x"], scheme, axis=axis, scales=scales, random_bits=words, packed=operation.packed
+    )
+    return {"codes": q.codes, **_without(q, arrays)}
+
+
+def scales_of(arrays: Arrays) -> Scales | None:
+    """The given scales among arrays, or None."""
+    given = {part: arrays.get(part) for part in PARTS}
+    return None if all(value is None for value in given.values()) else Scales(**given)
+
+
+def quantized(operation: Operation, codes: Any, scales: Scales) -> Quantized:
+    """Codes and scales together."""
+    kept = scales.scale, scales.outer, scales.zero
+    return Quantized(codes, *kept, operation.shape, operation.axis, operation.scheme, operation.packed)
+
+
+def _without(made: Any, arrays: Arrays) -> Arrays:
+    """The scales that were made, less those that were given."""
+    parts = {part: getattr(made, part) for part in PARTS if part not in arrays}
+    return {part: value for part, value in parts.items() if value is not None}
+
+
+def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
+    """Launches of the block kernel, and for the scales of scales and odd packings XLA operations."""
+    from fast.kernels import passes
+
+    of = passes.asked(operation.dtype, operation.scheme, operation.blocks)
+    if of is None or (operation.two_level and operation.kind == "mask"):
+        return by_reference(operation, arrays)
+    if operation.kind == "dequantize":
+        return _dequantize(operation, of, arrays)
+    if operation.two_level:
+        return _two_level(operation, of, arrays)
+    given = "all" if "scale" in arrays else "outer" if "outer" in arrays else ""
+    if operation.kind == "quantize":
+        fused = operation.packed and passes.packs(of)
+        made = run_plan(passes.quantizing(of, given, fused), arrays)
+        return _packed(operation, made) if operation.packed and not fused else made
+    if operation.kind == "choose":
+        return run_plan(passes.choosing(of, given), arrays)
+    plan = passes.masking(of) if operation.kind == "mask" else passes.fake_quantizing(of, given)
+    return {"y": run_plan(plan, arrays)["y"]}
+
+
+def _packed(operation: Operation, made: Arrays) -> Arrays:
+    return {**made, "codes": reference.pack(made["codes"], operation.scheme.element)}
+
+
+def run_plan(plan: Any, arrays: Arrays) -> Arrays:
+    """Run a `passes.Plan`; its results by name."""
+    from ao_lab.jax import launches
+
+    have = dict(arrays)
+    for one in plan.passes:
+        inputs = {argument: have[name] for argument, name in one.reads.items()}
+        outputs = {argument: plan.buffers[name] for argument, name in one.writes.items()}
+        updated = {argument: _started(plan.buffers[name]) for argument, name in one.updates.items()}
+        made = launches.launch(one, inputs, outputs, updated)
+        names = {**one.writes, **one.updates}
+        have |= {names[argument]: value for argument, value in made.items()}
+    return {name: have[name] for name in plan.results}
+
+
+def _started(buffer: Any) -> Any:
+    """A buffer with its initial values."""
+    jnp = jax.numpy
+    column = jnp.array(buffer.fill, buffer.dtype).reshape((-1,) + (1,) * (len(buffer.shape) - 1))
+    return jnp.broadcast_to(column, buffer.shape)
+
+
+def _two_level(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
+    """Records whose scales are quantized: scales by a kernel, the few scales of scales by XLA, codes by a kernel."""
+    from fast.kernels import passes
+
+    scheme, blocks, ns = operation.scheme, operation.blocks, namespace_of(arrays["x"])
+    given = scales_of(arrays)
+    if given is not None:
+        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme)
+    else:
+        plan = passes.choosing(replace(of, scheme=passes.first_level(scheme)))
+        exact = ns.bitcast(run_plan(plan, {"x": arrays["x"]})["scale"], "int32")
+        chosen = second_level(ns, exact.reshape((*blocks.scale_shape, 1)), blocks, scheme, operation.dtype)
+    scales = _without(chosen.kept, arrays)
+    if operation.kind == "choose":
+        return scales
+    bits = chosen.exact if scheme.codes_from == "exact" else chosen.scale
+    scale = ns.bitcast(bits.reshape((-1,)), "float32")
+    codes = run_plan(passes.exact_codes(of), {"x": arrays["x"], "scale": scale})
+    if operation.kind == "quantize":
+        return {**(_packed(operation, codes) if operation.packed else codes), **scales}
+    stored = replace(operation, kind="dequantize", packed=False)
+    kept = {part: getattr(chosen.kept, part) for part in PARTS}
+    return _dequantize(stored, of, {**codes, **kept})
+
+
+def _dequantize(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
+    """Values of codes, unpacked by XLA first where the kernel does not."""
+    from fast.kernels import passes
+
+    scheme, ns = operation.scheme, namespace_of(arrays["codes"])
+    fused = operation.packed and (passes.packs(of) or scheme.format.bits >= 8)
+    if operation.packed and not fused:
+        arrays = {**arrays, "codes": reference.unpack(arrays["codes"], scheme.element, operation.shape)}
+    if operation.two_level:
+        unit = operation.dtype if scheme.dequantize == "target" else "float32"
+        scales = scales_of(arrays)
+        chosen = given_scales(ns, scales, operation.blocks, scheme, unit)
+        arrays = {"codes": arrays["codes"], "scale": ns.bitcast(chosen.scale.reshape((-1,)), "float32")}
+    return run_plan(passes.dequantizing(of, fused and scheme.format.bits < 8), arrays)

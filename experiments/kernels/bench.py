@@ -1,0 +1,131 @@
+"""`ao-lab bench`: the cases by name, on a whole run published as `ao-lab reproduce kernels` would, else only shown."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from experiments.kernels.case import SHAPES
+from experiments.kernels.cases import CASES, chosen
+from experiments.kernels.floors import Shape
+from experiments.kernels.lines import Line, lines_of
+from experiments.kernels.peers import PEERS
+from experiments.kernels.run import EXPERIMENT, PEER_SECONDS, Bench, measure, pairs, run, subject
+from experiments.kernels.timing import CudaWatch
+from experiments.places import Places
+from experiments.registry import Made, shown
+from experiments.rows import Journal, Row, publish, read, table_parts
+from experiments.settings import Settings, settings_for
+
+#: Kernels are measured at one scale: that of a GPU.
+SCALE = "full"
+
+
+def listing() -> list[dict[str, Any]]:
+    """All cases, what they are, and what of `fast` they lack."""
+    import fast
+
+    return [
+        {
+            "name": case.name,
+            "scheme": case.scheme,
+            "shapes": list(case.shapes),
+            "bytes_per_element": case.moved_per_element(SHAPES[case.shapes[0]]),
+            "bars": {bar.metric: bar.value for bar in case.bars},
+            "missing": case.missing(fast),
+        }
+        for case in CASES.values()
+    ]
+
+
+def has_device() -> bool:
+    """Whether there is a GPU to time on."""
+    return torch.cuda.is_available()
+
+
+def shapes_named(names: Sequence[str]) -> dict[str, Shape]:
+    """Shapes by name: of the list, or any other as ROWSxCOLUMNS; ValueError for what is neither."""
+    made = {}
+    for name in names:
+        found = re.fullmatch(r"(\d+)x(\d+)", name)
+        if not found or not all(int(size) for size in found.groups()):
+            raise ValueError(f"a shape is ROWSxCOLUMNS, such as {', '.join(SHAPES)}; got {name!r}")
+        made[name] = (int(found[1]), int(found[2]))
+    return made
+
+
+def choose(names: Sequence[str], shapes: Sequence[str]) -> list[Any]:
+    """Cases with their shapes; ValueError for unknown ones, or where nothing is left."""
+    work = pairs(chosen(names), shapes_named(shapes)) if shapes else pairs(chosen(names))
+    if not work:
+        raise ValueError(f"none of these kernels is measured at {', '.join(shapes)}")
+    return work
+
+
+def part(work: Sequence[Any], *, with_peers: bool = True) -> list[Line]:
+    """Measure some cases now; nothing is kept."""
+    import fast
+
+    settings = settings_for(SCALE, "cuda", Places.default().cache)
+    peers = PEERS if with_peers else ()
+    rows = measure(Bench(settings, fast, CudaWatch(), peers=peers), work)
+    return one_run(rows, settings)
+
+
+def complete(
+    *, with_peers: bool = True, seconds: float = PEER_SECONDS, places: Places | None = None
+) -> tuple[list[Line], Made]:
+    """Measure all cases, resuming where it broke off, and publish rows, page and picture."""
+    from experiments.environment import record_run
+    from experiments.pages import write_pages
+
+    places = places or Places.default()
+    settings = settings_for(SCALE, "cuda", places.cache)
+    started = time.perf_counter()
+    journal = Journal(places.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings)))
+    resumed = len(journal.rows)
+    rows = run(settings, journal, peers=PEERS if with_peers else (), seconds=seconds)
+    path = places.data / f"{EXPERIMENT}.csv"
+    published = publish(path, without_doubt(rows, read(path)))
+    record_run(places, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
+    made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(places)]
+    return one_run(published, settings), made
+
+
+def without_doubt(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """New rows, and for a peer that the time did not reach its rows of before, which say themselves how old they are."""
+    unreached = {
+        (row.table, row.setting, row.method, row.device)
+        for row in rows
+        if row.metric.startswith("status: not run")
+    }
+    older = [row for row in before if (row.table, row.setting, row.method, row.device) in unreached]
+    known = {(row.table, row.setting, row.method, row.device) for row in older}
+    kept = [row for row in rows if (row.table, row.setting, row.method, row.device) not in known]
+    return [*kept, *older]
+
+
+def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:
+    """The lines of this run's device and scale."""
+    mine = [
+        row
+        for row in rows
+        if row.device == settings.device_name and table_parts(row.table)[1] == settings.scale
+    ]
+    found = lines_of(mine)
+    return [line for lines in found.values() for line in lines]
+
+
+def plain(line: Line) -> dict[str, Any]:
+    """A line as JSON has it."""
+    made = asdict(replace(line, source_hash=""))
+    del made["source_hash"]
+    return {**made, "missed": line.missed, "slower_than": line.slower_than}
+
+
+__all__ = ["choose", "complete", "has_device", "listing", "part", "plain"]

@@ -1,0 +1,293 @@
+"""Running the cases: inputs, check, time, rows. First all of ours, then the peers, as far as their time reaches.
+
+A row's setting is the shape and its method the case; peers have a table of their own, whose setting is ``case, shape`` and
+whose method is the peer. Every case leaves a row ``status: ...``: ok; missing, where `fast` has no such function; wrong, where
+a result differs from the reference, which then gets no time; error, with its text.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from experiments.kernels.case import HUGE, SHAPES, Case, Inputs
+from experiments.kernels.cases import CASES
+from experiments.kernels.check import Wrong, check
+from experiments.kernels.floors import Shape, fraction
+from experiments.kernels.peers import PEERS, Peer, calls_of, offers
+from experiments.kernels.timing import (
+    AGAIN,
+    Call,
+    CudaWatch,
+    Plan,
+    Span,
+    Watch,
+    cache_bytes,
+    host_time,
+    input_sets,
+    interleaved,
+    prepare,
+    spread,
+    summary,
+)
+from experiments.progress import bar
+from experiments.rows import Journal, Row
+from experiments.settings import Settings
+
+EXPERIMENT = "kernels"
+TITLE = "Speed of the kernels on a GPU"
+KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"
+#: Seconds after which no further peer is begun.
+PEER_SECONDS = 200.0
+OURS, COPY = "ours", "copy"
+Values = dict[str, tuple[float, str]]
+
+
+PLAN = Plan()
+PEER_PLAN = Plan(rounds=15, warmup=2)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which peers and for how long."""
+
+    settings: Settings
+    fast: Any
+    watch: Watch
+    plan: Plan = PLAN
+    peer_plan: Plan = PEER_PLAN
+    peers: Sequence[Peer] = PEERS
+    peer_seconds: float = PEER_SECONDS
+    clock: Callable[[], float] = time.perf_counter
+
+
+def subject(settings: Settings) -> str:
+    """What rows are about: the seed, and the libraries that make or compare kernels."""
+    versions = [name + version(name) for name in ("triton", "torchao")]
+    return "-".join([f"seed{settings.seed}", *versions])
+
+
+def version(name: str) -> str:
+    """The version of a library, or none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def run(
+    settings: Settings,
+    journal: Journal | None = None,
+    *,
+    peers: Sequence[Peer] = PEERS,
+    seconds: float = PEER_SECONDS,
+) -> list[Row]:
+    """Rows of all cases at their shapes; NoDevice without a GPU. `seconds` is how long peers may take."""
+    import fast
+
+    bench = Bench(settings, fast, CudaWatch(), PLAN, PEER_PLAN, peers, seconds)
+    return measure(bench, pairs(list(CASES.values())), journal)
+
+
+def pairs(cases: Sequence[Case], shapes: Mapping[str, Shape] = SHAPES) -> list[tuple[Case, str, Shape]]:
+    """(case, name of the shape, shape) in the order of measurement: shape by shape.
+
+    A shape of the list belongs to the cases that name it, any other to all but those for small tensors.
+    """
+    return [
+        (case, name, shape)
+        for name, shape in shapes.items()
+        for case in cases
+        if (name in case.shapes if name in SHAPES else case.operation != "small")
+    ]
+
+
+@torch.no_grad()
+def measure(
+    bench: Bench, work: Sequence[tuple[Case, str, Shape]], journal: Journal | None = None
+) -> list[Row]:
+    """Rows of these cases. Finished ones are taken from the journal; what failed is tried again and not kept there."""
+    journal = journal if journal is not None else Journal()
+    failed: list[Row] = []
+    against = comparisons(bench.peers, work)
+    with bar("kernels", len(work) + len(against)) as step:
+        for case, name, shape in work:
+            if not journal.finished(table(bench, KERNELS), name, case.name):
+                keep(journal, failed, case_rows(bench, case, name, shape))
+            step(f"{case.name} {name}")
+        deadline = bench.clock() + bench.peer_seconds
+        for peer, case, name, shape in against:
+            if not journal.finished(table(bench, PEER_TABLE), f"{case.name}, {name}", peer.name):
+                keep(journal, failed, peer_rows(bench, peer, case, name, shape, deadline))
+            step(f"{peer.name}: {case.name} {name}")
+    return journal.rows + failed
+
+
+def comparisons(
+    peers: Sequence[Peer], work: Sequence[tuple[Case, str, Shape]]
+) -> list[tuple[Peer, Case, str, Shape]]:
+    """Which peers stand against which cases: cases with bars first, should the time for peers not reach all."""
+    ordered = sorted((one for one in work if one[1] != HUGE), key=lambda one: not one[0].bars)
+    return [(peer, *one) for one in ordered for peer in peers if offers(peer, one[0])]
+
+
+def table(bench: Bench, kind: str) -> str:
+    """The table of this run's rows."""
+    return f"{kind}/{bench.settings.scale}/{DATA}"
+
+
+def keep(journal: Journal, failed: list[Row], rows: list[Row]) -> None:
+    """Rows of what went well into the journal, others beside it."""
+    if any(row.metric == "status: ok" for row in rows):
+        journal.add(rows)
+    else:
+        failed += rows
+
+
+def rows_of(bench: Bench, kind: str, setting: str, method: str, values: Values) -> list[Row]:
+    """Tidy rows."""
+    return [
+        bench.settings.row(EXPERIMENT, kind, DATA, setting, method, metric, value, unit)
+        for metric, (value, unit) in values.items()
+    ]
+
+
+def status(word: str) -> Values:
+    """The row that says how it went; what it says is in its name, as rows hold numbers."""
+    return {f"status: {' '.join(word.split())[:200]}": (float(word == "ok"), "")}
+
+
+def case_rows(bench: Bench, case: Case, name: str, shape: Shape) -> list[Row]:
+    """Rows of one case at one shape."""
+    # Bars are stated for the shapes of the list, and a small tensor has others than a large one.
+    asked = case.bars if name in case.shapes and name != HUGE else ()
+    bars: Values = {f"bar: {one.metric}": (one.value, unit_of(one.metric)) for one in asked}
+    values = attempt(bench, partial(timed, bench, case, shape), case)
+    return rows_of(bench, KERNELS, name, case.name, {**values, **bars})
+
+
+def attempt(bench: Bench, work: Callable[[], Values], case: Case) -> Values:
+    """What work finds, or why it found nothing. One kernel that fails must not end the others' run."""
+    if missing := case.missing(bench.fast):
+        return status("missing: fast has no " + ", ".join(missing))
+    try:
+        return {**work(), **status("ok")}
+    except Wrong as error:
+        return status(f"wrong: {error}")
+    except Exception as error:  # noqa: BLE001
+        return status(f"error: {type(error).__name__}: {error}")
+    finally:
+        free()
+
+
+def free() -> None:
+    """Give memory back, so that the next case has all of it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def timed(bench: Bench, case: Case, shape: Shape) -> Values:
+    """Check, then time a case beside a copy of its input's size and what else stands beside it."""
+    sets = make_sets(bench, case, shape)
+    check(case, bench.fast, sets[0], shape)
+    works = {OURS: case.call, **case.beside}
+    calls: dict[str, list[Call]] = {
+        name: [partial(work, bench.fast, inputs) for inputs in sets] for name, work in works.items()
+    }
+    calls[COPY] = copies(bench, case, shape, len(sets))
+    spans = {name: prepare(bench.watch, made, bench.plan) for name, made in calls.items()}
+    values = values_of(case, shape, spans, bench)
+    if case.host:
+        host = host_time(calls[OURS][0], bench.watch.sync, clock=bench.clock)
+        values["host time"] = (host * 1e6, "us")
+    return values
+
+
+def make_sets(bench: Bench, case: Case, shape: Shape) -> list[Inputs]:
+    """Input sets that the cache does not hold together, each from its own seed."""
+    count = input_sets(case.read(shape), cache_bytes())
+    seeds = range(bench.settings.seed, bench.settings.seed + count)
+    return [case.make(bench.fast, shape, bench.settings.device, 1000 * seed) for seed in seeds]
+
+
+def copies(bench: Bench, case: Case, shape: Shape, count: int) -> list[Call]:
+    """Copies of as many random bytes as the case reads, from as many buffers."""
+    size = int(case.read(shape))
+    device = bench.settings.device
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    made = []
+    for _ in range(count):
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+        made.append(partial(target.copy_, source))
+    return made
+
+
+def values_of(case: Case, shape: Shape, spans: Mapping[str, Span], bench: Bench) -> Values:
+    """Metrics of a case: by graph replay, which the bars are about, and launched one by one."""
+    times = interleaved(bench.watch, spans, bench.plan)
+    eager = interleaved(bench.watch, spans, bench.plan, graph=False)
+    ours, copy = summary(times[OURS]), summary(times[COPY])
+    moved = case.moved(shape)
+    copy_rate = 2 * int(case.read(shape)) / copy.median
+    eager_ours = summary(eager[OURS]).median
+    values: Values = {
+        "time": (ours.median * 1e6, "us"),
+        "time, 20%": (ours.low * 1e6, "us"),
+        "time, 80%": (ours.high * 1e6, "us"),
+        "time, eager": (eager_ours * 1e6, "us"),
+        "repeat": (spread(times[OURS], times[AGAIN]), "ratio"),
+        "bytes read": (case.read(shape), "B"),
+        "bytes moved": (moved, "B"),
+        "rate": (moved / ours.median / 1e12, "TB/s"),
+        "copy rate": (copy_rate / 1e12, "TB/s"),
+        "fraction": (fraction(moved, ours.median, copy_rate), "ratio"),
+        "fraction, eager": (fraction(moved, eager_ours, copy_rate), "ratio"),
+    }
+    for name in case.beside:
+        beside = summary(times[name]).median
+        if name == "unfused":
+            values["speedup over unfused"] = (beside / ours.median, "ratio")
+        else:
+            values[f"time over {name}"] = (ours.median / beside, "ratio")
+    return values
+
+
+def unit_of(metric: str) -> str:
+    """Unit of a metric that has a bar."""
+    return "us" if metric == "host time" else "ratio"
+
+
+def peer_rows(bench: Bench, peer: Peer, case: Case, name: str, shape: Shape, deadline: float) -> list[Row]:
+    """Rows of one peer beside ours, or one that says why there are none."""
+    setting = f"{case.name}, {name}"
+    if bench.clock() > deadline:
+        values = status(f"not run: the {bench.peer_seconds:.0f} s for peers were over")
+    else:
+        values = attempt(bench, partial(compared, bench, peer, case, shape), case)
+    return rows_of(bench, PEER_TABLE, setting, peer.name, values)
+
+
+def compared(bench: Bench, peer: Peer, case: Case, shape: Shape) -> Values:
+    """Times of ours and of a peer in turn."""
+    sets = make_sets(bench, case, shape)
+    work = {
+        OURS: [partial(case.call, bench.fast, inputs) for inputs in sets],
+        peer.name: calls_of(peer, case, sets),
+    }
+    spans = {name: prepare(bench.watch, calls, bench.peer_plan) for name, calls in work.items()}
+    times = interleaved(bench.watch, spans, bench.peer_plan)
+    ours, theirs = summary(times[OURS]), summary(times[peer.name])
+    return {
+        "time": (theirs.median * 1e6, "us"),
+        "time, 20%": (theirs.low * 1e6, "us"),
+        "time, 80%": (theirs.high * 1e6, "us"),
+        "ours": (ours.median * 1e6, "us"),
+        "ratio": (theirs.median / ours.median, "ratio"),
+        "repeat": (spread(times[OURS], times[AGAIN]), "ratio"),
+    }

@@ -1,0 +1,45 @@
+"""Which tensors the kernels take: CUDA tensors on Hopper or later, with triton installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import lru_cache
+
+import torch
+
+# Conversion instructions and the block sizes here are those of sm_90.
+OLDEST = (9, 0)
+
+
+# Fake tensors and other subclasses have no memory of their own that a kernel could be given.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels run on this tensor. Where they cannot, a warning says once what runs instead."""
+    return x.is_cuda and type(x) in PLAIN and _reason(x.get_device()) is None
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a call is being recorded: then it has to appear as an operator (`fast.ops`)."""
+    return torch.compiler.is_compiling() or type(x) not in PLAIN
+
+
+@lru_cache(maxsize=64)
+def _reason(index: int) -> str | None:
+    """Why there are no kernels on a CUDA device, or None; warns when there is a reason."""
+    reason = None
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed (pip install triton)"
+    elif torch.cuda.get_device_capability(index) < OLDEST:
+        name = torch.cuda.get_device_name(index)
+        reason = f"{name} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    if reason is not None:
+        warnings.warn(
+            f"ao_lab's kernels do not run on cuda:{index}: {reason}. The same functions run as torch operations there, "
+            f"with the same bits, many times slower; CPU tensors run the reference.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return reason

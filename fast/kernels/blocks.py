@@ -1,0 +1,334 @@
+"""One kernel for every blocked tensor: choose scales, quantize, fake-quantize, dequantize, mask gradients.
+
+A program takes a tile of P blocks with SIZE elements each. Where the elements lie is compile-time (`SHAPE`):
+
+* ``flat``: block b is elements b * length ... of the flattened tensor (groups that divide the last axis, whole rows, the
+  whole tensor). With CHUNKED a block is larger than a tile, and the second grid axis counts blocks.
+* ``columns``: blocks run along an axis that is not the last; P neighbouring columns make a tile, so that memory is read in
+  rows. Grid: column tiles, then (leading index, block along the axis), then chunks.
+* ``tiles``: blocks of rows x INNER, and rows with a short last block.
+
+With CHUNKED a block is larger than a tile, and neighbouring programs take its parts.
+
+What happens is a `Job`: where scales come from (the tile, a statistic that an earlier pass left, the caller) and what is
+written. Blocks too large for one tile take two passes: the first leaves statistics by atomic maximum on bit patterns, the
+second reads x again, in reverse order, since the end of x is what the L2 cache still holds.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import bits_of, narrow, read, widened
+from fast.kernels.elements import element_codes
+from fast.kernels.hot import (
+    choose_under_outer,
+    finished,
+    loaded_values,
+    multiplier,
+    rounded_values,
+    store_codes,
+)
+from fast.kernels.packing import load_packed, store_packed
+from fast.kernels.rule import Constant
+from fast.kernels.scales import (
+    exact_scale,
+    floored,
+    loaded_scale,
+    outer_scale,
+    power_scale,
+    power_value,
+    stored_scale,
+    zero_point,
+)
+from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
+from fast.kernels.values import combined, loaded_zero, saturated, values
+
+
+class Job(Constant):
+    """What a launch does.
+
+    source: "tile", "statistic" or "given" scales. outer: "", "statistic" or "given". codes, scales, statistic: what is
+    written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
+    dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding.
+    """
+
+
+def job(
+    *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
+    output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
+    reverse: bool = False,
+) -> Job:  # fmt: skip
+    """A `Job` with the parts that a launch needs."""
+    return Job(
+        source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
+        dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
+    )  # fmt: skip
+
+
+@triton.jit
+def all_of(SIZE: tl.constexpr, P: tl.constexpr):
+    """A mask that the compiler drops."""
+    return tl.full((P, SIZE), 1, tl.int1)
+
+
+@triton.jit
+def _places(
+    count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
+    SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, REVERSE: tl.constexpr,
+    SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """(offsets (P, SIZE), which exist, index of the scale (P, 1), block number, which exist, first chunk)."""
+    program = tl.program_id(0)
+    if REVERSE:
+        program = tl.num_programs(0) - 1 - program
+    i = tl.arange(0, SIZE)[None, :]
+    p = tl.arange(0, P)[:, None]
+    chunk = 0
+    if CHUNKED:
+        chunk, program = program % chunks, program // chunks
+        i = i + (chunk.to(tl.int64) if WIDE else chunk) * SIZE
+    if SHAPE == "flat":
+        block = p + program * P
+        at = (block.to(tl.int64) if WIDE else block) * length + i
+        inside = all_of(SIZE, P)
+        if MASKED:
+            inside = (block < count) & (i < length) & (at < limit)
+        return at, inside, block, block < count, chunk == 0
+    if SHAPE == "columns":
+        tiles = tl.cdiv(columns, P)
+        rest = program // tiles
+        column = p + program % tiles * P
+        row, lead = rest % rows, rest // rows
+        base = (lead.to(tl.int64) if WIDE else lead) * lead_stride + (
+            row.to(tl.int64) if WIDE else row
+        ) * row_stride
+        at = base + (i.to(tl.int64) if WIDE else i) * inner_row + column
+        exists = column < columns
+        inside = all_of(SIZE, P)
+        if MASKED:
+            inside = exists & (row * length + i < limit) & (i < length)
+        return at, inside, rest * columns + column, exists, chunk == 0
+    block = p + program * P
+    column, rest = block % columns, block // columns
+    row, lead = rest % rows, rest // rows
+    base = (lead.to(tl.int64) if WIDE else lead) * lead_stride
+    base += (row.to(tl.int64) if WIDE else row) * row_stride + column * column_stride
+    r, c = i // INNER, i % INNER
+    at = base + (r.to(tl.int64) if WIDE else r) * inner_row + c * inner_column
+    height: tl.constexpr = SIZE // INNER
+    inside = all_of(SIZE, P)
+    if MASKED:
+        inside = (block < count) & (row * height + r < limit) & (column * INNER + c < length)
+    return at, inside, block, block < count, chunk == 0
+
+
+@triton.jit
+def blocks_kernel(
+    x, g, words, codes, scale, outer, zero, statistic, outer_statistic, y,
+    count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column, stride,
+    RULE: tl.constexpr, JOB: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Run a job on a tile; see the module."""
+    at, inside, block, exists, first = _places(
+        count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
+        SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
+    )  # fmt: skip
+    if JOB.dequantize:
+        _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
+    else:
+        v = widened(read(x + at, inside), RULE.signs_nan)
+        if JOB.statistic:
+            _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
+        else:
+            _quantize_tile(
+                v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
+                first, stride, RULE, JOB,
+            )  # fmt: skip
+
+
+@triton.jit
+def _leave_statistic(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+    """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
+    if JOB.outer == "statistic":
+        # Over all elements: one number, and in house schemes only finite ones count.
+        largest = tl.max(absmax(v, RULE.house, RULE.native), axis=0)
+        tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
+    else:
+        tl.atomic_max(statistic + block, absmax(v, False, RULE.native), mask=exists, sem="relaxed")
+        if RULE.level.statistic != "absmax":
+            tl.atomic_min(statistic + stride + block, lowest_key(v, inside), mask=exists, sem="relaxed")
+            tl.atomic_max(statistic + 2 * stride + block, highest_key(v, inside), mask=exists, sem="relaxed")
+
+
+@triton.jit
+def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+    """(pattern of the largest magnitude, minimum, maximum) of each block."""
+    MINMAX: tl.constexpr = RULE.level.statistic != "absmax"
+    WITH_ZERO: tl.constexpr = RULE.level.statistic != "minmax"
+    if JOB.source == "statistic":
+        largest = read(statistic + block, exists)
+        if MINMAX:
+            low = tl.load(statistic + stride + block, mask=exists, other=0)
+            high = tl.load(statistic + 2 * stride + block, mask=exists, other=0)
+    else:
+        largest = absmax(v, False, RULE.native)
+        if MINMAX:
+            low, high = minimum(v, inside, RULE.native), maximum(v, inside, RULE.native)
+    if MINMAX:
+        return (
+            largest,
+            value_of_key(low, largest, WITH_ZERO, True),
+            value_of_key(high, largest, WITH_ZERO, False),
+        )
+    return largest, largest, largest
+
+
+@triton.jit
+def _quantize_tile(
+    v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    RULE: tl.constexpr, JOB: tl.constexpr,
+):  # fmt: skip
+    g_outer = _outer(outer, outer_statistic, RULE, JOB)
+    if JOB.source == "given":
+        s = loaded_scale(read(scale + block, exists), RULE.level)
+        e, divisor_outer = s, g_outer
+        if RULE.house and not RULE.power_of_two and not JOB.exact:
+            # Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN.
+            e = floored(s, RULE.level)
+            if RULE.has_outer:
+                divisor_outer = floored(g_outer, RULE.outer)
+        z = s
+        if RULE.zero != "":
+            z = loaded_zero(read(zero + block, exists), RULE)
+        kept = s
+    else:
+        divisor_outer = g_outer
+        largest, low, high = _range(v, inside, statistic, block, exists, stride, RULE, JOB)
+        e, s, z, kept = _choose(largest, low, high, g_outer, scale, zero, block, exists & first, RULE, JOB)
+    if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
+        if JOB.codes:
+            m = multiplier(s, kept, z, RULE)
+            store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
+        if JOB.output != "":
+            c = combined(s, g_outer, RULE, "float32")
+            value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
+            tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    elif JOB.codes or JOB.output != "" or JOB.gradient:
+        _general_tile(
+            v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
+        )
+
+
+@triton.jit
+def _general_tile(
+    v,
+    g,
+    words,
+    codes,
+    y,
+    at,
+    inside,
+    block,
+    exists,
+    e,
+    s,
+    z,
+    divisor_outer,
+    outer,
+    RULE: tl.constexpr,
+    JOB: tl.constexpr,
+):
+    """Codes, values or masked gradients by the rules of any record."""
+    divisor = e if RULE.codes_from == "exact" or JOB.source == "given" else s
+    drawn = None
+    if RULE.rounding == "stochastic":
+        drawn = read(words + at, inside)
+    made = element_codes(v, divisor, divisor_outer, z, drawn, RULE)
+    if JOB.packed:
+        store_packed(codes, made, block, exists, RULE.bits)
+    elif JOB.codes:
+        tl.store(codes + at, made.to(codes.dtype.element_ty), mask=inside)
+    if JOB.gradient:
+        kept = widened(read(g + at, inside), False)
+        lost = saturated(v, made, divisor, divisor_outer, RULE)
+        tl.store(y + at, narrow(tl.where(lost, 0.0, kept), RULE.dtype, False), mask=inside)
+    elif JOB.output != "":
+        PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
+        value = values(made, combined(s, outer, RULE, PRECISION), z, RULE, PRECISION)
+        tl.store(y + at, narrow(value, JOB.output, RULE.dequantize == "float32"), mask=inside)
+
+
+@triton.jit
+def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
+    """The scale over all elements, float32; 1 where there is none."""
+    if not RULE.has_outer:
+        return tl.full((), 1.0, tl.float32)
+    if JOB.outer == "statistic":
+        made = outer_scale(tl.load(outer_statistic), RULE)
+        if tl.program_id(0) == 0:
+            tl.store(outer, made)
+        return made
+    return loaded_scale(tl.load(outer), RULE.outer)
+
+
+@triton.jit
+def _choose(largest, low, high, outer, scale, zero, block, writes, RULE: tl.constexpr, JOB: tl.constexpr):
+    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so."""
+    if RULE.power_of_two:
+        kept = power_scale(largest, RULE.level, RULE.house)
+        s = power_value(kept)
+        e = s
+        z = s
+    elif RULE.under_outer:
+        kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
+        e = s
+    else:
+        e = exact_scale(largest, low, high, outer, RULE)
+        kept, s = stored_scale(e, RULE.level)
+        z = e
+        if RULE.zero != "":
+            kept_zero, z = zero_point(low, e, RULE)
+            if JOB.scales:
+                if RULE.zero == "code":
+                    tl.store(zero + block, kept_zero.to(tl.int8), mask=writes)
+                else:
+                    tl.store(zero + block, (bits_of(kept_zero) >> 16).to(tl.uint16), mask=writes)
+    if JOB.scales:
+        tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
+    return e, s, z, kept
+
+
+@triton.jit
+def _dequantize_tile(
+    codes, scale, outer, zero, y, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
+    HOT: tl.constexpr = RULE.hot_values and (
+        RULE.bits == 8 or (JOB.packed and (RULE.bits == 4 or RULE.bits == 6))
+    )
+    if HOT:
+        code = block
+    elif JOB.packed:
+        code = load_packed(codes, block, exists, SIZE, RULE.bits)
+    else:
+        code = read(codes + at, inside).to(tl.int32)
+    s = read(scale + block, exists)
+    if JOB.exact:
+        s = s.to(tl.float32)
+    else:
+        s = loaded_scale(s, RULE.level)
+    z = s
+    if RULE.zero != "":
+        z = loaded_zero(read(zero + block, exists), RULE)
+    o = tl.full((), 1.0, tl.float32)
+    if RULE.has_outer:
+        o = loaded_scale(tl.load(outer), RULE.outer)
+    if HOT:
+        c = combined(s, o, RULE, "float32")
+        value = loaded_values(codes, at, inside, block, exists, z, RULE, JOB.packed, SIZE)
+        tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    else:
+        value = values(code, combined(s, o, RULE, PRECISION), z, RULE, PRECISION)
+        tl.store(y + at, narrow(value, JOB.output, RULE.dequantize == "float32"), mask=inside)

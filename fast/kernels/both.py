@@ -1,0 +1,154 @@
+"""`quantize_both`: the rows of a matrix and the rows of its transpose, quantized from one read.
+
+A training step multiplies an activation along its columns in the forward GEMM and along its rows in that of the weight
+gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along x's rows: codes
+(K, M), scales of blocks of `n` rows.
+
+A program takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the registers of one
+warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes pass through it.
+Two kinds of schemes have such a kernel: MX with 8-bit floats, and 8-bit floats under a given scale for the whole tensor.
+Everything else is two calls of `quantize`, the same bits from two reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import NAN, bits_of, float_of, widened
+from fast.kernels.rule import Rule
+from fast.kernels.scales import floored, loaded_scale, power_scale
+from fast.kernels.statistics import absmax
+
+GROUP = tl.constexpr(32)
+
+
+@triton.jit
+def _codes8(y, RULE: tl.constexpr):
+    """uint8 codes of scaled float32 by the conversion instruction."""
+    if RULE.hot == "e4m3":
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _multiplier(code):
+    """2**(127 - code), NaN for 255; codes of 8-bit float elements end far below 254."""
+    return float_of(tl.where(code == 255, NAN, (254 - code) << 23))
+
+
+@triton.jit
+def mx_both_kernel(
+    x, codes, scale, transposed, transposed_scale, rows, columns,
+    RULE: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows."""
+    TURNS: tl.constexpr = 256 // COLUMNS
+    REGISTERS: tl.constexpr = GROUP // TURNS
+    ROWS: tl.constexpr = GROUP * WARPS
+    tiles = columns // COLUMNS
+    down, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i = tl.arange(0, ROWS)
+    row = down * ROWS + ((i // TURNS) % WARPS) * GROUP + (i % TURNS) * REGISTERS + i // (TURNS * WARPS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    wide_row = row.to(tl.int64) if WIDE else row
+    at = wide_row[:, None] * columns + column[None, :]
+    v = widened(tl.load(x + at))
+
+    groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
+    code = power_scale(absmax(groups, False, True), RULE.level, True)
+    made = _codes8(groups * _multiplier(code), RULE)
+    tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
+    place = (
+        wide_row[:, None] * (columns // GROUP)
+        + (across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP))[None, :]
+    )
+    tl.store(scale + place, tl.reshape(code, (ROWS, COLUMNS // GROUP)).to(tl.uint8))
+
+    # (registers, warps, lanes, columns) -> (warps, rows of a group, columns): nothing moves.
+    w = tl.reshape(
+        tl.permute(tl.reshape(v, (REGISTERS, WARPS, TURNS, COLUMNS)), (1, 2, 0, 3)), (WARPS, GROUP, COLUMNS)
+    )
+    largest = bits_of(tl.reduce(tl.abs(w), 1, _nan_max)) & 0x7FFFFFFF
+    code_t = power_scale(largest, RULE.level, True)
+    made_t = _codes8(w * _multiplier(code_t)[:, None, :], RULE)
+    made_t = tl.reshape(tl.permute(made_t, (2, 0, 1)), (COLUMNS, ROWS))
+    wide_column = column.to(tl.int64) if WIDE else column
+    out = wide_column[:, None] * rows + (down * ROWS + tl.arange(0, ROWS))[None, :]
+    tl.store(transposed + out, made_t)
+    place_t = wide_column[None, :] * (rows // GROUP) + (down * WARPS + tl.arange(0, WARPS))[:, None]
+    tl.store(transposed_scale + place_t, code_t.to(tl.uint8))
+
+
+@triton.jit
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def given_both_kernel(
+    x, codes, transposed, scale, transposed_scale, rows, columns,
+    RULE: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes in both layouts, under a given scale each; ONE: it is the same scale."""
+    tiles = columns // COLUMNS
+    down, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row, column = down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
+    wide_row = row.to(tl.int64) if WIDE else row
+    wide_column = column.to(tl.int64) if WIDE else column
+    at = wide_row[:, None] * columns + column[None, :]
+    v = widened(tl.load(x + at))
+    made = _codes8(v * _inverse_of(scale, RULE), RULE)
+    tl.store(codes + at, made)
+    if not ONE:
+        made = _codes8(v * _inverse_of(transposed_scale, RULE), RULE)
+    tl.store(transposed + wide_column[:, None] * rows + row[None, :], tl.trans(made))
+
+
+@triton.jit
+def _inverse_of(scale, RULE: tl.constexpr):
+    """1 / scale as house schemes divide by a given scale."""
+    return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
+
+
+WARPS, COLUMNS = 4, 64
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
+
+
+def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
+    """Whether the MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide."""
+    level = rule.level.value
+    mx = rule.power_of_two and rule.hot.value in ("e4m3", "e5m2") and level.simple_power
+    return bool(mx) and x.shape[0] % (32 * WARPS) == 0 and x.shape[1] % COLUMNS == 0
+
+
+def covers_given(x: torch.Tensor, rule: Rule) -> bool:
+    """Whether the kernel for given scales serves: an 8-bit float, sides that tiles divide."""
+    plain = rule.hot.value in ("e4m3", "e5m2") and not rule.power_of_two
+    return plain and x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
+
+
+def mx_both(
+    x: torch.Tensor, rule: Rule, made: dict[str, Any], warps: int = WARPS, columns: int = COLUMNS
+) -> None:
+    """Run the MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale."""
+    rows, width = x.shape
+    grid = (rows // (32 * warps)) * (width // columns)
+    mx_both_kernel[(grid,)](
+        x, made["codes"], made["scale"], made["transposed"], made["transposed_scale"], rows, width,
+        rule, x.numel() >= 2**31, warps, columns, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> None:
+    """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale."""
+    height, width = x.shape
+    grid = (height // PLAIN_ROWS) * (width // PLAIN_COLUMNS)
+    one = made["scale"].data_ptr() == made["transposed_scale"].data_ptr()
+    given_both_kernel[(grid,)](
+        x, made["codes"], made["transposed"], made["scale"], made["transposed_scale"], height, width,
+        rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS, num_warps=PLAIN_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

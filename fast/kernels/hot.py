@@ -1,0 +1,296 @@
+"""Codes and values of house schemes by the instruction sequences of `words`.
+
+Only for scales that were computed from the tile: then a block with NaN or infinity has a NaN scale, every other element is
+finite, and what must become the poison code is masked a word at a time. Everything else goes through `elements` and `values`.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
+from fast.kernels.elements import e4m3_value, nonnegative_code, power_multiplier
+from fast.kernels.packing import store_packed
+from fast.kernels.scales import finite
+from fast.kernels.words import (
+    TO_INTEGER,
+    bfloat16_of,
+    bytes_of,
+    divided,
+    e2m1_numbers,
+    e2m1_values,
+    e2m1_words,
+    e2m3_bytes,
+    e2m3_values,
+    e3m2_bytes,
+    e3m2_values,
+    float16_of,
+    int4_values,
+    int4_words,
+    int8_values,
+    inverse,
+    quotient,
+    six_triples,
+    six_words,
+)
+
+
+@triton.jit
+def multiplier(scale, kept, prepared, RULE: tl.constexpr):
+    """What an element is multiplied by, (blocks, 1); NaN in poisoned blocks.
+
+    kept: the e8m0 code of a power of two. prepared: the multiplier, where choosing the scale has made it already.
+    """
+    if RULE.power_of_two and RULE.level.target_exponent >= 2:
+        # Codes end at 253 there, so 2**(127 - code) is a normal number.
+        return float_of(tl.where(kept == 255, NAN, (254 - kept) << 23))
+    if RULE.power_of_two:
+        return power_multiplier(scale, RULE)
+    if RULE.has_outer:
+        return prepared
+    if RULE.level.quick and RULE.level.target >= 4.0:
+        # Then no scale is above 2**126, and its reciprocal is a normal number.
+        return inverse(scale)
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def choose_under_outer(largest, outer, RULE: tl.constexpr, ORDINARY: tl.constexpr):
+    """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
+
+    (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. The outer scale is brought to [1, 2) by a power
+    of two, exactly, so that a short division does: what overflows e4m3 is cut down first, and what the division gets wrong lies
+    far below the smallest block scale. ORDINARY: the outer scale comes from a tensor, and lies between 2**-112 and 2**117;
+    a given one may lie anywhere.
+    """
+    L: tl.constexpr = RULE.level
+    power = (254 << 23) - (bits_of(outer) & INFINITY)
+    unit = float_of(tl.where(power == 0, 0x00400000, power))
+    mantissa = outer * unit
+    value = quotient(float_of(largest), L.target, L.inverse) * unit
+    exact = divided(tl.minimum(value, 1024.0), mantissa, inverse(mantissa))
+    if not ORDINARY:
+        exact = _extraordinary(exact, largest, outer, L)
+    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
+    # NaN and infinity poison their block, and a NaN outer scale every block.
+    code = tl.where((largest >= INFINITY) | is_nan(exact), 127, code)
+    scale = e4m3_value(code)
+    m = inverse(outer * scale)
+    if not ORDINARY:
+        m = _extraordinary_inverse(m, outer * scale, outer)
+    return code, scale, m
+
+
+@triton.jit
+def _is_ordinary(outer):
+    return (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35)
+
+
+@triton.jit
+def _extraordinary(exact, largest, outer, L: tl.constexpr):
+    """The scale under an outer scale of any size, in place of `exact` where that is not ordinary."""
+    if not _is_ordinary(outer):
+        value = tl.div_rn(float_of(largest), L.target)
+        exact = tl.div_rn(value, outer)
+    return exact
+
+
+@triton.jit
+def _extraordinary_inverse(m, product, outer):
+    if not _is_ordinary(outer):
+        m = finite(tl.div_rn(1.0, product))
+    return m
+
+
+@triton.jit
+def _kept(scale, MASK: tl.constexpr):
+    """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
+    return tl.where(is_nan(scale), 0, MASK)
+
+
+@triton.jit
+def integers(v, m, zero, RULE: tl.constexpr):
+    """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range; NaN in poisoned blocks."""
+    y = v * m
+    if RULE.fraction_bits != 0:
+        y = y * (1 << RULE.fraction_bits)
+    t = y + TO_INTEGER
+    if RULE.zero == "code":
+        t = t + zero.to(tl.float32)
+    if RULE.clamps:
+        t = tl.minimum(tl.maximum(t, TO_INTEGER + RULE.lowest), TO_INTEGER + RULE.highest)
+    return t
+
+
+@triton.jit
+def store_codes(
+    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+):
+    """Codes of a tile, packed where the job says so."""
+    if RULE.hot == "e4m3":
+        y = v * m
+        tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+    elif RULE.hot == "e5m2":
+        y = v * m
+        tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
+    elif RULE.hot == "int":
+        _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
+    elif RULE.hot == "e2m1":
+        _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+    else:
+        _store_six(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+
+
+@triton.jit
+def _store_integers(
+    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+):
+    t = bits_of(integers(v, m, zero, RULE))
+    if PACKED and RULE.bits == 4:
+        _store_words(codes, int4_words(t, _kept(scale, -1)), block, exists)
+    elif PACKED:
+        kept = _kept(scale, (1 << RULE.bits) - 1)
+        store_packed(codes, t & kept, block, exists, RULE.bits)
+    else:
+        made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
+        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _masked_bytes(codes, scale, MASK: tl.constexpr):
+    """The low bytes of codes, 0 in poisoned blocks."""
+    return bytes_of(codes & _kept(scale, MASK))
+
+
+@triton.jit
+def _store_words(codes, words, block, exists):
+    """Words of a tile behind a pointer to bytes."""
+    COUNT: tl.constexpr = words.shape[1]
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    tl.store(out, words, mask=exists)
+
+
+@triton.jit
+def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+    if RULE.power_of_two:
+        signed = v
+        numbers = bits_of(e2m1_numbers(v, tl.broadcast_to(m * 0.5, v.shape)))
+    else:
+        # The scaled element is rounded first; a negative outer scale turns its sign.
+        signed = v * m
+        numbers = bits_of(e2m1_numbers(signed, tl.full(v.shape, 0.5, tl.float32)))
+    if PACKED:
+        _store_words(codes, e2m1_words(numbers, bits_of(signed), _kept(scale, -1)), block, exists)
+    else:
+        made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
+        tl.store(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+    # The power of two is exact: y * 2**-k is below 2**-126 only where y rounds to zero.
+    if RULE.hot == "e2m3":
+        if RULE.power_of_two:
+            y = v * (m * 0.015625)
+        else:
+            y = (v * m) * 0.015625
+        made = e2m3_bytes(y)
+    else:
+        if RULE.power_of_two:
+            y = v * (m * 0.000244140625)
+        else:
+            y = (v * m) * 0.000244140625
+        made = e3m2_bytes(y)
+    if PACKED:
+        a, b, c = six_words(made, _kept(scale, -1))
+        COUNT: tl.constexpr = v.shape[1] // 16
+        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
+        tl.store(word, a, mask=exists)
+        tl.store(word + 1, b, mask=exists)
+        tl.store(word + 2, c, mask=exists)
+    else:
+        tl.store(codes + at, (made & _kept(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def rounded_values(v, m, zero, RULE: tl.constexpr):
+    """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
+    if RULE.hot == "int":
+        n = integers(v, m, zero, RULE) - TO_INTEGER
+        if RULE.zero == "code":
+            n = n - zero.to(tl.float32)
+        if RULE.fraction_bits != 0:
+            n = n * (1.0 / (1 << RULE.fraction_bits))
+        return n
+    y = v * m
+    if RULE.hot == "e4m3":
+        return y.to(tl.float8e4nv).to(tl.float32)
+    return _rounded_float(y, RULE.element)
+
+
+@triton.jit
+def _rounded_float(y, E: tl.constexpr):
+    """y rounded to a float format by adding and subtracting 1.5 * 2**(e + 23 - mantissa); saturating, sign kept."""
+    top: tl.constexpr = E.max_value
+    a = tl.minimum(tl.maximum(y, -top), top)
+    least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
+    unit = float_of(
+        ((bits_of(tl.maximum(tl.abs(a), least)) & INFINITY) + ((23 - E.mantissa) << 23)) | 0x00400000
+    )
+    made = (a + unit) - unit
+    return float_of((bits_of(made) & MAGNITUDE) | (bits_of(y) & SIGN))
+
+
+@triton.jit
+def finished(product, scale, DTYPE: tl.constexpr):
+    """Products as the output dtype: finite values stay finite where the scale is, NaN canonical."""
+    finite = (bits_of(scale) & MAGNITUDE) < INFINITY
+    if DTYPE == "bfloat16":
+        limit = tl.where(finite, 0x7F7F, 0x7F80).to(tl.int16)
+        return bfloat16_of(product, tl.broadcast_to(limit, product.shape))
+    if DTYPE == "float16":
+        limit = tl.where(finite, 0x7BFF, 0x7C00).to(tl.int16)
+        return float16_of(product, tl.broadcast_to(limit, product.shape))
+    bound = float_of(tl.where(finite, LARGEST, INFINITY))
+    return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
+
+
+@triton.jit
+def loaded_values(
+    codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """What the codes of a tile count in units of the scale, read as words where they are packed."""
+    if PACKED and RULE.bits == 4:
+        words = _load_words(codes, block, exists, SIZE // 8)
+        if RULE.kind == "int":
+            value = int4_values(words)
+        else:
+            value = e2m1_values(words)
+    elif PACKED:
+        COUNT: tl.constexpr = SIZE // 16
+        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
+        a = tl.load(word, mask=exists, other=0)
+        b = tl.load(word + 1, mask=exists, other=0)
+        c = tl.load(word + 2, mask=exists, other=0)
+        if RULE.element.mantissa == 3:
+            value = e2m3_values(six_triples(a, b, c))
+        else:
+            value = e3m2_values(six_triples(a, b, c))
+    else:
+        code = tl.load(codes + at, mask=inside, other=0)
+        if RULE.kind == "int":
+            value = int8_values(code.to(tl.int8, bitcast=True))
+        else:
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if RULE.zero == "code":
+        value = value - zero.to(tl.float32)
+    if RULE.fraction_bits != 0:
+        value = value * (1.0 / (1 << RULE.fraction_bits))
+    return value
+
+
+@triton.jit
+def _load_words(codes, block, exists, COUNT: tl.constexpr):
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    return tl.load(out, mask=exists, other=0)

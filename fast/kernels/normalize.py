@@ -1,0 +1,178 @@
+"""`rms_norm` and `rms_norm_quantize` for CUDA tensors; see `reference.normalize` for every rounding.
+
+A program holds whole rows in registers, so that x is read once and codes, or the normalized numbers, are written once. The sum
+of squares is added in the order of the rule: each step adds neighbours, first in a thread, then between threads, then between
+warps. Rows too long for registers take two passes: aligned parts of a power of two are whole branches of the tree, so the
+first leaves their sums and the second goes on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import read
+from fast.kernels.geometry import LARGEST_TILE, power_above
+from fast.kernels.halves import floats, narrowed, rounded_once
+from fast.kernels.launch import interpreted
+from fast.kernels.outputs import Outputs, outputs
+from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
+from reference import Quantized
+from reference.normalize import _checked
+from reference.schemes import Scheme, scheme_of
+
+# Elements of a program where rows are short, and of a part of a row that is too long.
+ELEMENTS = 4096
+PART = 8192
+# The steps between threads and warps, the root and the divisions cost the same for any number of elements.
+PER_THREAD = 64
+# Levels of a tree over a tile, or over the parts of the longest row.
+MOST_LEVELS = tl.constexpr(14)
+
+
+@triton.jit
+def tree_sum(v):
+    """Sums of the rows of (P, S), S a power of two, (P, 1): neighbours first, as `reference.statistics.tree_sum`."""
+    COUNT: tl.constexpr = v.shape[0]
+    for _ in tl.static_range(MOST_LEVELS):
+        if v.shape[1] > 1:
+            v = tl.sum(tl.reshape(v, (COUNT, v.shape[1] // 2, 2)), axis=2)
+    return v
+
+
+@triton.jit
+def summed(x, residual, at, inside, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """x, or x + residual rounded to their dtype, in that dtype."""
+    v = read(x + at, inside)
+    if residual is not None:
+        v = narrowed(floats(v, NATIVE) + floats(read(residual + at, inside), NATIVE), DTYPE, NATIVE)
+    return v
+
+
+@triton.jit
+def sums_kernel(
+    x, residual, sums, rows, length, per_row, column_tiles,
+    DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares of parts of rows: one row, SIZE columns a program."""
+    row, column, inside, block, exists = tile_of(
+        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
+    )
+    h = floats(summed(x, residual, row * length + column, inside, DTYPE, NATIVE), NATIVE)
+    total = tl.sum(tree_sum(tl.reshape(h * h, (1, SIZE))))
+    tl.store(sums + tl.program_id(0), total)
+
+
+@triton.jit
+def norm_kernel(
+    x, residual, weight, sums, new_residual, y, codes, scale, zero, eps, rows, length, per_row, column_tiles,
+    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Normalize a tile, and quantize it where there is a RULE. SUMS: sums of parts of a row, filled to a power of two."""
+    row, column, inside, block, exists = tile_of(
+        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
+    )
+    at = row * length + column
+    h = summed(x, residual, at, inside, DTYPE, NATIVE)
+    w = read(weight + column, inside)
+    if new_residual is not None:
+        tl.store(new_residual + at, h, mask=inside)
+    h = floats(h, NATIVE)
+    if SUMS > 0:
+        parts = tl.arange(0, SUMS)[None, :]
+        first = tl.program_id(0) // column_tiles * column_tiles
+        total = tree_sum(tl.load(sums + first + parts, mask=parts < column_tiles, other=0.0))
+    else:
+        total = tree_sum(tl.reshape(h * h, (ROWS, SIZE)))
+    if ROWS == 1:
+        # As a number it is in every thread.
+        total = tl.sum(total)
+    mean = tl.div_rn(total, tl.zeros_like(total) + length)
+    r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
+    if ROWS > 1:
+        r = tl.reshape(tl.broadcast_to(r, (ROWS, SIZE // GROUP)), (ROWS * (SIZE // GROUP), 1))
+    v = (h * r) * floats(w, NATIVE)
+    if RULE is None:
+        tl.store(y + at, narrowed(v, DTYPE, NATIVE), mask=inside)
+    else:
+        v = rounded_once(v, DTYPE, NATIVE)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+
+
+def rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> tuple[torch.Tensor, Any] | None:
+    """`fast.rms_norm` by kernels, or None where the reference has to answer."""
+    _ns, x, name = _checked(x, weight, residual, eps)
+    if x.numel() == 0:
+        return None
+    rows, length = x.numel() // x.shape[-1], x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    made = _Call(x, weight, residual, eps, name)
+    if length <= LARGEST_TILE:
+        made.launch(_whole_rows(rows, length, length), y=y)
+        return y, made.new_residual
+    place = tiles(rows, length, length, size=PART, elements=PART, stride=length, per_thread=PER_THREAD)
+    sums = torch.empty(place.programs, dtype=torch.float32, device=x.device)
+    made.leave_sums(place, sums)
+    made.launch(place, sums=sums, y=y)
+    return y, made.new_residual
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: Any, scheme: str | Scheme, eps: float, residual: Any, packed: bool
+) -> tuple[Quantized, Any] | None:
+    """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
+    _ns, x, name = _checked(x, weight, residual, eps)
+    made = outputs(x, name, scheme_of(scheme), packed)
+    if made is None or x.shape[-1] > LARGEST_TILE:
+        return None
+    call = _Call(x, weight, residual, eps, name)
+    call.launch(_whole_rows(x.numel() // x.shape[-1], x.shape[-1], made.length), made)
+    return made.quantized(), call.new_residual
+
+
+def _whole_rows(rows: int, length: int, block: int) -> Tiles:
+    return tiles(
+        rows, length, block, size=power_above(length), elements=ELEMENTS, stride=length, per_thread=PER_THREAD
+    )
+
+
+@dataclass
+class _Call:
+    """Checked arguments, contiguous, and the new residual."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    eps: float
+    name: str
+    new_residual: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.x, self.weight = self.x.contiguous(), self.weight.contiguous()
+        if self.residual is not None:
+            self.residual = self.residual.contiguous()
+            self.new_residual = torch.empty_like(self.x)
+
+    def launch(self, place: Tiles, made: Outputs | None = None, **tensors: Any) -> None:
+        """Normalize all rows into y, or into codes and scales."""
+        sums = tensors.get("sums")
+        targets = (tensors.get("y"), None, None, None) if made is None else (None, *made.pointers)
+        rule, do = (None, None) if made is None else (made.rule, made.job)
+        norm_kernel[(place.programs,)](
+            self.x, self.residual, self.weight, sums, self.new_residual, *targets, float(self.eps), *place.integers, RULE=rule,
+            JOB=do, DTYPE=self.name, **place.constants, SUMS=0 if sums is None else power_above(place.column_tiles),
+            NATIVE=not interpreted(), num_warps=place.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def leave_sums(self, place: Tiles, sums: torch.Tensor) -> None:
+        """Sums of squares of the parts of long rows."""
+        sums_kernel[(place.programs,)](
+            self.x, self.residual, sums, *place.integers, DTYPE=self.name, **place.constants, NATIVE=not interpreted(),
+            num_warps=place.warps, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,64 @@
+"""The host side of `both`: which matrices its kernels take, and what they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fast.kernels import both
+from fast.kernels.plans import NAMES
+from fast.kernels.rule import Rule, rule_of
+from reference import Quantized, Scales
+from reference.arrays import namespace_of
+from reference.blocks import Blocks
+from reference.given import check_scales
+from reference.schemes import Scheme
+
+
+def fused_both(x: torch.Tensor, scheme: Scheme, scales: Any) -> tuple[Quantized, Quantized] | None:
+    """Both results from one read, or None where no kernel does that."""
+    name = NAMES.get(x.dtype)
+    if name is None or not x.is_contiguous() or x.numel() == 0 or scheme.scale.block not in (32, "tensor"):
+        return None
+    rule = rule_of(scheme, name)
+    if scales is None and scheme.scale.block == 32 and both.covers_mx(x, rule):
+        return _mx(x, scheme, rule)
+    if (
+        isinstance(scales, tuple)
+        and len(scales) == 2
+        and scheme.scale.block == "tensor"
+        and both.covers_given(x, rule)
+    ):
+        return _given(x, scheme, rule, scales)
+    return None
+
+
+def _mx(x: torch.Tensor, scheme: Scheme, rule: Rule) -> tuple[Quantized, Quantized]:
+    rows, columns = x.shape
+    sizes = {"codes": (rows, columns), "scale": (rows, columns // 32), "transposed": (columns, rows),
+             "transposed_scale": (columns, rows // 32)}  # fmt: skip
+    made = {key: torch.empty(size, dtype=torch.uint8, device=x.device) for key, size in sizes.items()}
+    with torch.cuda.device(x.device):
+        both.mx_both(x, rule, made)
+    return (
+        Quantized(made["codes"], made["scale"], None, None, (rows, columns), 1, scheme),
+        Quantized(made["transposed"], made["transposed_scale"], None, None, (columns, rows), 1, scheme),
+    )
+
+
+def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Quantized, Quantized] | None:
+    shapes = ((x.shape[0], x.shape[1]), (x.shape[1], x.shape[0]))
+    kept: list[Scales] = []
+    for given, shape in zip(scales, shapes, strict=True):
+        checked = check_scales(namespace_of(x), given, scheme, Blocks.of(shape, scheme.scale, -1))
+        if checked is None:
+            return None
+        kept.append(checked)
+    made = {"scale": kept[0].scale, "transposed_scale": kept[1].scale}
+    made["codes"] = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
+    made["transposed"] = torch.empty(shapes[1], dtype=torch.uint8, device=x.device)
+    with torch.cuda.device(x.device):
+        both.given_both(x, rule, made)
+    first = Quantized(made["codes"], kept[0].scale, None, None, shapes[0], 1, scheme)
+    return first, Quantized(made["transposed"], kept[1].scale, None, None, shapes[1], 1, scheme)

@@ -1,0 +1,203 @@
+"""What the host does for each function, as data: passes of the block kernel over named buffers, for any array library.
+
+A `Plan` names the buffers that its passes leave behind, with shapes, dtypes and initial values, and for each pass which
+buffer a kernel argument stands for. Whoever runs it (`ao_lab.jax` here, any other library likewise) allocates the buffers and
+launches; nothing here holds an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from fast.kernels.blocks import Job, job
+from fast.kernels.geometry import Geometry, _flat, geometry
+from fast.kernels.rule import Rule, rule_of
+from reference.blocks import Blocks
+from reference.pack import packed_shape
+from reference.schemes import Scheme
+from reference.storage import storage_dtype
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Identities of maximum and minimum over magnitudes and order keys: largest magnitude, lowest key, highest key.
+RANGE = (0, 0x7FFFFFFF, -0x80000000)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array that a plan makes. fill: the number that each row starts with; () where a pass writes every element."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    fill: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A launch. reads, writes, updates: kernel argument -> name of the buffer; what is updated holds its fill before."""
+
+    place: Geometry
+    rule: Rule
+    job: Job
+    reads: Mapping[str, str]
+    writes: Mapping[str, str] = field(default_factory=dict)
+    updates: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Passes in order, and the buffers that they make; other names that they read are the caller's arrays."""
+
+    passes: tuple[Pass, ...]
+    buffers: Mapping[str, Buffer]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A tensor's shape and dtype, its scheme, its blocks and how the kernel covers them; see `asked`."""
+
+    dtype: str
+    scheme: Scheme
+    blocks: Blocks
+    place: Geometry
+    hardware: bool
+
+    @property
+    def rule(self) -> Rule:
+        """The constants of the scheme."""
+        return rule_of(self.scheme, self.dtype, self.hardware)
+
+
+def asked(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> Asked | None:
+    """What plans are made from, or None where no kernel covers the tensor. hardware: not in the interpreter."""
+    place = geometry(blocks) if dtype in DTYPES else None
+    return None if place is None else Asked(dtype, scheme, blocks, place, hardware)
+
+
+@lru_cache(maxsize=256)
+def first_level(scheme: Scheme) -> Scheme:
+    """The record of the scales before they are quantized themselves."""
+    return replace(scheme, scale=replace(scheme.scale, storage="float32"), outer=None)
+
+
+def scale_buffers(of: Asked) -> dict[str, Buffer]:
+    """Scales and zero points of a tensor."""
+    shape, scheme = of.blocks.scale_shape, of.scheme
+    made = {"scale": Buffer(shape, storage_dtype(scheme.scale.storage))}
+    if of.rule.has_outer:
+        made["outer"] = Buffer((), "float32")
+    if scheme.zero is not None:
+        made["zero"] = Buffer(shape, storage_dtype(scheme.zero.storage))
+    return made
+
+
+def quantizing(of: Asked, given: str = "", packed: bool = False) -> Plan:
+    """Codes and scales. given: "" (scales from x), "outer" or "all"; packed: packed codes, where `packs` says so."""
+    codes = {"codes": code_buffer(of, packed)}
+    return _scaled(of, given, codes, {"codes": True, "packed": packed})
+
+
+def choosing(of: Asked, given: str = "") -> Plan:
+    """Scales alone."""
+    return _scaled(of, given, {}, {})
+
+
+def fake_quantizing(of: Asked, given: str = "") -> Plan:
+    """x quantized and dequantized in registers."""
+    return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype})
+
+
+def masking(of: Asked) -> Plan:
+    """The gradient g where the element did not saturate, for scales from x."""
+    rule = rule_of(of.scheme, of.dtype, of.hardware, True)
+    plan = _scaled(of, "", {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
+    last = plan.passes[-1]
+    passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
+    return replace(plan, passes=(*passes, replace(last, rule=rule, reads={**last.reads, "g": "g"})))
+
+
+def code_buffer(of: Asked, packed: bool) -> Buffer:
+    """Codes, one per element or packed."""
+    shape = packed_shape(of.blocks.shape, of.scheme.format) if packed else of.blocks.shape
+    return Buffer(shape, "uint8" if of.scheme.format.bits <= 8 else "uint16")
+
+
+def packs(of: Asked) -> bool:
+    """Whether the kernel can read and write packed codes: whole bytes per block, blocks along the last axis."""
+    place, bits = of.place, of.scheme.format.bits
+    if bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
+        return False
+    unit = {4: 2, 2: 4, 6: 16}.get(bits, 8)
+    length, last = place.integers[3], of.blocks.shape[-1]
+    whole = prod(of.blocks.shape) % length == 0
+    return whole and length == place.size and length % unit == 0 and last * bits % 8 == 0
+
+
+def _scaled(of: Asked, given: str, made: dict[str, Buffer], wanted: dict[str, Any]) -> Plan:
+    """A job that uses given scales, or chooses them first."""
+    reads, scales = {"x": "x"}, scale_buffers(of)
+    if of.scheme.rounding == "stochastic" and wanted:
+        reads["words"] = "words"
+    if given == "all":
+        do = job(source="given", outer="given", **wanted)
+        only = Pass(of.place, of.rule, do, {**reads, **{name: name for name in scales}}, _same(made))
+        return Plan((only,), made, tuple(made))
+    passes, statistics, outer = [], {}, ""
+    if of.rule.has_outer:
+        outer = "given" if given == "outer" else "statistic"
+    if outer == "statistic":
+        total = prod(of.blocks.shape)
+        passes.append(_statistic(of, _flat(total, total), outer, "outer_statistic", statistics))
+        reads["outer_statistic"] = "outer_statistic"
+    if outer == "given":
+        reads["outer"] = "outer"
+        del scales["outer"]
+    if of.place.chunked:
+        passes.append(_statistic(of, of.place, "", "statistic", statistics))
+        reads["statistic"] = "statistic"
+    source = "statistic" if of.place.chunked else "tile"
+    do = job(source=source, outer=outer, scales=True, reverse=bool(passes), **wanted)
+    left = {**made, **scales}
+    passes.append(Pass(of.place, of.rule, do, reads, _same(left)))
+    return Plan(tuple(passes), {**left, **statistics}, tuple(left))
+
+
+def _statistic(of: Asked, place: Geometry, outer: str, name: str, buffers: dict[str, Buffer]) -> Pass:
+    """Leave the statistic of every block, or of all elements for an outer scale; its buffer joins `buffers`."""
+    if outer:
+        buffers[name] = Buffer((1,), "int32", (0,))
+    elif of.scheme.scale.statistic == "absmax":
+        buffers[name] = Buffer((place.blocks,), "int32", (0,))
+    else:
+        buffers[name] = Buffer((3, place.blocks), "int32", RANGE)
+    return Pass(place, of.rule, job(statistic=True, outer=outer), {"x": "x"}, {}, {"statistic": name})
+
+
+def _same(names: Mapping[str, Any]) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def exact_codes(of: Asked) -> Plan:
+    """Codes from float32 scales ("scale") that are used as they are: the second half of two-level schemes."""
+    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware)
+    codes = code_buffer(of, False)
+    do = job(source="given", codes=True, exact=True)
+    return Plan(
+        (Pass(of.place, rule, do, {"x": "x", "scale": "scale"}, {"codes": "codes"}),),
+        {"codes": codes},
+        ("codes",),
+    )
+
+
+def dequantizing(of: Asked, packed: bool = False) -> Plan:
+    """Values of codes; of.dtype is that of the values. Two-level schemes bring their float32 scales as "scale"."""
+    exact = of.rule.two_level
+    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware) if exact else of.rule
+    do = job(dequantize=True, output=of.dtype, packed=packed, exact=exact, outer="given")
+    reads = {"codes": "codes", **_same({"scale": None} if exact else scale_buffers(of))}
+    y = Buffer(of.blocks.shape, of.dtype)
+    return Plan((Pass(of.place, rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))

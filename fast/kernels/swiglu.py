@@ -1,0 +1,192 @@
+"""`swiglu` and `swiglu_quantize` for CUDA tensors.
+
+silu has to be the correctly rounded 16-bit number for every input (`reference.swiglu` has the table). It is computed in
+float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
+(`tests/test_swiglu_kernels.py`) and on one (`tests/gpu/kernel_producers.py`). With v the gate between two bounds:
+
+* exp(-v) = 2**k * 2**f, k = rint(-v log2(e)): 2**k as a pattern, 2**f by a polynomial.
+* d = (1 + exp(-v)) * 2**-32, which float32 holds down to the last input whose result is not zero; v times an approximate
+  reciprocal of d; times 2**-32. float16 needs a step of Newton's, after which it hardly matters how good the reciprocal was.
+* For tiny v the result lies just above v / 2, a tie where that is subnormal; a tiny number is added.
+
+bfloat16 needs degree 4. The minimax polynomial misses one input by one place, so its coefficients were moved a little at random
+until all inputs were right. They stay right where the reciprocals are wrong by up to two units in the last place, but for
+one: silu(5.9375) needs a reciprocal that is not too large. float16 needs degree 6, and log2(e) in two parts.
+
+The rest, and the product with up, is done on pairs of 16-bit numbers: see `halves.gated`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import bits_of, float_of, read
+from fast.kernels.geometry import LARGEST_TILE, power_above
+from fast.kernels.halves import clamped_gate, gated, gated_floats
+from fast.kernels.launch import interpreted
+from fast.kernels.outputs import Outputs, outputs
+from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
+from reference import Quantized
+from reference.schemes import Scheme, scheme_of
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
+ELEMENTS = 4096
+PER_THREAD = 32
+
+# 1.5 * 2**23: a sum with it is rounded to an integer, which a shift of its pattern by 23 leaves alone.
+TO_INTEGER = tl.constexpr(12582912.0)
+LOG2E, LOG2E_REST = tl.constexpr(1.4426950216293335), tl.constexpr(1.925963033500e-8)
+# Whether bfloat16 takes the step of Newton's too; see the module.
+REFINED = tl.constexpr(False)
+SCALE, SCALED_ONE = tl.constexpr(2.0**-32), tl.constexpr((127 - 32) << 23)
+
+
+@triton.jit
+def power_of_fraction(f, DTYPE: tl.constexpr):
+    """2**f for |f| <= 0.5, by Horner's rule."""
+    if DTYPE == "bfloat16":
+        p = tl.fma(f, 0.009561853, 0.05590428)
+        p = tl.fma(p, f, 0.24025892)
+        p = tl.fma(p, f, 0.6931105)
+    else:
+        p = tl.fma(f, 0.00015352316, 0.0013400171)
+        p = tl.fma(p, f, 0.00961845)
+        p = tl.fma(p, f, 0.055503294)
+        p = tl.fma(p, f, 0.24022648)
+        p = tl.fma(p, f, 0.6931472)
+    return tl.fma(p, f, 1.0)
+
+
+@triton.jit
+def inverse(d, NATIVE: tl.constexpr):
+    """1 / d, to a unit in the last place."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
+
+
+@triton.jit
+def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit numbers."""
+    z = tl.fma(v, -LOG2E, TO_INTEGER)
+    k = z - TO_INTEGER
+    f = tl.fma(v, -LOG2E, -k)
+    if DTYPE == "float16":
+        f = tl.fma(v, -LOG2E_REST, f)
+    power = float_of((bits_of(z) << 23) + SCALED_ONE)
+    d = tl.fma(power, power_of_fraction(f, DTYPE), SCALE)
+    r = inverse(d, NATIVE)
+    q = v * r
+    if REFINED or DTYPE == "float16":
+        q = tl.fma(tl.fma(-q, d, v), r, q)
+    # 2**-146 and 2**-48; a subnormal constant would be a float64.
+    tiny = float_of(tl.full((), 8 if DTYPE == "bfloat16" else (127 - 48) << 23, tl.int32))
+    return tl.fma(q, SCALE, tiny)
+
+
+@triton.jit
+def swiglu_kernel(
+    gate, up, y, codes, scale, zero, rows, length, per_row, column_tiles, gate_stride, up_stride,
+    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a tile, quantized where there is a RULE."""
+    row, column, inside, block, exists = tile_of(
+        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
+    )
+    g = read(gate + (row * gate_stride + column), inside)
+    u = read(up + (row * up_stride + column), inside)
+    s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
+    at = row * length + column
+    if RULE is None:
+        tl.store(y + at, gated(s, g, u, DTYPE, NATIVE), mask=inside)
+    else:
+        v = gated_floats(s, g, u, DTYPE, NATIVE)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+
+
+def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
+    """`fast.swiglu` by a kernel, or None where the reference has to answer."""
+    if not _covers(gate, up):
+        return None
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(gate, up, None, y, None)
+    return y
+
+
+def swiglu_quantize(gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool) -> Quantized | None:
+    """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
+    if not _covers(gate, up):
+        return None
+    made = outputs(gate, NAMES[gate.dtype], scheme_of(scheme), packed)
+    if made is None or (made.length > LARGEST_TILE):
+        return None
+    _launch(gate, up, made.length, None, made)
+    return made.quantized()
+
+
+def _covers(gate: torch.Tensor, up: Any) -> bool:
+    """Whether the arguments are right and not empty; what is wrong with them the reference says."""
+    same = isinstance(up, torch.Tensor) and (up.dtype, up.shape, up.device) == (
+        gate.dtype,
+        gate.shape,
+        gate.device,
+    )
+    return same and gate.dtype in NAMES and gate.numel() > 0
+
+
+def _launch(
+    gate: torch.Tensor, up: torch.Tensor, block: int | None, y: torch.Tensor | None, made: Outputs | None
+) -> None:
+    """y, or codes and scales in blocks of `block`."""
+    gate, up = _as_rows(gate), _as_rows(up.detach())
+    if block is None or block & (block - 1) == 0:
+        gate, up = _joined(gate, up, max(ELEMENTS, block or 1))
+    strides = tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in (gate, up))
+    place = _place(*gate.shape, block, max(strides))
+    rule, do = (None, None) if made is None else (made.rule, made.job)
+    codes = (None, None, None) if made is None else made.pointers
+    swiglu_kernel[(place.programs,)](
+        gate, up, y, *codes, *place.integers, *strides, RULE=rule, JOB=do, DTYPE=NAMES[gate.dtype],
+        **place.constants, NATIVE=not interpreted(), num_warps=place.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a matrix with contiguous rows, copied only where its rows are not evenly spaced."""
+    length = tensor.shape[-1] if tensor.dim() else 1
+    if tensor.dim() and tensor.stride(-1) == 1:
+        try:
+            return tensor.view(-1, length)
+        except RuntimeError:
+            pass  # leading axes that do not join
+    return tensor.contiguous().view(-1, length)
+
+
+def _joined(gate: torch.Tensor, up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices without gaps as rows of `size`, or as one row; others as they are."""
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        return gate, up
+    length = gate.numel() if gate.numel() % size else size
+    return gate.view(-1, length), up.view(-1, length)
+
+
+def _place(rows: int, length: int, block: int | None, stride: int) -> Tiles:
+    """Tiles of whole blocks."""
+    if block is not None and block & (block - 1):
+        size = power_above(block)
+    else:
+        least = 1 if block is None else block
+        size = max(least, min(ELEMENTS, power_above(length)))
+        # Without masks, where a power of two that is not much smaller divides the rows.
+        divides = max(length & -length, least)
+        if size // 4 <= divides < size:
+            size = divides
+    return tiles(rows, length, block, size=size, elements=ELEMENTS, stride=stride, per_thread=PER_THREAD)

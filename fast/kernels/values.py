@@ -1,0 +1,89 @@
+"""What codes stand for: the second half of `reference.quantize.dequantize`, and which elements saturated."""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import (
+    INFINITY,
+    LARGEST,
+    MAGNITUDE,
+    SIGN,
+    bits_of,
+    canonical,
+    float_of,
+    is_nan,
+    rounded,
+)
+from fast.kernels.elements import MARK, decode
+
+
+@triton.jit
+def combined(scale, outer, RULE: tl.constexpr, DTYPE: tl.constexpr):
+    """Block scale and outer scale as one decoding scale; DTYPE: precision of the arithmetic."""
+    scale = rounded(scale, DTYPE)
+    if RULE.has_outer:
+        if RULE.outer_order == "encode":
+            scale = rounded(tl.div_rn(scale, outer), DTYPE)
+        elif RULE.outer_order == "folded":
+            scale = rounded(scale * rounded(tl.div_rn(1.0, outer), DTYPE), DTYPE)
+        else:
+            scale = rounded(scale * outer, DTYPE)
+    return scale
+
+
+@triton.jit
+def counted(codes, zero, RULE: tl.constexpr):
+    """What codes count in units of the scale, float32."""
+    if RULE.zero == "":
+        return decode(codes, RULE.element)
+    if RULE.zero == "code":
+        signed = tl.where(codes > RULE.element.max_code, codes - (1 << RULE.bits), codes)
+        return (signed - zero).to(tl.float32)
+    return (codes - RULE.middle_code).to(tl.float32)
+
+
+@triton.jit
+def values(codes, scale, zero, RULE: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 values of a tile; scale is the combined one (blocks, 1)."""
+    value = counted(codes, zero, RULE)
+    if RULE.stored == "encode":
+        return rounded(tl.div_rn(value, scale), DTYPE)
+    product = rounded(rounded(value, DTYPE) * scale, DTYPE)
+    if RULE.dequantize == "float32" and RULE.element.specials == "ieee":
+        product = _stay_finite(product, value, scale)
+    elif RULE.dequantize == "float32":
+        # Without infinities among the values only the scale decides.
+        limit = tl.where((bits_of(scale) & MAGNITUDE) < INFINITY, LARGEST, INFINITY)
+        product = tl.clamp(product, -float_of(limit), float_of(limit), propagate_nan=tl.PropagateNan.ALL)
+    if RULE.zero == "value":
+        product = rounded(product + zero, DTYPE)
+    return product
+
+
+@triton.jit
+def _stay_finite(product, value, scale):
+    """Finite times finite stops at the largest finite float32."""
+    finite = ((bits_of(value) & MAGNITUDE) < INFINITY) & ((bits_of(scale) & MAGNITUDE) < INFINITY)
+    b = bits_of(product)
+    over = ((b & MAGNITUDE) == INFINITY) & finite
+    return float_of(tl.where(over, (b & SIGN) | LARGEST, b))
+
+
+@triton.jit
+def loaded_zero(kept, RULE: tl.constexpr):
+    """A kept zero point as int32 code or float32."""
+    if RULE.zero == "code":
+        return kept.to(tl.int32)
+    v = float_of(kept.to(tl.int32) << 16)
+    return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))
+
+
+@triton.jit
+def saturated(v, marked, scale, outer, RULE: tl.constexpr):
+    """Whether saturation changed the rounded element; `marked` are codes made under the overflow policy "mark"."""
+    if RULE.kind != "codebook":
+        return (marked & MARK) != 0
+    quotient = tl.div_rn(v, scale)
+    if RULE.has_outer:
+        quotient = tl.div_rn(quotient, outer)
+    return (bits_of(canonical(quotient)) & MAGNITUDE) > RULE.max_bits

@@ -1,0 +1,50 @@
+"""`rms_norm` and `rms_norm_quantize` for torch tensors; see `reference.normalize` for the rules."""
+
+from __future__ import annotations
+
+import torch
+
+import reference
+from fast.device import has_kernels
+from fast.quantize import quantize
+from fast.tensors import require_tensor
+from reference import Quantized, Scheme
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y, new residual or None) on x's device. Arguments, edges and errors as in `reference.rms_norm`."""
+    x = require_tensor(x, "rms_norm").detach()
+    if has_kernels(x):
+        from fast.kernels import normalize
+
+        made = normalize.rms_norm(x, weight, eps, residual)
+        if made is not None:
+            return made
+    return reference.rms_norm(x, weight, eps=eps, residual=residual)
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    packed: bool = False,
+) -> tuple[Quantized, torch.Tensor | None]:
+    """(quantize(y, scheme), new residual or None) with the y of `rms_norm`, in one kernel where blocks lie in rows.
+
+    Arguments, edges and errors as in `reference.rms_norm_quantize`.
+    """
+    x = require_tensor(x, "rms_norm_quantize").detach()
+    if not has_kernels(x):
+        return reference.rms_norm_quantize(x, weight, scheme, eps=eps, residual=residual, packed=packed)
+    from fast.kernels import normalize
+
+    made = normalize.rms_norm_quantize(x, weight, scheme, eps, residual, packed)
+    if made is not None:
+        return made
+    y, new_residual = rms_norm(x, weight, eps=eps, residual=residual)
+    return quantize(y, scheme, packed=packed), new_residual

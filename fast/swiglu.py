@@ -1,0 +1,44 @@
+"""`swiglu` and `swiglu_quantize` for torch tensors; see `reference.swiglu` for the rules."""
+
+from __future__ import annotations
+
+import torch
+
+import reference
+from fast.device import has_kernels
+from fast.quantize import quantize
+from fast.tensors import require_tensor
+from reference import Quantized, Scheme
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up on gate's device. Arguments, edges and errors as in `reference.swiglu`.
+
+    gate and up may be halves of one matrix: rows are read where they lie.
+    """
+    gate = require_tensor(gate, "swiglu").detach()
+    if has_kernels(gate):
+        from fast.kernels import swiglu as kernels
+
+        made = kernels.swiglu(gate, up)
+        if made is not None:
+            return made
+    return reference.swiglu(gate, up)
+
+
+def swiglu_quantize(
+    gate: torch.Tensor, up: torch.Tensor, scheme: str | Scheme, *, packed: bool = False
+) -> Quantized:
+    """quantize(swiglu(gate, up), scheme), in one kernel where blocks lie in rows.
+
+    Arguments, edges and errors as in `reference.swiglu_quantize`.
+    """
+    gate = require_tensor(gate, "swiglu_quantize").detach()
+    if not has_kernels(gate):
+        return reference.swiglu_quantize(gate, up, scheme, packed=packed)
+    from fast.kernels import swiglu as kernels
+
+    made = kernels.swiglu_quantize(gate, up, scheme, packed)
+    if made is not None:
+        return made
+    return quantize(swiglu(gate, up), scheme, packed=packed)

@@ -1,0 +1,83 @@
+"""A watch without a GPU, and kernels that are the reference: a whole benchmark runs on the CPU in a second."""
+
+import functools
+import types
+from dataclasses import replace
+
+import torch
+
+import reference
+from experiments.kernels import run
+from experiments.kernels.cases import CASES
+from experiments.kernels.run import Bench
+from experiments.kernels.timing import Plan
+from tests.experiments import tiny
+
+SHAPE = (256, 512)
+TINY = {"256x512": SHAPE}
+PLAN = Plan(rounds=3, warmup=1, span=1e-9)
+
+
+class FakeWatch:
+    """Makes the calls, and reports microseconds from a script, or one that grows by a tenth with every round."""
+
+    def __init__(self, script=None):
+        self.script = script
+        self.rounds = 0
+        self.captured = []
+
+    def capture(self, calls):
+        self.captured.append(len(calls))
+        return calls[0]
+
+    def seconds(self, calls, *, cold=False):
+        self.rounds += 1
+        for call in calls:
+            call()
+        if self.script:
+            return [next(self.script) for _ in calls]
+        return [1e-6 * (1 + 0.1 * (self.rounds % 3)) * (place + 1) for place in range(len(calls))]
+
+    def sync(self):
+        pass
+
+
+def bench(folder, *, fast=reference, watch=None, peers=(), **changes):
+    """Settings of a tiny run."""
+    made = Bench(
+        settings=replace(tiny.settings(folder), text=None),
+        fast=fast,
+        watch=watch or FakeWatch(),
+        plan=PLAN,
+        peer_plan=PLAN,
+        peers=peers,
+    )
+    return replace(made, **changes)
+
+
+def values_of(rows, method):
+    return {row.metric: row.value for row in rows if row.method == method}
+
+
+def measured(folder, names, **changes):
+    return run.measure(bench(folder, **changes), run.pairs([CASES[name] for name in names], TINY))
+
+
+def broken(function, change):
+    """A `fast` in which one function's result is changed."""
+    right = getattr(reference, function)
+    made = {name: getattr(reference, name) for name in reference.__all__}
+    made[function] = functools.wraps(right)(lambda *args, **kwargs: change(right(*args, **kwargs)))
+    return types.SimpleNamespace(**made)
+
+
+def flipped(part, place=(-1, -1)):
+    """One bit of one number of a Quantized changed."""
+
+    def change(q):
+        tensor = getattr(q, part).clone()
+        view = tensor.view(torch.uint8)
+        view[place] ^= 1
+        return replace(q, **{part: tensor})
+
+    return change

@@ -1,0 +1,202 @@
+"""The kernels of `fast` on CPU tensors in Triton's interpreter, against `reference`, bit for bit.
+
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py GROUP
+
+The variable has to be there before triton is first imported, so this is a program of its own, which
+`tests/test_kernels_interpreter.py` runs. It prints what it compared, one line each, and raises at the first difference.
+
+What is tried are indices, masks, passes and the rules as float and integer operations. The instruction sequences of `words` and
+the conversion instructions are not: the interpreter knows no inline assembly, and rules are made with hardware=False. Outputs in
+bfloat16 are not compared either: the interpreter truncates where it should round. float32 and float16 outputs are.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+
+import reference
+from ao_lab.testing import assert_same_bits
+from fast.kernels import pointwise, quantizer
+from reference import SCHEMES, Scales
+from reference.schemes import scheme_of
+
+# (shape, axis): the first of a scheme is tried in all dtypes, the others in float32.
+ROWS = (((3, 77), -1), ((40, 24), 0), ((2, 35, 5), 1), ((77,), 0), ((), -1))
+# Blocks that take two passes: rows beyond a tile, columns beyond 256, each with a part that is not full.
+LONG = (((2, 17001), -1), ((300, 5), 0))
+WHOLE = (((3, 64), -1), ((64, 24), 0), ((2, 96, 5), 1), ((192,), 0))
+GROUPS = {
+    "fp8": (("fp8_rowwise", (*ROWS, *LONG)), ("fp8_tensorwise_e5m2", (((3, 100), -1), ((), 0), ((2, 9001), -1))),
+            ("fp8_1x128", (((3, 200), -1), ((140, 24), 0), ((2, 35, 5), 1), ((77,), 0))),
+            ("fp8_128x128", (((130, 150), -1), ((2, 129, 40), -1))),
+            ("torchao.fp8_rowwise_training_pow2", ROWS[:2]), ("compressed_tensors.fp8_channel", ROWS[:2])),
+    "mx": (("mxfp8_e4m3", WHOLE), ("mxfp8_e5m2_rceil", WHOLE[:2]), ("mxfp6_e2m3", WHOLE), ("mxfp6_e3m2_rceil", WHOLE[:1]),
+           ("mxfp4", WHOLE), ("mxint8", WHOLE[:2]), ("torchao.mxfp8_e4m3_rceil", WHOLE[:2]),
+           ("torchao.mxfp4_even", WHOLE[:1])),
+    "integers": (("int8_rowwise_asymmetric", (*ROWS[1:], *LONG)), ("int4_g32", WHOLE), ("int4_g32_asymmetric", WHOLE[:3]),
+                 ("int2_g32", WHOLE[:1]), ("int3_g32", WHOLE[:1]), ("int6_g64", WHOLE[:1]),
+                 ("torchao.int4_g32_tinygemm", WHOLE[:2]), ("torchao.int8_rowwise_no_clipping", ROWS[:2])),
+    "two levels": (("nvfp4", (*WHOLE, ((2, 9008), -1))), ("nf4", (((5, 64), -1), ((3, 41), 0))),
+                   ("torchao.nf4", (((256, 64), -1),)), ("te.nvfp4_16x16", (((3, 16, 16), -1), ((32, 48), -1))),
+                   ("compressed_tensors.nvfp4", WHOLE[:2])),
+}  # fmt: skip
+FORMATS = (
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float6_e3m2fn",
+    "float4_e2m1fn",
+    "float8_e8m0fnu",
+    "bfloat16",
+    "int8",
+    "mxint8",
+    "nf4",
+)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    """Blocks of very different sizes, with a zero, subnormals, an infinity and a NaN among the first elements."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(
+        3 * torch.randn(shape[:1], generator=generator)
+    ).reshape((*shape[:1], *(1 for _ in shape[1:])))
+    flat = x.reshape(-1)
+    flat[::17] = 0
+    flat[:4] *= 1e-40
+    if flat.numel() > 60:
+        flat[50], flat[-3] = float("inf"), float("nan")
+    return x.to(dtype)
+
+
+def compare_scheme(x: torch.Tensor, name: str, axis: int) -> Iterator[str]:
+    """Every function of the quantizer; yields the names of those that do not answer for every scheme."""
+    scheme, q = SCHEMES[name], reference.quantize(x, name, axis=axis)
+    made = quantizer.quantize(x, name, axis, None, None, False)
+    assert_same_bits(made, q)
+    assert_same_bits(quantizer.choose_scales(x, scheme, axis), q.scales)
+    given = quantizer.quantize(x, name, axis, q.scales, None, False)
+    assert_same_bits(given, reference.quantize(x, name, axis=axis, scales=q.scales))
+    if q.outer is not None and q.outer.shape == ():
+        outer = Scales(outer=q.outer * 1.5)
+        assert_same_bits(
+            quantizer.quantize(x, name, axis, outer, None, False),
+            reference.quantize(x, name, axis=axis, scales=outer),
+        )
+        yield "outer"
+    yield from compare_packed(x, name, axis)
+    for dtype in ("float32", "float16") if x.dtype != torch.bfloat16 else ():
+        assert_same_bits(quantizer.dequantize(q, dtype), reference.dequantize(q, dtype))
+    if x.dtype != torch.bfloat16:
+        yield from compare_training(x, name, axis)
+
+
+def compare_packed(x: torch.Tensor, name: str, axis: int) -> Iterator[str]:
+    """Packed codes, written and read, where rows are whole bytes."""
+    scheme = SCHEMES[name]
+    if scheme.format.bits >= 8 or not x.shape or x.shape[-1] * scheme.format.bits % 8:
+        return
+    q = reference.quantize(x, name, axis=axis, packed=True)
+    assert_same_bits(quantizer.quantize(x, name, axis, None, None, True), q)
+    values = quantizer.dequantize(q, "float32")
+    if values is not None:
+        assert_same_bits(values, reference.dequantize(q, "float32"))
+        yield "packed"
+
+
+def compare_training(x: torch.Tensor, name: str, axis: int) -> Iterator[str]:
+    """Fake quantization and its gradient."""
+    scheme = SCHEMES[name]
+    assert_same_bits(
+        quantizer.fake_quantize(x, scheme, axis, None), reference.fake_quantize(x, name, axis=axis)
+    )
+    yield "fake_quantize"
+    g = numbers(tuple(x.shape), x.dtype, seed=2)
+    masked = quantizer.gradient(g, x, scheme, axis)
+    if masked is not None:
+        assert_same_bits(masked, reference.fake_quantize_vjp(g, x, name, axis=axis)[0])
+        yield "gradient"
+
+
+def compare_schemes(cases: tuple) -> None:
+    """All shapes of a group; codes and scales also of bfloat16."""
+    for name, shapes in cases:
+        for shape, axis in shapes:
+            for dtype in (
+                (torch.float32, torch.float16, torch.bfloat16) if shape == shapes[0][0] else (torch.float32,)
+            ):
+                did = sorted(set(compare_scheme(numbers(shape, dtype), name, axis)))
+                print(
+                    name, "x".join(map(str, shape)), axis, str(dtype).removeprefix("torch."), *did, flush=True
+                )
+
+
+def words(shape: tuple[int, ...]) -> torch.Tensor:
+    """Random words."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 2**32, shape, generator=generator).to(torch.uint32)
+
+
+def compare_stochastic() -> None:
+    """Random words reach the kernels, in every function that takes them."""
+    for name, shape in (("mxfp4", (3, 96)), ("int8_rowwise", (3, 77)), ("nvfp4", (5, 64))):
+        scheme = replace(scheme_of(name), rounding="stochastic", name=f"{name} stochastic")
+        x, drawn = numbers(shape, torch.float32), words(shape)
+        wanted = reference.quantize(x, scheme, random_bits=drawn)
+        assert_same_bits(quantizer.quantize(x, scheme, -1, None, drawn, False), wanted)
+        fake = reference.fake_quantize(x, scheme, random_bits=drawn)
+        assert_same_bits(quantizer.fake_quantize(x, scheme, -1, None, drawn), fake)
+        dx = reference.fake_quantize_vjp(x, x, scheme, random_bits=drawn)[0]
+        assert_same_bits(quantizer.gradient(x, x, scheme, -1, drawn), dx)
+        print(name, "stochastic", flush=True)
+
+
+def compare_formats() -> None:
+    """encode, decode, pack and unpack, of more elements than a tile and fewer."""
+    for name in FORMATS:
+        fmt = reference.FORMATS[name]
+        for shape, dtype in (((3, 1401), torch.float32), ((5, 9), torch.float16), ((7,), torch.bfloat16)):
+            x = numbers(shape, dtype)
+            codes = reference.encode(x, name)
+            assert_same_bits(pointwise.encode(x, name, "nearest_even", "saturate", None), codes)
+            assert_same_bits(pointwise.decode(codes, name), reference.decode(codes, name))
+        if fmt.kind != "codebook" and name != "float8_e8m0fnu":
+            x = numbers((3, 41), torch.float32)
+            drawn = words((3, 41))
+            codes = reference.encode(x, name, rounding="stochastic", random_bits=drawn)
+            assert_same_bits(pointwise.encode(x, name, "stochastic", "saturate", drawn), codes)
+        print(name, flush=True)
+    compare_packing()
+
+
+def compare_packing() -> None:
+    """Rows of whole bytes and beyond a tile, every width."""
+    generator = torch.Generator().manual_seed(4)
+    for name in ("int2", "int3", "float4_e2m1fn", "int5", "float6_e2m3fn"):
+        for shape in ((3, 8), (5, 1000), (2, 3, 40)):
+            codes = torch.randint(
+                0, 1 << reference.FORMATS[name].bits, shape, generator=generator, dtype=torch.uint8
+            )
+            packed = reference.pack(codes, name)
+            assert_same_bits(pointwise.pack(codes, name), packed)
+            assert_same_bits(pointwise.unpack(packed, name, shape), codes)
+        print(name, "packed", flush=True)
+
+
+def main(group: str) -> None:
+    """Compare one group."""
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    if group == "formats":
+        compare_formats()
+        compare_stochastic()
+    else:
+        compare_schemes(GROUPS[group])
+    print("agreed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,139 @@
+"""Calls of the kernels' host functions on memory that is never touched, for `test_kernels_compile`."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fast.kernels import both, normalize, pointwise, quantizer, swiglu
+from fast.kernels.inputs_first import inputs_first
+from fast.kernels.launch import Launch
+from fast.kernels.passes import asked, fake_quantizing
+from fast.kernels.rule import rule_of
+from reference import FORMATS, SCHEMES, Quantized, Scales
+from reference.blocks import Blocks
+from reference.pack import packed_shape
+from reference.storage import storage_dtype
+
+BIG = (16384, 4096)
+SOME = (64, 512)
+
+
+def empty(shape, dtype):
+    """Memory that nobody writes or reads."""
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def scales_of(scheme, shape, axis):
+    """Scales as they are kept."""
+    kept = Blocks.of(shape, scheme.scale, axis).scale_shape
+    return Scales(
+        empty(kept, storage_dtype(scheme.scale.storage)),
+        empty((), "float32") if scheme.outer else None,
+        empty(kept, storage_dtype(scheme.zero.storage)) if scheme.zero else None,
+    )
+
+
+def quantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False, given="", stochastic=False):
+    scheme, words = SCHEMES[name], None
+    if stochastic:
+        scheme, words = (
+            replace(scheme, rounding="stochastic", name=f"{name} stochastic"),
+            empty(shape, "uint32"),
+        )
+    scales = scales_of(scheme, shape, axis) if given else None
+    if given == "outer":
+        scales = Scales(outer=scales.outer)
+    return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed)
+
+
+def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
+    scheme = SCHEMES[name]
+    codes = empty(packed_shape(shape, scheme.format) if packed else shape, "uint8")
+    kept = scales_of(scheme, shape, axis)
+    return quantizer.dequantize(
+        Quantized(codes, kept.scale, kept.outer, kept.zero, shape, axis, scheme, packed), dtype
+    )
+
+
+def fake(name, dtype="bfloat16", shape=SOME, axis=-1):
+    return quantizer.fake_quantize(empty(shape, dtype), SCHEMES[name], axis, None)
+
+
+def gradient(name, dtype="bfloat16", shape=SOME, axis=-1):
+    return quantizer.gradient(empty(shape, dtype), empty(shape, dtype), SCHEMES[name], axis)
+
+
+def mx_both(name="mxfp8_e4m3", dtype="bfloat16"):
+    rows, columns = BIG
+    sizes = {"codes": BIG, "scale": (rows, columns // 32), "transposed": (columns, rows),
+             "transposed_scale": (columns, rows // 32)}  # fmt: skip
+    made = {part: empty(size, "uint8") for part, size in sizes.items()}
+    both.mx_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made)
+    return made
+
+
+def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):
+    scale, other = empty((), "float32"), empty((), "float32")
+    made = {"codes": empty(BIG, "uint8"), "transposed": empty(BIG[::-1], "uint8"), "scale": scale}
+    made["transposed_scale"] = scale if one else other
+    both.given_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made)
+    return made
+
+
+def norm(scheme=None, dtype="bfloat16", shape=(4096, 4096), residual=True, packed=False):
+    x = empty(shape, dtype)
+    if scheme is None:
+        return normalize.rms_norm(x, x[0], 1e-5, x if residual else None)
+    return normalize.rms_norm_quantize(x, x[0], scheme, 1e-5, x if residual else None, packed)
+
+
+def gate(scheme=None, dtype="bfloat16", shape=(4096, 4096), packed=False):
+    x = empty(shape, dtype)
+    return swiglu.swiglu(x, x) if scheme is None else swiglu.swiglu_quantize(x, x, scheme, packed)
+
+
+def encode(fmt, dtype="bfloat16", rounding="nearest_even"):
+    words = empty(SOME, "uint32") if rounding == "stochastic" else None
+    return pointwise.encode(empty(SOME, dtype), fmt, rounding, "saturate", words)
+
+
+def for_jax():
+    """`inputs_first` with the arguments that `ao_lab.jax` hands over."""
+    scheme = SCHEMES["nvfp4"]
+    plan = fake_quantizing(asked("bfloat16", scheme, Blocks.of(SOME, scheme.scale, -1)), "outer")
+    launch = Launch(plan.passes[-1])
+    dtypes = {"x": "bfloat16", "outer": "float32", "scale": "uint8", "y": "bfloat16"}
+    pointers = [empty(SOME, dtypes[name]) if name in launch.names else None for name in inputs_first.arg_names[:10]]
+    return inputs_first[(launch.grid,)](
+        *pointers, *launch.tail, num_warps=launch.warps, enable_fp_fusion=False
+    )
+
+
+def decode(fmt, codes="uint8"):
+    return pointwise.decode(empty(SOME, codes), fmt)
+
+
+def pack(fmt):
+    return pointwise.pack(empty(SOME, "uint8"), fmt)
+
+
+def unpack(fmt):
+    return pointwise.unpack(empty(packed_shape(SOME, FORMATS[fmt]), "uint8"), fmt, SOME)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and the kernels that it launches, in order."""
+
+    call: partial
+    kernels: tuple[str, ...] = ("blocks_kernel",)
+
+    @property
+    def name(self):
+        parts = [*self.call.args, *(f"{key}={value}" for key, value in self.call.keywords.items())]
+        return " ".join([self.call.func.__name__, *map(str, parts)])
+
+
+def case(function, *args, kernels=("blocks_kernel",), **options):
+    return Case(partial(function, *args, **options), kernels)

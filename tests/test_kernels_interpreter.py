@@ -1,0 +1,36 @@
+"""Indices, masks and passes of the kernels, by Triton's interpreter on CPU tensors; `interpreted_kernels` says what is compared."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each group is a process: its cases, and what has to have answered in them.
+GROUPS = {
+    "fp8": (32, {"gradient"}),
+    "mx": (36, {"gradient", "packed"}),
+    "integers": (36, {"gradient", "packed"}),
+    "two levels": (26, {"gradient", "packed", "outer"}),
+    "formats": (17, {"stochastic", "packed"}),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_agree_with_the_reference(group):
+    """Triton is required here, on any machine: it is among what `make test` installs."""
+    cases, answered = GROUPS[group]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/interpreted_kernels.py", group],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, "\n".join([*lines[-1:], done.stderr[-3000:]])
+    assert lines[-1] == "agreed"
+    assert len(lines) - 1 == cases
+    assert answered <= set(done.stdout.split())
