@@ -1,8 +1,8 @@
 """`torch.library` operators of the functions here, for what traces a program: torch.compile, export, opcheck.
 
-Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer
-the public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A scheme travels by name; a record
-of one's own (`dataclasses.replace`) is registered under a name that its fields make unique.
+Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer the
+public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A scheme travels by
+name; a record of one's own (`dataclasses.replace`) is registered under a name that its fields make unique.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ The variable has to be there before triton is first imported, so this is a progr
 `tests/test_kernels_interpreter.py` runs. It prints what it compared, one line each, and raises at the first difference.
 
 What is tried are indices, masks, passes and the rules as float and integer operations. The instruction sequences of `words` and
-the conversion instructions are not: the interpreter knows no inline assembly, and rules are made with hardware=False. Outputs in
-bfloat16 are not compared either: the interpreter truncates where it should round. float32 and float16 outputs are.
+the conversion instructions are not: the interpreter knows no inline assembly, and rules are made with hardware=False. Outputs
+in bfloat16 are not compared either: the interpreter truncates where it should round. float32 and float16 outputs are.
 """
 
 import sys
@@ -43,7 +43,7 @@ GROUPS = {
                  ("int2_g32", WHOLE[:1]), ("int3_g32", WHOLE[:1]), ("int6_g64", WHOLE[:1]),
                  ("torchao.int4_g32_tinygemm", WHOLE[:2]), ("torchao.int8_rowwise_no_clipping", ROWS[:2])),
     "two levels": (("nvfp4", (*WHOLE, ((2, 9008), -1))), ("nf4", (((5, 64), -1), ((3, 41), 0))),
-                   ("torchao.nf4", (((256, 64), -1),)), ("te.nvfp4_16x16", (((3, 16, 16), -1), ((32, 48), -1))),
+                   ("te.nvfp4_16x16", (((3, 16, 16), -1), ((32, 48), -1))),
                    ("compressed_tensors.nvfp4", WHOLE[:2])),
 }  # fmt: skip
 FORMATS = (

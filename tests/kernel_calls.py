@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from reference.blocks import Blocks
 from reference.pack import packed_shape
 from reference.storage import storage_dtype
 
+KERNELS = Path(quantizer.__file__).parent
 BIG = (16384, 4096)
 SOME = (64, 512)
 
@@ -104,7 +106,9 @@ def for_jax():
     plan = fake_quantizing(asked("bfloat16", scheme, Blocks.of(SOME, scheme.scale, -1)), "outer")
     launch = Launch(plan.passes[-1])
     dtypes = {"x": "bfloat16", "outer": "float32", "scale": "uint8", "y": "bfloat16"}
-    pointers = [empty(SOME, dtypes[name]) if name in launch.names else None for name in inputs_first.arg_names[:10]]
+    pointers = [
+        empty(SOME, dtypes[name]) if name in launch.names else None for name in inputs_first.arg_names[:10]
+    ]
     return inputs_first[(launch.grid,)](
         *pointers, *launch.tail, num_warps=launch.warps, enable_fp_fusion=False
     )

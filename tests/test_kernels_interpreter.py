@@ -1,11 +1,15 @@
-"""Indices, masks and passes of the kernels, by Triton's interpreter on CPU tensors; `interpreted_kernels` says what is compared."""
+"""Indices, masks and passes of the kernels, in Triton's interpreter; `interpreted_kernels` says what is compared."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each group is a process: its cases, and what has to have answered in them.
@@ -13,7 +17,7 @@ GROUPS = {
     "fp8": (32, {"gradient"}),
     "mx": (36, {"gradient", "packed"}),
     "integers": (36, {"gradient", "packed"}),
-    "two levels": (26, {"gradient", "packed", "outer"}),
+    "two levels": (19, {"gradient", "packed", "outer"}),
     "formats": (17, {"stochastic", "packed"}),
 }
 

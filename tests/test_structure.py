@@ -20,8 +20,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What `make test` installs; the other extras are for clients whom their users choose.
 INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 
-# Public functions of fast/ that have no counterpart in reference/, each with its reason.
-FAST_ALONE = {"tensors.require_tensor": "reference takes arrays of any library, fast takes torch tensors"}
+# Modules and functions of fast/ that have no counterpart in reference/, each with its reason. The package fast/kernels is another
+# such: it holds how the functions of fast/ run on a GPU, under names of its own.
+FAST_ALONE = {
+    "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
+    "fake_quantize.forward": "the operator in ops and the autograd function share it",
+    "ops": "operators for those who trace a torch program",
+    "tensors": "reference takes arrays of any library, fast takes torch tensors",
+}
 # Modules of reference/ that are parts of a larger rule, and the test of the rule that they are parts of.
 TESTED_BY = {
     "arithmetic": "test_conventions_torchao_fp8",
@@ -35,7 +41,7 @@ TESTED_BY = {
     "tables": "test_encode",
 }
 # Installed together with another requirement, which chooses the version.
-COMES_WITH = {"triton": "torch", "jaxlib": "jax"}
+COMES_WITH = {"jaxlib": "jax"}
 
 LONGEST_FILE = 400
 # Paths of one machine, and hosts of package or model registries.
@@ -85,15 +91,25 @@ def test_packages_are_typed(package):
 
 
 def test_fast_mirrors_reference():
-    """Every public function of fast/ has a reference of that name, in the file of that name where there is one."""
+    """Every public function of fast/*.py has a reference of that name, in the file of that name where there is one."""
     specified = {path.stem: public_functions(path) for path in python_files("reference")}
     anywhere = set().union(*specified.values())
-    missing = []
-    for path in python_files("fast"):
-        twin = specified.get(path.stem, set())
-        missing += [f"{path.stem}.{name}" for name in public_functions(path) - twin if name not in anywhere]
-    assert sorted(set(missing) - set(FAST_ALONE)) == []
+    missing = set()
+    for path in (ROOT / "fast").glob("*.py"):
+        alone = public_functions(path) - specified.get(path.stem, set()) - anywhere
+        missing |= (
+            {path.stem} if alone and path.stem in FAST_ALONE else {f"{path.stem}.{name}" for name in alone}
+        )
+    assert sorted(missing - set(FAST_ALONE)) == []
     assert set(FAST_ALONE) <= set(missing)
+
+
+def test_kernels_of_fast_exist():
+    """`fast.KERNEL_OF` names functions of fast, and files that hold kernels."""
+    import fast
+
+    assert set(fast.KERNEL_OF) <= set(fast.__all__)
+    assert [path for path in fast.KERNEL_OF.values() if "@triton.jit" not in (ROOT / path).read_text()] == []
 
 
 def test_reference_is_tested():

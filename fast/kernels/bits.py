@@ -34,7 +34,8 @@ def read(pointers, inside):
     """Load, with 0 where an element does not exist; inside is None where all do."""
     if inside is None:
         return tl.load(pointers)
-    return tl.load(pointers, mask=inside, other=0)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit
@@ -42,10 +43,11 @@ def widened(v, SIGNS_NAN: tl.constexpr = False):
     """float32 of 16-bit floats, exact, subnormals kept. SIGNS_NAN: a NaN of float16 keeps its sign."""
     if v.dtype == tl.bfloat16:
         return float_of(v.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    if v.dtype == tl.float16 and SIGNS_NAN:
+    elif v.dtype == tl.float16 and SIGNS_NAN:
         sign = (v.to(tl.int16, bitcast=True).to(tl.int32) << 16) & SIGN
         return float_of((bits_of(v.to(tl.float32)) & MAGNITUDE) | sign)
-    return v.to(tl.float32)
+    else:
+        return v.to(tl.float32)
 
 
 @triton.jit
@@ -93,11 +95,12 @@ def narrow(v, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
     """float32 as the output dtype, NaN canonical; SATURATE: finite values stay finite."""
     if DTYPE == "float32":
         return canonical(v)
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         out = _stopped(v, 0x7F7F0000, SATURATE).to(tl.bfloat16).to(tl.int16, bitcast=True)
         return tl.where(is_nan(v), tl.full((), 0x7FC0, tl.int16), out).to(tl.bfloat16, bitcast=True)
-    out = _stopped(v, 0x477FE000, SATURATE).to(tl.float16).to(tl.int16, bitcast=True)
-    return tl.where(is_nan(v), tl.full((), 0x7E00, tl.int16), out).to(tl.float16, bitcast=True)
+    else:
+        out = _stopped(v, 0x477FE000, SATURATE).to(tl.float16).to(tl.int16, bitcast=True)
+        return tl.where(is_nan(v), tl.full((), 0x7E00, tl.int16), out).to(tl.float16, bitcast=True)
 
 
 @triton.jit

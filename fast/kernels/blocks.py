@@ -94,7 +94,7 @@ def _places(
         if MASKED:
             inside = (block < count) & (i < length) & (at < limit)
         return at, inside, block, block < count, chunk == 0
-    if SHAPE == "columns":
+    elif SHAPE == "columns":
         tiles = tl.cdiv(columns, P)
         rest = program // tiles
         column = p + program % tiles * P
@@ -108,18 +108,19 @@ def _places(
         if MASKED:
             inside = exists & (row * length + i < limit) & (i < length)
         return at, inside, rest * columns + column, exists, chunk == 0
-    block = p + program * P
-    column, rest = block % columns, block // columns
-    row, lead = rest % rows, rest // rows
-    base = (lead.to(tl.int64) if WIDE else lead) * lead_stride
-    base += (row.to(tl.int64) if WIDE else row) * row_stride + column * column_stride
-    r, c = i // INNER, i % INNER
-    at = base + (r.to(tl.int64) if WIDE else r) * inner_row + c * inner_column
-    height: tl.constexpr = SIZE // INNER
-    inside = all_of(SIZE, P)
-    if MASKED:
-        inside = (block < count) & (row * height + r < limit) & (column * INNER + c < length)
-    return at, inside, block, block < count, chunk == 0
+    else:
+        block = p + program * P
+        column, rest = block % columns, block // columns
+        row, lead = rest % rows, rest // rows
+        base = (lead.to(tl.int64) if WIDE else lead) * lead_stride
+        base += (row.to(tl.int64) if WIDE else row) * row_stride + column * column_stride
+        r, c = i // INNER, i % INNER
+        at = base + (r.to(tl.int64) if WIDE else r) * inner_row + c * inner_column
+        height: tl.constexpr = SIZE // INNER
+        inside = all_of(SIZE, P)
+        if MASKED:
+            inside = (block < count) & (row * height + r < limit) & (column * INNER + c < length)
+        return at, inside, block, block < count, chunk == 0
 
 
 @triton.jit
@@ -181,7 +182,8 @@ def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB:
             value_of_key(low, largest, WITH_ZERO, True),
             value_of_key(high, largest, WITH_ZERO, False),
         )
-    return largest, largest, largest
+    else:
+        return largest, largest, largest
 
 
 @triton.jit
@@ -264,12 +266,13 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
     """The scale over all elements, float32; 1 where there is none."""
     if not RULE.has_outer:
         return tl.full((), 1.0, tl.float32)
-    if JOB.outer == "statistic":
+    elif JOB.outer == "statistic":
         made = outer_scale(tl.load(outer_statistic), RULE)
         if tl.program_id(0) == 0:
             tl.store(outer, made)
         return made
-    return loaded_scale(tl.load(outer), RULE.outer)
+    else:
+        return loaded_scale(tl.load(outer), RULE.outer)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """`quantize_both`: the rows of a matrix and the rows of its transpose, quantized from one read.
 
 A training step multiplies an activation along its columns in the forward GEMM and along its rows in that of the weight
-gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along x's rows: codes
-(K, M), scales of blocks of `n` rows.
+gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
+x's rows: codes (K, M), scales of blocks of `n` rows.
 
 A program takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the registers of one
 warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes pass through it.
@@ -31,7 +31,8 @@ def _codes8(y, RULE: tl.constexpr):
     """uint8 codes of scaled float32 by the conversion instruction."""
     if RULE.hot == "e4m3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

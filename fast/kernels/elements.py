@@ -37,16 +37,17 @@ def encode(v, words, E: tl.constexpr):
     """int32 codes of float32 values by the format's rule."""
     if E.hardware == "e4m3":
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    if E.hardware == "e5m2":
+    elif E.hardware == "e5m2":
         return v.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
-    if E.kind == "float":
+    elif E.kind == "float":
         return _encode_float(v, words, E)
-    if E.kind == "int":
+    elif E.kind == "int":
         integer = to_integer(v, words, E)
         return tl.where(is_nan(v), E.nan_code, clamp_integer(integer, E))
-    if E.kind == "codebook":
+    elif E.kind == "codebook":
         return _encode_codebook(v, E)
-    return _encode_scale(v, words, E)
+    else:
+        return _encode_scale(v, words, E)
 
 
 @triton.jit
@@ -54,10 +55,11 @@ def _encode_float(v, words, E: tl.constexpr):
     b = bits_of(v)
     if E.rounding == "nearest_even" and E.overflow == "saturate" and E.emin > -126:
         return _finish(nonnegative_code(tl.abs(v), E), b, E)
-    magnitude = b & MAGNITUDE
-    exponent = tl.maximum(magnitude >> 23, 1) - 127
-    significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-    return encode_parts(b, exponent, significand, words, E)
+    else:
+        magnitude = b & MAGNITUDE
+        exponent = tl.maximum(magnitude >> 23, 1) - 127
+        significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+        return encode_parts(b, exponent, significand, words, E)
 
 
 @triton.jit
@@ -85,18 +87,25 @@ def _limit(code, b, E: tl.constexpr):
     """The largest finite code, or what the overflow policy and the direction of rounding put beyond it."""
     if E.overflow == "saturate":
         return tl.minimum(code, E.max_code)
-    over = code > E.max_code
-    if E.overflow == "mark":
-        return tl.where(over, MARK, code)
-    if E.rounding == "toward_zero" or E.rounding == "to_odd" or E.rounding == "up" or E.rounding == "down":
-        inward = (b & MAGNITUDE) < INFINITY
-        if E.rounding == "up":
-            inward = inward & (b < 0)
-        elif E.rounding == "down":
-            inward = inward & (b >= 0)
-        code = tl.where(over & inward, E.max_code, code)
-        over = over & (inward == 0)
-    return tl.where(over, E.beyond, code)
+    else:
+        over = code > E.max_code
+        if E.overflow == "mark":
+            return tl.where(over, MARK, code)
+        else:
+            if (
+                E.rounding == "toward_zero"
+                or E.rounding == "to_odd"
+                or E.rounding == "up"
+                or E.rounding == "down"
+            ):
+                inward = (b & MAGNITUDE) < INFINITY
+                if E.rounding == "up":
+                    inward = inward & (b < 0)
+                elif E.rounding == "down":
+                    inward = inward & (b >= 0)
+                code = tl.where(over & inward, E.max_code, code)
+                over = over & (inward == 0)
+            return tl.where(over, E.beyond, code)
 
 
 @triton.jit
@@ -117,11 +126,12 @@ def to_integer(v, words, E: tl.constexpr):
         if E.fraction_bits != 0:
             v = v * (1 << E.fraction_bits)
         return nearest_integer(v)
-    b = bits_of(v)
-    magnitude = b & MAGNITUDE
-    exponent = tl.maximum(magnitude >> 23, 1) - 127 + E.fraction_bits
-    significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-    return shifted_integer(b, exponent, significand, words, E)
+    else:
+        b = bits_of(v)
+        magnitude = b & MAGNITUDE
+        exponent = tl.maximum(magnitude >> 23, 1) - 127 + E.fraction_bits
+        significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+        return shifted_integer(b, exponent, significand, words, E)
 
 
 @triton.jit
@@ -144,7 +154,8 @@ def clamp_integer(integer, E: tl.constexpr):
     """int32 saturated to the format's range and masked to its bits."""
     if E.overflow == "mark":
         return tl.where((integer < E.low) | (integer > E.high), MARK, 0)
-    return tl.minimum(tl.maximum(integer, E.low), E.high) & ((1 << E.bits) - 1)
+    else:
+        return tl.minimum(tl.maximum(integer, E.low), E.high) & ((1 << E.bits) - 1)
 
 
 @triton.jit
@@ -193,11 +204,12 @@ def decode(code, E: tl.constexpr):
     if E.kind == "float":
         if E.loads == "e4m3":
             return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        if E.loads == "e5m2":
+        elif E.loads == "e5m2":
             # The high byte of a float16.
             return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return _decode_float(code, E)
-    if E.kind == "int":
+        else:
+            return _decode_float(code, E)
+    elif E.kind == "int":
         integer = code & ((1 << E.bits) - 1)
         if E.signed:
             integer = tl.where(integer > E.max_code, integer - (1 << E.bits), integer)
@@ -207,10 +219,11 @@ def decode(code, E: tl.constexpr):
         if E.specials == "nan_minimum":
             value = tl.where((code & 0xFF) == E.nan_code, float("nan"), value)
         return value
-    if E.kind == "codebook":
+    elif E.kind == "codebook":
         return _decode_codebook(code & ((1 << E.bits) - 1), E)
-    power = tl.where(code == 0, 0x00400000, code << 23)
-    return float_of(tl.where(code == 255, 0x7FC00000, power))
+    else:
+        power = tl.where(code == 0, 0x00400000, code << 23)
+        return float_of(tl.where(code == 255, 0x7FC00000, power))
 
 
 @triton.jit
@@ -262,17 +275,19 @@ def element_codes(v, scale, outer, zero, words, RULE: tl.constexpr):
         codes = _scaled(v, scale, outer, zero, words, RULE)
     if RULE.nan == "ieee":
         return codes
-    poisoned = is_nan(scale)
-    if RULE.nan == "element":
-        b = bits_of(v)
-        sign = tl.where(b < 0, RULE.element.sign_mask, 0)
-        special = tl.where((b & MAGNITUDE) > INFINITY, RULE.poison_code, 0) | sign
-        special = tl.where((b & MAGNITUDE) == INFINITY, RULE.poison_code, special)
-        return tl.where(poisoned, special, codes)
-    if RULE.poison_by_product:
-        # The scale's NaN has reached every element through the product, and the element's NaN code is the poison code.
-        return codes
-    return tl.where(poisoned, RULE.poison_code, codes)
+    else:
+        poisoned = is_nan(scale)
+        if RULE.nan == "element":
+            b = bits_of(v)
+            sign = tl.where(b < 0, RULE.element.sign_mask, 0)
+            special = tl.where((b & MAGNITUDE) > INFINITY, RULE.poison_code, 0) | sign
+            special = tl.where((b & MAGNITUDE) == INFINITY, RULE.poison_code, special)
+            return tl.where(poisoned, special, codes)
+        elif RULE.poison_by_product:
+            # The scale's NaN has reached every element through the product, and the element's NaN code is the poison code.
+            return codes
+        else:
+            return tl.where(poisoned, RULE.poison_code, codes)
 
 
 @triton.jit
@@ -291,20 +306,22 @@ def _shifted(v, scale, words, RULE: tl.constexpr):
     if RULE.rounding == "nearest_even" and RULE.overflow == "saturate":
         # Exact, or below 2**-126, where every format rounds to zero.
         return encode(v * power_multiplier(scale, RULE), words, RULE.element)
-    exponent = tl.maximum(bits_of(scale) >> 23, 0) - 127
-    if RULE.smallest_exponent is not None:
-        exponent = tl.where(exponent == -127, RULE.smallest_exponent, exponent)
-    b = bits_of(v)
-    magnitude = b & MAGNITUDE
-    if RULE.kind == "int":
-        own = tl.maximum(magnitude >> 23, 1) - 127 + (RULE.fraction_bits - exponent)
-        significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-        made = clamp_integer(shifted_integer(b, own, significand, words, RULE.element), RULE.element)
-        return tl.where(magnitude > INFINITY, 0, made)
-    own, significand = normalized(magnitude)
-    significand = tl.where(magnitude == 0, 0, significand)
-    own = tl.where(magnitude == 0, 0, tl.where(magnitude >= INFINITY, 128, own - exponent))
-    return encode_parts(b, own, significand, words, RULE.element)
+    else:
+        exponent = tl.maximum(bits_of(scale) >> 23, 0) - 127
+        if RULE.smallest_exponent is not None:
+            exponent = tl.where(exponent == -127, RULE.smallest_exponent, exponent)
+        b = bits_of(v)
+        magnitude = b & MAGNITUDE
+        if RULE.kind == "int":
+            own = tl.maximum(magnitude >> 23, 1) - 127 + (RULE.fraction_bits - exponent)
+            significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+            made = clamp_integer(shifted_integer(b, own, significand, words, RULE.element), RULE.element)
+            return tl.where(magnitude > INFINITY, 0, made)
+        else:
+            own, significand = normalized(magnitude)
+            significand = tl.where(magnitude == 0, 0, significand)
+            own = tl.where(magnitude == 0, 0, tl.where(magnitude >= INFINITY, 128, own - exponent))
+            return encode_parts(b, own, significand, words, RULE.element)
 
 
 @triton.jit
@@ -312,23 +329,25 @@ def _scaled(v, scale, outer, zero, words, RULE: tl.constexpr):
     """v divided by its scale in the order of the record, and rounded."""
     if RULE.zero == "value":
         return _from_minimum(v, scale, zero, words, RULE)
-    if RULE.apply == "encode":
-        scaled = rounded(v * scale, RULE.arithmetic)
-    elif RULE.apply == "divide":
-        divisor = scale
-        if RULE.has_outer:
-            divisor = rounded(tl.div_rn(scale, outer), RULE.arithmetic)
-        scaled = rounded(tl.div_rn(v, divisor), RULE.arithmetic)
     else:
-        scaled = rounded(v * reciprocal(scale, outer, RULE), RULE.arithmetic)
-    if RULE.kind == "codebook" and RULE.by_difference:
-        return nearest_by_difference(scaled, RULE.element, RULE.arithmetic)
-    if RULE.kind != "int":
-        return _special_codes(encode(scaled, words, RULE.element), scaled, RULE)
-    integer = to_integer(scaled, words, RULE.element)
-    if RULE.zero == "code":
-        integer = integer + zero
-    return tl.where(is_nan(scaled), 0, clamp_integer(integer, RULE.element))
+        if RULE.apply == "encode":
+            scaled = rounded(v * scale, RULE.arithmetic)
+        elif RULE.apply == "divide":
+            divisor = scale
+            if RULE.has_outer:
+                divisor = rounded(tl.div_rn(scale, outer), RULE.arithmetic)
+            scaled = rounded(tl.div_rn(v, divisor), RULE.arithmetic)
+        else:
+            scaled = rounded(v * reciprocal(scale, outer, RULE), RULE.arithmetic)
+        if RULE.kind == "codebook" and RULE.by_difference:
+            return nearest_by_difference(scaled, RULE.element, RULE.arithmetic)
+        elif RULE.kind != "int":
+            return _special_codes(encode(scaled, words, RULE.element), scaled, RULE)
+        else:
+            integer = to_integer(scaled, words, RULE.element)
+            if RULE.zero == "code":
+                integer = integer + zero
+            return tl.where(is_nan(scaled), 0, clamp_integer(integer, RULE.element))
 
 
 @triton.jit
@@ -346,18 +365,19 @@ def reciprocal(scale, outer, RULE: tl.constexpr):
     """One correctly rounded reciprocal per block, with the outer scale in the record's order."""
     if not RULE.has_outer:
         return rounded(tl.div_rn(1.0, scale), RULE.arithmetic)
-    if RULE.outer_order == "reciprocal_first":
+    elif RULE.outer_order == "reciprocal_first":
         first = rounded(tl.div_rn(1.0, outer), RULE.arithmetic)
         return rounded(tl.div_rn(first, scale), RULE.arithmetic)
-    if RULE.outer_order == "folded":
+    elif RULE.outer_order == "folded":
         inner = rounded(scale * rounded(tl.div_rn(1.0, outer), RULE.arithmetic), RULE.arithmetic)
         made = rounded(tl.div_rn(1.0, inner), RULE.arithmetic)
         return tl.where(bits_of(made) == INFINITY, float_of(tl.full((), LARGEST, tl.int32)), made)
-    product = rounded(outer * scale, RULE.arithmetic)
-    made = rounded(tl.div_rn(1.0, product), RULE.arithmetic)
-    if RULE.house:
-        made = float_of(tl.where(bits_of(made) == INFINITY, LARGEST, bits_of(made)))
-    return made
+    else:
+        product = rounded(outer * scale, RULE.arithmetic)
+        made = rounded(tl.div_rn(1.0, product), RULE.arithmetic)
+        if RULE.house:
+            made = float_of(tl.where(bits_of(made) == INFINITY, LARGEST, bits_of(made)))
+        return made
 
 
 @triton.jit

@@ -35,14 +35,16 @@ def _clamp(kind: str, low: str, top: str, widen: str) -> tl.constexpr:
     )
 
 
-def _gate(kind: str, one: str, minus_top: str, last: str, at: int) -> tl.constexpr:
-    """silu (floats $at, $at + 1) of a pair of gates, times a pair; see `gated`."""
+def _gate(kind: str, top: str, last: str, at: int) -> tl.constexpr:
+    """silu (floats $at, $at + 1) of a pair of gates, times a pair; see `gated`.
+
+    Beyond `top` silu is the gate. There the float is `top` itself, and the difference of patterns is added to its pattern.
+    """
     return tl.constexpr(
         f"""{{ .reg .b32 d, w, n, t, l, h;
         cvt.rn.{kind}x2.f32 d, ${at + 1}, ${at};
-        mov.b32 n, {one}; mov.b32 t, {minus_top};
-        fma.rn.relu.{kind}x2 w, ${at + 2}, n, t;
-        add.rn.{kind}x2 d, d, w;
+        mov.b32 t, {top}; max.NaN.{kind}x2 w, ${at + 2}, t;
+        sub.u32 w, w, t; add.u32 d, d, w;
         lop3.b32 d, d, ${at + 2}, 0x80008000, 0xD8;
         mul.rn.{kind}x2 d, d, ${at + 3};
         {last} }}"""
@@ -56,10 +58,10 @@ NARROW_BFLOAT16, NARROW_FLOAT16 = _narrow("bf16", "0x7FC07FC0"), _narrow("f16", 
 ROUND_BFLOAT16, ROUND_FLOAT16 = _round("bf16", _WIDEN_BFLOAT16), _round("f16", _WIDEN_FLOAT16)
 CLAMP_BFLOAT16 = _clamp("bf16", "0xC2D0C2D0", "0x42804280", _WIDEN_BFLOAT16)
 CLAMP_FLOAT16 = _clamp("f16", "0xD000D000", "0x50005000", _WIDEN_FLOAT16)
-GATE_BFLOAT16 = _gate("bf16", "0x3F803F80", "0xC280C280", _LAST.format("0x7FC07FC0"), 1)
-GATE_FLOAT16 = _gate("f16", "0x3C003C00", "0xD000D000", _LAST.format("0x7E007E00"), 1)
-GATE_WIDE_BFLOAT16 = _gate("bf16", "0x3F803F80", "0xC280C280", _WIDEN_BFLOAT16, 2)
-GATE_WIDE_FLOAT16 = _gate("f16", "0x3C003C00", "0xD000D000", _WIDEN_FLOAT16, 2)
+GATE_BFLOAT16 = _gate("bf16", "0x42804280", _LAST.format("0x7FC07FC0"), 1)
+GATE_FLOAT16 = _gate("f16", "0x50005000", _LAST.format("0x7E007E00"), 1)
+GATE_WIDE_BFLOAT16 = _gate("bf16", "0x42804280", _WIDEN_BFLOAT16, 2)
+GATE_WIDE_FLOAT16 = _gate("f16", "0x50005000", _WIDEN_FLOAT16, 2)
 
 
 @triton.jit
@@ -67,11 +69,14 @@ def floats(v, NATIVE: tl.constexpr):
     """float32 of a tensor, pair by pair where it has 16 bits."""
     if v.dtype == tl.float32 or not NATIVE:
         return widened(v)
-    if v.dtype == tl.bfloat16:
+    elif v.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             WIDEN_BFLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(WIDEN_FLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(
+            WIDEN_FLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -79,13 +84,16 @@ def narrowed(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """float32 rounded to a dtype, nearest even, overflow to infinity, NaN canonical."""
     if DTYPE == "float32":
         return canonical(v)
-    if not NATIVE:
+    elif not NATIVE:
         return _by_integers(v, DTYPE)
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
             NARROW_BFLOAT16, "=r,f,f", [v], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(NARROW_FLOAT16, "=r,f,f", [v], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(
+            NARROW_FLOAT16, "=r,f,f", [v], dtype=tl.float16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -93,8 +101,9 @@ def _by_integers(v, DTYPE: tl.constexpr):
     if DTYPE == "bfloat16":
         half = (bits_of(rounded(v, DTYPE)) >> 16).to(tl.int16)
         return tl.where(is_nan(v), tl.full((), 0x7FC0, tl.int16), half).to(tl.bfloat16, bitcast=True)
-    half = v.to(tl.float16).to(tl.int16, bitcast=True)
-    return tl.where(is_nan(v), tl.full((), 0x7E00, tl.int16), half).to(tl.float16, bitcast=True)
+    else:
+        half = v.to(tl.float16).to(tl.int16, bitcast=True)
+        return tl.where(is_nan(v), tl.full((), 0x7E00, tl.int16), half).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -102,13 +111,16 @@ def rounded_once(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """float32 rounded to a dtype and back to float32; a NaN is some positive NaN."""
     if DTYPE == "float32":
         return canonical(v)
-    if not NATIVE:
+    elif not NATIVE:
         return floats(_by_integers(v, DTYPE), NATIVE)
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
             ROUND_BFLOAT16, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(ROUND_FLOAT16, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(
+            ROUND_FLOAT16, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -119,11 +131,14 @@ def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         low: tl.constexpr = -104.0 if DTYPE == "bfloat16" else -32.0
         top: tl.constexpr = 64.0 if DTYPE == "bfloat16" else 32.0
         return tl.where(is_nan(v), top, tl.minimum(tl.maximum(v, low), top))
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
             CLAMP_BFLOAT16, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(CLAMP_FLOAT16, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(
+            CLAMP_FLOAT16, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -135,13 +150,14 @@ def gated(silu, g, up, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """
     if not NATIVE:
         return _gated_by_selects(silu, g, up, DTYPE)
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
             GATE_BFLOAT16, "=r,f,f,r,r", [silu, g, up], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(
-        GATE_FLOAT16, "=r,f,f,r,r", [silu, g, up], dtype=tl.float16, is_pure=True, pack=2
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            GATE_FLOAT16, "=r,f,f,r,r", [silu, g, up], dtype=tl.float16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -149,13 +165,14 @@ def gated_floats(silu, g, up, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """The same as float32; a NaN is some positive NaN."""
     if not NATIVE:
         return widened(_gated_by_selects(silu, g, up, DTYPE))
-    if DTYPE == "bfloat16":
+    elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
             GATE_WIDE_BFLOAT16, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
         )
-    return tl.inline_asm_elementwise(
-        GATE_WIDE_FLOAT16, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            GATE_WIDE_FLOAT16, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
+        )
 
 
 @triton.jit

@@ -43,14 +43,15 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
     if RULE.power_of_two and RULE.level.target_exponent >= 2:
         # Codes end at 253 there, so 2**(127 - code) is a normal number.
         return float_of(tl.where(kept == 255, NAN, (254 - kept) << 23))
-    if RULE.power_of_two:
+    elif RULE.power_of_two:
         return power_multiplier(scale, RULE)
-    if RULE.has_outer:
+    elif RULE.has_outer:
         return prepared
-    if RULE.level.quick and RULE.level.target >= 4.0:
+    elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
         return inverse(scale)
-    return tl.div_rn(1.0, scale)
+    else:
+        return tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -222,10 +223,12 @@ def rounded_values(v, m, zero, RULE: tl.constexpr):
         if RULE.fraction_bits != 0:
             n = n * (1.0 / (1 << RULE.fraction_bits))
         return n
-    y = v * m
-    if RULE.hot == "e4m3":
-        return y.to(tl.float8e4nv).to(tl.float32)
-    return _rounded_float(y, RULE.element)
+    else:
+        y = v * m
+        if RULE.hot == "e4m3":
+            return y.to(tl.float8e4nv).to(tl.float32)
+        else:
+            return _rounded_float(y, RULE.element)
 
 
 @triton.jit
@@ -248,11 +251,12 @@ def finished(product, scale, DTYPE: tl.constexpr):
     if DTYPE == "bfloat16":
         limit = tl.where(finite, 0x7F7F, 0x7F80).to(tl.int16)
         return bfloat16_of(product, tl.broadcast_to(limit, product.shape))
-    if DTYPE == "float16":
+    elif DTYPE == "float16":
         limit = tl.where(finite, 0x7BFF, 0x7C00).to(tl.int16)
         return float16_of(product, tl.broadcast_to(limit, product.shape))
-    bound = float_of(tl.where(finite, LARGEST, INFINITY))
-    return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
+    else:
+        bound = float_of(tl.where(finite, LARGEST, INFINITY))
+        return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
 
 
 @triton.jit

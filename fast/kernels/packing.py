@@ -68,19 +68,20 @@ def load_packed(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
         at = block * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
         byte = tl.load(source + at, mask=inside, other=0).to(tl.int32)
         return tl.reshape(tl.join(byte & 15, byte >> 4), (byte.shape[0], SIZE))
-    if BITS == 2:
+    elif BITS == 2:
         at = block * (SIZE // 4) + tl.arange(0, SIZE // 4)[None, :]
         byte = tl.load(source + at, mask=inside, other=0).to(tl.int32)
         half = tl.reshape(tl.join(byte & 15, byte >> 4), (byte.shape[0], SIZE // 2))
         return tl.reshape(tl.join(half & 3, half >> 2), (byte.shape[0], SIZE))
-    if BITS == 6:
+    elif BITS == 6:
         return _load_six(source, block, inside, SIZE)
-    bit = BITS * tl.arange(0, SIZE)[None, :]
-    at = source + block * (SIZE * BITS // 8) + bit // 8
-    low = tl.load(at, mask=inside, other=0).to(tl.int32)
-    more = (bit % 8 + BITS) > 8
-    high = tl.load(at + 1, mask=inside & more, other=0).to(tl.int32)
-    return ((low | (high << 8)) >> (bit % 8)) & ((1 << BITS) - 1)
+    else:
+        bit = BITS * tl.arange(0, SIZE)[None, :]
+        at = source + block * (SIZE * BITS // 8) + bit // 8
+        low = tl.load(at, mask=inside, other=0).to(tl.int32)
+        more = (bit % 8 + BITS) > 8
+        high = tl.load(at + 1, mask=inside & more, other=0).to(tl.int32)
+        return ((low | (high << 8)) >> (bit % 8)) & ((1 << BITS) - 1)
 
 
 @triton.jit

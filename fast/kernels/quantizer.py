@@ -16,7 +16,7 @@ import torch
 from fast.kernels import passes, pointwise
 from fast.kernels.launch import ALIGNMENT, interpreted
 from fast.kernels.passes import Asked, Plan
-from fast.kernels.plans import NAMES, Prepared, Quick
+from fast.kernels.plans import DTYPES, NAMES, Prepared, Quick
 from reference import Quantized, Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
@@ -203,6 +203,19 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
     tensors = {"codes": q.codes.contiguous(), **_stored_scales(q, of)}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
     return plan(tensors, q.codes.device)["y"]  # type: ignore[no-any-return]
+
+
+def _fits(q: Quantized, of: Asked) -> bool:
+    """Whether the scales have the shapes and dtypes that a kernel would read; otherwise the reference says what is wrong."""
+    if of.rule.two_level:
+        return True
+    for part, buffer in passes.scale_buffers(of).items():
+        value = getattr(q, part)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != buffer.shape:
+            return False
+        if value.dtype != DTYPES[buffer.dtype] or value.device != q.codes.device:
+            return False
+    return True
 
 
 def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:

@@ -15,17 +15,20 @@ def round_shift(significand, shift, negative, words, MODE: tl.constexpr):
         lost = tl.minimum(shift, STOCHASTIC_BITS)
         word = (words.to(tl.int32, bitcast=True) >> 8) & 0xFFFFFF
         return ((significand >> excess) + (word >> (STOCHASTIC_BITS - lost))) >> lost
-    shift = tl.minimum(shift, LARGEST_SHIFT)
-    floor = significand >> shift
-    if MODE == "nearest_even":
-        return (significand + ((1 << (shift - 1)) - 1) + (floor & 1)) >> shift
-    if MODE == "nearest_away":
-        return (significand + (1 << (shift - 1))) >> shift
-    if MODE == "toward_zero":
-        return floor
-    inexact = ((floor << shift) != significand).to(tl.int32)
-    if MODE == "to_odd":
-        return floor | inexact
-    if MODE == "down":
-        return floor + (inexact & negative.to(tl.int32))
-    return floor + (inexact & (negative == 0).to(tl.int32))
+    else:
+        shift = tl.minimum(shift, LARGEST_SHIFT)
+        floor = significand >> shift
+        if MODE == "nearest_even":
+            return (significand + ((1 << (shift - 1)) - 1) + (floor & 1)) >> shift
+        elif MODE == "nearest_away":
+            return (significand + (1 << (shift - 1))) >> shift
+        elif MODE == "toward_zero":
+            return floor
+        else:
+            inexact = ((floor << shift) != significand).to(tl.int32)
+            if MODE == "to_odd":
+                return floor | inexact
+            elif MODE == "down":
+                return floor + (inexact & negative.to(tl.int32))
+            else:
+                return floor + (inexact & (negative == 0).to(tl.int32))

@@ -156,10 +156,8 @@ def _is_quick(record: Scale) -> bool:
 
 def _is_simple(rule: str, target_exponent: int) -> bool:
     """Whether the exponent field alone decides: no scale of a subnormal maximum lies above 2**-127."""
-    return (
-        (rule in ("floor", "ceil", "rceil", "even")
-        and target_exponent >= 1)
-        or (rule == "floor" and target_exponent == 0)
+    return (rule in ("floor", "ceil", "rceil", "even") and target_exponent >= 1) or (
+        rule == "floor" and target_exponent == 0
     )
 
 

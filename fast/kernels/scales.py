@@ -52,8 +52,9 @@ def power_scale(largest, L: tl.constexpr, POISON_INFINITY: tl.constexpr):
         code = _general_power(largest, L)
     if POISON_INFINITY:
         return tl.where(largest >= INFINITY, 255, code)
-    # Infinity counts as 2**128: its exponent field says so.
-    return tl.where(largest > INFINITY, 255, code)
+    else:
+        # Infinity counts as 2**128: its exponent field says so.
+        return tl.where(largest > INFINITY, 255, code)
 
 
 @triton.jit
@@ -125,7 +126,8 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     made = _to_power(made, L)
     if HOUSE:
         return float_of(tl.where(largest >= INFINITY, NAN, bits_of(made)))
-    return float_of(tl.where(largest > INFINITY, NAN, bits_of(made)))
+    else:
+        return float_of(tl.where(largest > INFINITY, NAN, bits_of(made)))
 
 
 @triton.jit
@@ -146,14 +148,15 @@ def _encoding(statistic, L: tl.constexpr):
 def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     if L.statistic == "absmax" or L.statistic == "absmax_elements":
         return float_of(largest)
-    if L.statistic == "minmax_split":
+    elif L.statistic == "minmax_split":
         a = bits_of(canonical(rounded(tl.div_rn(low, L.element_min), L.compute))) & MAGNITUDE
         b = bits_of(canonical(rounded(tl.div_rn(high, L.target), L.compute))) & MAGNITUDE
         return float_of(tl.maximum(a, b))
-    width = canonical(rounded(high - low, L.compute))
-    if HOUSE:
-        width = finite(width)
-    return width
+    else:
+        width = canonical(rounded(high - low, L.compute))
+        if HOUSE:
+            width = finite(width)
+        return width
 
 
 @triton.jit
@@ -194,13 +197,14 @@ def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
     L: tl.constexpr = RULE.level
     if not RULE.has_outer:
         return canonical(ratio(largest, low, high, L, RULE.house))
-    if RULE.outer_order == "folded":
+    elif RULE.outer_order == "folded":
         multiplier = rounded(outer * L.one_over_target, L.compute)
         return finite(canonical(rounded(float_of(largest) * multiplier, L.compute)))
-    if RULE.outer_order == "encode":
+    elif RULE.outer_order == "encode":
         return canonical(outer * ratio(largest, low, high, L, RULE.house))
-    made = ratio(largest, low, high, L, RULE.house)
-    return canonical(tl.div_rn(made, outer))
+    else:
+        made = ratio(largest, low, high, L, RULE.house)
+        return canonical(tl.div_rn(made, outer))
 
 
 @triton.jit
@@ -210,18 +214,19 @@ def stored_scale(exact, L: tl.constexpr):
     if L.storage == "float32":
         v = canonical(floored(v, L))
         return v, v
-    if L.floor_kind == "zero":
+    elif L.floor_kind == "zero":
         code = encode(v, None, L.storage_element)
         v = floored(canonical(decode(code, L.storage_element)), L)
         return encode(v, None, L.storage_element), v
-    if L.storage == "float8_e4m3fn" and L.floor_kind == "stored":
+    elif L.storage == "float8_e4m3fn" and L.floor_kind == "stored":
         code = tl.where(is_nan(v), 127, tl.maximum(nonnegative_code(v, L.storage_element), L.floor_code))
         return code, canonical(e4m3_value(code))
-    code = encode(v, None, L.storage_element)
-    if L.floor_kind == "stored":
-        # Codes of non-negative numbers order as the numbers do, NaN last.
-        code = tl.maximum(code, L.floor_code)
-    return code, canonical(decode(code, L.storage_element))
+    else:
+        code = encode(v, None, L.storage_element)
+        if L.floor_kind == "stored":
+            # Codes of non-negative numbers order as the numbers do, NaN last.
+            code = tl.maximum(code, L.floor_code)
+        return code, canonical(decode(code, L.storage_element))
 
 
 @triton.jit
@@ -229,7 +234,8 @@ def loaded_scale(kept, L: tl.constexpr):
     """The scale that a kept one stands for."""
     if L.storage == "float32":
         return canonical(kept)
-    return canonical(decode(kept.to(tl.int32), L.storage_element))
+    else:
+        return canonical(decode(kept.to(tl.int32), L.storage_element))
 
 
 @triton.jit
@@ -241,7 +247,8 @@ def zero_point(low, exact, RULE: tl.constexpr):
         made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
         made = canonical(rounded(made, RULE.zero_storage))
         return made, made
-    steps = rounded(tl.div_rn(low, scale), L.compute)
-    code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
-    code = tl.where(is_nan(steps), 0, code)
-    return code, code
+    else:
+        steps = rounded(tl.div_rn(low, scale), L.compute)
+        code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
+        code = tl.where(is_nan(steps), 0, code)
+        return code, code

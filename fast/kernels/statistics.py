@@ -27,10 +27,11 @@ def absmax(v, FINITE_ONLY: tl.constexpr, NATIVE: tl.constexpr):
     """
     if NATIVE and not FINITE_ONLY:
         return bits_of(tl.reduce(tl.abs(v), 1, _larger, keep_dims=True)) & MAGNITUDE
-    magnitude = bits_of(v) & MAGNITUDE
-    if FINITE_ONLY:
-        magnitude = tl.where(magnitude < INFINITY, magnitude, 0)
-    return tl.max(magnitude, axis=1, keep_dims=True)
+    else:
+        magnitude = bits_of(v) & MAGNITUDE
+        if FINITE_ONLY:
+            magnitude = tl.where(magnitude < INFINITY, magnitude, 0)
+        return tl.max(magnitude, axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -45,7 +46,8 @@ def minimum(v, inside, NATIVE: tl.constexpr):
     if NATIVE:
         v = tl.where(inside, v, float("inf"))
         return order_key(bits_of(tl.reduce(v, 1, _smaller, keep_dims=True)))
-    return lowest_key(v, inside)
+    else:
+        return lowest_key(v, inside)
 
 
 @triton.jit
@@ -54,7 +56,8 @@ def maximum(v, inside, NATIVE: tl.constexpr):
     if NATIVE:
         v = tl.where(inside, v, float("-inf"))
         return order_key(bits_of(tl.reduce(v, 1, _larger, keep_dims=True)))
-    return highest_key(v, inside)
+    else:
+        return highest_key(v, inside)
 
 
 @triton.jit

@@ -69,7 +69,8 @@ def inverse(d, NATIVE: tl.constexpr):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
+    else:
+        return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
 
 
 @triton.jit

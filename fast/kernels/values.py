@@ -36,10 +36,11 @@ def counted(codes, zero, RULE: tl.constexpr):
     """What codes count in units of the scale, float32."""
     if RULE.zero == "":
         return decode(codes, RULE.element)
-    if RULE.zero == "code":
+    elif RULE.zero == "code":
         signed = tl.where(codes > RULE.element.max_code, codes - (1 << RULE.bits), codes)
         return (signed - zero).to(tl.float32)
-    return (codes - RULE.middle_code).to(tl.float32)
+    else:
+        return (codes - RULE.middle_code).to(tl.float32)
 
 
 @triton.jit
@@ -48,16 +49,17 @@ def values(codes, scale, zero, RULE: tl.constexpr, DTYPE: tl.constexpr):
     value = counted(codes, zero, RULE)
     if RULE.stored == "encode":
         return rounded(tl.div_rn(value, scale), DTYPE)
-    product = rounded(rounded(value, DTYPE) * scale, DTYPE)
-    if RULE.dequantize == "float32" and RULE.element.specials == "ieee":
-        product = _stay_finite(product, value, scale)
-    elif RULE.dequantize == "float32":
-        # Without infinities among the values only the scale decides.
-        limit = tl.where((bits_of(scale) & MAGNITUDE) < INFINITY, LARGEST, INFINITY)
-        product = tl.clamp(product, -float_of(limit), float_of(limit), propagate_nan=tl.PropagateNan.ALL)
-    if RULE.zero == "value":
-        product = rounded(product + zero, DTYPE)
-    return product
+    else:
+        product = rounded(rounded(value, DTYPE) * scale, DTYPE)
+        if RULE.dequantize == "float32" and RULE.element.specials == "ieee":
+            product = _stay_finite(product, value, scale)
+        elif RULE.dequantize == "float32":
+            # Without infinities among the values only the scale decides.
+            limit = tl.where((bits_of(scale) & MAGNITUDE) < INFINITY, LARGEST, INFINITY)
+            product = tl.clamp(product, -float_of(limit), float_of(limit), propagate_nan=tl.PropagateNan.ALL)
+        if RULE.zero == "value":
+            product = rounded(product + zero, DTYPE)
+        return product
 
 
 @triton.jit
@@ -74,8 +76,9 @@ def loaded_zero(kept, RULE: tl.constexpr):
     """A kept zero point as int32 code or float32."""
     if RULE.zero == "code":
         return kept.to(tl.int32)
-    v = float_of(kept.to(tl.int32) << 16)
-    return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))
+    else:
+        v = float_of(kept.to(tl.int32) << 16)
+        return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))
 
 
 @triton.jit
@@ -83,7 +86,8 @@ def saturated(v, marked, scale, outer, RULE: tl.constexpr):
     """Whether saturation changed the rounded element; `marked` are codes made under the overflow policy "mark"."""
     if RULE.kind != "codebook":
         return (marked & MARK) != 0
-    quotient = tl.div_rn(v, scale)
-    if RULE.has_outer:
-        quotient = tl.div_rn(quotient, outer)
-    return (bits_of(canonical(quotient)) & MAGNITUDE) > RULE.max_bits
+    else:
+        quotient = tl.div_rn(v, scale)
+        if RULE.has_outer:
+            quotient = tl.div_rn(quotient, outer)
+        return (bits_of(canonical(quotient)) & MAGNITUDE) > RULE.max_bits
