@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
-    from ao_lab.dispatch import fake_quantize as fake_quantize
     from reference import FORMATS as FORMATS
     from reference import SCHEMES as SCHEMES
     from reference import choose_scales as choose_scales
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from reference import decompress as decompress
     from reference import dequantize as dequantize
     from reference import encode as encode
+    from reference import fake_quantize as fake_quantize
     from reference import fake_quantize_vjp as fake_quantize_vjp
     from reference import matmul as matmul
     from reference import matmul_error_bound as matmul_error_bound
@@ -71,8 +71,6 @@ __all__ = [
 ]
 
 SUBMODULES = ("jax", "testing")
-# Names that are more here than in the specification.
-OWN = {"fake_quantize": "ao_lab.dispatch"}
 
 
 def __getattr__(name: str) -> Any:
@@ -81,7 +79,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
     if name in SUBMODULES:
         return importlib.import_module(f"ao_lab.{name}")
-    value = getattr(importlib.import_module(OWN.get(name, "reference")), name)
+    from ao_lab.dispatch import SHARED, dispatched
+
+    value = dispatched(name) if name in SHARED else getattr(importlib.import_module("reference"), name)
     globals()[name] = value
     return value
 

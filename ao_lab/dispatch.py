@@ -1,22 +1,56 @@
-"""Functions that do more for torch tensors than the specification can: take part in autograd."""
+"""The functions of `ao_lab`: the specification for NumPy and JAX arrays, `fast` for torch tensors.
+
+On a GPU `fast` runs kernels, and it takes part in autograd; the bits are the same.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import reference
-from reference import Scheme
+
+#: Names that `fast` has too.
+SHARED = (
+    "choose_scales",
+    "compress",
+    "decode",
+    "decompress",
+    "dequantize",
+    "encode",
+    "fake_quantize",
+    "fake_quantize_vjp",
+    "pack",
+    "prune",
+    "quantize",
+    "quantize_both",
+    "rms_norm",
+    "rms_norm_quantize",
+    "swiglu",
+    "swiglu_quantize",
+    "unpack",
+)
 
 
-def fake_quantize(x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None) -> Any:
-    """x rounded to what its scheme represents: `reference.fake_quantize`, differentiable in JAX and in torch.
-
-    NumPy, JAX and torch alike; see there for arguments, gradients and errors.
-    """
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor, or a quantized one."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
-        return reference.fake_quantize(x, scheme, axis=axis, scales=scales)
-    import fast
+    return torch is not None and isinstance(getattr(value, "codes", value), torch.Tensor)
 
-    return fast.fake_quantize(x, scheme, axis=axis, scales=scales)
+
+def dispatched(name: str) -> Callable[..., Any]:
+    """The function of this name: that of `fast` where its first argument is a torch tensor, else that of `reference`."""
+    specified = getattr(reference, name)
+
+    @functools.wraps(specified)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if not holds_tensor(first):
+            return specified(*args, **kwargs)
+        import fast
+
+        return getattr(fast, name)(*args, **kwargs)
+
+    return run

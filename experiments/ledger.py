@@ -31,7 +31,7 @@ TESTS = "tests/gpu/validate_kernels.py"
 #: The whole refresh takes less than 8 minutes: the tests at most this long, peers until the rest is used up.
 TEST_SECONDS = 200.0
 #: The part of the inputs and repetitions that fits; all of them are `python tests/gpu/validate_kernels.py`.
-TEST_FRACTION = 0.3
+TEST_FRACTION = 0.1
 TOTAL_SECONDS = 420.0
 #: What our own kernels' benchmarks take, generously; the time for peers is what remains.
 OWN_SECONDS = 110.0

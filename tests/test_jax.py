@@ -89,7 +89,6 @@ def test_errors_are_the_references(kernels_everywhere):
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """As on a machine with a GPU: traced arrays may end there."""
-    pytest.importorskip("triton")
     monkeypatch.setattr(device, "has_kernels", lambda: True)
 
 
@@ -143,7 +142,6 @@ def test_no_gradient_flows_through_codes(kernels_everywhere):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_kernels_read_before_they_write(name):
     """XLA hands over inputs, then outputs; in every plan the kernel's arguments have that order."""
-    pytest.importorskip("triton")
     from ao_lab.jax.launches import ARRAYS
     from fast.kernels import passes
 
@@ -168,7 +166,6 @@ def test_kernels_read_before_they_write(name):
 
 def test_the_message_is_what_jaxlib_writes():
     """Bytes that jaxlib 0.10.2's own classes made: a kernel with an array, an int32 and an int64."""
-    pytest.importorskip("triton")
     from ao_lab.jax.launches import kernel_message, launch_message
 
     kernel = kernel_message("f", "ptx", 33, 4, 90)
@@ -181,7 +178,6 @@ def test_the_message_is_what_jaxlib_writes():
 
 def test_kernels_in_the_interpreter():
     """Plans, vmap's rule and gradients with real kernels; schemes of every number of passes."""
-    pytest.importorskip("triton")
     names = ["nvfp4", "nf4", "int8_rowwise_asymmetric"]
     done = subprocess.run(
         [sys.executable, "tests/interpreted_jax.py", *names],

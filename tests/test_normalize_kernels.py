@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 from fast.kernels.normalize import _whole_rows, norm_kernel
 from fast.kernels.outputs import _block_length
 from reference import SCHEMES

@@ -20,8 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What `make test` installs; the other extras are for clients whom their users choose.
 INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 
-# Modules and functions of fast/ that have no counterpart in reference/, each with its reason. The package fast/kernels is another
-# such: it holds how the functions of fast/ run on a GPU, under names of its own.
+# Modules and functions of fast/ that have no counterpart in reference/, each with its reason. The package fast/kernels is
+# another such: it holds how the functions of fast/ run on a GPU, under names of its own.
 FAST_ALONE = {
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 from fast.kernels.outputs import _block_length
 from fast.kernels.swiglu import ELEMENTS, _place, swiglu_kernel
 from reference import SCHEMES

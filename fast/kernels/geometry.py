@@ -81,13 +81,13 @@ def _flat(total: int, size: int) -> Geometry:
     p = max(1, SMALLEST_TILE // tile, min(TILE // tile, power_above(count)))
     masked = tile != size or count % p != 0 or total % size != 0
     integers = (count, 1, 1, size, total, 1, 0, 0, 0, 0, 1)
-    warps = 1 if tile < TILE else _warps(tile)
+    warps = 1 if tile < TILE else _warps(tile, masked)
     return Geometry("flat", ceil_div(count, p), count, integers, False, masked, wide, tile, tile, p, warps)
 
 
-def _warps(elements: int) -> int:
-    """32 elements a thread, four 16-byte loads of 16-bit numbers; at most 128 in the largest tiles."""
-    return max(1, min(4, elements // 1024))
+def _warps(elements: int, masked: bool) -> int:
+    """32 elements a thread, four 16-byte loads of 16-bit numbers; more in the largest tiles, where masks leave registers."""
+    return max(1, min(8 if masked else 4, elements // 1024))
 
 
 def _columns(lead: int, length: int, after: int, size: int) -> Geometry:
@@ -116,7 +116,7 @@ def _short_rows(lead: int, length: int, size: int) -> Geometry | None:
     integers = (lead * columns, columns, lead, length, lead, 1, 0, length, size, 0, 1)
     programs = ceil_div(lead * columns, p)
     return Geometry(
-        "tiles", programs, lead * columns, integers, False, True, wide, size, size, p, _warps(p * size)
+        "tiles", programs, lead * columns, integers, False, True, wide, size, size, p, _warps(p * size, True)
     )
 
 
@@ -148,5 +148,15 @@ def _rectangles(shape: tuple[int, ...], axis: int, block: tuple[int, int]) -> Ge
         1,
     )
     return Geometry(
-        "tiles", ceil_div(count, p), count, integers, False, masked, wide, size, inner, p, _warps(p * size)
+        "tiles",
+        ceil_div(count, p),
+        count,
+        integers,
+        False,
+        masked,
+        wide,
+        size,
+        inner,
+        p,
+        _warps(p * size, masked),
     )
