@@ -73,7 +73,9 @@ def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def ready(x: torch.Tensor, scheme: str | Scheme, axis: int, packed: bool) -> Quantized | None:
     """`quantize` with computed scales of a tensor like one seen before, without any further check; None otherwise."""
-    found = READY.get((scheme, x.dtype, x.shape, axis, packed))
+    if not isinstance(scheme, (str, Scheme)):
+        return None
+    found = READY.get((scheme, x.dtype, x.shape, axis, type(axis), packed))
     if found is None or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None
     quick, shape, axis, record = found
@@ -109,7 +111,7 @@ def quantize(
         codes, kept = _codes(x, of, given, words, fused)
         if given is None and words is None and fused == packed:
             plan = PLANS[("quantize", of.dtype, scheme, of.blocks, "", fused)]
-            _remember(of, (asked_scheme, x.dtype, x.shape, axis, packed), plan)
+            _remember(of, (asked_scheme, x.dtype, x.shape, axis, type(axis), packed), plan)
         if fused:
             return _finished(of, codes, kept, True)
     return _finished(of, _packed(codes, scheme) if packed else codes, kept, packed)
