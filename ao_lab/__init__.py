@@ -79,9 +79,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
     if name in SUBMODULES:
         return importlib.import_module(f"ao_lab.{name}")
-    from ao_lab.dispatch import SHARED, dispatched
+    from ao_lab.dispatch import dispatched
 
-    value = dispatched(name) if name in SHARED else getattr(importlib.import_module("reference"), name)
+    value = getattr(importlib.import_module("reference"), name)
+    value = dispatched(name) if callable(value) else value
     globals()[name] = value
     return value
 

@@ -12,27 +12,6 @@ from typing import Any
 
 import reference
 
-#: Names that `fast` has too.
-SHARED = (
-    "choose_scales",
-    "compress",
-    "decode",
-    "decompress",
-    "dequantize",
-    "encode",
-    "fake_quantize",
-    "fake_quantize_vjp",
-    "pack",
-    "prune",
-    "quantize",
-    "quantize_both",
-    "rms_norm",
-    "rms_norm_quantize",
-    "swiglu",
-    "swiglu_quantize",
-    "unpack",
-)
-
 
 def holds_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor, or a quantized one."""
@@ -41,7 +20,7 @@ def holds_tensor(value: Any) -> bool:
 
 
 def dispatched(name: str) -> Callable[..., Any]:
-    """The function of this name: that of `fast` where its first argument is a torch tensor, else that of `reference`."""
+    """The function of this name: that of `fast`, if it has one, where the first argument is a torch tensor."""
     specified = getattr(reference, name)
 
     @functools.wraps(specified)
@@ -51,6 +30,6 @@ def dispatched(name: str) -> Callable[..., Any]:
             return specified(*args, **kwargs)
         import fast
 
-        return getattr(fast, name)(*args, **kwargs)
+        return getattr(fast, name, specified)(*args, **kwargs)
 
     return run

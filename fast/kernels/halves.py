@@ -145,8 +145,8 @@ def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 def gated(silu, g, up, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """silu(g), given in float32 for the clamped gate, rounded, times up, rounded; NaN canonical.
 
-    Beyond the upper bound T of the clamp silu(g) is g: max(g - T, 0) is added to silu(T) = T, which is exact. The sign is the
-    gate's, also that of zeros.
+    Beyond the upper bound T of the clamp silu(g) is g: the pattern of max(g, T) less that of T is added to the pattern of
+    silu(T) = T, an addition of integers and so exact. The sign is the gate's, also that of zeros.
     """
     if not NATIVE:
         return _gated_by_selects(silu, g, up, DTYPE)

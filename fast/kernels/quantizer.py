@@ -200,7 +200,7 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
         unpacked(q)  # says what is wrong
     of = passes.asked(dtype, scheme, Blocks.of(q.shape, scheme.scale, q.axis), not interpreted())
     packed = q.packed and scheme.format.bits < 8
-    if of is None or (packed and not passes.packs(of)):
+    if of is None or (packed and not passes.packs(of)) or not _fits(q, of):
         return None
     tensors = {"codes": q.codes.contiguous(), **_stored_scales(q, of)}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
