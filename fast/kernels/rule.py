@@ -7,7 +7,6 @@ for the whole: two records with the same fields share a kernel, whatever their n
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -126,7 +125,7 @@ def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = Tru
         quotient = bits_of(record.target / float(record.floor[1]))
     target = bits_of(record.target)
     return Level(
-        statistic=record.statistic, target=_in_dtype(record.target, compute), target_bits=target, rule=record.rule,
+        statistic=record.statistic, target=_in_dtype(record.target, compute), rule=record.rule,
         target_exponent=(target >> 23) - 127, target_fraction=target & 0x7FFFFF, compute=compute, stored=record.stored,
         by_reciprocal=record.by_reciprocal, floor_kind=kind, floor=floor, floor_code=floor_code, floor_quotient=quotient,
         nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=record.storage,
@@ -202,7 +201,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
         two_level=outer is not None and outer.statistic != "absmax_elements",
-        power_of_two=scheme.scale.power_of_two, storage=scheme.scale.storage, storage_bits=_storage_bits(scheme),
+        power_of_two=scheme.scale.power_of_two, storage=scheme.scale.storage,
         zero="" if zero is None else zero.rule, zero_storage="" if zero is None else zero.storage,
         middle=_in_dtype((low + high + 1) / 2, dtype if scheme.scale.compute == "input" else "float32"),
         middle_input=_in_dtype((low + high + 1) / 2, arithmetic), middle_code=(low + high + 1) // 2, low=low, high=high,
@@ -288,13 +287,3 @@ def _never_saturates(scheme: Scheme) -> bool:
         and fmt.kind == "int"
         and scale.target == fmt.max
     )
-
-
-def _storage_bits(scheme: Scheme) -> int:
-    return 32 if scheme.scale.storage == "float32" else FORMATS[scheme.scale.storage].bits
-
-
-def same_fields(a: Scheme, b: Scheme) -> bool:
-    """Whether two records ask for the same bits, whatever their names."""
-    skipped = ("name", "deviations")
-    return all(getattr(a, f.name) == getattr(b, f.name) for f in fields(a) if f.name not in skipped)
