@@ -20,13 +20,23 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, narrow, read, widened
 from fast.kernels.elements import element_codes
+from fast.kernels.fours import (
+    larger_pair,
+    largest_of_block,
+    largest_of_pairs,
+    load_pairs,
+    side_by_side,
+    words_of_pairs,
+)
 from fast.kernels.hot import (
     choose_under_outer,
     finished,
+    kept_where,
     loaded_values,
     multiplier,
     rounded_values,
     store_codes,
+    store_words,
 )
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
@@ -137,6 +147,8 @@ def blocks_kernel(
     )  # fmt: skip
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
+    elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
+        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, RULE, JOB, WIDE, SIZE)
     else:
         v = widened(read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
@@ -220,6 +232,29 @@ def _quantize_tile(
         _general_tile(
             v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
         )
+
+
+@triton.jit
+def _pairs_tile(
+    x, codes, scale, outer, outer_statistic, block, exists, RULE: tl.constexpr, JOB: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Packed 4-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours`."""
+    PARTS: tl.constexpr = SIZE // 8
+    place = block.to(tl.int64) if WIDE else block
+    g_outer = _outer(outer, outer_statistic, RULE, JOB)
+    a, b = load_pairs(x, place, SIZE, 0, PARTS), load_pairs(x, place, SIZE, 1, PARTS)
+    top = larger_pair(largest_of_pairs(a), largest_of_pairs(b))
+    if PARTS == 4:
+        c, d = load_pairs(x, place, SIZE, 2, PARTS), load_pairs(x, place, SIZE, 3, PARTS)
+        top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
+    largest = largest_of_block(top)
+    _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, RULE, JOB)
+    m, keep = multiplier(s, kept, z, RULE), kept_where(s, -1)
+    words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
+    if PARTS == 4:
+        words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
+    store_words(codes, words, place, exists)
 
 
 @triton.jit

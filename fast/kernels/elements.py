@@ -232,8 +232,13 @@ def e4m3_value(code):
 
     Clamped codes that come from one conversion and go into another were compiled wrongly (triton 3.6.0, reports/LOG.md).
     """
-    v = float_of(code << 20) * 1.329227995784916e36
-    return tl.where(code == 127, float("nan"), v)
+    return tl.where(code == 127, float("nan"), finite_e4m3_value(code))
+
+
+@triton.jit
+def finite_e4m3_value(code):
+    """The same for codes that are not 127."""
+    return float_of(code << 20) * 1.329227995784916e36
 
 
 @triton.jit

@@ -8,13 +8,14 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
-from fast.kernels.elements import e4m3_value, nonnegative_code, power_multiplier
+from fast.kernels.elements import finite_e4m3_value, nonnegative_code, power_multiplier
 from fast.kernels.packing import store_packed
 from fast.kernels.scales import finite
 from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
     bytes_of,
+    corrected,
     divided,
     e2m1_numbers,
     e2m1_values,
@@ -28,7 +29,6 @@ from fast.kernels.words import (
     int4_words,
     int8_values,
     inverse,
-    quotient,
     six_triples,
     six_words,
 )
@@ -58,27 +58,28 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
 def choose_under_outer(largest, outer, RULE: tl.constexpr, ORDINARY: tl.constexpr):
     """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
 
-    (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. The outer scale is brought to [1, 2) by a power
-    of two, exactly, so that a short division does: what overflows e4m3 is cut down first, and what the division gets wrong lies
-    far below the smallest block scale. ORDINARY: the outer scale comes from a tensor, and lies between 2**-112 and 2**117;
+    (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
+    brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong
+    lies far below the smallest block scale. ORDINARY: the outer scale comes from a tensor, and lies between 2**-112 and 2**117;
     a given one may lie anywhere.
     """
     L: tl.constexpr = RULE.level
     power = (254 << 23) - (bits_of(outer) & INFINITY)
     unit = float_of(tl.where(power == 0, 0x00400000, power))
     mantissa = outer * unit
-    value = quotient(float_of(largest), L.target, L.inverse) * unit
-    exact = divided(tl.minimum(value, 1024.0), mantissa, inverse(mantissa))
+    value = corrected(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
+    exact = divided(value, mantissa, inverse(mantissa))
+    # NaN and infinity poison their block, and a NaN outer scale every block.
+    bad = largest >= tl.where(is_nan(outer), 0, INFINITY)
     if not ORDINARY:
         exact = _extraordinary(exact, largest, outer, L)
+        bad = bad | is_nan(exact)
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
-    # NaN and infinity poison their block, and a NaN outer scale every block.
-    code = tl.where((largest >= INFINITY) | is_nan(exact), 127, code)
-    scale = e4m3_value(code)
+    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
     m = inverse(outer * scale)
     if not ORDINARY:
         m = _extraordinary_inverse(m, outer * scale, outer)
-    return code, scale, m
+    return tl.where(bad, 127, code), scale, m
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def _extraordinary_inverse(m, product, outer):
 
 
 @triton.jit
-def _kept(scale, MASK: tl.constexpr):
+def kept_where(scale, MASK: tl.constexpr):
     """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
     return tl.where(is_nan(scale), 0, MASK)
 
@@ -147,9 +148,9 @@ def _store_integers(
 ):
     t = bits_of(integers(v, m, zero, RULE))
     if PACKED and RULE.bits == 4:
-        _store_words(codes, int4_words(t, _kept(scale, -1)), block, exists)
+        store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
     elif PACKED:
-        kept = _kept(scale, (1 << RULE.bits) - 1)
+        kept = kept_where(scale, (1 << RULE.bits) - 1)
         store_packed(codes, t & kept, block, exists, RULE.bits)
     else:
         made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
@@ -159,11 +160,11 @@ def _store_integers(
 @triton.jit
 def _masked_bytes(codes, scale, MASK: tl.constexpr):
     """The low bytes of codes, 0 in poisoned blocks."""
-    return bytes_of(codes & _kept(scale, MASK))
+    return bytes_of(codes & kept_where(scale, MASK))
 
 
 @triton.jit
-def _store_words(codes, words, block, exists):
+def store_words(codes, words, block, exists):
     """Words of a tile behind a pointer to bytes."""
     COUNT: tl.constexpr = words.shape[1]
     out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
@@ -180,7 +181,7 @@ def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexp
         signed = v * m
         numbers = bits_of(e2m1_numbers(signed, tl.full(v.shape, 0.5, tl.float32)))
     if PACKED:
-        _store_words(codes, e2m1_words(numbers, bits_of(signed), _kept(scale, -1)), block, exists)
+        store_words(codes, e2m1_words(numbers, bits_of(signed), kept_where(scale, -1)), block, exists)
     else:
         made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
         tl.store(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), mask=inside)
@@ -202,7 +203,7 @@ def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr
             y = (v * m) * 0.000244140625
         made = e3m2_bytes(y)
     if PACKED:
-        a, b, c = six_words(made, _kept(scale, -1))
+        a, b, c = six_words(made, kept_where(scale, -1))
         COUNT: tl.constexpr = v.shape[1] // 16
         word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
         word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
@@ -210,7 +211,9 @@ def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr
         tl.store(word + 1, b, mask=exists)
         tl.store(word + 2, c, mask=exists)
     else:
-        tl.store(codes + at, (made & _kept(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside)
+        tl.store(
+            codes + at, (made & kept_where(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside
+        )
 
 
 @triton.jit

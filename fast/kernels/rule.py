@@ -217,6 +217,8 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
+        pairs=dtype == "bfloat16" and _hot(scheme, nearest and hardware) == "e2m1" and scheme.scale.block in (16, 32)
+        and (scheme.outer is None) == (scheme.scale.block == 32) and scheme.scale.power_of_two == (scheme.outer is None),
     )  # fmt: skip
 
 

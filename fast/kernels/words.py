@@ -38,7 +38,7 @@ def inverse(v):
     guess = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
     )
-    return tl.fma(tl.fma(-v, guess, 1.0), guess, guess)
+    return tl.fma(tl.fma(negated(v), guess, 1.0), guess, guess)
 
 
 @triton.jit
@@ -49,18 +49,29 @@ def quotient(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
     targets this is exact for is checked on the GPU for every significand, as for `inverse`.
     """
     small = a < 1.0
-    wide = a * tl.where(small, 1.8446744073709552e19, 1.0)
-    first = wide * INVERSE
-    made = tl.fma(tl.fma(-first, TARGET, wide), INVERSE, first)
+    made = corrected(a * tl.where(small, 1.8446744073709552e19, 1.0), TARGET, INVERSE)
     return made * tl.where(small, 5.421010862427522e-20, 1.0)
+
+
+@triton.jit
+def corrected(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
+    """a / TARGET, correctly rounded, where the remainder of a first product is no subnormal number: a above 2**-64."""
+    first = a * INVERSE
+    return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)
 
 
 @triton.jit
 def divided(a, divisor, inverse_divisor):
     """a / divisor, correctly rounded, for quotients and divisors far from the ends of the exponent range."""
     first = a * inverse_divisor
-    better = tl.fma(tl.fma(-first, divisor, a), inverse_divisor, first)
-    return tl.fma(tl.fma(-better, divisor, a), inverse_divisor, better)
+    better = tl.fma(tl.fma(negated(first), divisor, a), inverse_divisor, first)
+    return tl.fma(tl.fma(negated(better), divisor, a), inverse_divisor, better)
+
+
+@triton.jit
+def negated(v):
+    """-v, as an operand's sign: Triton's own is the subtraction 0 - v, an instruction."""
+    return v * -1.0
 
 
 @triton.jit
