@@ -160,6 +160,8 @@ class TorchNamespace(NumpyNamespace):
 
     def __init__(self) -> None:
         self.xp = sys.modules["torch"]
+        # By identity of the array, which is kept too, and device.
+        self.tables: dict[tuple[int, Any], tuple[Any, Array]] = {}
 
     def dtype_name(self, x: Array) -> str:
         return str(x.dtype).removeprefix("torch.")
@@ -174,8 +176,20 @@ class TorchNamespace(NumpyNamespace):
         return x.to(self.dtype(name))
 
     def constant(self, values: Any, like: Array) -> Array:
+        # Tables are kept on their device: a copy to it cannot be part of a CUDA graph.
+        key = (id(values), like.device)
+        if key in self.tables:
+            return self.tables[key][1]
         # np.array copies: torch refuses to share read-only memory.
-        return self.xp.from_numpy(np.array(values)).to(like.device)
+        made = self.xp.from_numpy(np.array(values)).to(like.device)
+        if isinstance(values, np.ndarray) and not values.flags.writeable and self._keeps(made):
+            self.tables[key] = (values, made)
+        return made
+
+    def _keeps(self, made: Array) -> bool:
+        """Whether a tensor may be used again: not one that only stands for a tensor, or serves inference only."""
+        plain = type(made) is self.xp.Tensor and not self.xp.compiler.is_compiling()
+        return plain and not made.is_inference()
 
     def minimum(self, a: Array, b: Any) -> Array:
         return self.xp.minimum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, max=b)

@@ -325,7 +325,9 @@ def _shifted(v, scale, words, RULE: tl.constexpr):
         else:
             own, significand = normalized(magnitude)
             significand = tl.where(magnitude == 0, 0, significand)
-            own = tl.where(magnitude == 0, 0, tl.where(magnitude >= INFINITY, 128, own - exponent))
+            # A zero has the smallest exponent: any above it would show in the code.
+            own = tl.where(magnitude >= INFINITY, 128, own - exponent)
+            own = tl.where(magnitude == 0, RULE.element.emin, own)
             return encode_parts(b, own, significand, words, RULE.element)
 
 
