@@ -28,9 +28,10 @@ from reference.schemes import scheme_of
 
 # (shape, axis): the first of a scheme is tried in all dtypes, the others in float32.
 ROWS = (((3, 77), -1), ((40, 24), 0), ((2, 35, 5), 1), ((77,), 0), ((), -1))
-# Blocks that take two passes: rows beyond a tile, columns beyond 256, each with a part that is not full.
-LONG = (((2, 17001), -1), ((300, 5), 0))
-WHOLE = (((3, 64), -1), ((64, 24), 0), ((2, 96, 5), 1), ((192,), 0))
+# Blocks that take two passes: rows beyond a tile, columns beyond 256, each with a part that is not full, and columns without.
+LONG = (((2, 17001), -1), ((300, 5), 0), ((2, 320, 64), 1))
+# The last one fills its tiles of columns.
+WHOLE = (((3, 64), -1), ((64, 24), 0), ((2, 96, 5), 1), ((192,), 0), ((2, 64, 128), 1))
 GROUPS = {
     "fp8": (("fp8_rowwise", (*ROWS, *LONG)), ("fp8_tensorwise_e5m2", (((3, 100), -1), ((), 0), ((2, 9001), -1))),
             ("fp8_1x128", (((3, 200), -1), ((140, 24), 0), ((2, 35, 5), 1), ((77,), 0))),

@@ -46,6 +46,10 @@ class Machine:
         """How many instructions there are, each once, without the padding at the end."""
         return sum(count for name, count in self.instructions.items() if name != "NOP")
 
+    def named(self, *names: str) -> int:
+        """How many instructions have one of these names, whatever their options."""
+        return sum(count for name, count in self.instructions.items() if name.split(".")[0] in names)
+
     def accesses(self, name: str) -> dict[int, int]:
         """How many loads or stores (LDG, STG, LDL, STL) have each width in bytes."""
         found: Counter[int] = Counter()

@@ -5,7 +5,7 @@ A program takes a tile of P blocks with SIZE elements each. Where the elements l
 * ``flat``: block b is elements b * length ... of the flattened tensor (groups that divide the last axis, whole rows, the
   whole tensor). With CHUNKED a block is larger than a tile, and the second grid axis counts blocks.
 * ``columns``: blocks run along an axis that is not the last; P neighbouring columns make a tile, so that memory is read in
-  rows. Grid: column tiles, then (leading index, block along the axis), then chunks.
+  rows. See `columns`.
 * ``tiles``: blocks of rows x INNER, and rows with a short last block.
 
 With CHUNKED a block is larger than a tile, and neighbouring programs take its parts.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, narrow, read, widened
+from fast.kernels.columns import column_places
 from fast.kernels.elements import element_codes
 from fast.kernels.fours import (
     larger_pair,
@@ -94,7 +95,7 @@ def _places(
     i = tl.arange(0, SIZE)[None, :]
     p = tl.arange(0, P)[:, None]
     chunk = 0
-    if CHUNKED:
+    if CHUNKED and SHAPE == "flat":
         chunk, program = program % chunks, program // chunks
         i = i + (chunk.to(tl.int64) if WIDE else chunk) * SIZE
     if SHAPE == "flat":
@@ -105,19 +106,10 @@ def _places(
             inside = (block < count) & (i < length) & (at < limit)
         return at, inside, block, block < count, chunk == 0
     elif SHAPE == "columns":
-        tiles = tl.cdiv(columns, P)
-        rest = program // tiles
-        column = p + program % tiles * P
-        row, lead = rest % rows, rest // rows
-        base = (lead.to(tl.int64) if WIDE else lead) * lead_stride + (
-            row.to(tl.int64) if WIDE else row
-        ) * row_stride
-        at = base + (i.to(tl.int64) if WIDE else i) * inner_row + column
-        exists = column < columns
-        inside = all_of(SIZE, P)
-        if MASKED:
-            inside = exists & (row * length + i < limit) & (i < length)
-        return at, inside, rest * columns + column, exists, chunk == 0
+        return column_places(
+            program, columns, rows, length, limit, chunks, lead_stride, row_stride, inner_row,
+            CHUNKED, MASKED, WIDE, SIZE, INNER, P,
+        )  # fmt: skip
     else:
         block = p + program * P
         column, rest = block % columns, block // columns

@@ -13,15 +13,22 @@ LARGEST_TILE = 16384
 TILE = 2048
 CHUNK = 8192
 SMALLEST_TILE = 512
+# Blocks along an axis that is not the last (`columns`): neighbouring columns of a tile, at least, of which a thread has WIDTH
+# or, where scales come from an earlier pass, CHUNK_WIDTH; rows of a part of a large block; elements of a warp, which has no
+# room for as many where there are masks.
+COLUMNS = 64
+WIDTH, CHUNK_WIDTH = 8, 16
 COLUMN_CHUNK = 64
-COLUMNS = 128
-COLUMN_WARPS = 4
+WARP, MASKED_WARP = 4096, 2048
 INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Blocks as tiles: `programs` of P blocks (or, chunked, parts of blocks) with SIZE elements each; see `blocks`."""
+    """Blocks as tiles: `programs` of P blocks (or, chunked, parts of blocks) with SIZE elements each; see `blocks`.
+
+    inner: the width of a two-dimensional block, or how many neighbouring columns a thread has (`columns`).
+    """
 
     shape: str
     programs: int
@@ -97,13 +104,14 @@ def _columns(lead: int, length: int, after: int, size: int) -> Geometry:
     chunked = size > 256
     tile = COLUMN_CHUNK if chunked else power_above(size)
     chunks = ceil_div(size, tile) if chunked else 1
-    p = min(power_above(after), COLUMNS)
-    p = max(p, SMALLEST_TILE // tile)
+    p = max(min(power_above(after), max(COLUMNS, TILE // tile)), SMALLEST_TILE // tile)
     masked = after % p != 0 or length % size != 0 or size % tile != 0
     integers = (0, after, rows, size, length, chunks, length * after, size * after, 0, after, 1)
     programs = ceil_div(after, p) * rows * lead * chunks
     count = lead * rows * after
-    return Geometry("columns", programs, count, integers, chunked, masked, wide, tile, tile, p, COLUMN_WARPS)
+    width = min(CHUNK_WIDTH if chunked else WIDTH, p, after & -after)
+    warps = max(1, p * tile // (MASKED_WARP if masked else WARP))
+    return Geometry("columns", programs, count, integers, chunked, masked, wide, tile, width, p, warps)
 
 
 def _short_rows(lead: int, length: int, size: int) -> Geometry | None:
