@@ -156,7 +156,12 @@ def words(shape: tuple[int, ...]) -> torch.Tensor:
 
 def compare_stochastic() -> None:
     """Random words reach the kernels, in every function that takes them."""
-    for name, shape in (("mxfp4", (3, 96)), ("mxfp8_e4m3", (3, 32)), ("int8_rowwise", (3, 77)), ("nvfp4", (5, 64))):
+    for name, shape in (
+        ("mxfp4", (3, 96)),
+        ("mxfp8_e4m3", (3, 32)),
+        ("int8_rowwise", (3, 77)),
+        ("nvfp4", (5, 64)),
+    ):
         scheme = replace(scheme_of(name), rounding="stochastic", name=f"{name} stochastic")
         x, drawn = numbers(shape, torch.float32), words(shape)
         x[0] = 0

@@ -335,9 +335,11 @@ def _dequantize_tile(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
-    HOT: tl.constexpr = RULE.hot_values and (
-        RULE.bits == 8 or (JOB.packed and (RULE.bits == 4 or RULE.bits == 6))
-    )
+    if JOB.packed:
+        SEQUENCE: tl.constexpr = RULE.bits == 4 or (RULE.bits == 6 and RULE.kind == "float")
+    else:
+        SEQUENCE: tl.constexpr = RULE.bits == 8 or RULE.kind == "int"
+    HOT: tl.constexpr = RULE.hot_values and SEQUENCE
     if HOT:
         code = block
     elif JOB.packed:

@@ -51,6 +51,16 @@ def _gate(kind: str, top: str, last: str, at: int) -> tl.constexpr:
     )
 
 
+def _normal(pair: str, round_to: str, last: str, at: int) -> tl.constexpr:
+    """(pair $at times $at + 2, $at + 3) times pair $at + 1, each product rounded to float32, the last one to 16 bits."""
+    return tl.constexpr(
+        f"""{{ .reg .b32 d, n, l, h; .reg .f32 a, b, p, q;
+        mov.b32 d, ${at}; {pair} mul.rn.f32 a, a, ${at + 2}; mul.rn.f32 b, b, ${at + 3}; mov.b32 d, ${at + 1};
+        {pair.replace("a,", "p,").replace("b,", "q,")} mul.rn.f32 a, a, p; mul.rn.f32 b, b, q;
+        cvt.rn.{round_to}x2.f32 d, b, a; {last} }}"""
+    )
+
+
 _LAST = "mov.b32 n, {}; min.s16x2 $0, d, n;"
 WIDEN_BFLOAT16 = tl.constexpr(f"{{ .reg .b32 d, l, h; mov.b32 d, $2; {_WIDEN_BFLOAT16} }}")
 WIDEN_FLOAT16 = tl.constexpr(f"{{ .reg .b32 d; mov.b32 d, $2; {_WIDEN_FLOAT16} }}")
@@ -62,6 +72,12 @@ GATE_BFLOAT16 = _gate("bf16", "0x42804280", _LAST.format("0x7FC07FC0"), 1)
 GATE_FLOAT16 = _gate("f16", "0x50005000", _LAST.format("0x7E007E00"), 1)
 GATE_WIDE_BFLOAT16 = _gate("bf16", "0x42804280", _WIDEN_BFLOAT16, 2)
 GATE_WIDE_FLOAT16 = _gate("f16", "0x50005000", _WIDEN_FLOAT16, 2)
+_PAIR_BFLOAT16 = "shl.b32 l, d, 16; and.b32 h, d, 0xFFFF0000; mov.b32 a, l; mov.b32 b, h;"
+_PAIR_FLOAT16 = "{ .reg .b16 u, v; mov.b32 {u, v}, d; cvt.f32.f16 a, u; cvt.f32.f16 b, v; }"
+NORMAL_BFLOAT16 = _normal(_PAIR_BFLOAT16, "bf16", _LAST.format("0x7FC07FC0"), 1)
+NORMAL_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _LAST.format("0x7E007E00"), 1)
+NORMAL_WIDE_BFLOAT16 = _normal(_PAIR_BFLOAT16, "bf16", _WIDEN_BFLOAT16, 2)
+NORMAL_WIDE_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _WIDEN_FLOAT16, 2)
 
 
 @triton.jit
@@ -183,3 +199,36 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
     made = (bits_of(rounded(silu, DTYPE)) & MAGNITUDE) | (b & SIGN)
     made = tl.where((v > top) | is_nan(v), b, made)
     return _by_integers(float_of(made) * widened(up), DTYPE)
+
+
+@triton.jit
+def normal(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """(h * r) * w in float32, rounded to the dtype of h and w; r is float32. NaN canonical.
+
+    16-bit numbers are taken as pairs again: floats that were used before need not be kept, and cost registers.
+    """
+    if DTYPE == "float32" or not NATIVE:
+        return narrowed((floats(h, NATIVE) * r) * floats(w, NATIVE), DTYPE, NATIVE)
+    elif DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(
+            NORMAL_BFLOAT16, "=r,r,r,f,f", [h, w, r], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            NORMAL_FLOAT16, "=r,r,r,f,f", [h, w, r], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def normal_floats(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """The same as float32; a NaN is some positive NaN."""
+    if DTYPE == "float32" or not NATIVE:
+        return rounded_once((floats(h, NATIVE) * r) * floats(w, NATIVE), DTYPE, NATIVE)
+    elif DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(
+            NORMAL_WIDE_BFLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            NORMAL_WIDE_FLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
+        )

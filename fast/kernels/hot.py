@@ -27,7 +27,7 @@ from fast.kernels.words import (
     float16_of,
     int4_values,
     int4_words,
-    int8_values,
+    integer_values,
     inverse,
     six_triples,
     six_words,
@@ -287,7 +287,7 @@ def loaded_values(
     else:
         code = tl.load(codes + at, mask=inside, other=0)
         if RULE.kind == "int":
-            value = int8_values(code.to(tl.int8, bitcast=True))
+            value = integer_values(code.to(tl.int8, bitcast=True), RULE.bits)
         else:
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if RULE.zero == "code":

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, narrowed, rounded_once
+from fast.kernels.halves import floats, narrowed, normal, normal_floats
 from fast.kernels.launch import interpreted
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
@@ -80,16 +80,15 @@ def norm_kernel(
     )
     at = row * length + column
     h = summed(x, residual, at, inside, DTYPE, NATIVE)
-    w = read(weight + column, inside)
     if new_residual is not None:
         tl.store(new_residual + at, h, mask=inside)
-    h = floats(h, NATIVE)
     if SUMS > 0:
         parts = tl.arange(0, SUMS)[None, :]
         first = tl.program_id(0) // column_tiles * column_tiles
         total = tree_sum(tl.load(sums + first + parts, mask=parts < column_tiles, other=0.0))
     else:
-        total = tree_sum(tl.reshape(h * h, (ROWS, SIZE)))
+        wide = floats(h, NATIVE)
+        total = tree_sum(tl.reshape(wide * wide, (ROWS, SIZE)))
     if ROWS == 1:
         # As a number it is in every thread.
         total = tl.sum(total)
@@ -97,11 +96,13 @@ def norm_kernel(
     r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
     if ROWS > 1:
         r = tl.reshape(tl.broadcast_to(r, (ROWS, SIZE // GROUP)), (ROWS * (SIZE // GROUP), 1))
-    v = (h * r) * floats(w, NATIVE)
+    # The weight comes from the L2, and later, so that it takes no registers before.
+    w = read(weight + column, inside)
+    r = tl.broadcast_to(r, h.shape)
     if RULE is None:
-        tl.store(y + at, narrowed(v, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, NATIVE), mask=inside)
     else:
-        v = rounded_once(v, DTYPE, NATIVE)
+        v = normal_floats(h, r, w, DTYPE, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 

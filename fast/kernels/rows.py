@@ -65,6 +65,9 @@ def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.con
     )
 
 
+WARP_PAIRS = 64
+
+
 @dataclass(frozen=True)
 class Tiles:
     """A matrix of `rows` x `length` as tiles, with `per_row` blocks of the quantizer in a row; see `tile_of`."""
@@ -118,7 +121,8 @@ def tiles(
 
     block: elements of a quantizer's block, None for none. stride: the largest distance of rows.
     """
-    tile_rows = max(1, min(elements // size, power_above(rows)))
+    # Instructions that take numbers in pairs want two in each lane.
+    tile_rows = max(1, WARP_PAIRS // size, min(elements // size, power_above(rows)))
     group, per_row = (size, 1) if block is None or block == length else (block, length // block)
     masked = rows % tile_rows != 0 or length % size != 0
     wide = rows * max(stride, length) > INT32 - 2 * LARGEST_TILE

@@ -226,7 +226,7 @@ def _has_sequence(fmt: Format) -> bool:
     """Whether `words` reads this element: signed integers and the OCP formats without infinities."""
     names = ("float8_e4m3fn", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
     return fmt.name in names or (
-        fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits in (4, 8)
+        fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits <= 8
     )
 
 

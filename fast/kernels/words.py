@@ -211,20 +211,29 @@ def six_words(codes, keep):
     )  # fmt: skip
 
 
+def _offset_bytes(bits: int) -> tl.constexpr:
+    """float32 of four two's complement numbers of `bits` bits in the bytes of a word."""
+    bias = 1 << (bits - 1)
+    text = f"lop3.b32 w, $4, 0x{(2 * bias - 1) * 0x01010101:08X}, 0x{bias * 0x01010101:08X}, 0x6A; "
+    for i in range(4):
+        text += f"prmt.b32 t, w, 0x4B000000, 0x744{i}; mov.b32 f, t; add.rn.f32 ${i}, f, 0fCB{bias:06X}; "
+    return tl.constexpr(f"{{ .reg .b32 w, t; .reg .f32 f; {text} }}")
+
+
+BYTES2, BYTES3, BYTES4, BYTES5 = (_offset_bytes(bits) for bits in (2, 3, 4, 5))
+BYTES6, BYTES7, BYTES8 = (_offset_bytes(bits) for bits in (6, 7, 8))
+
+
 @triton.jit
-def int8_values(codes):
-    """float32 of int8 codes."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 w, t; .reg .f32 f;
-        xor.b32 w, $4, 0x80808080;
-        prmt.b32 t, w, 0x4B000000, 0x7440; mov.b32 f, t; add.rn.f32 $0, f, 0fCB000080;
-        prmt.b32 t, w, 0x4B000000, 0x7441; mov.b32 f, t; add.rn.f32 $1, f, 0fCB000080;
-        prmt.b32 t, w, 0x4B000000, 0x7442; mov.b32 f, t; add.rn.f32 $2, f, 0fCB000080;
-        prmt.b32 t, w, 0x4B000000, 0x7443; mov.b32 f, t; add.rn.f32 $3, f, 0fCB000080;
-        }""",
-        "=f,=f,=f,=f,r", [codes], dtype=tl.float32, is_pure=True, pack=4,
+def integer_values(codes, BITS: tl.constexpr):
+    """float32 of two's complement codes (int8), whatever lies above their BITS bits."""
+    text: tl.constexpr = (
+        BYTES2 if BITS == 2 else BYTES3 if BITS == 3 else BYTES4 if BITS == 4 else BYTES5
+        if BITS == 5 else BYTES6 if BITS == 6 else BYTES7 if BITS == 7 else BYTES8
     )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        text, "=&f,=&f,=&f,=&f,r", [codes], dtype=tl.float32, is_pure=True, pack=4
+    )
 
 
 @triton.jit
