@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each group is a process: its cases, and what has to have answered in them.
 GROUPS = {
     "fp8": (32, {"gradient"}),
-    "mx": (36, {"gradient", "packed"}),
+    "mx": (36, {"gradient", "packed", "tiled"}),
     "integers": (36, {"gradient", "packed"}),
-    "two levels": (19, {"gradient", "packed", "outer"}),
+    "two levels": (19, {"gradient", "packed", "outer", "tiled"}),
     "formats": (17, {"stochastic", "packed"}),
+    "both": (9, {"both"}),
 }
 
 

@@ -30,6 +30,7 @@ from fast.kernels.hot import (
 )
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
+from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import (
     exact_scale,
     floored,
@@ -49,19 +50,21 @@ class Job(Constant):
 
     source: "tile", "statistic" or "given" scales. outer: "", "statistic" or "given". codes, scales, statistic: what is
     written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
-    dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding.
+    dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
+    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row.
     """
 
 
 def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
-    reverse: bool = False,
+    reverse: bool = False, tiled: bool = False,
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
+        tiled=tiled,
     )  # fmt: skip
 
 
@@ -207,7 +210,9 @@ def _quantize_tile(
     else:
         divisor_outer = g_outer
         largest, low, high = _range(v, inside, statistic, block, exists, stride, RULE, JOB)
-        e, s, z, kept = _choose(largest, low, high, g_outer, scale, zero, block, exists & first, RULE, JOB)
+        e, s, z, kept = _choose(
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
+        )
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
@@ -276,7 +281,9 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
 
 
 @triton.jit
-def _choose(largest, low, high, outer, scale, zero, block, writes, RULE: tl.constexpr, JOB: tl.constexpr):
+def _choose(
+    largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
+):
     """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so."""
     if RULE.power_of_two:
         kept = power_scale(largest, RULE.level, RULE.house)
@@ -297,7 +304,10 @@ def _choose(largest, low, high, outer, scale, zero, block, writes, RULE: tl.cons
                     tl.store(zero + block, kept_zero.to(tl.int8), mask=writes)
                 else:
                     tl.store(zero + block, (bits_of(kept_zero) >> 16).to(tl.uint16), mask=writes)
-    if JOB.scales:
+    if JOB.tiled:
+        at = scale_place(block // stride, block % stride, stride, True)
+        tl.store(scale + at, kept.to(tl.uint8), mask=writes)
+    elif JOB.scales:
         tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
     return e, s, z, kept
 
