@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def quantize_both(
     scales: Any = None,
     random_bits: Any = None,
     packed: bool = False,
+    tiled: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """x along its last axis, and x.T along its last axis: arguments, edges and errors as in `reference.quantize_both`.
 
@@ -30,8 +32,10 @@ def quantize_both(
     x = x.detach() if x.requires_grad else x
     floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if x.dim() != 2 or not floating or not has_kernels(x):
-        return reference.quantize_both(x, scheme, scales=scales, random_bits=random_bits, packed=packed)
-    fused = _fused(x, scheme_of(scheme), scales) if random_bits is None else None
+        return reference.quantize_both(
+            x, scheme, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+        )
+    fused = _fused(x, scheme_of(scheme), scales, tiled) if random_bits is None else None
     if fused is not None:
         return fused if not packed else (_marked(fused[0]), _marked(fused[1]))
     for name, pair in (("scales", scales), ("random_bits", random_bits)):
@@ -41,17 +45,17 @@ def quantize_both(
     first, second = scales or (None, None)
     words = random_bits or (None, None)
     return (
-        quantize(x, scheme, scales=first, random_bits=words[0], packed=packed),
-        quantize(x.T.contiguous(), scheme, scales=second, random_bits=words[1], packed=packed),
+        quantize(x, scheme, scales=first, random_bits=words[0], packed=packed, tiled=tiled),
+        quantize(x.T.contiguous(), scheme, scales=second, random_bits=words[1], packed=packed, tiled=tiled),
     )
 
 
 def _marked(q: Quantized) -> Quantized:
     """8-bit codes are their own packed storage."""
-    return Quantized(q.codes, q.scale, q.outer, q.zero, q.shape, q.axis, q.scheme, True)
+    return replace(q, packed=True)
 
 
-def _fused(x: torch.Tensor, scheme: Scheme, scales: Any) -> tuple[Quantized, Quantized] | None:
+def _fused(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool) -> tuple[Quantized, Quantized] | None:
     from fast.kernels.pairs import fused_both
 
-    return fused_both(x, scheme, scales)
+    return fused_both(x, scheme, scales, tiled)

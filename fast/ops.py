@@ -15,8 +15,10 @@ import torch
 from reference import Quantized, Scales
 from reference.blocks import Blocks
 from reference.pack import packed_shape
+from reference.quantize import with_plain_scales, with_tiled_scales
 from reference.schemes import Scheme, record_of
 from reference.storage import storage_dtype
+from reference.tiled_scales import check_tiled
 
 PARTS = ("scale", "outer", "zero")
 
@@ -197,11 +199,13 @@ fake_quantize_op.register_autograd(_backward, setup_context=_save)
 
 
 def quantize(
-    x: torch.Tensor, scheme: Any, axis: int, scales: Any, random_bits: Any, packed: bool
+    x: torch.Tensor, scheme: Any, axis: int, scales: Any, random_bits: Any, packed: bool, tiled: bool = False
 ) -> Quantized:
-    """`fast.quantize` as an operator."""
+    """`fast.quantize` as an operator; scales are tiled by torch operations."""
     name = record_name(scheme)
     record = constant_record(name)
+    if tiled:
+        check_tiled(record, tuple(x.shape), axis)
     given = scales if isinstance(scales, Scales) or scales is None else Scales(scales)
     parts = (None, None, None) if given is None else (given.scale, given.outer, given.zero)
     made = torch.ops.ao_lab.quantize(x, name, axis, packed, *parts, random_bits)
@@ -215,7 +219,8 @@ def quantize(
         else None
         for brought, has in zip(parts, kinds, strict=True)
     ]
-    return Quantized(made[0], *kept, tuple(x.shape), axis % max(x.dim(), 1), record, packed)
+    q = Quantized(made[0], *kept, tuple(x.shape), axis % max(x.dim(), 1), record, packed)
+    return with_tiled_scales(q) if tiled else q
 
 
 def _double(record: Scheme) -> bool:
@@ -224,6 +229,7 @@ def _double(record: Scheme) -> bool:
 
 def dequantize(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """`fast.dequantize` as an operator."""
+    q = with_plain_scales(q)
     made: torch.Tensor = torch.ops.ao_lab.dequantize(
         q.codes, q.scale, q.outer, q.zero, list(q.shape), q.axis, record_name(q.scheme), q.packed, dtype
     )

@@ -34,22 +34,25 @@ def quantize(
     scales: Scales | torch.Tensor | None = None,
     random_bits: torch.Tensor | None = None,
     packed: bool = False,
+    tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales on its device. Arguments, edges and errors as in `reference.quantize`."""
     require_tensor(x, "quantize")
     if is_traced(x):
-        return ops.quantize(x, scheme, axis, scales, random_bits, packed)
+        return ops.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
     x = x.detach() if x.requires_grad else x
     if has_kernels(x):
         from fast.kernels import quantizer
 
         made = None
-        if scales is None and random_bits is None:
+        if scales is None and random_bits is None and not tiled:
             made = quantizer.ready(x, scheme, axis, packed)
-        made = made or quantizer.quantize(x, scheme, axis, scales, random_bits, packed)
+        made = made or quantizer.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
         if made is not None:
             return made
-    return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed)
+    return reference.quantize(
+        x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+    )
 
 
 def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tensor:

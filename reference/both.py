@@ -15,15 +15,21 @@ from reference.schemes import Scheme
 
 
 def quantize_both(
-    x: Any, scheme: str | Scheme, *, scales: Any = None, random_bits: Any = None, packed: bool = False
+    x: Any,
+    scheme: str | Scheme,
+    *,
+    scales: Any = None,
+    random_bits: Any = None,
+    packed: bool = False,
+    tiled: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """(rows, columns): `quantize(x)` of shape (M, K) and `quantize(x.T)` of shape (K, M), each along its last axis.
 
     x: a matrix (M, K) of float32, bfloat16, float16 or float64 in NumPy, JAX or torch; the scheme's blocks divide K and M.
     scales: None, or a pair of what `quantize` takes as scales (either may be None). random_bits: None, or a pair of uint32
     words of shapes (M, K) and (K, M), which a stochastic record needs; different streams make the errors of the two copies
-    independent. packed: as in `quantize`. Rounding, edges and further errors as in `quantize`. Raises ValueError where x is
-    no matrix and TypeError where scales or random_bits is no pair.
+    independent. packed, tiled, rounding, edges and further errors: as in `quantize`. Raises ValueError where x is no matrix and
+    TypeError where scales or random_bits is no pair.
     """
     ns, x, name = float_input(x, "quantize_both")
     if len(ns.shape(x)) != 2:
@@ -32,8 +38,8 @@ def quantize_both(
         )
     row_scales, column_scales = _pair(scales, "scales")
     row_bits, column_bits = _pair(random_bits, "random_bits")
-    rows = quantize(x, scheme, scales=row_scales, random_bits=row_bits, packed=packed)
-    columns = quantize(x.T, scheme, scales=column_scales, random_bits=column_bits, packed=packed)
+    rows = quantize(x, scheme, scales=row_scales, random_bits=row_bits, packed=packed, tiled=tiled)
+    columns = quantize(x.T, scheme, scales=column_scales, random_bits=column_bits, packed=packed, tiled=tiled)
     return rows, columns
 
 

@@ -18,7 +18,7 @@ from reference.arrays import Array, as_array, namespace_of
 from reference.exact import F64, Host
 from reference.formats import FORMATS, Format
 from reference.hopper import power_of
-from reference.quantize import Quantized, dequantize, unpacked
+from reference.quantize import Quantized, dequantize, unpacked, with_plain_scales
 from reference.scales import unpack_zero
 from reference.schemes import Block
 from reference.storage import load
@@ -148,6 +148,7 @@ def _quantized_operand(q: Quantized, axis: int) -> Operand:
     # In NumPy from here on: every library dequantizes to the same bits.
     parts: dict[str, Any] = {name: getattr(q, name) for name in ("codes", "scale", "outer", "zero")}
     q = unpacked(replace(q, **{name: _host_part(part, name) for name, part in parts.items()}))
+    q = with_plain_scales(q)
     scheme = q.scheme
     values = dequantize(q, "float32").astype(np.float64)
     factored = (

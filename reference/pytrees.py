@@ -27,7 +27,7 @@ def register_jax() -> None:
     jax.tree_util.register_dataclass(
         Quantized,
         data_fields=["codes", "scale", "outer", "zero"],
-        meta_fields=["shape", "axis", "scheme", "packed"],
+        meta_fields=["shape", "axis", "scheme", "packed", "tiled"],
     )
     _done = True
 

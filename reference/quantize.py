@@ -25,10 +25,12 @@ from reference.rounding import check_mode
 from reference.scales import Chosen, Scales, choose
 from reference.schemes import Scheme, scheme_of
 from reference.tables import quantize_blocks, quantizes_by_table
+from reference.tiled_scales import check_tiled, tile_scales, untile_scales
 from reference.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
 
 # Inside a rule the plain functions: no bridge, no program of their own.
 _pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
+_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,8 @@ class Quantized:
 
     codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element; where `packed`, what
     `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`. scale, outer, zero: as in
-    `Scales`. shape, axis: of the tensor that was quantized. scheme: the record.
+    `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether `scale` is what `tile_scales`
+    makes of a matrix's scales, flat.
     """
 
     codes: Any
@@ -48,11 +51,29 @@ class Quantized:
     axis: int
     scheme: Scheme
     packed: bool = False
+    tiled: bool = False
 
     @property
     def scales(self) -> Scales:
-        """The scales alone, to be given to `quantize` again."""
-        return Scales(self.scale, self.outer, self.zero)
+        """The scales alone, to be given to `quantize` again: not tiled."""
+        return Scales(with_plain_scales(self).scale, self.outer, self.zero)
+
+
+def with_tiled_scales(q: Quantized) -> Quantized:
+    """q with its scales in the tiled layout; ValueError where they have none."""
+    if q.tiled:
+        return q
+    check_tiled(q.scheme, q.shape, q.axis)
+    return replace(q, scale=_tile(q.scale), tiled=True)
+
+
+def with_plain_scales(q: Quantized) -> Quantized:
+    """q with its scales row by row; ValueError where tiled ones have another shape than they should."""
+    if not q.tiled:
+        return q
+    check_tiled(q.scheme, q.shape, q.axis)
+    rows, columns = Blocks.of(q.shape, q.scheme.scale, q.axis).scale_shape
+    return replace(q, scale=_untile(q.scale, (rows, columns)), tiled=False)
 
 
 @bridged
@@ -64,6 +85,7 @@ def quantize(
     scales: Any = None,
     random_bits: Any = None,
     packed: bool = False,
+    tiled: bool = False,
 ) -> Quantized:
     """Quantize x.
 
@@ -73,17 +95,22 @@ def quantize(
     scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
     giving the kept ones back changes a few.) random_bits: uint32 of x's shape, where the record rounds
     stochastically. packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
+    tiled: whether the scales come as `tile_scales` stores them: of a matrix, blocks along its last axis, a byte each.
 
     Raises TypeError for integer, complex or 8-bit input, ValueError for an unknown scheme, a shape that the blocks do not
-    divide, scales of another shape or dtype than `choose_scales` gives, or a 0-d tensor of sub-byte codes to be packed.
+    divide, scales of another shape or dtype than `choose_scales` gives, a 0-d tensor of sub-byte codes to be packed, or scales
+    that have no tiled form.
     """
     scheme = scheme_of(scheme)
     ns, x, name = float_input(x, "quantize")
     check_mode(scheme.rounding, random_bits)
     if packed:
         packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor before anything is computed
+    if tiled:
+        check_tiled(scheme, ns.shape(x), axis)
     q = _quantize(ns, x, name, scheme, axis, scales, random_bits)
-    return replace(q, codes=_pack(q.codes, scheme.format), packed=True) if packed else q
+    q = replace(q, codes=_pack(q.codes, scheme.format), packed=True) if packed else q
+    return with_tiled_scales(q) if tiled else q
 
 
 def _quantize(
@@ -217,4 +244,13 @@ def block_words(ns: Namespace, blocks: Blocks, x: Array, random_bits: Any) -> Ar
     return None if words is None else blocks.split(ns, ns.bitcast(words, "int32"))
 
 
-__all__ = ["Quantized", "block_values", "block_words", "dequantize", "quantize", "unpacked"]
+__all__ = [
+    "Quantized",
+    "block_values",
+    "block_words",
+    "dequantize",
+    "quantize",
+    "unpacked",
+    "with_plain_scales",
+    "with_tiled_scales",
+]

@@ -16,10 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 from reference.arrays import Array, Namespace, as_array, namespace_of
+from reference.blocks import Blocks
 from reference.bridge import bridged
+from reference.schemes import Scheme
 
 ROWS, COLUMNS = 128, 4
 LANES = 32
+STORED = ("float8_e8m0fnu", "float8_e4m3fn")
 
 
 def tiled_size(shape: tuple[int, int]) -> int:
@@ -62,6 +65,21 @@ def untile_scales(tiled: Any, shape: tuple[int, int]) -> Array:
     tiles = tiled.reshape((rows, columns, LANES, ROWS // LANES, COLUMNS))
     plain = ns.moveaxis(ns.moveaxis(tiles, 2, 1), 3, 1)
     return plain.reshape((rows * ROWS, columns * COLUMNS))[: shape[0], : shape[1]]
+
+
+def check_tiled(scheme: Scheme, shape: tuple[int, ...], axis: int) -> None:
+    """ValueError unless scales of a tensor of this shape have a tiled form: a matrix, a byte for each block of its rows."""
+    block = scheme.scale.block
+    if not isinstance(block, int) or block < 1 or scheme.scale.storage not in STORED:
+        raise ValueError(
+            f"tiled=True takes a scheme with blocks along one axis and scales stored in {' or '.join(STORED)}, got "
+            f"{scheme.name!r} with blocks {block!r} and scales in {scheme.scale.storage}; leave tiled out"
+        )
+    if len(shape) != 2 or Blocks.of(shape, scheme.scale, axis).axis != 1:
+        raise ValueError(
+            f"tiled=True takes a matrix (M, K) with blocks along its last axis, got shape {shape} and axis {axis}; "
+            f"reshape or transpose it, or leave tiled out"
+        )
 
 
 def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:

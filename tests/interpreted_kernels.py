@@ -19,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
+import triton.language as tl
 
 import reference
 from ao_lab.testing import assert_same_bits
-from fast.kernels import pointwise, quantizer
+from fast.kernels import both, pointwise, quantizer
+from fast.kernels.patches import _scales
+from fast.kernels.rule import rule_of
 from reference import SCHEMES, Scales
 from reference.schemes import scheme_of
 
@@ -95,6 +98,17 @@ def compare_scheme(x: torch.Tensor, name: str, axis: int) -> Iterator[str]:
         )
         yield "outer"
     yield from compare_packed(x, name, axis)
+    if (
+        len(x.shape) == 2
+        and axis % 2 == 1
+        and q.scale.dtype == torch.uint8
+        and isinstance(scheme.scale.block, int)
+    ):
+        for scales in (None, q.scales):
+            wanted = reference.quantize(x, name, axis=axis, scales=scales, tiled=True)
+            assert_same_bits(quantizer.quantize(x, name, axis, scales, None, False, True), wanted)
+            assert_same_bits(quantizer.dequantize(wanted, "float32"), reference.dequantize(q))
+        yield "tiled"
     for dtype in ("float32", "float16") if x.dtype != torch.bfloat16 else ():
         assert_same_bits(quantizer.dequantize(q, dtype), reference.dequantize(q, dtype))
     if x.dtype != torch.bfloat16:
@@ -206,12 +220,82 @@ def compare_packing() -> None:
         print(name, "packed", flush=True)
 
 
+def both_inputs(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    """Numbers, and blocks with NaN, infinity, zeros, subnormals, the largest numbers and maxima beside a power of two."""
+    x = numbers((rows, columns), dtype)
+    x[3, 70], x[40, 1], x[:, 5] = float("nan"), -float("inf"), 0
+    x[32:64, :32] *= 1e-4 if dtype == torch.float16 else 1e-37
+    x[:32, 32:64] = torch.finfo(dtype).smallest_normal * torch.tensor([-0.0, 0.5, -0.25, 0.0]).repeat(8)
+    x[:4, 8] = torch.tensor([448.0, 449.0, 480.0, 512.0])
+    x[9, 100], x[60, 101] = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    return x
+
+
+@triton.jit
+def scales_kernel(largest, low, high, code, other, RULE: tl.constexpr, SIZE: tl.constexpr):
+    """What `patches` makes of pairs of bfloat16 magnitudes."""
+    i = tl.arange(0, SIZE)
+    a, b, c, d = _scales(tl.load(largest + i), True, RULE)
+    tl.store(low + i, a)
+    tl.store(high + i, b)
+    tl.store(code + i, c.to(tl.uint8))
+    tl.store(other + i, d.to(tl.uint8))
+
+
+def compare_multipliers(name: str) -> None:
+    """Scales and multipliers of all 32,768 magnitudes of bfloat16, each beside another."""
+    magnitudes = torch.arange(2**15, dtype=torch.int32)
+    pairs = magnitudes | (magnitudes.flip(0) << 16)
+    made = [torch.zeros(2**15, dtype=d) for d in (torch.float32, torch.float32, torch.uint8, torch.uint8)]
+    scales_kernel[(1,)](pairs, *made, rule_of(SCHEMES[name], "bfloat16", hardware=False), 2**15)
+    blocks = torch.zeros(2**15, 32, dtype=torch.bfloat16)
+    blocks[:, 7] = magnitudes.to(torch.int16).view(torch.bfloat16)
+    wanted = reference.quantize(blocks, name).scale[:, 0]
+    power = torch.where(wanted == 255, torch.nan, 2.0 ** (127.0 - wanted))
+    for codes, multipliers, order in ((made[2], made[0], wanted), (made[3], made[1], wanted.flip(0))):
+        assert_same_bits(codes, order)
+        by = power if order is wanted else power.flip(0)
+        assert torch.equal(multipliers.nan_to_num(0), by.nan_to_num(0))
+        assert torch.equal(multipliers.isnan(), by.isnan())
+
+
+def compare_both() -> None:
+    """Both layouts from one read: bands and patches, plain and tiled scales, padded tiles."""
+    some = ({"down": 2, "across": 1},)
+    every = (*some, {"down": 1, "across": 2}, {"down": 1, "across": 1, "band": 2}, {"down": 2, "across": 2})
+    for name in ("mxfp8_e4m3", "mxfp8_e4m3_rceil", "mxfp8_e5m2_rceil"):
+        compare_multipliers(name)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            pairs = every if (name, dtype) == ("mxfp8_e4m3", torch.bfloat16) else some
+            tunings = ({},) if dtype == torch.float32 else pairs
+            for number, tuning in enumerate(tunings):
+                rows = 64 if tuning == every[2] else 128
+                compare_pair(both_inputs(dtype, rows, 128), name, (number + len(name)) % 2 == 1, tuning)
+            print(name, "both", str(dtype).removeprefix("torch."), flush=True)
+
+
+def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]) -> None:
+    """The kernel's four outputs."""
+    rule = rule_of(SCHEMES[name], str(x.dtype).removeprefix("torch."), hardware=False)
+    wanted = reference.quantize_both(x, name, tiled=tiled)
+    made = {"codes": wanted[0].codes, "scale": wanted[0].scale, "transposed": wanted[1].codes,
+            "transposed_scale": wanted[1].scale}  # fmt: skip
+    got = {
+        part: torch.zeros_like(value, memory_format=torch.contiguous_format) for part, value in made.items()
+    }
+    both.mx_both(x, rule, got, tiled, **tuning)
+    for part, value in made.items():
+        assert_same_bits(got[part], value.contiguous())
+
+
 def main(group: str) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     if group == "formats":
         compare_formats()
         compare_stochastic()
+    elif group == "both":
+        compare_both()
     else:
         compare_schemes(GROUPS[group])
     print("agreed", flush=True)

@@ -15,6 +15,7 @@ from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.blocks import Blocks
 from reference.pack import packed_shape
 from reference.storage import storage_dtype
+from reference.tiled_scales import tiled_size
 
 KERNELS = Path(quantizer.__file__).parent
 BIG = (16384, 4096)
@@ -36,7 +37,9 @@ def scales_of(scheme, shape, axis):
     )
 
 
-def quantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False, given="", stochastic=False):
+def quantize(
+    name, dtype="bfloat16", shape=SOME, axis=-1, packed=False, given="", stochastic=False, tiled=False
+):
     scheme, words = SCHEMES[name], None
     if stochastic:
         scheme, words = (
@@ -46,7 +49,7 @@ def quantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False, given=""
     scales = scales_of(scheme, shape, axis) if given else None
     if given == "outer":
         scales = Scales(outer=scales.outer)
-    return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed)
+    return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed, tiled)
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
@@ -66,12 +69,13 @@ def gradient(name, dtype="bfloat16", shape=SOME, axis=-1):
     return quantizer.gradient(empty(shape, dtype), empty(shape, dtype), SCHEMES[name], axis)
 
 
-def mx_both(name="mxfp8_e4m3", dtype="bfloat16"):
+def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):
     rows, columns = BIG
-    sizes = {"codes": BIG, "scale": (rows, columns // 32), "transposed": (columns, rows),
-             "transposed_scale": (columns, rows // 32)}  # fmt: skip
+    shapes = {"scale": (rows, columns // 32), "transposed_scale": (columns, rows // 32)}
+    sizes = {"codes": BIG, "transposed": BIG[::-1]}
+    sizes |= {part: (tiled_size(shape),) if tiled else shape for part, shape in shapes.items()}
     made = {part: empty(size, "uint8") for part, size in sizes.items()}
-    both.mx_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made)
+    both.mx_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made, tiled, **tuning)
     return made
 
 

@@ -115,6 +115,8 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
+    if "DOWN" in arguments:
+        return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
     if "P" in arguments:
         return int(arguments["P"] * arguments["SIZE"])
     rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]

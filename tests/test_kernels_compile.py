@@ -71,6 +71,10 @@ COMPILED = (
     case(quantize, "compressed_tensors.nvfp4", "float16", packed=True, kernels=TWICE),
     case(quantize, "nf4", kernels=TWICE),
     case(quantize, "torchao.nf4", shape=(64, 256), kernels=TWICE),
+    # Tiled scales.
+    case(quantize, "mxfp8_e4m3", tiled=True),
+    case(quantize, "mxfp4", "float32", (96, 96), packed=True, tiled=True),
+    case(quantize, "nvfp4", shape=(130, 256), packed=True, tiled=True, kernels=TWICE),
     # Integers: symmetric and with zero points, every way to pack.
     case(quantize, "int8_rowwise_asymmetric", "float16", (4, 32768), kernels=TWICE),
     case(quantize, "int4_g32_asymmetric", packed=True),
@@ -101,6 +105,15 @@ COMPILED = (
     case(gradient, "torchao.int4_g32_tinygemm", "float16"),
     case(given_both, False, dtype="float16", kernels=("given_both_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel",)),
+    case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),
+    case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel",)),
+    # Tiles that may be tried.
+    *(
+        case(mx_both, down=down, across=across, kernels=("mx_pairs_kernel",))
+        for down, across in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4))
+    ),
+    case(mx_both, down=8, registers=96, kernels=("mx_pairs_kernel",)),
+    case(mx_both, tiled=True, down=4, across=2, kernels=("mx_pairs_kernel",)),
     case(for_jax, kernels=("inputs_first",)),
     # Producers: long rows, rows that fill no tile, packed codes, zero points.
     case(norm, dtype="float16", shape=(64, 32768), residual=False, kernels=("sums_kernel", "norm_kernel")),
@@ -141,6 +154,7 @@ class Moves:
 # What is not moved 16 bytes at a time:
 # * Scales, zero points and sums, of which a thread has a few.
 # * Blocks of 16 packed 4-bit codes (nvfp4) have 8 bytes, and a thread holds whole blocks that are no neighbours.
+# * Of the codes in both layouts, those of rows leave 8 at a time, as lanes have them: 8 stores of 64 elements.
 # * 6-bit codes are made, and read, as three words of 4 bytes for 16 codes.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
@@ -167,7 +181,8 @@ HOT = (
     (case(dequantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(0.75, 2, 12.8, load=4),)),
     (case(fake, "mxfp8_e4m3", shape=BIG), (Moves(2, 2, 13.8),)),
     (case(fake, "int8_rowwise", shape=BIG), (Moves(2, 2, 12.2),)),
-    (case(mx_both, kernels=("mx_both_kernel",)), (Moves(2, 2, 19.2),)),
+    (case(mx_both, dtype="float32", kernels=("mx_both_kernel",)), (Moves(4, 2, 17.9),)),
+    (case(mx_both, kernels=("mx_pairs_kernel",)), (Moves(2, 1, 12.4, few=12),)),
     (case(given_both, True, kernels=("given_both_kernel",)), (Moves(2, 2, 12.9),)),
     # Along the first axis: 8 columns a thread, so 8 codes at a time; 16 where an earlier pass left the scales.
     (case(quantize, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(2, 1, 8.4, store=8),)),

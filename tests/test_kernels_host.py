@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import fast
-from fast.kernels import quantizer
+from fast.kernels import both, passes, quantizer
+from fast.kernels.rule import rule_of
+from reference import SCHEMES
+from reference.blocks import Blocks
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,33 @@ from fast.kernels import quantizer
 def test_scales_that_do_not_fit_are_left_to_the_reference(scheme, wrong):
     q = fast.quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), scheme)
     assert quantizer.dequantize(replace(q, **wrong), "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "served"),
+    [((128, 64), 0, True), ((128, 64), 2, True), ((128, 64), 1, False), ((64, 64), 0, False), ((128, 32), 0, False)],
+)  # fmt: skip
+def test_which_matrices_are_read_in_words(shape, start, served):
+    """Words of two 16-bit numbers, whole patches."""
+    memory = torch.zeros(shape[0] * shape[1] + 8, dtype=torch.bfloat16)
+    x = memory[start : start + shape[0] * shape[1]].view(shape)
+    assert both.covers_mx(x, rule_of(SCHEMES["mxfp8_e4m3"], "bfloat16")) is served
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "given", "size", "fill"),
+    [
+        ("mxfp8_e4m3", (128, 128), "", 512, ()),
+        ("mxfp8_e4m3", (96, 96), "", 512, (0,)),
+        ("nvfp4", (256, 64), "outer", 1024, ()),
+        ("nvfp4", (256, 32), "", 1024, (0,)),
+    ],
+)
+def test_tiled_scales_are_flat_and_padded_with_zeros(name, shape, given, size, fill):
+    scheme = SCHEMES[name]
+    of = passes.asked("bfloat16", scheme, Blocks.of(shape, scheme.scale, -1))
+    assert passes.tiles(of, given)
+    assert not passes.tiles(of, "all")
+    plan = passes.quantizing(of, given, tiled=True)
+    assert plan.buffers["scale"] == passes.Buffer((size,), "uint8", fill)
+    assert plan.passes[-1].place.blocks == shape[1] // scheme.scale.block

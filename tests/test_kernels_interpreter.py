@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each group is a process: its cases, and what has to have answered in them.
 GROUPS = {
     "fp8": (33, {"gradient"}),
-    "mx": (39, {"gradient", "packed"}),
+    "mx": (39, {"gradient", "packed", "tiled"}),
     "integers": (38, {"gradient", "packed"}),
-    "two levels": (20, {"gradient", "packed", "outer"}),
-    "formats": (17, {"stochastic", "packed"}),
+    "two levels": (20, {"gradient", "packed", "outer", "tiled"}),
+    "formats": (18, {"stochastic", "packed"}),
+    "both": (9, {"both"}),
 }
 
 

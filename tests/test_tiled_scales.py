@@ -1,5 +1,7 @@
 """The tiled layout of block scales: the documented byte offsets, torchao's `to_blocked`, every library."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fast
 from ao_lab.testing import assert_same_bits
-from reference import quantize, tile_scales, untile_scales
+from reference import (
+    SCHEMES,
+    Quantized,
+    dequantize,
+    matmul,
+    quantize,
+    quantize_both,
+    tile_scales,
+    untile_scales,
+)
+from reference.quantize import with_plain_scales, with_tiled_scales
 from reference.tiled_scales import tiled_size
 
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (256, 8), (300, 17), (16, 64), (640, 3)]
@@ -68,6 +81,95 @@ def test_libraries(shape):
     back = jax.jit(lambda tiled: untile_scales(tiled, shape))(jitted)
     for made in (untile_scales.__wrapped__(torch.from_numpy(expected), shape), back):
         assert_same_bits(made, scale)
+
+
+NAMES = ["mxfp8_e4m3", "mxfp4", "nvfp4", "torchao.nvfp4"]
+X = np.random.default_rng(1).standard_normal((96, 96)).astype(np.float32)
+
+
+def same_but_tiled(made, plain):
+    """Tiled scales of a `Quantized` that has plain ones; everything else as it is."""
+    assert (made.tiled, plain.tiled) == (True, False)
+    assert_same_bits(made, replace(plain, scale=tile_scales(plain.scale), tiled=True))
+    assert_same_bits(with_plain_scales(made).scale, plain.scale)
+    assert_same_bits(made.scales, plain.scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantize_tiled(name, packed):
+    plain, made = quantize(X, name, packed=packed), quantize(X, name, packed=packed, tiled=True)
+    same_but_tiled(made, plain)
+    assert_same_bits(dequantize(made), dequantize(plain))
+    assert_same_bits(dequantize(made, "bfloat16"), dequantize(plain, "bfloat16"))
+    assert_same_bits(quantize(X, name, scales=made.scales, tiled=True).scale, made.scale)
+    assert_same_bits(with_tiled_scales(plain), made)
+    assert with_tiled_scales(made) is made
+    assert_same_bits(matmul(made, with_plain_scales(made)), matmul(plain, plain))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_copies_tiled(name):
+    for made, plain in zip(quantize_both(X[:64], name, tiled=True), quantize_both(X[:64], name), strict=True):
+        same_but_tiled(made, plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiled_in_every_library(name):
+    expected = quantize(X, name, tiled=True)
+    tensor, array = torch.from_numpy(X.copy()), jnp.asarray(X)
+    jitted = jax.jit(lambda x: quantize(x, name, tiled=True))(array)
+    for made in (fast.quantize(tensor, name, tiled=True), quantize(array, name, tiled=True), jitted):
+        assert made.tiled
+        assert_same_bits(made, expected)
+    assert_same_bits(fast.dequantize(fast.quantize(tensor, name, tiled=True)), dequantize(expected))
+    assert_same_bits(jax.jit(dequantize)(jitted), dequantize(expected))
+    assert_same_bits(fast.quantize_both(tensor, name, tiled=True)[1], quantize_both(X, name, tiled=True)[1])
+
+
+def test_tiled_under_a_tracer():
+    tensor = torch.from_numpy(X.copy())
+    compiled = torch.compile(
+        lambda x: fast.quantize(x, "mxfp4", tiled=True).scale, backend="eager", fullgraph=True
+    )
+    assert_same_bits(compiled(tensor), quantize(X, "mxfp4", tiled=True).scale)
+    back = torch.compile(
+        lambda x: fast.dequantize(fast.quantize(x, "nvfp4", tiled=True)), backend="eager", fullgraph=True
+    )
+    assert_same_bits(back(tensor), dequantize(quantize(X, "nvfp4")))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_empty_tiled(shape):
+    q = quantize(np.zeros(shape, np.float32), "mxfp4", tiled=True)
+    assert q.scale.shape == (0,)
+    assert dequantize(q).shape == shape
+
+
+@pytest.mark.parametrize("run", [quantize, fast.quantize])
+@pytest.mark.parametrize(
+    ("name", "shape", "axis", "words"),
+    [
+        ("fp8_rowwise", (32, 32), -1, "blocks along one axis .* leave tiled out"),
+        ("fp8_1x128", (32, 128), -1, "scales in float32"),
+        ("te.nvfp4_16x16", (32, 32), -1, r"blocks \(16, 16\)"),
+        ("mxfp4", (32, 32), 0, "along its last axis, got shape .* and axis 0"),
+        ("mxfp4", (2, 32, 32), -1, r"a matrix \(M, K\)"),
+        ("mxfp4", (32,), -1, r"shape \(32,\)"),
+    ],
+)  # fmt: skip
+def test_what_has_no_tiles(run, name, shape, axis, words):
+    x = np.ones(shape, np.float32) if run is quantize else torch.ones(shape)
+    with pytest.raises(ValueError, match=words):
+        run(x, name, axis=axis, tiled=True)
+
+
+def test_tiled_scales_of_another_shape():
+    q = quantize(X, "mxfp4", tiled=True)
+    with pytest.raises(ValueError, match=r"\(512,\), got \(96, 3\)"):
+        dequantize(replace(q, scale=quantize(X, "mxfp4").scale))
+    with pytest.raises(ValueError, match="float32"):
+        dequantize(Quantized(q.codes, q.scale, None, None, q.shape, 1, SCHEMES["fp8_1x128"], tiled=True))
 
 
 def test_padding_is_zero_and_is_dropped():

@@ -41,6 +41,7 @@ from fast.kernels.hot import (
 )
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
+from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import (
     exact_scale,
     floored,
@@ -60,19 +61,21 @@ class Job(Constant):
 
     source: "tile", "statistic" or "given" scales. outer: "", "statistic" or "given". codes, scales, statistic: what is
     written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
-    dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding.
+    dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
+    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row.
     """
 
 
 def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
-    reverse: bool = False,
+    reverse: bool = False, tiled: bool = False,
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
+        tiled=tiled,
     )  # fmt: skip
 
 
@@ -140,7 +143,7 @@ def blocks_kernel(
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
     elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
-        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, RULE, JOB, WIDE, SIZE)
+        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, WIDE, SIZE)
     else:
         v = widened(read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
@@ -211,7 +214,9 @@ def _quantize_tile(
     else:
         divisor_outer = g_outer
         largest, low, high = _range(v, inside, statistic, block, exists, stride, RULE, JOB)
-        e, s, z, kept = _choose(largest, low, high, g_outer, scale, zero, block, exists & first, RULE, JOB)
+        e, s, z, kept = _choose(
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
+        )
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
@@ -228,8 +233,8 @@ def _quantize_tile(
 
 @triton.jit
 def _pairs_tile(
-    x, codes, scale, outer, outer_statistic, block, exists, RULE: tl.constexpr, JOB: tl.constexpr, WIDE: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Packed 4-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours`."""
     PARTS: tl.constexpr = SIZE // 8
@@ -241,7 +246,7 @@ def _pairs_tile(
         c, d = load_pairs(x, place, SIZE, 2, PARTS), load_pairs(x, place, SIZE, 3, PARTS)
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
-    _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, RULE, JOB)
+    _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
     m, keep = multiplier(s, kept, z, RULE), kept_where(s, -1)
     words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
     if PARTS == 4:
@@ -303,7 +308,9 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
 
 
 @triton.jit
-def _choose(largest, low, high, outer, scale, zero, block, writes, RULE: tl.constexpr, JOB: tl.constexpr):
+def _choose(
+    largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
+):
     """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so."""
     if RULE.power_of_two:
         kept = power_scale(largest, RULE.level, RULE.house)
@@ -324,7 +331,10 @@ def _choose(largest, low, high, outer, scale, zero, block, writes, RULE: tl.cons
                     tl.store(zero + block, kept_zero.to(tl.int8), mask=writes)
                 else:
                     tl.store(zero + block, (bits_of(kept_zero) >> 16).to(tl.uint16), mask=writes)
-    if JOB.scales:
+    if JOB.tiled:
+        at = scale_place(block // stride, block % stride, stride, True)
+        tl.store(scale + at, kept.to(tl.uint8), mask=writes)
+    elif JOB.scales:
         tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
     return e, s, z, kept
 

@@ -4,22 +4,28 @@ A training step multiplies an activation along its columns in the forward GEMM a
 gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
 x's rows: codes (K, M), scales of blocks of `n` rows.
 
-A program takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the registers of one
-warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes pass through it.
-Two kinds of schemes have such a kernel: MX with 8-bit floats, and 8-bit floats under a given scale for the whole tensor.
-Everything else is two calls of `quantize`, the same bits from two reads.
+Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `patches`), and 8-bit floats under a given scale
+for the whole tensor. Everything else is two calls of `quantize`, the same bits from two reads.
+
+A program of the MX kernel takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the
+registers of one warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes
+pass through it.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import NAN, bits_of, float_of, widened
+from fast.kernels.bits import bits_of, widened
+from fast.kernels.elements import encode
+from fast.kernels.patches import inverse_power, mx_pairs_kernel
 from fast.kernels.rule import Rule
+from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import floored, loaded_scale, power_scale
 from fast.kernels.statistics import absmax
 
@@ -28,26 +34,25 @@ GROUP = tl.constexpr(32)
 
 @triton.jit
 def _codes8(y, RULE: tl.constexpr):
-    """uint8 codes of scaled float32 by the conversion instruction."""
-    if RULE.hot == "e4m3":
+    """uint8 codes of scaled float32 by the conversion instruction, which the interpreter does not have."""
+    if not RULE.native:
+        return encode(y, None, RULE.element).to(tl.uint8)
+    elif RULE.hot == "e4m3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def _multiplier(code):
-    """2**(127 - code), NaN for 255; codes of 8-bit float elements end far below 254."""
-    return float_of(tl.where(code == 255, NAN, (254 - code) << 23))
-
-
-@triton.jit
 def mx_both_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    RULE: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows."""
-    TURNS: tl.constexpr = 256 // COLUMNS
+    """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows.
+
+    TILED: scales lie in the tiles of `reference.tiled_scales`.
+    """
+    TURNS: tl.constexpr = 512 // COLUMNS
     REGISTERS: tl.constexpr = GROUP // TURNS
     ROWS: tl.constexpr = GROUP * WARPS
     tiles = columns // COLUMNS
@@ -60,13 +65,11 @@ def mx_both_kernel(
     v = widened(tl.load(x + at))
 
     groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
-    code = power_scale(absmax(groups, False, True), RULE.level, True)
-    made = _codes8(groups * _multiplier(code), RULE)
+    code = power_scale(absmax(groups, False, RULE.native), RULE.level, True)
+    made = _codes8(groups * inverse_power(code), RULE)
     tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
-    place = (
-        wide_row[:, None] * (columns // GROUP)
-        + (across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP))[None, :]
-    )
+    block = across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
+    place = scale_place(wide_row[:, None], block[None, :], columns // GROUP, TILED)
     tl.store(scale + place, tl.reshape(code, (ROWS, COLUMNS // GROUP)).to(tl.uint8))
 
     # (registers, warps, lanes, columns) -> (warps, rows of a group, columns): nothing moves.
@@ -75,12 +78,13 @@ def mx_both_kernel(
     )
     largest = bits_of(tl.reduce(tl.abs(w), 1, _nan_max)) & 0x7FFFFFFF
     code_t = power_scale(largest, RULE.level, True)
-    made_t = _codes8(w * _multiplier(code_t)[:, None, :], RULE)
+    made_t = _codes8(w * inverse_power(code_t)[:, None, :], RULE)
     made_t = tl.reshape(tl.permute(made_t, (2, 0, 1)), (COLUMNS, ROWS))
     wide_column = column.to(tl.int64) if WIDE else column
     out = wide_column[:, None] * rows + (down * ROWS + tl.arange(0, ROWS))[None, :]
     tl.store(transposed + out, made_t)
-    place_t = wide_column[None, :] * (rows // GROUP) + (down * WARPS + tl.arange(0, WARPS))[:, None]
+    block_t = down * WARPS + tl.arange(0, WARPS)
+    place_t = scale_place(wide_column[None, :], block_t[:, None], rows // GROUP, TILED)
     tl.store(transposed_scale + place_t, code_t.to(tl.uint8))
 
 
@@ -115,15 +119,23 @@ def _inverse_of(scale, RULE: tl.constexpr):
     return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
 
 
+# The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
+# multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
+DOWN, ACROSS, BAND, REGISTERS = 4, 1, 8, 80
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
+# Sides beyond this would overflow offsets and the grid of the MX kernels.
+LONGEST = 2**22
 
 
 def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
-    """Whether the MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide."""
+    """Whether an MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide, whole words."""
     level = rule.level.value
     mx = rule.power_of_two and rule.hot.value in ("e4m3", "e5m2") and level.simple_power
-    return bool(mx) and x.shape[0] % (32 * WARPS) == 0 and x.shape[1] % COLUMNS == 0
+    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64 * ACROSS)
+    whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
+    # From 2**2 on no multiplier is subnormal.
+    return bool(mx) and level.target_exponent >= 2 and whole and x.data_ptr() % 4 == 0
 
 
 def covers_given(x: torch.Tensor, rule: Rule) -> bool:
@@ -132,16 +144,43 @@ def covers_given(x: torch.Tensor, rule: Rule) -> bool:
     return plain and x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
 
 
-def mx_both(
-    x: torch.Tensor, rule: Rule, made: dict[str, Any], warps: int = WARPS, columns: int = COLUMNS
-) -> None:
-    """Run the MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale."""
-    rows, width = x.shape
-    grid = (rows // (32 * warps)) * (width // columns)
+def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> None:
+    """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
+
+    tiled: the scales are flat, in the layout of `reference.tiled_scales`, whose padding somebody else makes 0. tuning: see
+    `_mx_floats` and `_mx_pairs`; results do not depend on it.
+    """
+    launch = _mx_floats if x.dtype == torch.float32 else _mx_pairs
+    parts = (made["codes"], made["scale"], made["transposed"], made["transposed_scale"])
+    launch((x, *parts, *x.shape, rule, tiled), **tuning)
+
+
+def _mx_floats(arguments: tuple[Any, ...], warps: int = WARPS, columns: int = COLUMNS) -> None:
+    """float32 in tiles of 32 * warps rows and `columns` columns."""
+    x = arguments[0]
+    grid = (x.shape[0] // (32 * warps)) * (x.shape[1] // columns)
     mx_both_kernel[(grid,)](
-        x, made["codes"], made["scale"], made["transposed"], made["transposed_scale"], rows, width,
-        rule, x.numel() >= 2**31, warps, columns, num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+        *arguments, x.numel() >= 2**31, warps, columns, num_warps=warps, enable_fp_fusion=False
+    )
+
+
+def _mx_pairs(
+    arguments: tuple[Any, ...],
+    down: int = DOWN,
+    across: int = ACROSS,
+    band: int = BAND,
+    registers: int | None = REGISTERS,
+) -> None:
+    """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
+
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
+    """
+    height, width = arguments[0].shape
+    tall = height // (32 * down)
+    band = gcd(tall, band)
+    mx_pairs_kernel[(band, width // (64 * across), tall // band)](
+        *arguments, down, across, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
+    )
 
 
 def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> None:

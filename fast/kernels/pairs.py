@@ -14,37 +14,47 @@ from reference.arrays import namespace_of
 from reference.blocks import Blocks
 from reference.given import check_scales
 from reference.schemes import Scheme
+from reference.tiled_scales import tiled_size
 
 
-def fused_both(x: torch.Tensor, scheme: Scheme, scales: Any) -> tuple[Quantized, Quantized] | None:
+def fused_both(
+    x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool
+) -> tuple[Quantized, Quantized] | None:
     """Both results from one read, or None where no kernel does that."""
     name = NAMES.get(x.dtype)
     if name is None or not x.is_contiguous() or x.numel() == 0 or scheme.scale.block not in (32, "tensor"):
         return None
     rule = rule_of(scheme, name)
     if scales is None and scheme.scale.block == 32 and both.covers_mx(x, rule):
-        return _mx(x, scheme, rule)
-    if (
-        isinstance(scales, tuple)
-        and len(scales) == 2
-        and scheme.scale.block == "tensor"
-        and both.covers_given(x, rule)
-    ):
+        return _mx(x, scheme, rule, tiled)
+    pair = isinstance(scales, tuple) and len(scales) == 2
+    if pair and not tiled and scheme.scale.block == "tensor" and both.covers_given(x, rule):
         return _given(x, scheme, rule, scales)
     return None
 
 
-def _mx(x: torch.Tensor, scheme: Scheme, rule: Rule) -> tuple[Quantized, Quantized]:
+def _mx(x: torch.Tensor, scheme: Scheme, rule: Rule, tiled: bool) -> tuple[Quantized, Quantized]:
     rows, columns = x.shape
-    sizes = {"codes": (rows, columns), "scale": (rows, columns // 32), "transposed": (columns, rows),
-             "transposed_scale": (columns, rows // 32)}  # fmt: skip
-    made = {key: torch.empty(size, dtype=torch.uint8, device=x.device) for key, size in sizes.items()}
+    made = {"codes": _bytes(x, rows, columns), "transposed": _bytes(x, columns, rows)}
+    scale = _tiled_bytes if tiled else _bytes
+    made["scale"], made["transposed_scale"] = scale(x, rows, columns // 32), scale(x, columns, rows // 32)
     with torch.cuda.device(x.device):
-        both.mx_both(x, rule, made)
-    return (
-        Quantized(made["codes"], made["scale"], None, None, (rows, columns), 1, scheme),
-        Quantized(made["transposed"], made["transposed_scale"], None, None, (columns, rows), 1, scheme),
-    )
+        both.mx_both(x, rule, made, tiled)
+    shapes = ((rows, columns), (columns, rows))
+    first = Quantized(made["codes"], made["scale"], None, None, shapes[0], 1, scheme, tiled=tiled)
+    second = (made["transposed"], made["transposed_scale"], None, None, shapes[1], 1, scheme)
+    return first, Quantized(*second, tiled=tiled)
+
+
+def _bytes(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=x.device)
+
+
+def _tiled_bytes(x: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """Tiled scales to be written, padding 0."""
+    size = tiled_size((rows, blocks))
+    make = torch.empty if size == rows * blocks else torch.zeros
+    return make(size, dtype=torch.uint8, device=x.device)
 
 
 def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Quantized, Quantized] | None:
@@ -56,8 +66,7 @@ def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Qu
             return None
         kept.append(checked)
     made = {"scale": kept[0].scale, "transposed_scale": kept[1].scale}
-    made["codes"] = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
-    made["transposed"] = torch.empty(shapes[1], dtype=torch.uint8, device=x.device)
+    made["codes"], made["transposed"] = _bytes(x, *shapes[0]), _bytes(x, *shapes[1])
     with torch.cuda.device(x.device):
         both.given_both(x, rule, made)
     first = Quantized(made["codes"], kept[0].scale, None, None, shapes[0], 1, scheme)

@@ -14,12 +14,13 @@ from math import prod
 from typing import Any
 
 from fast.kernels.blocks import Job, job
-from fast.kernels.geometry import Geometry, _flat, geometry
+from fast.kernels.geometry import INT32, Geometry, _flat, geometry
 from fast.kernels.rule import Rule, rule_of
 from reference.blocks import Blocks
 from reference.pack import packed_shape
 from reference.schemes import Scheme
 from reference.storage import storage_dtype
+from reference.tiled_scales import tiled_size
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Identities of maximum and minimum over magnitudes and order keys: largest magnitude, lowest key, highest key.
@@ -95,10 +96,29 @@ def scale_buffers(of: Asked) -> dict[str, Buffer]:
     return made
 
 
-def quantizing(of: Asked, given: str = "", packed: bool = False) -> Plan:
-    """Codes and scales. given: "" (scales from x), "outer" or "all"; packed: packed codes, where `packs` says so."""
+def quantizing(of: Asked, given: str = "", packed: bool = False, tiled: bool = False) -> Plan:
+    """Codes and scales. given: "" (scales from x), "outer" or "all".
+
+    packed: packed codes, where `packs` says so. tiled: tiled scales, where `tiles` says so.
+    """
     codes = {"codes": code_buffer(of, packed)}
-    return _scaled(of, given, codes, {"codes": True, "packed": packed})
+    plan = _scaled(of, given, codes, {"codes": True, "packed": packed, "tiled": tiled})
+    return _with_tiles(of, plan) if tiled else plan
+
+
+def _with_tiles(of: Asked, plan: Plan) -> Plan:
+    """A plan whose last pass writes tiled scales: it counts the blocks of a row where other passes count all."""
+    rows, blocks = of.blocks.scale_shape
+    size = tiled_size((rows, blocks))
+    buffer = Buffer((size,), "uint8", () if size == rows * blocks else (0,))
+    last = replace(plan.passes[-1], place=replace(of.place, blocks=blocks))
+    return replace(plan, passes=(*plan.passes[:-1], last), buffers={**plan.buffers, "scale": buffer})
+
+
+def tiles(of: Asked, given: str) -> bool:
+    """Whether the kernel can write tiled scales: a matrix that `check_tiled` accepts, whole blocks in a tile, none given."""
+    plain = of.place.shape == "flat" and not of.place.chunked and given != "all" and not of.rule.two_level
+    return plain and tiled_size(of.blocks.scale_shape) < INT32
 
 
 def choosing(of: Asked, given: str = "") -> Plan:

@@ -24,10 +24,11 @@ from reference.encode import check_random_bits
 from reference.errors import choice
 from reference.given import check_scales, given_scales, usable
 from reference.pack import packed_shape
-from reference.quantize import unpacked
+from reference.quantize import unpacked, with_plain_scales, with_tiled_scales
 from reference.rounding import check_mode
 from reference.scales import _two_level as second_level
 from reference.schemes import Scheme, scheme_of
+from reference.tiled_scales import check_tiled
 
 # Plans by what was asked. A program that sees ever new shapes starts afresh now and then.
 PLANS: dict[Any, Prepared] = {}
@@ -92,13 +93,21 @@ def _remember(of: Asked, key: Any, plan: Prepared) -> None:
 
 
 def quantize(
-    x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any, packed: bool
+    x: torch.Tensor,
+    asked_scheme: str | Scheme,
+    axis: int,
+    scales: Any,
+    words: Any,
+    packed: bool,
+    tiled: bool = False,
 ) -> Quantized | None:
     """`fast.quantize` by kernels, or None where none covers it."""
     scheme = scheme_of(asked_scheme)
     check_mode(scheme.rounding, words)
     if packed:
         packed_shape(tuple(x.shape), scheme.format)  # refuses a 0-d tensor
+    if tiled:
+        check_tiled(scheme, tuple(x.shape), axis)
     of = asked_of(x, scheme, axis)
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
     check_words(x, scheme, words)
@@ -108,22 +117,23 @@ def quantize(
         codes, kept = _two_level_codes(x, of, given)
     else:
         fused = packed and passes.packs(of)
-        codes, kept = _codes(x, of, given, words, fused)
-        if given is None and words is None and fused == packed:
+        codes, kept = _codes(x, of, given, words, fused, tiled)
+        if given is None and words is None and fused == packed and not tiled:
             plan = PLANS[("quantize", of.dtype, scheme, of.blocks, "", fused)]
             _remember(of, (asked_scheme, x.dtype, x.shape, axis, type(axis), packed), plan)
         if fused:
-            return _finished(of, codes, kept, True)
-    return _finished(of, _packed(codes, scheme) if packed else codes, kept, packed)
+            return _finished(of, codes, kept, True, tiled)
+    return _finished(of, _packed(codes, scheme) if packed else codes, kept, packed, tiled)
 
 
 def _codes(
-    x: torch.Tensor, of: Asked, given: Scales | None, words: Any, packed: bool
+    x: torch.Tensor, of: Asked, given: Scales | None, words: Any, packed: bool, tiled: bool
 ) -> tuple[torch.Tensor, Scales]:
     kind = given_kind(given)
+    tiled = tiled and passes.tiles(of, kind)
     plan = prepared(
-        ("quantize", of.dtype, of.scheme, of.blocks, kind, packed),
-        lambda: passes.quantizing(of, kind, packed),
+        ("quantize tiled" if tiled else "quantize", of.dtype, of.scheme, of.blocks, kind, packed),
+        lambda: passes.quantizing(of, kind, packed, tiled),
     )
     made = plan(inputs(x, given, words), x.device)
     return made["codes"], kept_scales(made, given)
@@ -145,9 +155,12 @@ def kept_scales(made: dict[str, Any], given: Scales | None) -> Scales:
     return Scales(made["scale"], outer, made.get("zero"))
 
 
-def _finished(of: Asked, codes: torch.Tensor, kept: Scales, packed: bool) -> Quantized:
+def _finished(of: Asked, codes: torch.Tensor, kept: Scales, packed: bool, tiled: bool) -> Quantized:
+    """tiled: scales that no kernel tiled are tiled here; a matrix of them is not flat."""
     blocks = of.blocks
-    return Quantized(codes, kept.scale, kept.outer, kept.zero, blocks.shape, blocks.axis, of.scheme, packed)
+    place = (blocks.shape, blocks.axis, of.scheme, packed, tiled and kept.scale.dim() == 1)
+    q = Quantized(codes, kept.scale, kept.outer, kept.zero, *place)
+    return with_tiled_scales(q) if tiled else q
 
 
 def _packed(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -195,6 +208,7 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if dtype == "float64" or q.codes.dtype not in (torch.uint8, torch.uint16):
         return None
+    q = with_plain_scales(q)
     scheme = q.scheme
     if tuple(q.codes.shape) != (packed_shape(q.shape, scheme.format) if q.packed else q.shape):
         unpacked(q)  # says what is wrong

@@ -64,7 +64,7 @@ def _element(name: str, place: tuple[int, ...], got: Array, wanted: Array, x: An
 
 def _quantized(got: Quantized, wanted: Quantized, x: Any) -> Found:
     """All parts; the first differing blocks in full if shapes allow it."""
-    rest = ("shape", "axis", "scheme", "packed")
+    rest = ("shape", "axis", "scheme", "packed", "tiled")
     other = [_values(getattr(got, n, None), getattr(wanted, n, None), n, None) for n in rest]
     parts = [_values(getattr(got, name), getattr(wanted, name), name, None) for name in PARTS]
     found = _together([(0, bad, text) for _, bad, text in other] + parts)
@@ -79,7 +79,7 @@ def _blocks(got: Quantized, wanted: Quantized, x: Array) -> list[str]:
     blocks = Blocks.of(x.shape, wanted.scheme.scale, wanted.axis)
     ns = namespace_of(x)
     inputs, theirs, ours = (_rows(blocks, ns, bits_of(v)) for v in (x, got.codes, wanted.codes))
-    scales = [blocks.accept(bits_of(v), ns).reshape(-1) for v in (got.scale, wanted.scale)]
+    scales = [blocks.accept(bits_of(v), ns).reshape(-1) for v in (got.scales.scale, wanted.scales.scale)]
     wrong = np.flatnonzero((theirs != ours).any(1) | (scales[0] != scales[1]))
     return [_block(int(i), inputs[i], theirs[i], ours[i], *(s[i] for s in scales)) for i in wrong[:SHOWN]]
 

@@ -76,6 +76,12 @@ def quantizer_calls() -> Iterator[Call]:
                               ((3, 32), "torchao.nf4"), ((64, 72), "te.nvfp4_16x16"), ((4, 100), "int4_g32")):  # fmt: skip
             yield function, f"{scheme} of {shape}", (np.ones(shape, np.float32), scheme), {}
     yield from scale_calls(x)
+    for scheme, shape, axis in (
+        ("fp8_rowwise", (64, 96), -1),
+        ("mxfp4", (64, 96), 0),
+        ("mxfp4", (2, 64, 96), -1),
+    ):
+        yield "quantize", f"{scheme} {shape} tiled", (normals(shape), scheme), {"tiled": True, "axis": axis}
     stochastic = replace(SCHEMES["mxfp4"], name="s", rounding="stochastic")
     yield "quantize", "stochastic without words", (x, stochastic), {}
     yield "fake_quantize", "stochastic", (x, stochastic), {}
@@ -140,6 +146,7 @@ def fused_calls() -> Iterator[Call]:
     """Functions that do more than one thing."""
     x, weight = normals((64, 96)), np.ones(96, np.float32)
     half, up = x.astype(np.float16), x.astype(np.float16)[:32]
+    yield "quantize_both", "tiled", (normals((64, 64)), "fp8_tensorwise"), {"tiled": True}
     yield "quantize_both", "3-D", (normals((2, 32, 32)), "mxfp4"), {}
     yield "quantize_both", "indivisible", (normals((33, 64)), "mxfp4"), {}
     yield "quantize_both", "int", (np.ones((32, 32), np.int32), "mxfp4"), {}

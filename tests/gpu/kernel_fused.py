@@ -10,7 +10,7 @@ import numpy as np
 from ao_lab.samples import fill
 from tests.gpu.kernel_inputs import DTYPES, REPRESENTATIVE, Array, all_patterns, house, normals, random_inputs
 from tests.gpu.kernel_pool import Job
-from tests.gpu.kernel_run import Failure, Run, Settings
+from tests.gpu.kernel_run import Failure, Run, Settings, host
 
 BOTH_SHAPES = ((256, 512), (128, 96), (96, 256), (1, 32), (32, 1), (0, 32), (48, 80), (130, 70), (257, 33))
 NORM_SHAPES = ((64, 256), (3, 96), (1, 32), (2, 5, 160), (17, 4096), (5, 8192 + 32), (2, 65536 + 160), (4, 100),
@@ -44,6 +44,11 @@ def both_case(run: Run, name: str, index: int) -> None:
         for label, x in random_inputs(dtype, 256, seed=index):
             run.same("quantize_both", f"{dtype} {label}", x, name)
     base = normals((128, 256), "bfloat16", seed=1)
+    long = run.put(np.concatenate([base.reshape(-1), base[0]]))
+    for start in (1, 2, 8):
+        part = long[start : start + base.size].view(128, 256)
+        got, wanted = run.guarded(lambda v=part: run.fast.quantize_both(v, name)), host(part)
+        run.compare("quantize_both", f"{start} elements off", got, run.expect("quantize_both", wanted, name))
     got = run.guarded(lambda: run.fast.quantize_both(run.put(base).t(), name))
     run.compare(
         "quantize_both", "transposed", got, run.expect("quantize_both", np.ascontiguousarray(base.T), name)

@@ -1,4 +1,4 @@
-"""Axes, odd and empty shapes, long rows, and tensors that are views of others."""
+"""Axes, odd and empty shapes, long rows, tensors that are views of others, and tiled scales."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ SHAPES = (
 )  # fmt: skip
 #: Rows beyond 65,536 elements, of which 256 is no divisor but 32 is, and a long first axis.
 LONG = ((2, 65536 + 160), (2, 131072 + 256), (65536 + 160, 2), (3, 65537))
+#: Schemes whose scales have a tiled layout, and matrices whose rows and columns fill its tiles, or do not.
+TILED = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "torchao.nvfp4", "torchao.mxfp8_e4m3_even",
+         "te.nvfp4", "compressed_tensors.nvfp4")  # fmt: skip
+TILED_SHAPES = (
+    (96, 96),
+    (128, 128),
+    (256, 512),
+    (384, 192),
+    (1, 32),
+    (130, 2048),
+    (640, 64),
+    (0, 64),
+    (4096, 1024),
+)
 PARTS = 3  # jobs that share the shapes of a scheme
 Place = Callable[[torch.Tensor], torch.Tensor]
 #: From a contiguous (128, 512) tensor.
@@ -37,7 +51,7 @@ VIEWS: dict[str, Place] = {
 
 
 def jobs(settings: Settings) -> list[Job]:
-    """Families "shapes" and "views"."""
+    """Families "shapes", "views" and "tiled"."""
     names = REPRESENTATIVE[:: 1 if settings.fraction > 0.2 else 4]
     made = []
     for index, name in enumerate(names):
@@ -48,7 +62,8 @@ def jobs(settings: Settings) -> list[Job]:
             for part in range(PARTS)
         ]
         made.append(Job("views", name, "quantize", view_case, (name, index), weight))
-    return made
+    tiled = TILED[:: 1 if settings.fraction > 0.2 else 5]
+    return made + [Job("tiled", n, "quantize", tiled_case, (n, i), 4.0) for i, n in enumerate(tiled)]
 
 
 def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -78,6 +93,23 @@ def everything(run: Run, label: str, x: Array, name: str, axis: int) -> None:
         run.same("dequantize", label, q)
         run.same("dequantize", f"{label} own dtype", q, x.dtype.name)
         run.same("fake_quantize_vjp", f"{label} given scales", x, x, name, axis=axis, scales=q.scales)
+
+
+def tiled_case(run: Run, name: str, index: int) -> None:
+    """Tiled scales of one copy and of both, packed too, from x and given; back to values."""
+    for number, shape in enumerate(TILED_SHAPES):
+        dtype = DTYPES[(number + index) % len(DTYPES)]
+        x, label = normals(shape, dtype, seed=number), f"{dtype} {shape} tiled"
+        q = run.same("quantize", label, x, name, tiled=True)
+        if isinstance(q, Quantized):
+            run.same("dequantize", label, q)
+            run.same("quantize", f"{label} given", x, name, tiled=True, scales=q.scales)
+            run.same("quantize", f"{label} packed", x, name, tiled=True, packed=True)
+    for dtype in DTYPES:
+        for shape in TILED_SHAPES:
+            run.same(
+                "quantize_both", f"{dtype} {shape} tiled", normals(shape, dtype, seed=9), name, tiled=True
+            )
 
 
 def view_case(run: Run, name: str, index: int) -> None:
