@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import reference
-from fast import ops
+from fast import ops, ready
 from fast.device import has_kernels, is_traced
 from fast.tensors import require_tensor
 from reference import Quantized, Scales, Scheme
@@ -40,14 +40,15 @@ def quantize(
     require_tensor(x, "quantize")
     if is_traced(x):
         return ops.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
+    if random_bits is None:
+        known = ready.quantized(x, scheme, axis, scales, packed, tiled)
+        if known is not None:
+            return known
     x = x.detach() if x.requires_grad else x
     if has_kernels(x):
         from fast.kernels import quantizer
 
-        made = None
-        if scales is None and random_bits is None and not tiled:
-            made = quantizer.ready(x, scheme, axis, packed)
-        made = made or quantizer.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
+        made = quantizer.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
         if made is not None:
             return made
     return reference.quantize(
@@ -57,10 +58,14 @@ def quantize(
 
 def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tensor:
     """The tensor that q stands for; dtype as a name or a torch dtype. As in `reference.dequantize`."""
-    if isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor) and is_traced(q.codes):
+    stored = isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor)
+    if stored and is_traced(q.codes):
         return ops.dequantize(q, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    known = ready.dequantized(q, dtype) if stored else None
+    if known is not None:
+        return known
     name = str(dtype).removeprefix("torch.")
-    if isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor) and has_kernels(q.codes):
+    if stored and has_kernels(q.codes):
         from fast.kernels import quantizer
 
         fast = quantizer.dequantize(q, name)

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fast import ready
 from fast.kernels import quantizer
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +79,7 @@ class OnlyTarget:
 def compiling(found: list[Machine]) -> Iterator[None]:
     """Launches compile and are noted in `found`; plans and kernels made here are forgotten afterwards."""
     run, active = JITFunction.run, driver._active
-    kept = (dict(quantizer.PLANS), dict(quantizer.READY))
+    kept = (dict(quantizer.PLANS), dict(ready.READY))
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
@@ -90,14 +91,14 @@ def compiling(found: list[Machine]) -> Iterator[None]:
 
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
-    for cache in (quantizer.PLANS, quantizer.READY):
+    for cache in (quantizer.PLANS, ready.READY):
         cache.clear()
     try:
         yield
     finally:
         JITFunction.run = run
         driver._active = active
-        for cache, before in zip((quantizer.PLANS, quantizer.READY), kept, strict=True):
+        for cache, before in zip((quantizer.PLANS, ready.READY), kept, strict=True):
             cache.clear()
             cache.update(before)
 

@@ -26,6 +26,7 @@ FAST_ALONE = {
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",
     "ops": "operators for those who trace a torch program",
+    "ready": "a reference run has nothing to remember: no kernel, no launch",
     "tensors": "reference takes arrays of any library, fast takes torch tensors",
 }
 # Modules of reference/ that are parts of a larger rule, and the test of the rule that they are parts of.

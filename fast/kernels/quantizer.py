@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from fast import ready
 from fast.kernels import passes, pointwise
-from fast.kernels.launch import ALIGNMENT, interpreted
+from fast.kernels.launch import interpreted, together
 from fast.kernels.passes import Asked, Plan
-from fast.kernels.plans import DTYPES, NAMES, Prepared, Quick
+from fast.kernels.plans import DTYPES, NAMES, Prepared
+from fast.kernels.replay import picked
 from reference import Quantized, Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
@@ -32,8 +35,6 @@ from reference.tiled_scales import check_tiled
 
 # Plans by what was asked. A program that sees ever new shapes starts afresh now and then.
 PLANS: dict[Any, Prepared] = {}
-# What `quantize` needs for a tensor that it has seen the like of.
-READY: dict[Any, tuple[Quick, tuple[int, ...], int, Scheme]] = {}
 MOST_PLANS = 4096
 PARTS = ("scale", "outer", "zero")
 
@@ -44,7 +45,6 @@ def prepared(key: Any, make: Callable[[], Plan]) -> Prepared:
     if found is None:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
-            READY.clear()
         found = PLANS[key] = Prepared(make())
     return found
 
@@ -67,31 +67,6 @@ def given_kind(given: Scales | None) -> str:
     return "" if given is None else "outer" if given.scale is None else "all"
 
 
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor in row-major order."""
-    return None if tensor is None else tensor.contiguous()
-
-
-def ready(x: torch.Tensor, scheme: str | Scheme, axis: int, packed: bool) -> Quantized | None:
-    """`quantize` with computed scales of a tensor like one seen before, without any further check; None otherwise."""
-    if not isinstance(scheme, (str, Scheme)):
-        return None
-    found = READY.get((scheme, x.dtype, x.shape, axis, type(axis), packed))
-    if found is None or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        return None
-    quick, shape, axis, record = found
-    made = quick(x)
-    if made is None:
-        return None
-    return Quantized(made[0], made[1], made[2], made[3], shape, axis, record, packed)
-
-
-def _remember(of: Asked, key: Any, plan: Prepared) -> None:
-    """Make the next call with this key a quick one."""
-    if Quick.serves(plan) and not interpreted():
-        READY[key] = (Quick(plan), of.blocks.shape, of.blocks.axis, of.scheme)
-
-
 def quantize(
     x: torch.Tensor,
     asked_scheme: str | Scheme,
@@ -111,40 +86,44 @@ def quantize(
     of = asked_of(x, scheme, axis)
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
     check_words(x, scheme, words)
-    if of is None:
+    if of is None or not together(x, words, *given_parts(given).values()):
         return None
     if of.rule.two_level:
         codes, kept = _two_level_codes(x, of, given)
-    else:
-        fused = packed and passes.packs(of)
-        codes, kept = _codes(x, of, given, words, fused, tiled)
-        if given is None and words is None and fused == packed and not tiled:
-            plan = PLANS[("quantize", of.dtype, scheme, of.blocks, "", fused)]
-            _remember(of, (asked_scheme, x.dtype, x.shape, axis, type(axis), packed), plan)
-        if fused:
-            return _finished(of, codes, kept, True, tiled)
-    return _finished(of, _packed(codes, scheme) if packed else codes, kept, packed, tiled)
+        codes = _packed(codes, scheme) if packed else codes
+        return _finished(of, codes, kept, packed, tiled)
+    key = ready.quantize_key(x, asked_scheme, axis, scales, packed, tiled) if words is None else None
+    return _quantize(x, of, given, words, packed, tiled, key, asked_scheme)
 
 
-def _codes(
-    x: torch.Tensor, of: Asked, given: Scales | None, words: Any, packed: bool, tiled: bool
-) -> tuple[torch.Tensor, Scales]:
-    kind = given_kind(given)
-    tiled = tiled and passes.tiles(of, kind)
+def _quantize(
+    x: torch.Tensor, of: Asked, given: Scales | None, words: Any, packed: bool, tiled: bool, key: Any,
+    asked_scheme: str | Scheme,
+) -> Quantized:  # fmt: skip
+    """Codes and scales by the passes of a plan, which answers the next call with this key."""
+    kind, fused = given_kind(given), packed and passes.packs(of)
+    tiles = tiled and passes.tiles(of, kind)
     plan = prepared(
-        ("quantize tiled" if tiled else "quantize", of.dtype, of.scheme, of.blocks, kind, packed),
-        lambda: passes.quantizing(of, kind, packed, tiled),
+        ("quantize", of.dtype, of.scheme, of.blocks, kind, fused, tiles),
+        lambda: passes.quantizing(of, kind, fused, tiles),
     )
     made = plan(inputs(x, given, words), x.device)
-    return made["codes"], kept_scales(made, given)
+    codes = _packed(made["codes"], of.scheme) if packed and not fused else made["codes"]
+    q = _finished(of, codes, kept_scales(made, given), packed, tiled)
+    if key is not None and codes is made["codes"] and tiles == tiled:
+        plan.remember(key, asked_scheme, {"x": x, **given_parts(given)}, partial(ready.like, q))
+    return q
 
 
 def inputs(x: torch.Tensor, given: Scales | None, words: Any) -> dict[str, Any]:
     """The caller's tensors, contiguous, by the names of the kernel's arguments."""
-    tensors = {"x": x.contiguous(), "words": contiguous(words)}
-    if given is not None:
-        tensors.update({part: contiguous(getattr(given, part)) for part in PARTS})
-    return {name: value for name, value in tensors.items() if value is not None}
+    tensors = {"x": x, "words": words, **given_parts(given)}
+    return {name: value.contiguous() for name, value in tensors.items() if value is not None}
+
+
+def given_parts(given: Any) -> dict[str, Any]:
+    """The scale, outer scale and zero point of `Scales` or a `Quantized`, None where there is none."""
+    return {} if given is None else {part: getattr(given, part) for part in PARTS}
 
 
 def kept_scales(made: dict[str, Any], given: Scales | None) -> Scales:
@@ -218,7 +197,12 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
         return None
     tensors = {"codes": q.codes.contiguous(), **_stored_scales(q, of)}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
-    return plan(tensors, q.codes.device)["y"]  # type: ignore[no-any-return]
+    y = plan(tensors, q.codes.device)["y"]
+    if not of.rule.two_level:
+        for given in (dtype, getattr(torch, dtype)):
+            parts = {"codes": q.codes, **given_parts(q)}
+            plan.remember(ready.dequantize_key(q, given), scheme, parts, picked("y"))
+    return y  # type: ignore[no-any-return]
 
 
 def _fits(q: Quantized, of: Asked) -> bool:
@@ -237,38 +221,49 @@ def _fits(q: Quantized, of: Asked) -> bool:
 def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:
     """Scales as the kernel reads them; two-level ones are brought to float32 first."""
     if not of.rule.two_level:
-        scales = {part: contiguous(getattr(q, part)) for part in PARTS}
-        return {part: value for part, value in scales.items() if value is not None}
+        return {part: value.contiguous() for part, value in given_parts(q).items() if value is not None}
     precision = of.dtype if of.scheme.dequantize == "target" else "float32"
     chosen = given_scales(namespace_of(q.codes), q.scales, of.blocks, of.scheme, precision)
     return {"scale": floats(chosen.scale)}
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: Scheme, axis: int, scales: Any, words: Any = None
+    x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any = None
 ) -> torch.Tensor | None:
     """`fast.fake_quantize` without autograd: quantized and dequantized in registers."""
+    scheme = scheme_of(asked_scheme)
     check_mode(scheme.rounding, words)
     of = asked_of(x, scheme, axis)
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
     check_words(x, scheme, words)
-    if of is None:
+    if of is None or not together(x, words, *given_parts(given).values()):
         return None
     if of.rule.two_level:
         q = quantize(x, scheme, axis, scales, words, False)
         return None if q is None else dequantize(q, of.dtype)
     kind = given_kind(given)
     plan = prepared(("fake", of.dtype, scheme, of.blocks, kind), lambda: passes.fake_quantizing(of, kind))
-    return plan(inputs(x, given, words), x.device)["y"]  # type: ignore[no-any-return]
+    y = plan(inputs(x, given, words), x.device)["y"]
+    if given is None and words is None:
+        plan.remember(ready.fake_key(x, asked_scheme, axis), asked_scheme, {"x": x}, picked("y"))
+    return y  # type: ignore[no-any-return]
 
 
 def gradient(
-    g: torch.Tensor, x: torch.Tensor, scheme: Scheme, axis: int, words: Any = None
+    g: torch.Tensor, x: torch.Tensor, asked_scheme: str | Scheme, axis: int, words: Any = None
 ) -> torch.Tensor | None:
     """g where the rounded element did not saturate, +0 where it did, for scales computed from x."""
+    scheme = scheme_of(asked_scheme)
     check_words(x, scheme, words)
     of = asked_of(x, scheme, axis)
     if of is None or of.rule.two_level or g.dtype != x.dtype or g.shape != x.shape:
         return None
+    if not together(x, g, words):
+        return None
     plan = prepared(("mask", of.dtype, scheme, of.blocks), lambda: passes.masking(of))
-    return plan({**inputs(x, None, words), "g": g.contiguous()}, x.device)["y"]  # type: ignore[no-any-return]
+    y = plan({**inputs(x, None, words), "g": g.contiguous()}, x.device)["y"]
+    if words is None:
+        plan.remember(
+            ready.gradient_key(g, x, asked_scheme, axis), asked_scheme, {"g": g, "x": x}, picked("y")
+        )
+    return y  # type: ignore[no-any-return]
