@@ -99,11 +99,11 @@ def fake_quantize_vjp(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`."""
     g, x = require_tensor(g, "fake_quantize_vjp").detach(), require_tensor(x, "fake_quantize_vjp").detach()
-    if scales is None and has_kernels(x):
+    if has_kernels(x):
         from fast.kernels import quantizer
 
-        fast = quantizer.gradient(g, x, scheme_of(scheme), axis, random_bits)
+        fast = quantizer.gradient(g, x, scheme_of(scheme), axis, random_bits, scales)
         if fast is not None:
-            return fast, None, None
+            return fast
     made: Any = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=random_bits)
     return made  # type: ignore[no-any-return]
