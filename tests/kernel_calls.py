@@ -14,6 +14,7 @@ from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.blocks import Blocks
 from reference.pack import packed_shape
+from reference.scales import scale_groups
 from reference.storage import storage_dtype
 from reference.tiled_scales import tiled_size
 
@@ -30,11 +31,12 @@ def empty(shape, dtype):
 def scales_of(scheme, shape, axis):
     """Scales as they are kept."""
     kept = Blocks.of(shape, scheme.scale, axis).scale_shape
-    return Scales(
-        empty(kept, storage_dtype(scheme.scale.storage)),
-        empty((), "float32") if scheme.outer else None,
-        empty(kept, storage_dtype(scheme.zero.storage)) if scheme.zero else None,
-    )
+    scale = empty(kept, storage_dtype(scheme.scale.storage))
+    if scheme.outer and scheme.outer.statistic != "absmax_elements":
+        groups = scale_groups(Blocks.of(shape, scheme.scale, axis), scheme.outer, scheme)
+        return Scales(scale, empty(groups.scale_shape, "float32"), empty((), "float32"))
+    outer = empty((), "float32") if scheme.outer else None
+    return Scales(scale, outer, empty(kept, storage_dtype(scheme.zero.storage)) if scheme.zero else None)
 
 
 def quantize(
@@ -65,8 +67,9 @@ def fake(name, dtype="bfloat16", shape=SOME, axis=-1):
     return quantizer.fake_quantize(empty(shape, dtype), SCHEMES[name], axis, None)
 
 
-def gradient(name, dtype="bfloat16", shape=SOME, axis=-1):
-    return quantizer.gradient(empty(shape, dtype), empty(shape, dtype), SCHEMES[name], axis)
+def gradient(name, dtype="bfloat16", shape=SOME, axis=-1, given=False):
+    scheme, x = SCHEMES[name], empty(shape, dtype)
+    return quantizer.gradient(x, x, scheme, axis, None, scales_of(scheme, shape, axis) if given else None)
 
 
 def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):

@@ -38,6 +38,7 @@ from tests.kernel_calls import (
 from tests.kernel_compiler import launched
 
 TWICE = ("blocks_kernel", "blocks_kernel")
+PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (
     # 8-bit floats: whole rows, long rows in two passes, columns, groups, rectangles, the whole tensor.
     case(quantize, "fp8_rowwise", "float32"),
@@ -103,6 +104,16 @@ COMPILED = (
     case(gradient, "mxfp8_e4m3"),
     case(gradient, "nvfp4", "float32", kernels=TWICE),
     case(gradient, "torchao.int4_g32_tinygemm", "float16"),
+    case(gradient, "nf4", kernels=TWICE),
+    # Gradients of given scales: whole blocks, parts of large ones, columns, rectangles, every rule of scales.
+    case(gradient, "mxfp8_e4m3", given=True, kernels=("slopes_kernel",)),
+    case(gradient, "fp8_rowwise", "float16", (16, 16384), given=True, kernels=PARTS),
+    case(gradient, "int8_rowwise_asymmetric", "float32", (7, 1000), given=True, kernels=("slopes_kernel",)),
+    case(gradient, "int2_g256_asymmetric", "float32", (1024, 48), 0, given=True, kernels=("slopes_kernel",)),
+    case(gradient, "fp8_128x128", "float32", (300, 200), 0, given=True, kernels=PARTS),
+    case(gradient, "nvfp4", "float32", given=True, kernels=("slopes_kernel",)),
+    case(gradient, "torchao.int4_g32_tinygemm", given=True, kernels=("slopes_kernel",)),
+    case(gradient, "torchao.nf4", "float16", (64, 256), given=True, kernels=("slopes_kernel",)),
     case(given_both, False, dtype="float16", kernels=("given_both_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel",)),
     case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),

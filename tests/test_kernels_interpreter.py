@@ -23,12 +23,10 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_kernels_agree_with_the_reference(group):
-    """Triton is required here, on any machine: it is among what `make test` installs."""
-    cases, answered = GROUPS[group]
+def lines_of(*command):
+    """What a program prints before it says that all agreed."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/interpreted_kernels.py", group],
+        [sys.executable, "-W", "ignore", *command],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -37,5 +35,17 @@ def test_kernels_agree_with_the_reference(group):
     lines = done.stdout.splitlines()
     assert done.returncode == 0, "\n".join([*lines[-1:], done.stderr[-3000:]])
     assert lines[-1] == "agreed"
-    assert len(lines) - 1 == cases
-    assert answered <= set(done.stdout.split())
+    return lines[:-1]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_agree_with_the_reference(group):
+    """Triton is required here, on any machine: it is among what `make test` installs."""
+    cases, answered = GROUPS[group]
+    lines = lines_of("tests/interpreted_kernels.py", group)
+    assert len(lines) == cases
+    assert answered <= set(" ".join(lines).split())
+
+
+def test_gradients_agree_with_the_reference():
+    assert len(lines_of("tests/interpreted_gradients.py")) == 33

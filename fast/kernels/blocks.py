@@ -53,7 +53,7 @@ from fast.kernels.scales import (
     zero_point,
 )
 from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
-from fast.kernels.values import combined, loaded_zero, saturated, values
+from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
 
 class Job(Constant):
@@ -200,16 +200,7 @@ def _quantize_tile(
 ):  # fmt: skip
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given":
-        s = loaded_scale(read(scale + block, exists), RULE.level)
-        e, divisor_outer = s, g_outer
-        if RULE.house and not RULE.power_of_two and not JOB.exact:
-            # Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN.
-            e = floored(s, RULE.level)
-            if RULE.has_outer:
-                divisor_outer = floored(g_outer, RULE.outer)
-        z = s
-        if RULE.zero != "":
-            z = loaded_zero(read(zero + block, exists), RULE)
+        s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE, JOB.exact)
         kept = s
     else:
         divisor_outer = g_outer
@@ -255,6 +246,24 @@ def _pairs_tile(
 
 
 @triton.jit
+def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr, EXACT: tl.constexpr):
+    """(given scale, what elements are divided by, the same of the outer scale, zero point).
+
+    Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN; EXACT ones stay.
+    """
+    s = loaded_scale(read(scale + block, exists), RULE.level)
+    e, divisor_outer = s, outer
+    if RULE.house and not RULE.power_of_two and not EXACT:
+        e = floored(s, RULE.level)
+        if RULE.has_outer:
+            divisor_outer = floored(outer, RULE.outer)
+    z = s
+    if RULE.zero != "":
+        z = loaded_zero(read(zero + block, exists), RULE)
+    return s, e, divisor_outer, z
+
+
+@triton.jit
 def _general_tile(
     v,
     g,
@@ -284,9 +293,9 @@ def _general_tile(
     elif JOB.codes:
         tl.store(codes + at, made.to(codes.dtype.element_ty), mask=inside)
     if JOB.gradient:
-        kept = widened(read(g + at, inside), False)
+        dy = read(g + at, inside)
         lost = saturated(v, made, divisor, divisor_outer, RULE)
-        tl.store(y + at, narrow(tl.where(lost, 0.0, kept), RULE.dtype, False), mask=inside)
+        tl.store(y + at, passed_on(dy, lost, RULE.dtype), mask=inside)
     elif JOB.output != "":
         PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
         value = values(made, combined(s, outer, RULE, PRECISION), z, RULE, PRECISION)

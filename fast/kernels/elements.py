@@ -309,6 +309,10 @@ def power_multiplier(scale, RULE: tl.constexpr):
 def _shifted(v, scale, words, RULE: tl.constexpr):
     """v * 2**-e, rounded once."""
     if RULE.rounding == "nearest_even" and RULE.overflow == "saturate":
+        if RULE.house and RULE.kind == "float":
+            # Under a scale from outside an infinity counts as the largest float32.
+            largest = float_of(tl.full((), LARGEST, tl.int32))
+            v = tl.clamp(v, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
         # Exact, or below 2**-126, where every format rounds to zero.
         return encode(v * power_multiplier(scale, RULE), words, RULE.element)
     else:
@@ -382,7 +386,7 @@ def reciprocal(scale, outer, RULE: tl.constexpr):
     else:
         product = rounded(outer * scale, RULE.arithmetic)
         made = rounded(tl.div_rn(1.0, product), RULE.arithmetic)
-        if RULE.house:
+        if RULE.finite_reciprocal:
             made = float_of(tl.where(bits_of(made) == INFINITY, LARGEST, bits_of(made)))
         return made
 

@@ -74,11 +74,11 @@ def geometry(blocks: Blocks) -> Geometry | None:
     return _short_rows(lead, length, size)
 
 
-def _flat(total: int, size: int) -> Geometry:
-    """Blocks of neighbouring elements of the flattened tensor."""
+def _flat(total: int, size: int, largest: int = LARGEST_TILE) -> Geometry:
+    """Blocks of neighbouring elements of the flattened tensor; those beyond `largest` in parts."""
     count = ceil_div(total, size)
     wide = total > INT32 - 2 * LARGEST_TILE
-    if size > LARGEST_TILE:
+    if size > largest:
         chunks = ceil_div(size, CHUNK)
         integers = (count, 1, 1, size, total, chunks, 0, 0, 0, 0, 1)
         masked = size % CHUNK != 0 or total % size != 0
@@ -97,14 +97,15 @@ def _warps(elements: int, masked: bool) -> int:
     return max(1, min(8 if masked else 4, elements // 1024))
 
 
-def _columns(lead: int, length: int, after: int, size: int) -> Geometry:
-    """Blocks along an axis that is not the last; `after` columns are contiguous."""
+def _columns(lead: int, length: int, after: int, size: int, largest: int = 2 * LARGEST_TILE) -> Geometry:
+    """Blocks along an axis that is not the last; `after` columns are contiguous. largest: elements of a tile."""
     rows = ceil_div(length, size)
     wide = lead * length * after > INT32 - 2 * LARGEST_TILE
     chunked = size > 256
     tile = COLUMN_CHUNK if chunked else power_above(size)
     chunks = ceil_div(size, tile) if chunked else 1
-    p = max(min(power_above(after), max(COLUMNS, TILE // tile)), SMALLEST_TILE // tile)
+    p = min(power_above(after), max(COLUMNS, TILE // tile), max(largest // tile, 1))
+    p = max(p, SMALLEST_TILE // tile)
     masked = after % p != 0 or length % size != 0 or size % tile != 0
     integers = (0, after, rows, size, length, chunks, length * after, size * after, 0, after, 1)
     programs = ceil_div(after, p) * rows * lead * chunks

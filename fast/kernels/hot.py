@@ -10,7 +10,7 @@ import triton.language as tl
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
 from fast.kernels.elements import finite_e4m3_value, nonnegative_code, power_multiplier
 from fast.kernels.packing import store_packed
-from fast.kernels.scales import finite
+from fast.kernels.scales import finite, nonnegative
 from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
@@ -92,7 +92,7 @@ def _extraordinary(exact, largest, outer, L: tl.constexpr):
     """The scale under an outer scale of any size, in place of `exact` where that is not ordinary."""
     if not _is_ordinary(outer):
         value = tl.div_rn(float_of(largest), L.target)
-        exact = tl.div_rn(value, outer)
+        exact = nonnegative(tl.div_rn(value, outer))
     return exact
 
 

@@ -131,13 +131,16 @@ def fake_quantizing(of: Asked, given: str = "") -> Plan:
     return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype})
 
 
-def masking(of: Asked) -> Plan:
-    """The gradient g where the element did not saturate, for scales from x."""
+def masking(of: Asked, given: str = "") -> Plan:
+    """The gradient g where the element did not saturate, for scales from x. given: "" or "outer"."""
     rule = rule_of(of.scheme, of.dtype, of.hardware, True)
-    plan = _scaled(of, "", {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
+    plan = _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
     last = plan.passes[-1]
     passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
-    return replace(plan, passes=(*passes, replace(last, rule=rule, reads={**last.reads, "g": "g"})))
+    # 64 elements a thread, each with a gradient, do not stay in registers in float32.
+    warps = last.place.warps * (2 if of.dtype == "float32" and last.place.warps < 8 else 1)
+    last = replace(last, rule=rule, place=replace(last.place, warps=warps), reads={**last.reads, "g": "g"})
+    return replace(plan, passes=(*passes, last))
 
 
 def code_buffer(of: Asked, packed: bool) -> Buffer:
@@ -211,6 +214,17 @@ def exact_codes(of: Asked) -> Plan:
         {"codes": codes},
         ("codes",),
     )
+
+
+def exact_masking(of: Asked) -> Plan:
+    """`masking` with float32 scales ("scale") that are used as they are."""
+    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware, True)
+    reads = {"x": "x", "g": "g", "scale": "scale"}
+    if of.scheme.rounding == "stochastic":
+        reads["words"] = "words"
+    do = job(source="given", gradient=True, exact=True)
+    y = Buffer(of.blocks.shape, of.dtype)
+    return Plan((Pass(of.place, rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))
 
 
 def dequantizing(of: Asked, packed: bool = False) -> Plan:

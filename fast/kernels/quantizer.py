@@ -250,20 +250,14 @@ def fake_quantize(
 
 
 def gradient(
-    g: torch.Tensor, x: torch.Tensor, asked_scheme: str | Scheme, axis: int, words: Any = None
-) -> torch.Tensor | None:
-    """g where the rounded element did not saturate, +0 where it did, for scales computed from x."""
-    scheme = scheme_of(asked_scheme)
-    check_words(x, scheme, words)
-    of = asked_of(x, scheme, axis)
-    if of is None or of.rule.two_level or g.dtype != x.dtype or g.shape != x.shape:
-        return None
-    if not together(x, g, words):
-        return None
-    plan = prepared(("mask", of.dtype, scheme, of.blocks), lambda: passes.masking(of))
-    y = plan({**inputs(x, None, words), "g": g.contiguous()}, x.device)["y"]
-    if words is None:
-        plan.remember(
-            ready.gradient_key(g, x, asked_scheme, axis), asked_scheme, {"g": g, "x": x}, picked("y")
-        )
-    return y  # type: ignore[no-any-return]
+    g: torch.Tensor,
+    x: torch.Tensor,
+    scheme: str | Scheme,
+    axis: int,
+    words: Any = None,
+    scales: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
+    """`fast.fake_quantize_vjp` by kernels, or None where none covers the tensors."""
+    from fast.kernels import gradients
+
+    return gradients.gradient(g, x, scheme, axis, words, scales)

@@ -209,7 +209,8 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         nan=nan, poison_code=scheme.poison_code, nan_code=None if marking else scheme.nan_code,
         negative_zero=scheme.negative_zero,
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
-        rounding=scheme.rounding, overflow=overflow, house=house, max_bits=bits_of(fmt.max),
+        rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
+        max_bits=bits_of(fmt.max),
         native=hardware, signs_nan=scheme.nan == "element", hot=_hot(scheme, nearest and hardware),
         under_outer=hardware and _under_outer(scheme), hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and _has_sequence(fmt),

@@ -219,6 +219,8 @@ def stored_scale(exact, L: tl.constexpr):
         v = floored(canonical(decode(code, L.storage_element)), L)
         return encode(v, None, L.storage_element), v
     elif L.storage == "float8_e4m3fn" and L.floor_kind == "stored":
+        # A given outer scale may be negative: what is below zero is below the floor.
+        v = nonnegative(v)
         code = tl.where(is_nan(v), 127, tl.maximum(nonnegative_code(v, L.storage_element), L.floor_code))
         return code, canonical(e4m3_value(code))
     else:
@@ -227,6 +229,12 @@ def stored_scale(exact, L: tl.constexpr):
             # Codes of non-negative numbers order as the numbers do, NaN last.
             code = tl.maximum(code, L.floor_code)
         return code, canonical(decode(code, L.storage_element))
+
+
+@triton.jit
+def nonnegative(v):
+    """v, +0 where it has a minus sign; NaN canonical."""
+    return float_of(tl.maximum(bits_of(canonical(v)), 0))
 
 
 @triton.jit

@@ -12,7 +12,9 @@ from fast.kernels.bits import (
     canonical,
     float_of,
     is_nan,
+    narrow,
     rounded,
+    widened,
 )
 from fast.kernels.elements import MARK, decode
 
@@ -87,7 +89,37 @@ def saturated(v, marked, scale, outer, RULE: tl.constexpr):
     if RULE.kind != "codebook":
         return (marked & MARK) != 0
     else:
-        quotient = tl.div_rn(v, scale)
-        if RULE.has_outer:
-            quotient = tl.div_rn(quotient, outer)
-        return (bits_of(canonical(quotient)) & MAGNITUDE) > RULE.max_bits
+        units = in_units(v, scale, outer, scale, RULE)
+        return (bits_of(canonical(units)) & MAGNITUDE) > RULE.max_bits
+
+
+@triton.jit
+def in_units(v, scale, outer, zero, RULE: tl.constexpr):
+    """v / s in float32 (v * S for an encoding scale), for tinygemm (v - z) / s."""
+    if RULE.zero == "value":
+        v = v - zero
+    if RULE.stored == "encode":
+        return v * scale
+    else:
+        return (
+            tl.div_rn(tl.div_rn(v, scale), decoding(outer, RULE)) if RULE.has_outer else tl.div_rn(v, scale)
+        )
+
+
+@triton.jit
+def decoding(outer, RULE: tl.constexpr):
+    """The outer scale as a factor of values."""
+    if RULE.outer.stored == "encode":
+        return tl.div_rn(1.0, outer)
+    else:
+        return outer
+
+
+@triton.jit
+def passed_on(g, lost, DTYPE: tl.constexpr):
+    """The gradient g where the element was not lost to saturation, +0 where it was; a float32 NaN keeps its payload."""
+    kept = tl.where(lost, 0.0, widened(g))
+    if DTYPE == "float32":
+        return kept
+    else:
+        return narrow(kept, DTYPE, False)

@@ -36,13 +36,14 @@ from tests.gpu import (
     kernel_quotients,
     kernel_races,
     kernel_schemes,
+    kernel_slopes,
     kernel_torch,
 )
 from tests.gpu.kernel_pool import Done, Job, run_jobs
 from tests.gpu.kernel_run import Check, Settings
 
-FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_errors, kernel_races, kernel_fused,
-            kernel_torch, kernel_producers, kernel_quotients, kernel_jax)  # fmt: skip
+FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
+            kernel_fused, kernel_torch, kernel_producers, kernel_quotients, kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows
