@@ -1,0 +1,214 @@
+"""The hot paths of the kernels, inline assembly included, on CPU tensors against `reference`, bit for bit.
+
+    TRITON_INTERPRET=1 python tests/interpreted_hot.py GROUP [FRACTION]
+
+Rules are made for hardware and instructions are emulated (`ptx_interpreter`), so that what a GPU computes is compared without
+one. `interpreted_kernels` tries indices, masks and passes; here a launch is one large tile, because the interpreter's time goes
+by operations and not by elements. It prints what agreed, one line each, and raises at the first difference.
+
+FRACTION: how much of the edge blocks of float32 and of the outer scales is tried; 1 for a long sweep.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import triton
+
+import reference
+from ao_lab.samples import Layout
+from ao_lab.testing import assert_same_bits
+from fast.kernels import normalize, passes, quantizer, swiglu
+from fast.kernels.geometry import Geometry, power_above
+from reference import SCHEMES, Quantized, Scales, Scheme
+from reference.bridge import to_torch
+from tests import ptx_interpreter
+from tests.gpu.kernel_given import STRANGE
+from tests.gpu.kernel_inputs import DTYPES, NUMPY, WIDTH, Array, all_patterns, scheme_inputs, shared
+from tests.ptx_opcodes import RECIPROCAL
+
+GROUPS = {
+    "fours": ("mxfp4", "mxfp4_rceil", "nvfp4"),
+    "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
+    "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
+    "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+}  # fmt: skip
+PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
+# Elements of a launch, at least.
+LAUNCH = 1 << 16
+#: Given outer scales: ordinary ones, and both sides of where `hot.choose_under_outer` calls a scale ordinary.
+OUTERS = (1.0, 1.5, 0.0123, 2.0**-112, 1.9e-34, 1.66e35, 1.67e35, 1e-37, 1e38, 3e-40, 1e20, 1e-20)
+
+
+def one_tile(make: Any) -> Any:
+    """Geometry with tiles of at most a million elements, where it was as large a power of two as divides the blocks."""
+
+    def geometry(blocks: Any) -> Geometry | None:
+        place = make(blocks)
+        if place is None or place.chunked or place.masked or place.shape != "flat":
+            return place
+        p = min(place.blocks & -place.blocks, (1 << 20) // place.size)
+        return replace(place, p=p, programs=place.blocks // p)
+
+    return geometry
+
+
+def ladders(dtype: str, size: int) -> Array:
+    """Blocks with one of 64 maxima and, below it, 1024 patterns of eight binades of a 16-bit dtype: all codes and ties."""
+    rng, count = np.random.default_rng(7), LAUNCH // size
+    top = rng.integers(1, int(Layout.of(dtype).infinity), 64)[np.arange(count) * 64 // count]
+    step = np.arange(LAUNCH).reshape(count, size) % 1024 * (8 if dtype == "float16" else 1)
+    bits = np.maximum(top[:, None] - step, 0)
+    bits[:, 3] = top
+    return bits_as(bits | rng.integers(0, 2, bits.shape) << 15, dtype)
+
+
+def bits_as(bits: Array, dtype: str) -> Array:
+    """16-bit patterns in rows."""
+    return bits.astype(np.uint16).view(NUMPY[dtype]).reshape(-1, WIDTH)
+
+
+def inputs(scheme: Scheme, dtype: str, fraction: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of 256 columns: edge blocks, in one tensor where no scale reaches beyond a block, and patterns of 16 bits."""
+    made = dict(scheme_inputs(scheme, dtype, fraction))
+    if not shared(scheme):
+        made = {"edges": np.concatenate(list(made.values()))}
+    if dtype != "float32":
+        block = scheme.scale.block
+        size = block if isinstance(block, int) and block > 0 else WIDTH
+        every = all_patterns(dtype)
+        made["patterns"] = np.concatenate([ladders(dtype, size), every["finite"], every["shuffled"]])
+        made["ladders"] = ladders(dtype, size)
+    for label, x in made.items():
+        # Rows by a power of two, so that nothing is masked.
+        yield label, to_torch(x[np.arange(power_above(len(x))) % len(x)])
+
+
+def compare(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> Quantized:
+    """Codes, packed ones where they are narrow, and fake quantization."""
+    wanted = reference.quantize(x, scheme, scales=scales)
+    assert_same_bits(quantizer.quantize(x, scheme, -1, scales, None, False), wanted)
+    if scheme.format.bits < 8:
+        packed = reference.quantize(x, scheme, scales=scales, packed=True)
+        assert_same_bits(quantizer.quantize(x, scheme, -1, scales, None, True), packed)
+    fake = reference.fake_quantize(x, scheme, scales=scales)
+    assert_same_bits(quantizer.fake_quantize(x, scheme, -1, scales), fake)
+    return wanted
+
+
+def compare_scheme(name: str, fraction: float) -> None:
+    """All functions of the quantizer, for inputs of all dtypes."""
+    scheme = SCHEMES[name]
+    for dtype in DTYPES:
+        labels = []
+        for label, x in inputs(scheme, dtype, fraction):
+            q = compare(x, scheme)
+            labels.append(label)
+        print(name, dtype, *labels, flush=True)
+    compare_values(q, name)
+    if scheme.outer is not None:
+        compare_outers(scheme, fraction)
+
+
+def compare_values(q: Quantized, name: str) -> None:
+    """Values in all dtypes, of codes and scales of every kind, sensible or not."""
+    q = replace(
+        q, **{part: anything(getattr(q, part), q.scheme.format.bits) for part in ("codes", "scale", "zero")}
+    )
+    for packed in {False, q.scheme.format.bits < 8}:
+        if packed:
+            q = replace(q, codes=reference.pack(q.codes, q.scheme.format), packed=True)
+        for dtype in DTYPES:
+            assert_same_bits(quantizer.dequantize(q, dtype), reference.dequantize(q, dtype))
+    print(name, "values", flush=True)
+
+
+def anything(part: torch.Tensor | None, bits: int) -> torch.Tensor | None:
+    """Random codes, or a stored scale: random patterns, for float32 many that no rule makes."""
+    if part is None:
+        return None
+    rng = np.random.default_rng(8)
+    if part.dtype != torch.float32:
+        codes = rng.integers(0, 1 << (bits if part.numel() > LAUNCH // 4 else 8), tuple(part.shape), np.uint8)
+        return torch.from_numpy(codes).view(part.dtype)
+    values = rng.choice(np.array(STRANGE, np.uint32), tuple(part.shape)).view(np.float32)
+    return torch.where(torch.rand(part.shape) < 0.1, torch.from_numpy(values), part)
+
+
+def compare_outers(scheme: Scheme, fraction: float) -> None:
+    """Given outer scales: usual ones and any others, of both signs."""
+    patterns = [*np.array(OUTERS, np.float32).view(np.uint32), *STRANGE]
+    bits = next(iter(inputs(scheme, "bfloat16", fraction)))[1][:64]
+    x = torch.cat([to_torch(ladders("bfloat16", 16))[::4], bits])
+    both = [pattern ^ sign for pattern in patterns for sign in (0, 0x80000000)]
+    for pattern in both[:: max(1, round(0.3 / fraction))]:
+        compare(x, scheme, Scales(outer=torch.tensor(np.uint32(pattern).view(np.float32))))
+        print(f"{scheme.name} outer 0x{pattern:08x}", flush=True)
+
+
+def compare_producers() -> None:
+    """silu of every gate, whatever the reciprocal errs by; `swiglu_quantize` and `rms_norm_quantize`."""
+    swiglu.ELEMENTS = LAUNCH
+    normalize.ELEMENTS = LAUNCH
+    for dtype in ("bfloat16", "float16"):
+        gates, ups = (to_torch(all_patterns(dtype)[order]) for order in ("sorted", "shuffled"))
+        for RECIPROCAL.error in (1, -1, 0):
+            for up in (torch.ones_like(gates), -torch.ones_like(gates), ups):
+                got, wanted = swiglu.swiglu(gates, up), reference.swiglu(gates, up)
+                # The one gate that needs a reciprocal that is not too large; see `swiglu`.
+                known = (gates == 5.9375) & (RECIPROCAL.error > 0) & (gates.dtype == torch.bfloat16)
+                assert_same_bits(torch.where(known, wanted, got), wanted)
+        print("swiglu", dtype, flush=True)
+    for dtype in DTYPES:
+        x = next(iter(inputs(SCHEMES["mxfp8_e4m3"], dtype, 0.1)))[1][:64]
+        for name in PRODUCED:
+            compare_produced(x, x.flip(0), name)
+        print("produced", dtype, *PRODUCED, flush=True)
+
+
+def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Both producers of codes."""
+    packed = SCHEMES[name].format.bits < 8
+    if x.dtype != torch.float32:
+        gated = reference.swiglu_quantize(x, other, name, packed=packed)
+        assert_same_bits(swiglu.swiglu_quantize(x, other, name, packed), gated)
+    weight = other[5].nan_to_num(1.0, 2.0, -2.0)
+    made = normalize.rms_norm_quantize(x, weight, name, 1e-6, other, packed)
+    wanted = reference.rms_norm_quantize(x, weight, name, residual=other, packed=packed)
+    for got, right in zip(made, wanted, strict=True):
+        assert_same_bits(got, right)
+
+
+def compare_reciprocals() -> None:
+    """Scales of nvfp4 and int4_g32, whose reciprocals are corrected, where the first guess errs by a unit."""
+    for RECIPROCAL.error in (1, -1):
+        for name in ("nvfp4", "int4_g32", "fp8_1x128"):
+            compare(to_torch(ladders("bfloat16", 16)), SCHEMES[name])
+    RECIPROCAL.error = 0
+    print("reciprocals", flush=True)
+
+
+def main(group: str, fraction: float) -> None:
+    """Compare one group."""
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    ptx_interpreter.install()
+    passes.geometry = one_tile(passes.geometry)
+    with np.errstate(all="ignore"):
+        for name in GROUPS.get(group, ()):
+            compare_scheme(name, fraction)
+        if group == "producers":
+            compare_reciprocals()
+            compare_producers()
+    print("agreed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)

@@ -1,0 +1,238 @@
+"""What each PTX instruction of the kernels makes of uint32 patterns, in NumPy; see the PTX ISA for the definitions.
+
+16-bit registers are uint32 arrays below 2**16. float32 keeps subnormal numbers, and arithmetic makes one NaN: 0x7fffffff,
+0x7fff in 16 bits. `rcp.approx` may err by a unit in the last place; here it is exact plus `RECIPROCAL.error` units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float32]
+INFINITY, SIGN, MAGNITUDE, NAN = (np.uint32(b) for b in (0x7F800000, 0x80000000, 0x7FFFFFFF, 0x7FFFFFFF))
+LOW, HALF = np.uint32(0xFFFF), np.uint32(16)
+NAN16 = np.uint32(0x7FFF)
+SMALLEST = np.uint32(0x00800000)
+RECIPROCAL = SimpleNamespace(error=0)
+
+
+def floats(b: Words) -> Floats:
+    """float32 of patterns."""
+    return np.asarray(b, np.uint32).view(np.float32)
+
+
+def patterns(v: Any) -> Words:
+    """Patterns of float32 that arithmetic made: one NaN."""
+    v = np.asarray(v, np.float32)
+    return np.where(np.isnan(v), NAN, v.view(np.uint32))
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32, rounded once."""
+    return fused_to_odd(a, b, c).astype(np.float32)
+
+
+def fused_to_odd(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of float32 as float64, rounded to odd: the product is exact."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    back = total - product
+    return to_odd(total, (product - (total - back)) + (c - back))
+
+
+def to_odd(total: Any, error: Any) -> Any:
+    """float64 `total` + `error`, the rest of a rounded sum, rounded to odd: then one more rounding is the only one."""
+    b = np.asarray(total).view(np.int64)
+    outward = np.where((error < 0) == (total < 0), 1, -1)
+    inexact = np.isfinite(error) & (error != 0) & (b & 1 == 0)
+    return np.where(inexact, b + outward, b).view(np.float64)
+
+
+def saturated(b: Words) -> Words:
+    """Between +0 and 1; NaN becomes +0."""
+    v = floats(b)
+    return np.where(v > 0, np.minimum(v, np.float32(1)), np.float32(0)).view(np.uint32)
+
+
+def multiply(a: Words, b: Words) -> Words:
+    return patterns(floats(a) * floats(b))
+
+
+def add(a: Words, b: Words) -> Words:
+    return patterns(floats(a) + floats(b))
+
+
+def fma(a: Words, b: Words, c: Words) -> Words:
+    return patterns(fused(floats(a), floats(b), floats(c)))
+
+
+def reciprocal(a: Words) -> Words:
+    """1 / a, subnormal numbers flushed to zero on the way in and out."""
+    tiny = (a & MAGNITUDE) < SMALLEST
+    b = patterns(np.float32(1) / floats(np.where(tiny, a & SIGN, a)))
+    normal = ((b & MAGNITUDE) < INFINITY) & ((b & MAGNITUDE) >= SMALLEST)
+    b = np.where(normal, b + np.uint32(RECIPROCAL.error & 0xFFFFFFFF), b)
+    return np.where((b & MAGNITUDE) < SMALLEST, b & SIGN, b)
+
+
+def extremum(a: Words, b: Words, *, larger: bool, keeps_nan: bool, infinity: int, nan: int) -> Words:
+    """The smaller or larger of two floats of any width, -0 below +0; of a number and a NaN the number, or NaN."""
+    sign = np.uint32(nan + 1)
+    keys = [np.where(v & sign != 0, v ^ (sign | np.uint32(nan)), v | sign) for v in (a, b)]
+    first_nan, second_nan = ((v & np.uint32(nan)) > infinity for v in (a, b))
+    made = np.where((keys[0] > keys[1]) == larger, a, b)
+    if keeps_nan:
+        return np.where(first_nan | second_nan, np.uint32(nan), made)
+    made = np.where(first_nan, b, np.where(second_nan, a, made))
+    return np.where(first_nan & second_nan, np.uint32(nan), made)
+
+
+def bfloat16_of(b: Words) -> Words:
+    """Patterns of float32 rounded to bfloat16."""
+    up = (b + np.uint32(0x7FFF) + (b >> HALF & np.uint32(1))) >> HALF
+    return np.where((b & MAGNITUDE) > INFINITY, NAN16, up)
+
+
+def float16_of(b: Words) -> Words:
+    """Patterns of float32 rounded to float16."""
+    half = floats(b).astype(np.float16).view(np.uint16).astype(np.uint32)
+    return np.where((b & MAGNITUDE) > INFINITY, NAN16, half)
+
+
+def from_float16(b: Words) -> Words:
+    """Patterns of float16 as float32."""
+    return patterns(b.astype(np.uint16).view(np.float16).astype(np.float32))
+
+
+def byte_of(b: Words, *, dtype: Any, top: float) -> Words:
+    """Codes of float32 in an 8-bit format: nearest even, stopped at the largest number, NaN 0x7f."""
+    code = np.clip(floats(b), -np.float32(top), np.float32(top)).astype(dtype).view(np.uint8)
+    return np.where((b & MAGNITUDE) > INFINITY, np.uint8(0x7F), code).astype(np.uint32)
+
+
+e4m3_of = partial(byte_of, dtype=ml_dtypes.float8_e4m3fn, top=448.0)
+e5m2_of = partial(byte_of, dtype=ml_dtypes.float8_e5m2, top=57344.0)
+
+
+def bfloat16_of_wide(exact: Any) -> Words:
+    """bfloat16 of float64, rounded to odd in float32, where it may be subnormal, and then once."""
+    near = exact.astype(np.float32)
+    bits, same = near.view(np.uint32), near.astype(np.float64) == exact
+    odd = bits + np.where(np.abs(exact) > np.abs(near), np.uint32(1), np.uint32(0xFFFFFFFF))
+    return bfloat16_of(np.where(same | np.isnan(exact) | (bits & 1 == 1), patterns(near), odd))
+
+
+def multiply_bfloat16(a: Words, b: Words) -> Words:
+    return bfloat16_of_wide(floats(a << HALF).astype(np.float64) * floats(b << HALF))
+
+
+def fma_bfloat16(a: Words, b: Words, c: Words) -> Words:
+    """a * b + c of bfloat16, rounded to odd in float64 as well."""
+    return bfloat16_of_wide(fused_to_odd(*(floats(v << HALF) for v in (a, b, c))))
+
+
+def multiply_float16(a: Words, b: Words) -> Words:
+    """A product of float16, which float32 holds exactly."""
+    return float16_of(multiply(from_float16(a), from_float16(b)))
+
+
+def signed(a: Words, bits: int) -> Any:
+    """Two's complement numbers of so many low bits."""
+    return (a << np.uint32(32 - bits)).view(np.int32) >> (32 - bits)
+
+
+def shift_left(a: Words, by: Words) -> Words:
+    return np.where(by > 31, np.uint32(0), a << (by & np.uint32(31)))
+
+
+def shift_right(a: Words, by: Words) -> Words:
+    return np.where(by > 31, np.uint32(0), a >> (by & np.uint32(31)))
+
+
+def shift_signed(a: Words, by: Words) -> Words:
+    return (a.view(np.int32) >> np.minimum(by, 31).astype(np.int32)).view(np.uint32)
+
+
+def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    """Bit 4 a + 2 b + c of a table, for each bit."""
+    parts = []
+    for index in range(8):
+        chosen = [v if index >> place & 1 else ~v for v, place in ((a, 2), (b, 1), (c, 0))]
+        parts.append(np.where(table >> np.uint32(index) & 1, chosen[0] & chosen[1] & chosen[2], 0))
+    return np.bitwise_or.reduce(np.broadcast_arrays(*parts)).astype(np.uint32)
+
+
+def prmt(a: Words, b: Words, selector: Words) -> Words:
+    """Four bytes of b:a chosen by the nibbles of a selector; a nibble's top bit asks for eight copies of the byte's sign."""
+    wide = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    made = np.uint32(0)
+    for place in range(4):
+        nibble = selector >> np.uint32(4 * place)
+        byte = (wide >> (nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & 0xFF
+        copied = np.where(byte >= 0x80, np.uint32(0xFF), np.uint32(0))
+        made = made | np.where(nibble & 8 != 0, copied, byte) << np.uint32(8 * place)
+    return made
+
+
+def pairwise(make: Callable[..., Words]) -> Callable[..., Words]:
+    """The same for the low and the high halves of registers."""
+
+    def both(*values: Words) -> Words:
+        low, high = make(*(v & LOW for v in values)), make(*(v >> HALF for v in values))
+        return (low & LOW) | high << HALF
+
+    return both
+
+
+def narrowing(make: Callable[[Words], Words], bits: int) -> Callable[[Words, Words], Words]:
+    """Conversion of two floats to a pair: the first becomes the high part."""
+    return lambda high, low: make(low) | make(high) << np.uint32(bits)
+
+
+def integers16(choose: Any, sign: bool) -> Callable[..., Words]:
+    """Minimum or maximum of 16-bit integers."""
+
+    def make(a: Words, b: Words) -> Words:
+        wide = [signed(v, 16) if sign else v for v in (a, b)]
+        return choose(*wide).astype(np.uint32)
+
+    return pairwise(make)
+
+
+def _extrema() -> dict[str, Callable[..., Words]]:
+    made = {}
+    for name, larger in (("min", False), ("max", True)):
+        for nan, keeps in (("", False), (".NaN", True)):
+            pick = partial(extremum, larger=larger, keeps_nan=keeps)
+            made[f"{name}{nan}.f32"] = partial(pick, infinity=0x7F800000, nan=0x7FFFFFFF)
+            made[f"{name}{nan}.bf16x2"] = pairwise(partial(pick, infinity=0x7F80, nan=0x7FFF))
+            made[f"{name}{nan}.f16x2"] = pairwise(partial(pick, infinity=0x7C00, nan=0x7FFF))
+    return made
+
+
+OPCODES: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor,
+    "shl.b32": shift_left, "shr.u32": shift_right, "shr.s32": shift_signed,
+    "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
+    "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "mul.rn.f32": multiply, "fma.rn.f32": fma,
+    "mul.rn.sat.f32": lambda a, b: saturated(multiply(a, b)),
+    "fma.rn.sat.f32": lambda a, b, c: saturated(fma(a, b, c)),
+    "rcp.approx.ftz.f32": reciprocal,
+    "min.u16x2": integers16(np.minimum, False),
+    "max.u16x2": integers16(np.maximum, False), "min.s16x2": integers16(np.minimum, True),
+    "fma.rn.bf16x2": pairwise(fma_bfloat16),
+    "mul.rn.bf16x2": pairwise(multiply_bfloat16), "mul.rn.f16x2": pairwise(multiply_float16),
+    "cvt.rn.bf16x2.f32": narrowing(bfloat16_of, 16), "cvt.rn.f16x2.f32": narrowing(float16_of, 16),
+    "cvt.rn.satfinite.e4m3x2.f32": narrowing(e4m3_of, 8), "cvt.rn.satfinite.e5m2x2.f32": narrowing(e5m2_of, 8),
+    "cvt.f32.f16": from_float16,
+    **_extrema(),
+}  # fmt: skip
