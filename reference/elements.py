@@ -129,7 +129,10 @@ def _reciprocal(ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | No
         return ns.where(bits == INFINITY, LARGEST, bits)
     bits = unit.reciprocal(unit.multiply(outer, scale))
     # A given outer scale may be so small that its reciprocal overflows; then zero would become NaN.
-    return ns.where(bits == INFINITY, LARGEST, bits) if scheme.nan == "block" else bits
+    if scheme.nan != "block":
+        return bits
+    # Of either sign: a given outer scale may be negative, and zero times infinity is NaN.
+    return ns.where((bits & MAGNITUDE) == INFINITY, bits - 1, bits)
 
 
 def _from_minimum(

@@ -1,5 +1,7 @@
 """`ao_lab.jax.from_torch` and `to_torch`: one memory in two libraries, copies only where asked for or needed."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -140,3 +142,16 @@ def test_scales_and_none_parts():
     assert isinstance(scales, Scales)
     assert scales.outer is None
     assert_same_bits(functions.to_torch(scales), Scales(np.ones(4, np.float32), None, np.zeros(4, np.int8)))
+
+
+def test_what_from_torch_makes_is_a_pytree_at_once():
+    """JAX may be imported after `reference`, and nothing else be called before `jax.jit`."""
+    program = """
+import torch, fast
+q = fast.quantize(torch.ones(4, 64), "mxfp4")
+from ao_lab import jax as functions
+import jax
+print(len(jax.tree.leaves(functions.from_torch(q))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "2"

@@ -10,5 +10,9 @@ on each device's part inside `jax.shard_map`; otherwise XLA gathers the array fi
 
 from ao_lab.jax.exchange import from_torch, to_torch
 from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
+from reference import register_jax
+
+# What `from_torch` makes may be handed to `jax.jit` before anything else here is called.
+register_jax()
 
 __all__ = ["choose_scales", "dequantize", "fake_quantize", "from_torch", "quantize", "to_torch"]

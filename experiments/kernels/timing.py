@@ -191,11 +191,15 @@ def host_time(
     call: Call,
     sync: Call,
     *,
-    batches: int = 100,
-    batch: int = 8,
+    batches: int = 20,
+    batch: int = 100,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Median seconds that the host spends on one call. The queue is drained between batches, so it never blocks."""
+    """Median seconds that the host spends on one of many calls in a row.
+
+    The queue is drained between batches, so it never blocks for kernels that take no longer than their launch. Batches are long
+    because the first launch after a wait is many times slower than those that follow.
+    """
     for _ in range(batch):
         call()
     found = []

@@ -52,6 +52,7 @@ from fast.kernels.scales import (
     stored_scale,
     zero_point,
 )
+from fast.kernels.sixes import store_sixes
 from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
@@ -227,7 +228,7 @@ def _pairs_tile(
     x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Packed 4-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours`."""
+    """Packed 4-bit and 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
     PARTS: tl.constexpr = SIZE // 8
     place = block.to(tl.int64) if WIDE else block
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
@@ -238,11 +239,15 @@ def _pairs_tile(
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
     _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
-    m, keep = multiplier(s, kept, z, RULE), kept_where(s, -1)
-    words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
-    if PARTS == 4:
-        words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
-    store_words(codes, words, place, exists)
+    m = multiplier(s, kept, z, RULE)
+    if RULE.bits == 6:
+        store_sixes(codes, a, b, c, d, m, s, place, exists, RULE)
+    else:
+        keep = kept_where(s, -1)
+        words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
+        if PARTS == 4:
+            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
+        store_words(codes, words, place, exists)
 
 
 @triton.jit

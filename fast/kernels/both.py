@@ -122,8 +122,8 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
-DOWN, ACROSS, BAND, REGISTERS = 4, 1, 8, 80
-PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
+DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 8, 80, 1
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 128, 64, 4
 # Sides beyond this would overflow offsets and the grid of the MX kernels.
 LONGEST = 2**22
 
@@ -132,7 +132,7 @@ def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
     """Whether an MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide, whole words."""
     level = rule.level.value
     mx = rule.power_of_two and rule.hot.value in ("e4m3", "e5m2") and level.simple_power
-    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64 * ACROSS)
+    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
     whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
     # From 2**2 on no multiplier is subnormal.
     return bool(mx) and level.target_exponent >= 2 and whole and x.data_ptr() % 4 == 0
@@ -167,19 +167,23 @@ def _mx_floats(arguments: tuple[Any, ...], warps: int = WARPS, columns: int = CO
 def _mx_pairs(
     arguments: tuple[Any, ...],
     down: int = DOWN,
-    across: int = ACROSS,
+    across: int | None = None,
     band: int = BAND,
     registers: int | None = REGISTERS,
+    steps: int = STEPS,
 ) -> None:
     """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
 
-    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit. steps:
+    tiles of a program, at most.
     """
     height, width = arguments[0].shape
+    across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
-    band = gcd(tall, band)
-    mx_pairs_kernel[(band, width // (64 * across), tall // band)](
-        *arguments, down, across, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
+    steps = gcd(tall, steps)
+    band = gcd(tall // steps, band)
+    mx_pairs_kernel[(band, width // (64 * across), tall // steps // band)](
+        *arguments, down, across, steps, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
     )
 
 

@@ -387,8 +387,15 @@ def reciprocal(scale, outer, RULE: tl.constexpr):
         product = rounded(outer * scale, RULE.arithmetic)
         made = rounded(tl.div_rn(1.0, product), RULE.arithmetic)
         if RULE.finite_reciprocal:
-            made = float_of(tl.where(bits_of(made) == INFINITY, LARGEST, bits_of(made)))
+            made = bounded(made)
         return made
+
+
+@triton.jit
+def bounded(v):
+    """Infinity of either sign as the largest float32."""
+    b = bits_of(v)
+    return float_of(tl.where((b & MAGNITUDE) == INFINITY, b - 1, b))
 
 
 @triton.jit

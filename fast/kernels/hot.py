@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
-from fast.kernels.elements import finite_e4m3_value, nonnegative_code, power_multiplier
+from fast.kernels.elements import bounded, finite_e4m3_value, nonnegative_code, power_multiplier
 from fast.kernels.packing import store_packed
-from fast.kernels.scales import finite, nonnegative
+from fast.kernels.scales import nonnegative
 from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
@@ -63,44 +63,37 @@ def choose_under_outer(largest, outer, RULE: tl.constexpr, ORDINARY: tl.constexp
     lies far below the smallest block scale. ORDINARY: the outer scale comes from a tensor, and lies between 2**-112 and 2**117;
     a given one may lie anywhere.
     """
-    L: tl.constexpr = RULE.level
+    if ORDINARY:  # noqa: SIM114  joined, the test would be made where the constant settles it
+        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+    elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
+        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+    else:
+        code, scale, m = _under_any(largest, outer, RULE.level)
+    return code, scale, m
+
+
+@triton.jit
+def _under_ordinary(largest, outer, L: tl.constexpr):
     power = (254 << 23) - (bits_of(outer) & INFINITY)
-    unit = float_of(tl.where(power == 0, 0x00400000, power))
+    unit = float_of(power)
     mantissa = outer * unit
     value = corrected(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
     exact = divided(value, mantissa, inverse(mantissa))
-    # NaN and infinity poison their block, and a NaN outer scale every block.
-    bad = largest >= tl.where(is_nan(outer), 0, INFINITY)
-    if not ORDINARY:
-        exact = _extraordinary(exact, largest, outer, L)
-        bad = bad | is_nan(exact)
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
+    # NaN and infinity poison their block.
+    bad = largest >= INFINITY
     scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
-    m = inverse(outer * scale)
-    if not ORDINARY:
-        m = _extraordinary_inverse(m, outer * scale, outer)
-    return tl.where(bad, 127, code), scale, m
+    return tl.where(bad, 127, code), scale, inverse(outer * scale)
 
 
 @triton.jit
-def _is_ordinary(outer):
-    return (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35)
-
-
-@triton.jit
-def _extraordinary(exact, largest, outer, L: tl.constexpr):
-    """The scale under an outer scale of any size, in place of `exact` where that is not ordinary."""
-    if not _is_ordinary(outer):
-        value = tl.div_rn(float_of(largest), L.target)
-        exact = nonnegative(tl.div_rn(value, outer))
-    return exact
-
-
-@triton.jit
-def _extraordinary_inverse(m, product, outer):
-    if not _is_ordinary(outer):
-        m = finite(tl.div_rn(1.0, product))
-    return m
+def _under_any(largest, outer, L: tl.constexpr):
+    """The same for an outer scale of any size and sign; NaN poisons every block."""
+    exact = nonnegative(tl.div_rn(tl.div_rn(float_of(largest), L.target), outer))
+    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
+    bad = (largest >= INFINITY) | is_nan(exact) | is_nan(outer)
+    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
+    return tl.where(bad, 127, code), scale, bounded(tl.div_rn(1.0, outer * scale))
 
 
 @triton.jit

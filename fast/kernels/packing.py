@@ -76,12 +76,26 @@ def load_packed(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 6:
         return _load_six(source, block, inside, SIZE)
     else:
-        bit = BITS * tl.arange(0, SIZE)[None, :]
-        at = source + block * (SIZE * BITS // 8) + bit // 8
-        low = tl.load(at, mask=inside, other=0).to(tl.int32)
-        more = (bit % 8 + BITS) > 8
-        high = tl.load(at + 1, mask=inside & more, other=0).to(tl.int32)
-        return ((low | (high << 8)) >> (bit % 8)) & ((1 << BITS) - 1)
+        return _load_bytes(source, block, inside, SIZE, BITS)
+
+
+@triton.jit
+def _load_bytes(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Eight codes from BITS bytes, as one number."""
+    COUNT: tl.constexpr = SIZE // 8
+    at = source + block * (COUNT * BITS) + BITS * tl.arange(0, COUNT)[None, :]
+    octet = tl.zeros((block.shape[0], COUNT), tl.int64)
+    for byte in tl.static_range(BITS):
+        octet |= tl.load(at + byte, mask=inside, other=0).to(tl.int64) << (8 * byte)
+    quad = _halves(octet, 4 * BITS)
+    return _halves(_halves(quad, 2 * BITS).to(tl.int32), BITS)
+
+
+@triton.jit
+def _halves(codes, BITS: tl.constexpr):
+    """Numbers (P, S) as two of BITS bits each, (P, 2 S), the low bits first: the inverse of `pairs`."""
+    low, high = codes & ((1 << BITS) - 1), codes >> BITS
+    return tl.reshape(tl.join(low, high), (codes.shape[0], 2 * codes.shape[1]))
 
 
 @triton.jit

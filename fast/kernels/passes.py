@@ -111,7 +111,7 @@ def _with_tiles(of: Asked, plan: Plan) -> Plan:
     rows, blocks = of.blocks.scale_shape
     size = tiled_size((rows, blocks))
     buffer = Buffer((size,), "uint8", () if size == rows * blocks else (0,))
-    last = replace(plan.passes[-1], place=replace(of.place, blocks=blocks))
+    last = replace(plan.passes[-1], place=replace(plan.passes[-1].place, blocks=blocks))
     return replace(plan, passes=(*plan.passes[:-1], last), buffers={**plan.buffers, "scale": buffer})
 
 
@@ -128,13 +128,13 @@ def choosing(of: Asked, given: str = "") -> Plan:
 
 def fake_quantizing(of: Asked, given: str = "") -> Plan:
     """x quantized and dequantized in registers."""
-    return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype})
+    return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype}, keep=False)
 
 
 def masking(of: Asked, given: str = "") -> Plan:
     """The gradient g where the element did not saturate, for scales from x. given: "" or "outer"."""
     rule = rule_of(of.scheme, of.dtype, of.hardware, True)
-    plan = _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
+    plan = _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True}, keep=False)
     last = plan.passes[-1]
     passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
     # 64 elements a thread, each with a gradient, do not stay in registers in float32.
@@ -160,8 +160,10 @@ def packs(of: Asked) -> bool:
     return whole and length == place.size and length % unit == 0 and last * bits % 8 == 0
 
 
-def _scaled(of: Asked, given: str, made: dict[str, Buffer], wanted: dict[str, Any]) -> Plan:
-    """A job that uses given scales, or chooses them first."""
+def _scaled(
+    of: Asked, given: str, made: dict[str, Buffer], wanted: dict[str, Any], keep: bool = True
+) -> Plan:
+    """A job that uses given scales, or chooses them first. keep: scales that were chosen are written."""
     reads, scales = {"x": "x"}, scale_buffers(of)
     if of.scheme.rounding == "stochastic" and wanted:
         reads["words"] = "words"
@@ -183,10 +185,19 @@ def _scaled(of: Asked, given: str, made: dict[str, Buffer], wanted: dict[str, An
         passes.append(_statistic(of, of.place, "", "statistic", statistics))
         reads["statistic"] = "statistic"
     source = "statistic" if of.place.chunked else "tile"
-    do = job(source=source, outer=outer, scales=True, reverse=bool(passes), **wanted)
-    left = {**made, **scales}
-    passes.append(Pass(of.place, of.rule, do, reads, _same(left)))
+    do = job(source=source, outer=outer, scales=keep, reverse=bool(passes), **wanted)
+    # An outer scale that comes from a statistic is written in any case.
+    left = {**made, **{name: b for name, b in scales.items() if keep or name == "outer"}}
+    passes.append(Pass(_place(of, outer, wanted), of.rule, do, reads, _same(left)))
     return Plan(tuple(passes), {**left, **statistics}, tuple(left))
+
+
+def _place(of: Asked, outer: str, wanted: Mapping[str, Any]) -> Geometry:
+    """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
+    place, pairs = of.place, of.rule.pairs and wanted.get("packed") and not of.place.masked
+    if not pairs or outer == "statistic" or place.blocks % 64:
+        return place
+    return replace(place, p=64, warps=2, programs=place.blocks // 64)
 
 
 def _statistic(of: Asked, place: Geometry, outer: str, name: str, buffers: dict[str, Buffer]) -> Pass:

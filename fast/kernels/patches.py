@@ -210,33 +210,47 @@ def _store_scales(
 @triton.jit
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS."""
+    """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS.
+
+    A program takes STEPS tiles, one below the other.
+    """
     WARPS: tl.constexpr = DOWN * ACROSS
-    BRAIN: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    WORDS: tl.constexpr = tl.pointer_type(tl.int32)
-    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN)
+    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN * STEPS)
     column = tl.program_id(1).to(tl.int64) * (64 * ACROSS)
     # Offsets inside a program fit 32 bits; those of its registers are multiples of one stride.
     i = tl.arange(0, 32 * WARPS)
     patch = (i // 4) % WARPS
-    lane, down, across = i % 4 * 8, patch // ACROSS * 32, patch % ACROSS * 64
+    across = patch % ACROSS * 64
+    lane = i % 4 * 8 + patch // ACROSS * 32
     turn = (i // (4 * WARPS)).to(tl.int64)
-    pairs, quads = columns // 2, columns // 4
-    at = (x + (row * columns + column)).to(WORDS, bitcast=True)
-    at = at + ((down + lane) * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :]
-    w = tl.load(at + (turn * pairs)[:, None])
+    pairs = columns // 2
+    at = (x + (row * columns + column)).to(tl.pointer_type(tl.int32), bitcast=True)
+    at = at + (lane * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :] + (turn * pairs)[:, None]
+    for step in range(STEPS):
+        _both_of_tile(
+            tl.load(at), codes, scale, transposed, transposed_scale, row + step * (32 * DOWN), column, lane, across, turn, rows,
+            columns, x.dtype.element_ty == tl.bfloat16, RULE, TILED, DOWN, ACROSS,
+        )  # fmt: skip
+        at += (32 * DOWN) * pairs
+
+
+@triton.jit
+def _both_of_tile(
+    w, codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
+    BRAIN: tl.constexpr, RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Both outputs of a tile of words."""
+    WARPS: tl.constexpr = DOWN * ACROSS
+    WORDS: tl.constexpr = tl.pointer_type(tl.int32)
+    quads = columns // 4
     magnitudes, low, high = w & MAGNITUDES, _low(w, BRAIN), _high(w, BRAIN)
 
     made, code = _along_rows(magnitudes, low, high, WARPS, BRAIN, RULE)
     # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
     to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
-    to = (
-        to
-        + ((down + lane) * quads + across // 4)[:, None]
-        + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
-    )
+    to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
     tl.store(to + (turn * quads)[:, None], made)
     code = tl.permute(tl.reshape(code, (8, DOWN, ACROSS, 4, 2)), (1, 3, 0, 2, 4))
     code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))

@@ -25,7 +25,7 @@ HARDWARE = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 # Targets for which one corrected product is the rounded quotient; tests/gpu/kernel_quotients.py checks every significand.
-QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0)
+QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0, 6.0 * 448.0)
 
 
 class Constant:
@@ -149,7 +149,8 @@ def _in_dtype(value: float, dtype: str) -> float:
 def _is_quick(record: Scale) -> bool:
     """Whether `words.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target."""
     plain = record.rule == "ratio" and record.stored == "decode" and record.compute == "float32"
-    floors = record.floor == ("stored", 2.0**-126) and record.storage == "float32"
+    kind, floor = record.floor or ("", 0.0)
+    floors = kind == "stored" and float(floor) >= 2.0**-126 and record.storage == "float32"
     return plain and floors and record.statistic != "minmax_split" and record.target in QUOTIENTS
 
 
@@ -166,9 +167,10 @@ def _carry(rule: str, fraction: int, even: int) -> int:
 
 
 def _storage(name: str, hardware: bool) -> Element:
+    """Scales are rounded and read without the conversion instructions: one after the other was compiled wrongly (LOG.md)."""
     fmt = FORMATS[name]
     overflow = "nonfinite" if fmt.specials == "ieee" else "saturate"
-    return element_of(fmt, "nearest_even", overflow, hardware=hardware)
+    return element_of(fmt, "nearest_even", overflow, hardware=hardware and name not in HARDWARE)
 
 
 def _runs(rule: str) -> tuple[tuple[int, int], ...]:
@@ -218,9 +220,16 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
-        pairs=dtype == "bfloat16" and _hot(scheme, nearest and hardware) == "e2m1" and scheme.scale.block in (16, 32)
-        and (scheme.outer is None) == (scheme.scale.block == 32) and scheme.scale.power_of_two == (scheme.outer is None),
+        pairs=dtype == "bfloat16" and _has_pairs(scheme, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
+
+
+def _has_pairs(scheme: Scheme, hot: str) -> bool:
+    """Whether `fours` or `sixes` makes packed codes of bfloat16: MX floats below 8 bits, and NVFP4."""
+    scale = scheme.scale
+    if scheme.outer is not None:
+        return hot == "e2m1" and scale.block == 16 and not scale.power_of_two
+    return hot in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
 
 
 def _has_sequence(fmt: Format) -> bool:
