@@ -41,10 +41,13 @@ def tile_of(
 
 
 @triton.jit
-def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr):
-    """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype."""
+def quantize_rows(
+    v, again, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr
+):
+    """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype; see `_quantize_tile`."""
     _quantize_tile(
         v,
+        again,
         None,
         None,
         codes,
