@@ -151,7 +151,7 @@ def blocks_kernel(
             _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
         else:
             _quantize_tile(
-                v, v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
+                v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
                 first, stride, RULE, JOB,
             )  # fmt: skip
 
@@ -196,10 +196,9 @@ def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB:
 
 @triton.jit
 def _quantize_tile(
-    v, again, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the numbers v; codes, values or gradients of them `again`: the same numbers, perhaps not kept in between."""
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE, JOB.exact)
@@ -213,14 +212,14 @@ def _quantize_tile(
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
-            store_codes(codes, at, inside, block, exists, again, m, s, z, RULE, JOB.packed)
+            store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
         if JOB.output != "":
             c = combined(s, g_outer, RULE, "float32")
-            value = rounded_values(again, multiplier(s, kept, z, RULE), z, RULE)
+            value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
             tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
     elif JOB.codes or JOB.output != "" or JOB.gradient:
         _general_tile(
-            again, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
+            v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
         )
 
 

@@ -64,11 +64,6 @@ def _normal(pair: str, round_to: str, last: str, at: int) -> tl.constexpr:
 _LAST = "mov.b32 n, {}; min.s16x2 $0, d, n;"
 WIDEN_BFLOAT16 = tl.constexpr(f"{{ .reg .b32 d, l, h; mov.b32 d, $2; {_WIDEN_BFLOAT16} }}")
 WIDEN_FLOAT16 = tl.constexpr(f"{{ .reg .b32 d; mov.b32 d, $2; {_WIDEN_FLOAT16} }}")
-# The same in other words, which a compiler does not find to be the same.
-AGAIN_BFLOAT16 = tl.constexpr(
-    "{ .reg .b32 l, h; and.b32 h, $2, 0xFFFF0000; mov.b32 $1, h; shl.b32 l, $2, 16; mov.b32 $0, l; }"
-)
-AGAIN_FLOAT16 = tl.constexpr("{ .reg .b16 p, q; mov.b32 {p, q}, $2; cvt.f32.f16 $1, q; cvt.f32.f16 $0, p; }")
 NARROW_BFLOAT16, NARROW_FLOAT16 = _narrow("bf16", "0x7FC07FC0"), _narrow("f16", "0x7E007E00")
 ROUND_BFLOAT16, ROUND_FLOAT16 = _round("bf16", _WIDEN_BFLOAT16), _round("f16", _WIDEN_FLOAT16)
 CLAMP_BFLOAT16 = _clamp("bf16", "0xC2D0C2D0", "0x42804280", _WIDEN_BFLOAT16)
@@ -81,6 +76,8 @@ _PAIR_BFLOAT16 = "shl.b32 l, d, 16; and.b32 h, d, 0xFFFF0000; mov.b32 a, l; mov.
 _PAIR_FLOAT16 = "{ .reg .b16 u, v; mov.b32 {u, v}, d; cvt.f32.f16 a, u; cvt.f32.f16 b, v; }"
 NORMAL_BFLOAT16 = _normal(_PAIR_BFLOAT16, "bf16", _LAST.format("0x7FC07FC0"), 1)
 NORMAL_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _LAST.format("0x7E007E00"), 1)
+NORMAL_WIDE_BFLOAT16 = _normal(_PAIR_BFLOAT16, "bf16", _WIDEN_BFLOAT16, 2)
+NORMAL_WIDE_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _WIDEN_FLOAT16, 2)
 
 
 @triton.jit
@@ -95,21 +92,6 @@ def floats(v, NATIVE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             WIDEN_FLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def floats_again(v, NATIVE: tl.constexpr):
-    """`floats` once more: numbers that are needed twice, and far apart, take half the registers as pairs in between."""
-    if v.dtype == tl.float32 or not NATIVE:
-        return widened(v)
-    elif v.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            AGAIN_BFLOAT16, "=&f,=&f,r", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            AGAIN_FLOAT16, "=&f,=&f,r", [v], dtype=tl.float32, is_pure=True, pack=2
         )
 
 
@@ -234,4 +216,19 @@ def normal(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             NORMAL_FLOAT16, "=r,r,r,f,f", [h, w, r], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def normal_floats(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """The same as float32; a NaN is some positive NaN."""
+    if DTYPE == "float32" or not NATIVE:
+        return rounded_once((floats(h, NATIVE) * r) * floats(w, NATIVE), DTYPE, NATIVE)
+    elif DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(
+            NORMAL_WIDE_BFLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            NORMAL_WIDE_FLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
         )

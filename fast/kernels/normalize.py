@@ -19,7 +19,7 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, floats_again, narrowed, normal
+from fast.kernels.halves import floats, narrowed, normal, normal_floats
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.replay import Finishing, Step, buffers_of, index_of, picked, remember
@@ -102,12 +102,11 @@ def norm_kernel(
     # The weight comes from the L2, and later, so that it takes no registers before.
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
-    made = normal(h, r, w, DTYPE, NATIVE)
     if RULE is None:
-        tl.store(y + at, made, mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, NATIVE), mask=inside)
     else:
-        v, again = floats(made, NATIVE), floats_again(made, NATIVE)
-        quantize_rows(v, again, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        v = normal_floats(h, r, w, DTYPE, NATIVE)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
 def rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> tuple[torch.Tensor, Any] | None:

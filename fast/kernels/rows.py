@@ -41,13 +41,10 @@ def tile_of(
 
 
 @triton.jit
-def quantize_rows(
-    v, again, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr
-):
-    """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype; see `_quantize_tile`."""
+def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr):
+    """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype."""
     _quantize_tile(
         v,
-        again,
         None,
         None,
         codes,

@@ -113,7 +113,7 @@ def swiglu_kernel(
         tl.store(y + at, gated(s, g, u, DTYPE, NATIVE), mask=inside)
     else:
         v = gated_floats(s, g, u, DTYPE, NATIVE)
-        quantize_rows(v, v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
 def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
