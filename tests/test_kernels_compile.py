@@ -115,15 +115,15 @@ COMPILED = (
     case(gradient, "torchao.int4_g32_tinygemm", given=True, kernels=("slopes_kernel",)),
     case(gradient, "torchao.nf4", "float16", (64, 256), given=True, kernels=("slopes_kernel",)),
     case(given_both, False, dtype="float16", kernels=("given_both_kernel",)),
-    case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel",)),
+    case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel", "untile_kernel")),
     case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),
-    case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel",)),
+    case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel", "untile_kernel")),
     # Tiles that may be tried.
     *(
-        case(mx_both, down=down, across=across, kernels=("mx_pairs_kernel",))
+        case(mx_both, down=down, across=across, kernels=("mx_pairs_kernel", "untile_kernel"))
         for down, across in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4))
     ),
-    case(mx_both, down=8, registers=96, kernels=("mx_pairs_kernel",)),
+    case(mx_both, down=8, registers=96, kernels=("mx_pairs_kernel", "untile_kernel")),
     case(mx_both, tiled=True, down=4, across=2, kernels=("mx_pairs_kernel",)),
     case(for_jax, kernels=("inputs_first",)),
     # Producers: long rows, rows that fill no tile, packed codes, zero points.
@@ -188,8 +188,11 @@ HOT = (
     (case(dequantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(0.75, 2, 12.8, load=4),)),
     (case(fake, "mxfp8_e4m3", shape=BIG), (Moves(2, 2, 13.8),)),
     (case(fake, "int8_rowwise", shape=BIG), (Moves(2, 2, 12.2),)),
-    (case(mx_both, dtype="float32", kernels=("mx_both_kernel",)), (Moves(4, 2, 17.9),)),
-    (case(mx_both, kernels=("mx_pairs_kernel",)), (Moves(2, 1, 12.4, few=12),)),
+    (case(mx_both, dtype="float32", tiled=True, kernels=("mx_both_kernel",)), (Moves(4, 2, 17.9),)),
+    (
+        case(mx_both, kernels=("mx_pairs_kernel", "untile_kernel")),
+        (Moves(2, 1, 12.9, few=12), Moves(1, 1, 8.4, load=4)),
+    ),
     (case(given_both, True, kernels=("given_both_kernel",)), (Moves(2, 2, 12.9),)),
     # Along the first axis: 8 columns a thread, so 8 codes at a time; 16 where an earlier pass left the scales.
     (case(quantize, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(2, 1, 8.4, store=8),)),

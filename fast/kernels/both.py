@@ -28,6 +28,7 @@ from fast.kernels.rule import Rule
 from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import floored, loaded_scale, power_scale
 from fast.kernels.statistics import absmax
+from fast.kernels.untile import untile
 
 GROUP = tl.constexpr(32)
 
@@ -122,7 +123,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
-DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 8, 80, 1
+DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 2, 80, 1
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 128, 64, 4
 # Sides beyond this would overflow offsets and the grid of the MX kernels.
 LONGEST = 2**22
@@ -147,12 +148,19 @@ def covers_given(x: torch.Tensor, rule: Rule) -> bool:
 def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> None:
     """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
 
-    tiled: the scales are flat, in the layout of `reference.tiled_scales`, whose padding somebody else makes 0. tuning: see
-    `_mx_floats` and `_mx_pairs`; results do not depend on it.
+    tiled: the scales are flat, in the layout of `reference.tiled_scales`, whose padding somebody else makes 0. Plain scales are
+    made of tiled ones where tiles have no padding; see `untile`. tuning: see `_mx_floats` and `_mx_pairs`; results do not
+    depend on it.
     """
     launch = _mx_floats if x.dtype == torch.float32 else _mx_pairs
-    parts = (made["codes"], made["scale"], made["transposed"], made["transposed_scale"])
-    launch((x, *parts, *x.shape, rule, tiled), **tuning)
+    codes, transposed = made["codes"], made["transposed"]
+    scales = made["scale"], made["transposed_scale"]
+    if tiled or x.shape[0] % 128 or x.shape[1] % 128:
+        launch((x, codes, scales[0], transposed, scales[1], *x.shape, rule, tiled), **tuning)
+        return
+    tiles = [torch.empty_like(scale) for scale in scales]
+    launch((x, codes, tiles[0], transposed, tiles[1], *x.shape, rule, True), **tuning)
+    untile(tiles[0], scales[0], tiles[1], scales[1])
 
 
 def _mx_floats(arguments: tuple[Any, ...], warps: int = WARPS, columns: int = COLUMNS) -> None:

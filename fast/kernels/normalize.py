@@ -33,6 +33,8 @@ ELEMENTS = 4096
 PART = 8192
 # The steps between threads and warps, the root and the divisions cost the same for any number of elements.
 PER_THREAD = 64
+# Beyond LONG columns fewer, larger programs pay off where a row has one scale, and more warps where it has many (measured).
+LONG, WHOLE_PER_THREAD, GROUPS_PER_THREAD = 8192, 128, 32
 # Levels of a tree over a tile, or over the parts of the longest row.
 MOST_LEVELS = tl.constexpr(14)
 
@@ -145,7 +147,8 @@ def rms_norm_quantize(
     if made is None or x.shape[-1] > LARGEST_TILE:
         return None
     call = _Call(x, weight, residual, eps, name)
-    place = _whole_rows(x.numel() // x.shape[-1], x.shape[-1], made.length)
+    length = x.shape[-1]
+    place = _whole_rows(x.numel() // length, length, made.length, _per_thread(length, made, name))
     call.launch(place, made, codes=made.codes, **made.scales)
     q = made.quantized()
     call.remember(key, scheme, partial(ready.like, q))
@@ -158,10 +161,17 @@ def _key(x: Any, weight: Any, eps: Any, residual: Any) -> tuple[Any, ...]:
     return ("rms_norm", ready.part(x), ready.part(weight), plain, ready.part(residual))
 
 
-def _whole_rows(rows: int, length: int, block: int) -> Tiles:
+def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
     return tiles(
-        rows, length, block, size=power_above(length), elements=ELEMENTS, stride=length, per_thread=PER_THREAD
+        rows, length, block, size=power_above(length), elements=ELEMENTS, stride=length, per_thread=per_thread
     )
+
+
+def _per_thread(length: int, made: Outputs, name: str) -> int:
+    """Elements of a thread; float32 and zero points leave no registers for many."""
+    if length <= LONG or length % 16 or name == "float32" or made.asked.scheme.zero is not None:
+        return PER_THREAD
+    return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
 
 @dataclass
