@@ -83,7 +83,9 @@ def _to_jax(tensor: torch.Tensor, name: str, copy: bool | None) -> Any:
         )
     if copy or not fits:
         tensor = tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
-    return _shared(jax.numpy.from_dlpack(tensor), tensor, name, copy)
+    # JAX makes another GPU of several the current one of this thread, and torch exports from the current one only.
+    with torch.cuda.device_of(tensor):
+        return _shared(jax.numpy.from_dlpack(tensor), tensor, name, copy)
 
 
 def _shared(array: Any, tensor: torch.Tensor, name: str, copy: bool | None) -> Any:
