@@ -27,7 +27,7 @@ from reference import Quantized
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "int8_rowwise", "int4_g32_asymmetric")
-NORM_SHAPES = ((2, 5, 96), (5, 1536), (1, 32), (33, 1), (1, 17000))
+NORM_SHAPES = ((2, 5, 96), (5, 1536), (3, 3584), (1, 32), (33, 1), (1, 17000))
 GATE_SHAPES = ((33, 384), (5, 4352), (2, 3, 64))
 
 

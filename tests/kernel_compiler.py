@@ -118,6 +118,8 @@ def tile(arguments: dict[str, Any]) -> int:
         return int(arguments["TILE"])
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
+    if "C" in arguments:
+        return int(arguments["A"] + arguments["B"] + arguments["C"])
     if "P" in arguments:
         return int(arguments["P"] * arguments["SIZE"])
     rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]

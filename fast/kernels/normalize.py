@@ -19,11 +19,13 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, narrowed, normal, normal_floats
+from fast.kernels.halves import floats, normal, normal_floats
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
+from fast.kernels.pieces import norm_pieces_kernel, pieces
 from fast.kernels.replay import Finishing, Step, buffers_of, index_of, picked, remember
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
+from fast.kernels.trees import summed, tree_sum
 from reference import Quantized
 from reference.normalize import _checked
 from reference.schemes import Scheme, scheme_of
@@ -35,27 +37,6 @@ PART = 8192
 PER_THREAD = 64
 # Beyond LONG columns fewer, larger programs pay off where a row has one scale, and more warps where it has many (measured).
 LONG, WHOLE_PER_THREAD, GROUPS_PER_THREAD = 8192, 128, 32
-# Levels of a tree over a tile, or over the parts of the longest row.
-MOST_LEVELS = tl.constexpr(14)
-
-
-@triton.jit
-def tree_sum(v):
-    """Sums of the rows of (P, S), S a power of two, (P, 1): neighbours first, as `reference.statistics.tree_sum`."""
-    COUNT: tl.constexpr = v.shape[0]
-    for _ in tl.static_range(MOST_LEVELS):
-        if v.shape[1] > 1:
-            v = tl.sum(tl.reshape(v, (COUNT, v.shape[1] // 2, 2)), axis=2)
-    return v
-
-
-@triton.jit
-def summed(x, residual, at, inside, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """x, or x + residual rounded to their dtype, in that dtype."""
-    v = read(x + at, inside)
-    if residual is not None:
-        v = narrowed(floats(v, NATIVE) + floats(read(residual + at, inside), NATIVE), DTYPE, NATIVE)
-    return v
 
 
 @triton.jit
@@ -200,20 +181,31 @@ class _Call:
     def launch(self, place: Tiles, made: Outputs | None = None, **tensors: torch.Tensor) -> None:
         """Normalize all rows into y, or into codes and scales; sums: those of parts of rows."""
         rule, do = (None, None) if made is None else (made.rule, made.job)
+        length = self.x.shape[-1]
+        apart = None if "sums" in tensors else pieces(length, None if made is None else made.length)
+        if apart is not None:
+            per_row = 0 if made is None else length // made.length
+            shape = (place.wide, apart.a, apart.b, apart.c, apart.group)
+            tail = (float(self.eps), length, per_row, rule, do, self.name, *shape, not interpreted())
+            rows = self.x.numel() // length
+            self._run(norm_pieces_kernel, norm_pieces_kernel.arg_names[:8], rows, apart.warps, tail, tensors)
+            return
         parts = power_above(place.column_tiles) if "sums" in tensors else 0
         shape = place.constants.values()
         tail = (float(self.eps), *place.integers, rule, do, self.name, *shape, parts, not interpreted())
-        self._run(norm_kernel, norm_kernel.arg_names[:9], place, tail, tensors)
+        self._run(norm_kernel, norm_kernel.arg_names[:9], place.programs, place.warps, tail, tensors)
 
     def leave_sums(self, place: Tiles, sums: torch.Tensor) -> None:
         """Sums of squares of the parts of long rows."""
         tail = (*place.integers, self.name, *place.constants.values(), not interpreted())
-        self._run(sums_kernel, sums_kernel.arg_names[:3], place, tail, {"sums": sums})
+        self._run(sums_kernel, sums_kernel.arg_names[:3], place.programs, place.warps, tail, {"sums": sums})
 
-    def _run(self, kernel: Any, pointers: list[str], place: Tiles, tail: Any, made: dict[str, Any]) -> None:
+    def _run(
+        self, kernel: Any, pointers: list[str], grid: int, warps: int, tail: Any, made: dict[str, Any]
+    ) -> None:
         self.made.update(made)
         named = {**self.rows, **self.made}
-        fixed = Fixed(kernel, place.programs, tail, place.warps)
+        fixed = Fixed(kernel, grid, tail, warps)
         fixed.run([named.get(name) for name in pointers], index_of(self.x.device))
         self.steps.append((fixed, [name if named.get(name) is not None else None for name in pointers]))
 

@@ -8,7 +8,7 @@ from fast.kernels.hot import kept_where, store_words
 from fast.kernels.words import quarters
 
 
-def _triple(kind: str) -> tl.constexpr:
+def _triple(convert: str) -> tl.constexpr:
     """Four numbers, the pairs $1 and $2, times $3, as 24 bits and more above them.
 
     The conversion makes 8-bit codes of the same exponents, whose bit 5 belongs one place lower (see `words.e2m3_bytes`). Then
@@ -20,14 +20,14 @@ def _triple(kind: str) -> tl.constexpr:
         halves += f"and.b32 t, ${pair}, 0xFFFF0000; mov.b32 {high}, t; mul.rn.f32 {high}, {high}, $3; "
     return tl.constexpr(
         f"""{{ .reg .b16 l, h; .reg .b32 t, w, o; .reg .f32 a, b, c, d; {halves}
-        cvt.rn.satfinite.{kind}x2.f32 l, b, a; cvt.rn.satfinite.{kind}x2.f32 h, d, c; mov.b32 w, {{l, h}};
+        {convert} l, b, a; {convert} h, d, c; mov.b32 w, {{l, h}};
         and.b32 o, w, 0x20202020; shr.u32 t, o, 5; sub.u32 o, o, t; or.b32 o, o, w;
         shr.u32 t, w, 2; lop3.b32 o, o, t, 0x1F1F1F1F, 0xE4;
         shr.u32 t, o, 2; lop3.b32 o, o, t, 0x003F003F, 0xE4; shr.u32 t, o, 4; lop3.b32 $0, o, t, 0x00000FFF, 0xE4; }}"""
     )
 
 
-E2M3, E3M2 = _triple("e4m3"), _triple("e5m2")
+E2M3, E3M2 = _triple("cvt.rn.satfinite.e4m3x2.f32"), _triple("cvt.rn.satfinite.e5m2x2.f32")
 
 
 @triton.jit
