@@ -26,11 +26,13 @@ import triton
 import reference
 from ao_lab.samples import Layout
 from ao_lab.testing import assert_same_bits
-from fast.kernels import normalize, passes, quantizer, swiglu
+from fast.kernels import normalize, passes, pointwise, quantizer, swiglu
 from fast.kernels.geometry import Geometry, power_above
+from fast.kernels.rule import SEQUENCES
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.bridge import to_torch
 from tests import ptx_interpreter
+from tests.gpu.kernel_formats import encode_inputs
 from tests.gpu.kernel_given import STRANGE
 from tests.gpu.kernel_inputs import DTYPES, NUMPY, WIDTH, Array, all_patterns, scheme_inputs, shared
 from tests.ptx_opcodes import RECIPROCAL
@@ -196,6 +198,16 @@ def compare_reciprocals() -> None:
     print("reciprocals", flush=True)
 
 
+def compare_encode(fraction: float) -> None:
+    """Elements on their own: the formats with instructions or sequences of their own, all patterns of 16 bits among them."""
+    for name in SEQUENCES:
+        for label, x in encode_inputs(name, fraction):
+            if label != "float64":
+                made = pointwise.encode(to_torch(x), name, "nearest_even", "saturate", None)
+                assert_same_bits(made, reference.encode(to_torch(x), name))
+        print(name, "encode", flush=True)
+
+
 def main(group: str, fraction: float) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -204,6 +216,8 @@ def main(group: str, fraction: float) -> None:
     with np.errstate(all="ignore"):
         for name in GROUPS.get(group, ()):
             compare_scheme(name, fraction)
+        if group == "encode":
+            compare_encode(fraction)
         if group == "producers":
             compare_reciprocals()
             compare_producers()

@@ -50,6 +50,8 @@ GROUPS = {
                    ("te.nvfp4_16x16", (((3, 16, 16), -1), ((32, 48), -1))),
                    ("compressed_tensors.nvfp4", WHOLE[:2])),
 }  # fmt: skip
+# Whole rows, within and beyond a program of `octets`; rows that end within a byte, of which one is a stream nevertheless.
+PACKED = ((3, 8), (2, 3, 40), (3, 160), (1, 2048 + 32), (5, 1000), (3, 6004), (2, 8192), (3, 37), (1, 8301), (2,))  # fmt: skip
 FORMATS = (
     "float8_e4m3fn",
     "float8_e5m2",
@@ -207,17 +209,25 @@ def compare_formats() -> None:
 
 
 def compare_packing() -> None:
-    """Rows of whole bytes and beyond a tile, every width."""
+    """Every width: whole groups of codes and what they leave, rows of whole bytes and others, addresses of every kind."""
     generator = torch.Generator().manual_seed(4)
     for name in ("int2", "int3", "float4_e2m1fn", "int5", "float6_e2m3fn"):
-        for shape in ((3, 8), (5, 1000), (2, 3, 40)):
-            codes = torch.randint(
-                0, 1 << reference.FORMATS[name].bits, shape, generator=generator, dtype=torch.uint8
-            )
+        for shape in PACKED:
+            codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
             packed = reference.pack(codes, name)
-            assert_same_bits(pointwise.pack(codes, name), packed)
-            assert_same_bits(pointwise.unpack(packed, name, shape), codes)
+            for offset in (0, 1, 4):
+                assert_same_bits(pointwise.pack(moved(codes, offset), name), packed)
+                made = pointwise.unpack(moved(packed, offset), name, shape)
+                assert_same_bits(made, codes & ((1 << reference.FORMATS[name].bits) - 1))
         print(name, "packed", flush=True)
+
+
+def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy that starts `offset` bytes after an address that is a multiple of 64."""
+    memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+    copy = memory[offset:].view(tensor.shape)
+    assert copy.data_ptr() % 64 == offset
+    return copy.copy_(tensor)
 
 
 def both_inputs(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:

@@ -102,9 +102,9 @@ def gate(scheme=None, dtype="bfloat16", shape=(4096, 4096), packed=False):
     return swiglu.swiglu(x, x) if scheme is None else swiglu.swiglu_quantize(x, x, scheme, packed)
 
 
-def encode(fmt, dtype="bfloat16", rounding="nearest_even"):
-    words = empty(SOME, "uint32") if rounding == "stochastic" else None
-    return pointwise.encode(empty(SOME, dtype), fmt, rounding, "saturate", words)
+def encode(fmt, dtype="bfloat16", rounding="nearest_even", shape=SOME):
+    words = empty(shape, "uint32") if rounding == "stochastic" else None
+    return pointwise.encode(empty(shape, dtype), fmt, rounding, "saturate", words)
 
 
 def for_jax():
@@ -121,16 +121,16 @@ def for_jax():
     )
 
 
-def decode(fmt, codes="uint8"):
-    return pointwise.decode(empty(SOME, codes), fmt)
+def decode(fmt, codes="uint8", shape=SOME):
+    return pointwise.decode(empty(shape, codes), fmt)
 
 
-def pack(fmt):
-    return pointwise.pack(empty(SOME, "uint8"), fmt)
+def pack(fmt, shape=SOME):
+    return pointwise.pack(empty(shape, "uint8"), fmt)
 
 
-def unpack(fmt):
-    return pointwise.unpack(empty(packed_shape(SOME, FORMATS[fmt]), "uint8"), fmt, SOME)
+def unpack(fmt, shape=SOME):
+    return pointwise.unpack(empty(packed_shape(shape, FORMATS[fmt]), "uint8"), fmt, shape)
 
 
 @dataclass(frozen=True)

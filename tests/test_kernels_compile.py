@@ -139,6 +139,11 @@ COMPILED = (
     case(decode, "bfloat16", "uint16", kernels=("decode_kernel",)),
     case(pack, "int3", kernels=("pack_kernel",)),
     case(unpack, "int3", kernels=("unpack_kernel",)),
+    # Words, and codes after the last group.
+    case(pack, "int4", shape=(3, 1001 * 2), kernels=("pack_octets_kernel", "pack_kernel")),
+    case(unpack, "int2", shape=(1, 1001), kernels=("unpack_octets_kernel", "unpack_kernel")),
+    case(pack, "float6_e3m2fn", shape=(3, 60), kernels=("pack_sixes_kernel", "pack_kernel")),
+    case(unpack, "float6_e3m2fn", shape=(3, 60), kernels=("unpack_sixes_kernel", "unpack_kernel")),
 )  # fmt: skip
 
 
@@ -163,6 +168,7 @@ class Moves:
 # * Blocks of 16 packed 4-bit codes (nvfp4) have 8 bytes, and a thread holds whole blocks that are no neighbours.
 # * Of the codes in both layouts, those of rows leave 8 at a time, as lanes have them: 8 stores of 64 elements.
 # * 6-bit codes leave as two words of the six of a block, and are read as three words of 4 bytes for 16 codes.
+# * Packed codes that are made of codes, or become codes, are 4 or 8 bytes of every 16, and codes are 4 of 16 bytes of float32.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
     (case(quantize, "fp8_rowwise", shape=BIG), (Moves(2, 1, 7.2),)),
@@ -210,6 +216,26 @@ HOT = (
     (case(norm, "mxfp8_e4m3", kernels=("norm_kernel",)), (Moves(6, 3, 23.8),)),
     (case(gate, kernels=("swiglu_kernel",)), (Moves(4, 2, 22.3),)),
     (case(gate, "mxfp8_e4m3", kernels=("swiglu_kernel",)), (Moves(4, 1, 27.0),)),
+    # Elements on their own.
+    (case(encode, "float8_e4m3fn", shape=BIG, kernels=("encode_kernel",)), (Moves(2, 1, 2.9, few=0),)),
+    (case(encode, "float4_e2m1fn", shape=BIG, kernels=("encode_kernel",)), (Moves(2, 1, 12.3, few=0),)),
+    (case(decode, "float8_e4m3fn", shape=BIG, kernels=("decode_kernel",)), (Moves(1, 4, 9, load=4, few=0),)),
+    # Codes as words of eight.
+    (
+        case(pack, "float4_e2m1fn", BIG, kernels=("pack_octets_kernel",)),
+        (Moves(1, 0.5, 3.1, store=8, few=0),),
+    ),
+    (
+        case(unpack, "float4_e2m1fn", BIG, kernels=("unpack_octets_kernel",)),
+        (Moves(0.5, 1, 3.1, load=8, few=0),),
+    ),
+    (case(pack, "int2", BIG, kernels=("pack_octets_kernel",)), (Moves(1, 0.25, 2.9, store=8, few=0),)),
+    (case(unpack, "int2", BIG, kernels=("unpack_octets_kernel",)), (Moves(0.25, 1, 3.0, load=4, few=0),)),
+    (case(pack, "float6_e2m3fn", BIG, kernels=("pack_sixes_kernel",)), (Moves(1, 0.75, 3.4, few=0),)),
+    (
+        case(unpack, "float6_e2m3fn", BIG, kernels=("unpack_sixes_kernel",)),
+        (Moves(0.75, 1, 3.7, load=4, few=0),),
+    ),
 )
 
 

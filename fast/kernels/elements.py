@@ -21,6 +21,7 @@ from fast.kernels.bits import (
     normalized,
     rounded,
 )
+from fast.kernels.e2m1 import e2m1_codes
 from fast.kernels.rounding import round_shift
 
 # Beyond every integer format with any zero point.
@@ -39,6 +40,8 @@ def encode(v, words, E: tl.constexpr):
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     elif E.hardware == "e5m2":
         return v.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    elif E.hardware == "e2m1":
+        return e2m1_codes(v).to(tl.int32)
     elif E.kind == "float":
         return _encode_float(v, words, E)
     elif E.kind == "int":

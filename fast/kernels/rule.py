@@ -22,7 +22,8 @@ from reference.softfloat import bits_of
 
 # Formats whose nearest-even, saturating cast is one instruction on sm_89 and later.
 HARDWARE = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-
+# And those of which a few instructions make four codes at a time, for tiles with four elements of a row in a thread.
+SEQUENCES = {**HARDWARE, "float4_e2m1fn": "e2m1"}
 
 # Targets for which one corrected product is the rounded quotient; tests/gpu/kernel_quotients.py checks every significand.
 QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0, 6.0 * 448.0)
@@ -66,11 +67,20 @@ class Rule(Constant):
 
 
 def element_of(
-    fmt: Format, rounding: str = "nearest_even", overflow: str = "saturate", *, hardware: bool = True
+    fmt: Format,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    *,
+    hardware: bool = True,
+    fours: bool = False,
 ) -> Element:
-    """The constants of `encode` and `decode`. hardware: use the conversion instructions (not in the interpreter)."""
+    """The constants of `encode` and `decode`. hardware: use the conversion instructions (not in the interpreter).
+
+    fours: and the `SEQUENCES`.
+    """
     over = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.infinity_code}.get(overflow, 0)
     beyond = over if over is not None else fmt.nan_code or 0
+    casts = SEQUENCES if fours else HARDWARE
     fast = hardware and rounding == "nearest_even" and overflow == "saturate"
     low, high = fmt.integer_range if fmt.kind == "int" else (0, 0)
     return Element(
@@ -79,7 +89,7 @@ def element_of(
         negative_zero=fmt.has_negative_zero, specials=fmt.specials, signed=fmt.signed, low=low, high=high,
         fraction_bits=fmt.fraction_bits, thresholds=_thresholds(fmt), zero_code=_zero_code(fmt),
         table=tuple(float(v) for v in fmt.table), values=_values(fmt), rounding=rounding, overflow=overflow,
-        hardware=HARDWARE.get(fmt.name, "") if fast else "", loads=HARDWARE.get(fmt.name, "") if hardware else "",
+        hardware=casts.get(fmt.name, "") if fast else "", loads=HARDWARE.get(fmt.name, "") if hardware else "",
         max_value=fmt.max,
     )  # fmt: skip
 

@@ -88,7 +88,9 @@ def packed_case(run: Run, name: str, index: int) -> None:
 def pack_shapes(fmt: str) -> list[tuple[int, ...]]:
     """Lengths that end within a byte, on a byte, within and beyond any tile."""
     long = 4099 if FORMATS[fmt].bits < 8 else 33
-    return [(), (0,), (1,), (7,), (8,), (3, 5), (4, 64), (2, 3, 33), (3, long), (0, 32), (3, 0), (64, 256)]
+    made = [(), (0,), (1,), (7,), (8,), (3, 5), (4, 64), (2, 3, 33), (3, long), (0, 32), (3, 0), (64, 256)]
+    # One stream of words: whole groups, and with codes that fill none.
+    return made + [(64, 4096), (3, 160), (1, 2048 + 32), (7, 4100), (1, 8301)] * (FORMATS[fmt].bits < 8)
 
 
 def converted(x: Array, dtype: str) -> Any:

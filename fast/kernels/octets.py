@@ -1,0 +1,152 @@
+"""`pack` and `unpack` of 2-, 4- and 6-bit codes where rows are whole bytes: one stream of words of eight codes, an octet each.
+
+Codes move inside their word until they touch: three shifts for eight codes. Neighbouring lanes store neighbouring words: 4 or 8
+bytes of packed codes, 16 of codes. Only packed 6-bit codes leave as 48 bytes a thread, three stores of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BITS = (2, 4, 6)
+# Words are accessed in pairs; Triton takes pointers to be aligned only where they are to 16 bytes.
+ALIGNMENT = 16
+WARPS = 4
+
+
+@triton.jit
+def gathered(octets, BITS: tl.constexpr):
+    """Eight codes in the low bits of the bytes of an int64, whatever lies above them, as 8 * BITS bits."""
+    x = _merged(octets, octets >> (8 - BITS), ((1 << BITS) - 1) * 0x0001000100010001)
+    x = _merged(x, x >> (16 - 2 * BITS), ((1 << (2 * BITS)) - 1) * 0x0000000100000001)
+    x = _merged(x, x >> (32 - 4 * BITS), (1 << (4 * BITS)) - 1)
+    return x & ((1 << (8 * BITS)) - 1)
+
+
+@triton.jit
+def spread(bits, BITS: tl.constexpr):
+    """The inverse of `gathered`, whatever lies above the 8 * BITS bits."""
+    x = _merged(bits, bits << (32 - 4 * BITS), 0x00000000FFFFFFFF)
+    x = _merged(x, x << (16 - 2 * BITS), 0x0000FFFF0000FFFF)
+    x = _merged(x, x << (8 - BITS), 0x00FF00FF00FF00FF)
+    return x & (((1 << BITS) - 1) * 0x0101010101010101)
+
+
+@triton.jit
+def _merged(x, y, MASK: tl.constexpr):
+    """The bits of x where MASK has ones, those of y elsewhere. What a move leaves in the gaps is masked once, at the end."""
+    return (x & MASK) | (y & ~MASK)
+
+
+@triton.jit
+def _groups(count, WIDE: tl.constexpr, P: tl.constexpr):
+    """(P, 1) numbers of a program's groups, and which of them exist."""
+    program = tl.program_id(0)
+    group = ((program.to(tl.int64) if WIDE else program) * P + tl.arange(0, P))[:, None]
+    return group, group < count
+
+
+@triton.jit
+def _of(pointer, dtype: tl.constexpr):
+    """The same address as a pointer to words."""
+    return pointer.to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def pack_octets_kernel(
+    codes, out, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
+):
+    """Groups of SIZE codes of 2 or 4 bits, packed."""
+    group, inside = _groups(count, WIDE, P)
+    word = group * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
+    bits = gathered(tl.load(_of(codes, tl.int64) + word, mask=inside, other=0), BITS)
+    part: tl.constexpr = tl.uint32 if BITS == 4 else tl.uint16
+    tl.store(_of(out, part) + word, bits.to(part), mask=inside)
+
+
+@triton.jit
+def unpack_octets_kernel(
+    packed, codes, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
+):
+    """The inverse of `pack_octets_kernel`."""
+    group, inside = _groups(count, WIDE, P)
+    word = group * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
+    part: tl.constexpr = tl.uint32 if BITS == 4 else tl.uint16
+    bits = tl.load(_of(packed, part) + word, mask=inside, other=0).to(tl.int64)
+    tl.store(_of(codes, tl.int64) + word, spread(bits, BITS), mask=inside)
+
+
+@triton.jit
+def pack_sixes_kernel(
+    codes, out, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
+):
+    """Groups of 64 codes of 6 bits, packed into six words."""
+    group, inside = _groups(count, WIDE, P)
+    source = _of(codes, tl.int64) + group * 8 + tl.arange(0, 2)[None, :]
+    a, b = tl.split(gathered(tl.load(source, mask=inside, other=0), 6))
+    c, d = tl.split(gathered(tl.load(source + 2, mask=inside, other=0), 6))
+    e, f = tl.split(gathered(tl.load(source + 4, mask=inside, other=0), 6))
+    g, h = tl.split(gathered(tl.load(source + 6, mask=inside, other=0), 6))
+    target = _of(out, tl.int64) + group * 6 + tl.arange(0, 2)[None, :]
+    tl.store(target, tl.join(a | (b << 48), (b >> 16) | (c << 32)), mask=inside)
+    tl.store(target + 2, tl.join((c >> 32) | (d << 16), e | (f << 48)), mask=inside)
+    tl.store(target + 4, tl.join((f >> 16) | (g << 32), (g >> 32) | (h << 16)), mask=inside)
+
+
+@triton.jit
+def unpack_sixes_kernel(
+    packed, codes, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
+):
+    """Groups of 16 codes of 6 bits, from three words of 4 bytes."""
+    group, inside = _groups(count, WIDE, P)
+    source = _of(packed, tl.uint32) + group * 3
+    a = tl.load(source, mask=inside, other=0).to(tl.int64)
+    b = tl.load(source + 1, mask=inside, other=0).to(tl.int64)
+    c = tl.load(source + 2, mask=inside, other=0).to(tl.int64)
+    bits = tl.join(a | ((b & 0xFFFF) << 32), (b >> 16) | (c << 16))
+    target = _of(codes, tl.int64) + group * 2 + tl.arange(0, 2)[None, :]
+    tl.store(target, spread(tl.reshape(bits, (P, 2)), 6), mask=inside)
+
+
+def _launch(
+    kernel: Any, source: torch.Tensor, target: torch.Tensor, codes: int, bits: int, size: int, p: int
+) -> int:
+    """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
+    count = codes // size
+    if count:
+        # No word holds fewer than four codes, so none has a larger number.
+        wide = codes // 4 > 2**31 - p * size
+        kernel[(-(-count // p),)](source, target, count, bits, wide, size, p, num_warps=WARPS)
+    return count * size
+
+
+def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, bits: int) -> bool:
+    """Whether `codes` codes in rows of `length` are one stream of words: no bits between rows, and aligned addresses."""
+    return (
+        bits in BITS
+        and (length * bits % 8 == 0 or length == codes)
+        and (source.data_ptr() | target.data_ptr()) % ALIGNMENT == 0
+    )
+
+
+def pack_octets(codes: torch.Tensor, out: torch.Tensor, length: int, bits: int) -> int:
+    """Pack codes from the first on, for as long as they fill groups; returns how many. Both tensors are contiguous."""
+    count = codes.numel()
+    if not covers(codes, out, length, count, bits):
+        return 0
+    if bits == 6:
+        return _launch(pack_sixes_kernel, codes, out, count, 6, 64, 128)
+    return _launch(pack_octets_kernel, codes, out, count, bits, 64 // bits, 1024 * bits // 8)
+
+
+def unpack_octets(packed: torch.Tensor, codes: torch.Tensor, length: int, bits: int) -> int:
+    """The inverse of `pack_octets`."""
+    count = codes.numel()
+    if not covers(packed, codes, length, count, bits):
+        return 0
+    kernel = unpack_sixes_kernel if bits == 6 else unpack_octets_kernel
+    return _launch(kernel, packed, codes, count, bits, 16, 512)
