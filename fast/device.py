@@ -18,7 +18,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether kernels run on this tensor. Where they cannot, a warning says once what runs instead."""
-    return x.is_cuda and type(x) in PLAIN and _reason(x.get_device()) is None
+    return x.is_cuda and type(x) in PLAIN and not x.is_neg() and _reason(x.get_device()) is None
 
 
 def is_traced(x: torch.Tensor) -> bool:

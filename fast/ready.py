@@ -1,7 +1,7 @@
 """Calls like ones that were made before, with all their checks behind them.
 
 A key says everything that the checks and the plan of a call depend on: the scheme, and of each tensor its dtype, shape and
-device. What is left to see is where the tensors lie, which `plans.Replay` does. Whatever is unusual (tensors that are not
+device. What is left to see is where the tensors lie, which `kernels.replay` does. Whatever is unusual (tensors that are not
 contiguous or not aligned, subclasses, arguments that are no plain values) finds nothing here and goes the ordinary way.
 """
 

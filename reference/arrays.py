@@ -160,8 +160,8 @@ class TorchNamespace(NumpyNamespace):
 
     def __init__(self) -> None:
         self.xp = sys.modules["torch"]
-        # By identity of the array, which is kept too, and device.
-        self.tables: dict[tuple[int, Any], tuple[Any, Array]] = {}
+        # By address, shape and dtype of the array, which is kept too, and device.
+        self.tables: dict[Any, tuple[Any, Array]] = {}
 
     def dtype_name(self, x: Array) -> str:
         return str(x.dtype).removeprefix("torch.")
@@ -177,19 +177,23 @@ class TorchNamespace(NumpyNamespace):
 
     def constant(self, values: Any, like: Array) -> Array:
         # Tables are kept on their device: a copy to it cannot be part of a CUDA graph.
-        key = (id(values), like.device)
+        keeps = isinstance(values, np.ndarray) and not values.flags.writeable and self._is_plain(like)
+        key = (values.ctypes.data, values.shape, values.dtype.str, like.device) if keeps else None
         if key in self.tables:
             return self.tables[key][1]
         # np.array copies: torch refuses to share read-only memory.
         made = self.xp.from_numpy(np.array(values)).to(like.device)
-        if isinstance(values, np.ndarray) and not values.flags.writeable and self._keeps(made):
+        if key is not None and self._is_plain(made) and not made.is_inference():
+            # The array is kept with it, so that its address stays its own.
             self.tables[key] = (values, made)
         return made
 
-    def _keeps(self, made: Array) -> bool:
-        """Whether a tensor may be used again: not one that only stands for a tensor, or serves inference only."""
-        plain = type(made) is self.xp.Tensor and not self.xp.compiler.is_compiling()
-        return plain and not made.is_inference()
+    def _is_plain(self, x: Array) -> bool:
+        """Whether a tensor is one, and does not only stand for one while a program is traced or transformed."""
+        if type(x) is not self.xp.Tensor or self.xp.compiler.is_compiling():
+            return False
+        functional = self.xp._is_functional_tensor(x)
+        return not (functional or self.xp._C._functorch.is_functorch_wrapped_tensor(x))
 
     def minimum(self, a: Array, b: Any) -> Array:
         return self.xp.minimum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, max=b)

@@ -54,11 +54,18 @@ def _half_spacing(k: int, toward_zero: bool) -> float:
 def _steps_below() -> np.ndarray:
     """For 2**k: how many steps of 2**(k-24) below it the logarithm still rounds to k. Index k - LOWEST."""
     limits = [_half_spacing(k, k > 0) for k in range(LOWEST, HIGHEST + 2)]
-    return np.array([floor(-expm1(-h * log(2)) * 2**24) for h in limits], np.int32)
+    return _constant([floor(-expm1(-h * log(2)) * 2**24) for h in limits])
 
 
 @lru_cache
 def _steps_above() -> np.ndarray:
     """For 2**k: how many steps of 2**(k-23) above it the logarithm still rounds to k. Index k - LOWEST."""
     limits = [_half_spacing(k, k < 0) for k in range(LOWEST, HIGHEST + 1)]
-    return np.array([floor(expm1(h * log(2)) * 2**23) for h in limits], np.int32)
+    return _constant([floor(expm1(h * log(2)) * 2**23) for h in limits])
+
+
+def _constant(values: list[int]) -> np.ndarray:
+    """A table that nobody writes to: it may be kept on devices."""
+    table = np.array(values, np.int32)
+    table.setflags(write=False)
+    return table

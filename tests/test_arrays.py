@@ -1,5 +1,6 @@
 """The shim: each operation means the same in NumPy, JAX and torch."""
 
+import inspect
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import reference
 from ao_lab.testing import assert_same_bits, fill
 from reference.arrays import as_array, code_input, codes_of, float_input, int32_of, namespace_of
 
@@ -137,3 +139,31 @@ def test_numpy_alone_imports_neither_library():
         "assert not {'jax', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nf4", "torchao.mxfp8_e4m3_rceil"])
+def test_tables_are_kept_once(name):
+    """Two calls as torch operations leave as many tables behind as one."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    ns = namespace_of(x)
+    counts = []
+    for _ in range(3):
+        inspect.unwrap(reference.dequantize)(inspect.unwrap(reference.quantize)(x, name), "float32")
+        counts.append(len(ns.tables))
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+def test_tables_of_transformed_programs_are_not_kept():
+    """What stands for a tensor while a function is transformed or traced must not come back afterwards."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    wanted = reference.quantize(x, "mxfp4").codes
+    namespace_of(x).tables.clear()
+    plain = inspect.unwrap(reference.quantize)
+    torch.func.functionalize(lambda t: plain(t, "mxfp4").codes)(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        plain(mode.from_tensor(x), "mxfp4")
+    assert torch.equal(plain(x, "mxfp4").codes, wanted)
+    assert all(type(table) is torch.Tensor for _, table in namespace_of(x).tables.values())
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert plain(mode.from_tensor(x), "mxfp4").codes.shape == wanted.shape

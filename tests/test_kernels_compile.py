@@ -10,13 +10,16 @@ path of a correctly rounded division or root; it works in registers too. Triton 
 import ast
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+import fast
+from fast.kernels import quantizer
 from tests.kernel_calls import (
     BIG,
     KERNELS,
@@ -130,6 +133,10 @@ COMPILED = (
     case(norm, dtype="float16", shape=(64, 32768), residual=False, kernels=("sums_kernel", "norm_kernel")),
     case(norm, "int8_rowwise_asymmetric", "float32", (7, 1000), kernels=("norm_kernel",)),
     case(norm, "mxfp4", packed=True, kernels=("norm_kernel",)),
+    # Rows in pieces.
+    case(norm, "mxfp8_e4m3", shape=(64, 14336), kernels=("norm_pieces_kernel",)),
+    case(norm, "int4_g32_asymmetric", "float32", (5, 1536), packed=True, kernels=("norm_pieces_kernel",)),
+    case(norm, dtype="float16", shape=(5, 12288), kernels=("norm_pieces_kernel",)),
     case(gate, "int4_g32_asymmetric", "float16", (7, 96), packed=True, kernels=("swiglu_kernel",)),
     # One element at a time.
     case(encode, "float8_e4m3fn", kernels=("encode_kernel",)),
@@ -307,3 +314,15 @@ def test_every_kernel_is_among_the_cases():
     """A kernel that is added needs a case here."""
     cases = (*COMPILED, *(one for one, _ in HOT))
     assert entries() == {name for one in cases for name in one.kernels}
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "nvfp4"])
+def test_views_at_an_odd_element_are_not_read_in_words(name):
+    """Words of two bfloat16 numbers have to lie at multiples of 4 bytes: a view that does not is copied first."""
+    x = torch.zeros(64 * 512 + 1, dtype=torch.bfloat16)[1:].view(64, 512)
+    machine = launched(lambda: quantizer.quantize(x, name, -1, None, None, True))[-1]
+    assert machine.accesses("LDG")[16] > 0
+    codes = fast.quantize(x, name, packed=True)
+    moved = torch.empty(codes.codes.numel() + 1, dtype=torch.uint8)[1:].view(codes.codes.shape)
+    machine = launched(lambda: quantizer.dequantize(replace(codes, codes=moved), "float32"))[-1]
+    assert max(machine.accesses("LDG")) >= 4

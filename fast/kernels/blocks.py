@@ -20,7 +20,6 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, narrow, read, widened
 from fast.kernels.columns import column_places
-from fast.kernels.elements import element_codes
 from fast.kernels.fours import (
     larger_pair,
     largest_of_block,
@@ -42,6 +41,7 @@ from fast.kernels.hot import (
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
 from fast.kernels.scale_places import scale_place
+from fast.kernels.scaled import element_codes
 from fast.kernels.scales import (
     exact_scale,
     floored,
@@ -141,10 +141,13 @@ def blocks_kernel(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
     )  # fmt: skip
+    if WIDE and JOB.packed:
+        # Packed codes of many blocks are more bytes than int32 counts.
+        block = block.to(tl.int64)
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
     elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
-        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, WIDE, SIZE)
+        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
         v = widened(read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
@@ -226,28 +229,27 @@ def _quantize_tile(
 @triton.jit
 def _pairs_tile(
     x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
-    WIDE: tl.constexpr, SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Packed 4-bit and 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
     PARTS: tl.constexpr = SIZE // 8
-    place = block.to(tl.int64) if WIDE else block
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
-    a, b = load_pairs(x, place, SIZE, 0, PARTS), load_pairs(x, place, SIZE, 1, PARTS)
+    a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
     top = larger_pair(largest_of_pairs(a), largest_of_pairs(b))
     if PARTS == 4:
-        c, d = load_pairs(x, place, SIZE, 2, PARTS), load_pairs(x, place, SIZE, 3, PARTS)
+        c, d = load_pairs(x, block, SIZE, 2, PARTS), load_pairs(x, block, SIZE, 3, PARTS)
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
     _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
     m = multiplier(s, kept, z, RULE)
     if RULE.bits == 6:
-        store_sixes(codes, a, b, c, d, m, s, place, exists, RULE)
+        store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
     else:
         keep = kept_where(s, -1)
         words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
         if PARTS == 4:
             words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
-        store_words(codes, words, place, exists)
+        store_words(codes, words, block, exists)
 
 
 @triton.jit

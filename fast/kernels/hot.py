@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
-from fast.kernels.elements import bounded, finite_e4m3_value, nonnegative_code, power_multiplier
+from fast.kernels.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.packing import store_packed
+from fast.kernels.scaled import bounded, power_multiplier
 from fast.kernels.scales import nonnegative
 from fast.kernels.words import (
     TO_INTEGER,
@@ -55,15 +56,15 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
 
 
 @triton.jit
-def choose_under_outer(largest, outer, RULE: tl.constexpr, ORDINARY: tl.constexpr):
+def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
     """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
 
     (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
     brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong
-    lies far below the smallest block scale. ORDINARY: the outer scale comes from a tensor, and lies between 2**-112 and 2**117;
-    a given one may lie anywhere.
+    lies far below the smallest block scale. COMPUTED: the outer scale comes from a tensor, and of records
+    that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
     """
-    if ORDINARY:  # noqa: SIM114  joined, the test would be made where the constant settles it
+    if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
         code, scale, m = _under_ordinary(largest, outer, RULE.level)
     elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
         code, scale, m = _under_ordinary(largest, outer, RULE.level)

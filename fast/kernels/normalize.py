@@ -119,7 +119,7 @@ def rms_norm_quantize(
     x: torch.Tensor, weight: Any, scheme: str | Scheme, eps: float, residual: Any, packed: bool
 ) -> tuple[Quantized, Any] | None:
     """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
-    key = (*_key(x, weight, eps, residual), ready.named(scheme), packed)
+    key = _key(x, weight, eps, residual, ready.named(scheme), packed)
     known = ready.answer(key, x, residual, weight)
     if known is not None:
         return known  # type: ignore[no-any-return]
@@ -136,10 +136,11 @@ def rms_norm_quantize(
     return q, call.new_residual
 
 
-def _key(x: Any, weight: Any, eps: Any, residual: Any) -> tuple[Any, ...]:
-    """What a call depends on; an eps that is no plain number, such as a tensor, could change under the same name."""
-    plain = eps if type(eps) is float else object()
-    return ("rms_norm", ready.part(x), ready.part(weight), plain, ready.part(residual))
+def _key(x: Any, weight: Any, eps: Any, residual: Any, *others: Any) -> tuple[Any, ...] | None:
+    """What a call depends on; None for an eps that is no plain number: a tensor could change under the same name."""
+    if type(eps) not in (float, int):
+        return None
+    return ("rms_norm", ready.part(x), ready.part(weight), eps, ready.part(residual), *others)
 
 
 def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
@@ -211,6 +212,9 @@ class _Call:
 
     def remember(self, key: Any, scheme: Any, first: Finishing) -> None:
         """Answer the next call with this key by the same launches: first of its results, and the new residual."""
+
+        if key is None:
+            return
 
         def finishing(names: list[str]) -> Any:
             made, at = first(names), names.index("new_residual") if "new_residual" in names else None

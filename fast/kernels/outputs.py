@@ -33,11 +33,6 @@ class Outputs:
         """The constants of the scheme."""
         return self.asked.rule
 
-    @property
-    def pointers(self) -> tuple[torch.Tensor | None, ...]:
-        """Codes, scales and zero points, as kernels take them."""
-        return self.codes, self.scales["scale"], self.scales.get("zero")
-
     def quantized(self) -> Quantized:
         """The result."""
         blocks = self.asked.blocks

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fast.kernels import both
+from fast.kernels.launch import together
 from fast.kernels.plans import NAMES
 from fast.kernels.rule import Rule, rule_of
 from reference import Quantized, Scales
@@ -65,6 +66,8 @@ def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Qu
         if checked is None:
             return None
         kept.append(checked)
+    if not together(x, kept[0].scale, kept[1].scale):
+        return None
     made = {"scale": kept[0].scale, "transposed_scale": kept[1].scale}
     made["codes"], made["transposed"] = _bytes(x, *shapes[0]), _bytes(x, *shapes[1])
     with torch.cuda.device(x.device):

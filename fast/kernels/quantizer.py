@@ -36,6 +36,8 @@ from reference.tiled_scales import check_tiled
 # Plans by what was asked. A program that sees ever new shapes starts afresh now and then.
 PLANS: dict[Any, Prepared] = {}
 MOST_PLANS = 4096
+# Bytes that kernels read at once of packed codes, and of the numbers that become some.
+WORD = 4
 PARTS = ("scale", "outer", "zero")
 
 
@@ -107,7 +109,10 @@ def _quantize(
         ("quantize", of.dtype, of.scheme, of.blocks, kind, fused, tiles),
         lambda: passes.quantizing(of, kind, fused, tiles),
     )
-    made = plan(inputs(x, given, words), x.device)
+    tensors = inputs(x, given, words)
+    if fused:
+        tensors["x"] = in_words(tensors["x"])
+    made = plan(tensors, x.device)
     codes = _packed(made["codes"], of.scheme) if packed and not fused else made["codes"]
     q = _finished(of, codes, kept_scales(made, given), packed, tiled)
     if key is not None and codes is made["codes"] and tiles == tiled:
@@ -119,6 +124,11 @@ def inputs(x: torch.Tensor, given: Scales | None, words: Any) -> dict[str, Any]:
     """The caller's tensors, contiguous, by the names of the kernel's arguments."""
     tensors = {"x": x, "words": words, **given_parts(given)}
     return {name: value.contiguous() for name, value in tensors.items() if value is not None}
+
+
+def in_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, where it can be read in words of 4 bytes; else, as in a view that begins at an odd element, a copy."""
+    return tensor.clone() if tensor.data_ptr() % WORD else tensor
 
 
 def given_parts(given: Any) -> dict[str, Any]:
@@ -195,7 +205,7 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not passes.packs(of)) or not _fits(q, of):
         return None
-    tensors = {"codes": q.codes.contiguous(), **_stored_scales(q, of)}
+    tensors = {"codes": in_words(q.codes.contiguous()), **_stored_scales(q, of)}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
     y = plan(tensors, q.codes.device)["y"]
     if not of.rule.two_level:

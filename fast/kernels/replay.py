@@ -57,7 +57,7 @@ class Replay:
                 addresses.append(None)
                 continue
             address = tensor.data_ptr()
-            if address % ALIGNMENT or not (self.strided or tensor.is_contiguous()):
+            if address % ALIGNMENT or tensor.is_neg() or not (self.strided or tensor.is_contiguous()):
                 return None
             addresses.append(address)
         return self.run([*inputs], addresses)

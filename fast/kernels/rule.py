@@ -224,7 +224,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
         max_bits=bits_of(fmt.max),
         native=hardware, signs_nan=scheme.nan == "element", hot=_hot(scheme, nearest and hardware),
-        under_outer=hardware and _under_outer(scheme), hot_values=hardware and house
+        under_outer=hardware and _under_outer(scheme), ordinary=_outer_is_ordinary(scheme), hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and _has_sequence(fmt),
         clamps=not _never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
@@ -293,6 +293,14 @@ def _under_outer(scheme: Scheme) -> bool:
         and scheme.outer_order == "decode"
         and scale.target in QUOTIENTS
     )
+
+
+def _outer_is_ordinary(scheme: Scheme) -> bool:
+    """Whether an outer scale that comes from a tensor is raised to 2**-112 and below 2**117."""
+    outer = scheme.outer
+    if outer is None or outer.floor is None or outer.floor[0] != "stored":
+        return False
+    return float(outer.floor[1]) >= 2.0**-112 and 2.0**128 / outer.target <= 2.0**117
 
 
 def _never_saturates(scheme: Scheme) -> bool:

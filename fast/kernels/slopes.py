@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
 from fast.kernels.blocks import _places, loaded_scales
-from fast.kernels.elements import element_codes
+from fast.kernels.scaled import element_codes
 from fast.kernels.scales import loaded_scale
 from fast.kernels.trees import MOST_LEVELS, tree_sum
 from fast.kernels.values import counted, decoding, in_units, passed_on, saturated
