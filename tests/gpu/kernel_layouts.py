@@ -105,6 +105,10 @@ def tiled_case(run: Run, name: str, index: int) -> None:
             run.same("dequantize", label, q)
             run.same("quantize", f"{label} given", x, name, tiled=True, scales=q.scales)
             run.same("quantize", f"{label} packed", x, name, tiled=True, packed=True)
+    odd = run.put(normals((64 * 256 + 1,), "bfloat16", seed=3))[1:].view(64, 256)
+    wanted = run.expect("quantize", host(odd), name, packed=True)
+    got = run.guarded(lambda: run.fast.quantize(odd, name, packed=True))
+    run.compare("quantize", "packed, one element off", got, wanted, x=host(odd))
     for dtype in DTYPES:
         for shape in TILED_SHAPES:
             run.same(
