@@ -84,7 +84,7 @@ def _to_jax(tensor: torch.Tensor, name: str, copy: bool | None) -> Any:
     if copy or not fits:
         tensor = tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
     # JAX makes another GPU of several the current one of this thread, and torch exports from the current one only.
-    with torch.cuda.device_of(tensor):
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
         return _shared(jax.numpy.from_dlpack(tensor), tensor, name, copy)
 
 
