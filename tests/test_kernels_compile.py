@@ -156,7 +156,7 @@ COMPILED = (
 )  # fmt: skip
 
 
-# What Triton 3.7 compiles with some bytes of stack, and 3.6, which the GPUs here have, without: docs/ARCHITECTURE.md lists them.
+# What Triton 3.7 compiles with some bytes of stack, and 3.6 without; docs/ARCHITECTURE.md lists them.
 SPILLS_LATER = (
     "quantize int4_g32_asymmetric shape=(64, 45) axis=0",
     "mx_both mxfp8_e5m2_rceil float16",
