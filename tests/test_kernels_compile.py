@@ -332,13 +332,16 @@ def test_every_kernel_is_among_the_cases():
     assert entries() == {name for one in cases for name in one.kernels}
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "nvfp4"])
-def test_views_at_an_odd_element_are_not_read_in_words(name):
-    """Words of two bfloat16 numbers have to lie at multiples of 4 bytes: a view that does not is copied first."""
+@pytest.mark.parametrize(("name", "width"), [("mxfp4", 16), ("mxfp6_e2m3", None), ("nvfp4", 8)])
+def test_views_at_an_odd_element_are_not_read_in_words(name, width):
+    """Words have to lie at multiples of 4 bytes: a view that does not is copied, and the copy read as wide as any tensor.
+
+    Of 6-bit codes a word at a time is read in any case, so that shows nothing.
+    """
     x = torch.zeros(64 * 512 + 1, dtype=torch.bfloat16)[1:].view(64, 512)
     machine = launched(lambda: quantizer.quantize(x, name, -1, None, None, True))[-1]
-    assert machine.accesses("LDG")[16] > 0
+    assert machine.accesses("LDG").get(16, 0) > 0
     codes = fast.quantize(x, name, packed=True)
     moved = torch.empty(codes.codes.numel() + 1, dtype=torch.uint8)[1:].view(codes.codes.shape)
     machine = launched(lambda: quantizer.dequantize(replace(codes, codes=moved), "float32"))[-1]
-    assert max(machine.accesses("LDG")) >= 4
+    assert width is None or machine.accesses("LDG").get(width, 0) > 0
