@@ -44,6 +44,8 @@ GROUPS = {
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
 }  # fmt: skip
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
+# Rows of two pieces, and of three: see `row_pieces`.
+IN_PIECES = (1536, 3584)
 # Elements of a launch, at least.
 LAUNCH = 1 << 16
 #: Given outer scales: ordinary ones, and both sides of where `hot.choose_under_outer` calls a scale ordinary.
@@ -173,6 +175,10 @@ def compare_producers() -> None:
         x = next(iter(inputs(SCHEMES["mxfp8_e4m3"], dtype, 0.1)))[1][:64]
         for name in PRODUCED:
             compare_produced(x, x.flip(0), name)
+        for length in IN_PIECES:
+            rows = x.flatten()[: x.numel() // length * length].reshape(-1, length)
+            for name in ("fp8_rowwise", "fp8_rowwise_e5m2"):
+                compare_produced(rows, rows.flip(0), name)
         print("produced", dtype, *PRODUCED, flush=True)
 
 
@@ -182,11 +188,12 @@ def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
     if x.dtype != torch.float32:
         gated = reference.swiglu_quantize(x, other, name, packed=packed)
         assert_same_bits(swiglu.swiglu_quantize(x, other, name, packed), gated)
-    weight = other[5].nan_to_num(1.0, 2.0, -2.0)
-    made = normalize.rms_norm_quantize(x, weight, name, 1e-6, other, packed)
-    wanted = reference.rms_norm_quantize(x, weight, name, residual=other, packed=packed)
-    for got, right in zip(made, wanted, strict=True):
-        assert_same_bits(got, right)
+    weight = other[2].nan_to_num(1.0, 2.0, -2.0)
+    for residual in (other, None):
+        made = normalize.rms_norm_quantize(x, weight, name, 1e-6, residual, packed)
+        wanted = reference.rms_norm_quantize(x, weight, name, residual=residual, packed=packed)
+        for got, right in zip(made, wanted, strict=True):
+            assert_same_bits(got, right)
 
 
 def compare_reciprocals() -> None:

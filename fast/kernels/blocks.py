@@ -53,7 +53,15 @@ from fast.kernels.scales import (
     zero_point,
 )
 from fast.kernels.sixes import store_sixes
-from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
+from fast.kernels.statistics import (
+    absmax,
+    block_absmax,
+    highest_key,
+    lowest_key,
+    maximum,
+    minimum,
+    value_of_key,
+)
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
 
@@ -184,7 +192,7 @@ def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB:
             low = tl.load(statistic + stride + block, mask=exists, other=0)
             high = tl.load(statistic + 2 * stride + block, mask=exists, other=0)
     else:
-        largest = absmax(v, False, RULE.native)
+        largest = block_absmax(v, RULE.native)
         if MINMAX:
             low, high = minimum(v, inside, RULE.native), maximum(v, inside, RULE.native)
     if MINMAX:

@@ -124,7 +124,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
 DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 2, 80, 1
-PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 128, 64, 4
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
 # Sides beyond this would overflow offsets and the grid of the MX kernels.
 LONGEST = 2**22
 

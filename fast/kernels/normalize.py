@@ -22,8 +22,10 @@ from fast.kernels.geometry import LARGEST_TILE, power_above
 from fast.kernels.halves import floats, normal, normal_floats
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
-from fast.kernels.pieces import norm_pieces_kernel, pieces
+from fast.kernels.pieces import PER_THREAD as PIECE_PER_THREAD
+from fast.kernels.pieces import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.replay import Finishing, Step, buffers_of, index_of, picked, remember
+from fast.kernels.row_pieces import takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.trees import summed, tree_sum
 from reference import Quantized
@@ -183,10 +185,10 @@ class _Call:
         """Normalize all rows into y, or into codes and scales; sums: those of parts of rows."""
         rule, do = (None, None) if made is None else (made.rule, made.job)
         length = self.x.shape[-1]
-        apart = None if "sums" in tensors else pieces(length, None if made is None else made.length)
+        apart, threads = (None, 0) if "sums" in tensors else self.pieces(made)
         if apart is not None:
             per_row = 0 if made is None else length // made.length
-            shape = (place.wide, apart.a, apart.b, apart.c, apart.group)
+            shape = (place.wide, apart.a, apart.b, apart.c, apart.group, threads)
             tail = (float(self.eps), length, per_row, rule, do, self.name, *shape, not interpreted())
             rows = self.x.numel() // length
             self._run(norm_pieces_kernel, norm_pieces_kernel.arg_names[:8], rows, apart.warps, tail, tensors)
@@ -195,6 +197,19 @@ class _Call:
         shape = place.constants.values()
         tail = (float(self.eps), *place.integers, rule, do, self.name, *shape, parts, not interpreted())
         self._run(norm_kernel, norm_kernel.arg_names[:9], place.programs, place.warps, tail, tensors)
+
+    def pieces(self, made: Outputs | None) -> tuple[Pieces | None, int]:
+        """The pieces of rows, where those pay off; and a program's threads where a row has one scale, else 0."""
+        length = self.x.shape[-1]
+        if made is None or not takes_row_pieces(made):
+            return pieces(length, None if made is None else made.length), 0
+        if self.residual is not None:
+            apart = pieces(length, None)
+        else:
+            # With less to read, a third tree of sums costs more than a mask does (measured).
+            apart = pieces(length, None, 2 * PIECE_PER_THREAD)
+            apart = apart if apart is None or apart.c == 0 else None
+        return apart, 0 if apart is None else 32 * apart.warps
 
     def leave_sums(self, place: Tiles, sums: torch.Tensor) -> None:
         """Sums of squares of the parts of long rows."""
