@@ -176,10 +176,20 @@ def compare_producers() -> None:
         for name in PRODUCED:
             compare_produced(x, x.flip(0), name)
         for length in IN_PIECES:
-            rows = x.flatten()[: x.numel() // length * length].reshape(-1, length)
+            rows = torch.cat(
+                [x.flatten()[: x.numel() // length * length].reshape(-1, length), peaks(length, x.dtype)]
+            )
             for name in ("fp8_rowwise", "fp8_rowwise_e5m2"):
                 compare_produced(rows, rows.flip(0), name)
         print("produced", dtype, *PRODUCED, flush=True)
+
+
+def peaks(length: int, dtype: torch.dtype) -> torch.Tensor:
+    """32 rows of normal numbers, each with its largest in another place, so that every piece has some of them."""
+    x = torch.randn(32, length, generator=torch.Generator().manual_seed(9))
+    row = torch.arange(32)
+    x[row, (2 * row + 1) * length // 64] *= 64
+    return x.to(dtype)
 
 
 def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
