@@ -30,6 +30,7 @@ from experiments.kernels.timing import (
     Watch,
     cache_bytes,
     host_time,
+    in_turn,
     input_sets,
     interleaved,
     prepare,
@@ -46,6 +47,8 @@ KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"
 #: Seconds after which no further peer is begun.
 PEER_SECONDS = 200.0
 OURS, COPY = "ours", "copy"
+#: Bytes of a word of copies, what their sizes are multiples of, and the most that one of them has.
+WORD, PAGE, PIECE = 8, 4096, 448 * 2**20
 Values = dict[str, tuple[float, str]]
 
 
@@ -219,21 +222,22 @@ def make_sets(bench: Bench, case: Case, shape: Shape) -> list[Inputs]:
 def copies(bench: Bench, case: Case, shape: Shape, count: int) -> list[Call]:
     """Copies of as many random bytes as the case reads, from as many buffers, at a copy's best.
 
-    In 8-byte words, rounded up to 16 bytes: torch copies odd sizes, and more than 2**31 elements, at two thirds of the speed.
+    In whole pages and in pieces: the driver copies other sizes, and larger ones, at two thirds of the speed.
     """
-    size = copied_bytes(case, shape) // 8
+    size = copied_bytes(case, shape) // WORD
     device = bench.settings.device
     target = torch.empty(size, dtype=torch.int64, device=device)
     made = []
     for _ in range(count):
         source = torch.randint(-(2**63), 2**63 - 1, (size,), dtype=torch.int64, device=device)
-        made.append(partial(target.copy_, source))
+        pieces = zip(target.split(PIECE // WORD), source.split(PIECE // WORD), strict=True)
+        made.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
     return made
 
 
 def copied_bytes(case: Case, shape: Shape) -> int:
-    """The bytes that a case reads, rounded up to the width of a load."""
-    return -(-int(case.read(shape)) // 16) * 16
+    """The bytes that a case reads, rounded up to whole pages."""
+    return -(-int(case.read(shape)) // PAGE) * PAGE
 
 
 def values_of(case: Case, shape: Shape, spans: Mapping[str, Span], bench: Bench) -> Values:
