@@ -19,7 +19,7 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.pieces import norm_pieces_kernel, pieces
@@ -86,9 +86,9 @@ def norm_kernel(
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
     if RULE is None:
-        tl.store(y + at, normal(h, r, w, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = normal_floats(h, r, w, DTYPE, NATIVE)
+        v = normal(h, r, w, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
 from fast.kernels.rows import quantize_rows
 from fast.kernels.trees import summed, tree_sum
 
@@ -85,9 +85,9 @@ def _finish(
     w = tl.load(weight + column)
     by = tl.zeros_like(floats(h, NATIVE)) + r
     if RULE is None:
-        tl.store(y + start + column, normal(h, by, w, DTYPE, NATIVE))
+        tl.store(y + start + column, normal(h, by, w, DTYPE, False, NATIVE))
     else:
-        v = normal_floats(h, by, w, DTYPE, NATIVE)
+        v = normal(h, by, w, DTYPE, True, NATIVE)
         block = first + offset // GROUP + tl.arange(0, COUNT)[:, None]
         inside, exists = tl.full(h.shape, 1, tl.int1), tl.full((COUNT, 1), 1, tl.int1)
         quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, RULE, JOB)

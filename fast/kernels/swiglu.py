@@ -28,7 +28,7 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import bits_of, float_of, read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import clamped_gate, gated, gated_floats
+from fast.kernels.halves import clamped_gate, gated
 from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.replay import Finishing, buffers_of, index_of, picked, remember
@@ -110,9 +110,9 @@ def swiglu_kernel(
     s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
     at = row * length + column
     if RULE is None:
-        tl.store(y + at, gated(s, g, u, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = gated_floats(s, g, u, DTYPE, NATIVE)
+        v = gated(s, g, u, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
