@@ -20,7 +20,7 @@ from reference.arrays import float_input
 from reference.blocks import Blocks
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.fake_quantize import _no_cotangent, _scale_cotangents
+from reference.fake_quantize import no_cotangent, scale_cotangents
 from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.pytrees import register_jax
@@ -188,9 +188,9 @@ def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
     if scales is not None:
         made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
         dx, dscale, dzero = made
-        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
+        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
     name = float_input(x, "fake_quantize")[2]
     blocks = Blocks.of(x.shape, scheme.scale, axis)
     operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
     dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
-    return dx, None, _no_cotangent(jax, words)
+    return dx, None, no_cotangent(jax, words)

@@ -27,7 +27,7 @@ from fast.kernels.replay import Finishing, Step, buffers_of, index_of, picked, r
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.trees import summed, tree_sum
 from reference import Quantized
-from reference.normalize import _checked
+from reference.normalize import checked_inputs
 from reference.schemes import Scheme, scheme_of
 
 # Elements of a program where rows are short, and of a part of a row that is too long.
@@ -98,7 +98,7 @@ def rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> tuple[t
     known = ready.answer(key, x, residual, weight)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     if x.numel() == 0 or not together(x, weight, residual):
         return None
     call = _Call(x, weight, residual, eps, name)
@@ -123,7 +123,7 @@ def rms_norm_quantize(
     known = ready.answer(key, x, residual, weight)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     made = outputs(x, name, scheme_of(scheme), packed) if together(x, weight, residual) else None
     if made is None or x.shape[-1] > LARGEST_TILE:
         return None

@@ -29,7 +29,7 @@ from reference.given import check_scales, given_scales, usable
 from reference.pack import packed_shape
 from reference.quantize import check_quantized, with_plain_scales, with_tiled_scales
 from reference.rounding import check_mode
-from reference.scales import _two_level as second_level
+from reference.scales import second_level
 from reference.schemes import Scheme, scheme_of
 from reference.tiled_scales import check_tiled
 

@@ -15,9 +15,9 @@ import numpy as np
 import triton.language as tl
 
 from reference.formats import FORMATS, Format
-from reference.log2 import LOWEST, _steps_above, _steps_below
+from reference.log2 import LOWEST, steps_above, steps_below
 from reference.power_scales import element_mantissa
-from reference.scales import _floor_value
+from reference.scales import floor_value
 from reference.schemes import Scale, Scheme
 from reference.softfloat import bits_of
 
@@ -142,7 +142,7 @@ def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = Tru
     floor, kind = 0, ""
     if record.floor is not None:
         kind, value = record.floor[0], record.floor[1]
-        floor = bits_of(_floor_value(value, dtype))
+        floor = bits_of(floor_value(value, dtype))
     floor_code = 0
     if kind == "stored" and record.storage != "float32":
         fmt = FORMATS[record.storage]
@@ -209,7 +209,7 @@ def _runs(rule: str) -> tuple[tuple[int, int], ...]:
     """torchao's float32-logarithm tables (`reference.log2`) as (first exponent, steps) of each run of equal values."""
     if rule not in ("ratio_pow2_log2", "rceil_log2"):
         return ()
-    table = _steps_below() if rule == "ratio_pow2_log2" else _steps_above()
+    table = steps_below() if rule == "ratio_pow2_log2" else steps_above()
     starts = [0, *(np.flatnonzero(np.diff(table)) + 1)]
     return tuple((int(start) + LOWEST, int(table[start])) for start in starts)
 
