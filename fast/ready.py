@@ -94,7 +94,7 @@ def like(q: Quantized, names: Sequence[str]) -> Callable[[list[Any]], Quantized]
     places = [(name, names.index(name)) for name in TENSORS if getattr(q, name) is not None]
 
     def finish(made: list[Any]) -> Quantized:
-        return Quantized._of(values, {name: made[at] for name, at in places})
+        return Quantized.of(values, {name: made[at] for name, at in places})
 
     return finish
 

@@ -20,11 +20,11 @@ from reference.arrays import float_input
 from reference.blocks import Blocks
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.fake_quantize import _no_cotangent, _scale_cotangents
+from reference.fake_quantize import no_cotangent, scale_cotangents
 from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.pytrees import register_jax
-from reference.quantize import unpacked
+from reference.quantize import check_quantized
 from reference.rounding import check_mode
 from reference.schemes import scheme_of
 
@@ -60,9 +60,10 @@ def dequantize(q: Quantized, dtype: str = "float32") -> jax.Array:
     if not isinstance(q, Quantized) or dtype not in ("float32", "bfloat16", "float16"):
         choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
         return reference.dequantize(q, dtype)
-    place = _place(require_array(q.codes, "dequantize"), q.axis, q.scales)
-    if not place or not _as_made(q):
+    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(q.scale, q.outer, q.zero))
+    if not place:
         return reference.dequantize(q, dtype)
+    check_quantized(q)
     arrays = _named(codes=q.codes, **vars(q.scales))
     return dispatch(Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed), arrays, place)["y"]
 
@@ -153,17 +154,6 @@ def _named(**arrays: Any) -> Arrays:
     return {name: jax.lax.stop_gradient(value) for name, value in arrays.items() if value is not None}
 
 
-def _as_made(q: Quantized) -> bool:
-    """Whether the arrays are as `quantize` makes them. Others go to the specification, which checks what it reads."""
-    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
-    ns = float_input(jax.numpy.float32(0), "dequantize")[0]
-    unpacked(q)
-    try:
-        return check_scales(ns, q.scales, q.scheme, blocks) is not None and q.scale is not None
-    except (TypeError, ValueError):
-        return False
-
-
 def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:
     scheme = scheme_of(scheme)
     _, x, _ = float_input(x, "fake_quantize")
@@ -198,9 +188,9 @@ def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
     if scales is not None:
         made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
         dx, dscale, dzero = made
-        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
+        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
     name = float_input(x, "fake_quantize")[2]
     blocks = Blocks.of(x.shape, scheme.scale, axis)
     operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
     dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
-    return dx, None, _no_cotangent(jax, words)
+    return dx, None, no_cotangent(jax, words)

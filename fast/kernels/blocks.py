@@ -379,7 +379,7 @@ def _dequantize_tile(
     elif JOB.packed:
         code = load_packed(codes, block, exists, SIZE, RULE.bits)
     else:
-        code = read(codes + at, inside).to(tl.int32)
+        code = read(codes + at, inside).to(tl.int32) & ((1 << RULE.bits) - 1)
     s = read(scale + block, exists)
     if JOB.exact:
         s = s.to(tl.float32)

@@ -19,7 +19,7 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.pieces import PER_THREAD as PIECE_PER_THREAD
@@ -29,7 +29,7 @@ from fast.kernels.row_pieces import takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.trees import summed, tree_sum
 from reference import Quantized
-from reference.normalize import _checked
+from reference.normalize import checked_inputs
 from reference.schemes import Scheme, scheme_of
 
 # Elements of a program where rows are short, and of a part of a row that is too long.
@@ -88,9 +88,9 @@ def norm_kernel(
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
     if RULE is None:
-        tl.store(y + at, normal(h, r, w, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = normal_floats(h, r, w, DTYPE, NATIVE)
+        v = normal(h, r, w, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
@@ -100,7 +100,7 @@ def rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> tuple[t
     known = ready.answer(key, x, residual, weight)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     if x.numel() == 0 or not together(x, weight, residual):
         return None
     call = _Call(x, weight, residual, eps, name)
@@ -125,7 +125,7 @@ def rms_norm_quantize(
     known = ready.answer(key, x, residual, weight)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     made = outputs(x, name, scheme_of(scheme), packed) if together(x, weight, residual) else None
     if made is None or x.shape[-1] > LARGEST_TILE:
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
 from fast.kernels.row_pieces import quantize_row
 from fast.kernels.rows import quantize_rows
 from fast.kernels.trees import summed, tree_sum
@@ -88,7 +88,7 @@ def _squares(h, NATIVE: tl.constexpr):
 def _normal_row(h, r, weight, offset, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """A piece of shape (1, length) that begins at `offset`, normalized, as float32."""
     w = tl.load(weight + offset + tl.arange(0, h.shape[1])[None, :])
-    return normal_floats(h, tl.zeros_like(floats(h, NATIVE)) + r, w, DTYPE, NATIVE)
+    return normal(h, tl.zeros_like(floats(h, NATIVE)) + r, w, DTYPE, True, NATIVE)
 
 
 @triton.jit
@@ -103,9 +103,9 @@ def _finish(
     w = tl.load(weight + column)
     by = tl.zeros_like(floats(h, NATIVE)) + r
     if RULE is None:
-        tl.store(y + start + column, normal(h, by, w, DTYPE, NATIVE))
+        tl.store(y + start + column, normal(h, by, w, DTYPE, False, NATIVE))
     else:
-        v = normal_floats(h, by, w, DTYPE, NATIVE)
+        v = normal(h, by, w, DTYPE, True, NATIVE)
         block = first + offset // GROUP + tl.arange(0, COUNT)[:, None]
         inside, exists = tl.full(h.shape, 1, tl.int1), tl.full((COUNT, 1), 1, tl.int1)
         quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, RULE, JOB)

@@ -28,7 +28,7 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import bits_of, float_of, read
 from fast.kernels.geometry import INT32, LARGEST_TILE, power_above
-from fast.kernels.halves import clamped_gate, gated, gated_floats
+from fast.kernels.halves import clamped_gate, gated
 from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.pieces import pieces
@@ -112,9 +112,9 @@ def swiglu_kernel(
     s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
     at = row * length + column
     if RULE is None:
-        tl.store(y + at, gated(s, g, u, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = gated_floats(s, g, u, DTYPE, NATIVE)
+        v = gated(s, g, u, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
@@ -139,7 +139,7 @@ def swiglu_pieces_kernel(
 def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     i = tl.arange(0, SIZE)[None, :]
     g, u = tl.load(gate + i), tl.load(up + i)
-    return gated_floats(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, NATIVE)
+    return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
 
 
 def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:

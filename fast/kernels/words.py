@@ -163,42 +163,36 @@ def _either(a, b):
     return a | b
 
 
-@triton.jit
-def e2m3_bytes(y):
-    """Codes of float6_e2m3fn of y * 2**-6 as int8, nearest even: there e4m3 has the same exponents.
+def _six_bytes(convert: str) -> tl.constexpr:
+    """Four 6-bit codes in bytes, by a conversion to 8 bits with the same exponents; bit 5 of its codes belongs one place lower.
 
     Saturates what rounds to one binade beyond the largest number; a scaled block holds nothing larger.
     """
-    return tl.inline_asm_elementwise(
-        """{
+    return tl.constexpr(
+        f"""{{
         .reg .b16 l, h; .reg .b32 w, s, o;
-        cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
-        mov.b32 w, {l, h};
+        {convert} l, $2, $1; {convert} h, $4, $3;
+        mov.b32 w, {{l, h}};
         and.b32 o, w, 0x20202020; shr.u32 s, o, 5; sub.u32 o, o, s; or.b32 o, o, w;
         shr.u32 s, w, 2; and.b32 s, s, 0x20202020;
         lop3.b32 $0, o, 0x1F1F1F1F, s, 0xEA;
-        }""",
-        "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        }}"""
+    )
+
+
+E2M3_BYTES, E3M2_BYTES = (_six_bytes(f"cvt.rn.satfinite.{kind}x2.f32") for kind in ("e4m3", "e5m2"))
+
+
+@triton.jit
+def e2m3_bytes(y):
+    """Codes of float6_e2m3fn of y * 2**-6 as int8, nearest even: there e4m3 has the same exponents; see `_six_bytes`."""
+    return tl.inline_asm_elementwise(E2M3_BYTES, "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
 def e3m2_bytes(y):
-    """Codes of float6_e3m2fn of y * 2**-12 as int8, nearest even: there e5m2 has the same exponents.
-
-    Saturates what rounds to one binade beyond the largest number; a scaled block holds nothing larger.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 l, h; .reg .b32 w, s, o;
-        cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3;
-        mov.b32 w, {l, h};
-        and.b32 o, w, 0x20202020; shr.u32 s, o, 5; sub.u32 o, o, s; or.b32 o, o, w;
-        shr.u32 s, w, 2; and.b32 s, s, 0x20202020;
-        lop3.b32 $0, o, 0x1F1F1F1F, s, 0xEA;
-        }""",
-        "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+    """Codes of float6_e3m2fn of y * 2**-12 as int8, nearest even: there e5m2 has the same exponents; see `_six_bytes`."""
+    return tl.inline_asm_elementwise(E3M2_BYTES, "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -258,23 +252,28 @@ def int4_values(words):
     return joined(a, b, c, d, e, f, g, h)
 
 
+def _float_values(exponent: int, mantissa: int, bias: int, count: int) -> tl.constexpr:
+    """float32 of `count` float codes in a word: fields moved, biases multiplied away."""
+    mask = 1 << 31 | ((1 << (exponent + mantissa)) - 1) << (23 - mantissa)
+    text = ""
+    for i in range(count):
+        left = 32 - (1 + exponent + mantissa) * (i + 1)
+        text += f"shl.b32 t, ${count}, {left}; shr.s32 t, t, " if left else f"shr.s32 t, ${count}, "
+        text += f"{8 - exponent}; and.b32 t, t, 0x{mask:08X}; mov.b32 x, t; "
+        text += f"mul.rn.f32 ${i}, x, 0f{(254 - bias) << 23:08X}; "
+    return tl.constexpr(f"{{ .reg .b32 t; .reg .f32 x; {text} }}")
+
+
+E2M1_VALUES = _float_values(2, 1, 1, 8)
+E2M3_VALUES, E3M2_VALUES = _float_values(2, 3, 1, 4), _float_values(3, 2, 3, 4)
+
+
 @triton.jit
 def e2m1_values(words):
-    """float32 (P, 8 S) of words of eight float4_e2m1fn codes (P, S): fields moved, biases multiplied away."""
+    """float32 (P, 8 S) of words of eight float4_e2m1fn codes (P, S)."""
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $8, 28; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7E800000;
-        shl.b32 t, $8, 24; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7E800000;
-        shl.b32 t, $8, 20; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7E800000;
-        shl.b32 t, $8, 16; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7E800000;
-        shl.b32 t, $8, 12; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $4, x, 0f7E800000;
-        shl.b32 t, $8, 8; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $5, x, 0f7E800000;
-        shl.b32 t, $8, 4; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $6, x, 0f7E800000;
-        shr.s32 t, $8, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $7, x, 0f7E800000;
-        }""",
-        "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
+        E2M1_VALUES, "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+    )
     return joined(a, b, c, d, e, f, g, h)
 
 
@@ -293,15 +292,8 @@ def six_triples(a, b, c):
 def e2m3_values(triples):
     """float32 (P, 4 S) of words of four float6_e2m3fn codes (P, S)."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $4, 26; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7E800000;
-        shl.b32 t, $4, 20; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7E800000;
-        shl.b32 t, $4, 14; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7E800000;
-        shl.b32 t, $4, 8; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7E800000;
-        }""",
-        "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
+        E2M3_VALUES, "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
     return joined4(a, b, c, d)
 
 
@@ -309,50 +301,43 @@ def e2m3_values(triples):
 def e3m2_values(triples):
     """float32 (P, 4 S) of words of four float6_e3m2fn codes (P, S)."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $4, 26; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7D800000;
-        shl.b32 t, $4, 20; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7D800000;
-        shl.b32 t, $4, 14; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7D800000;
-        shl.b32 t, $4, 8; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7D800000;
-        }""",
-        "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
+        E3M2_VALUES, "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
     return joined4(a, b, c, d)
+
+
+def _limited(kind: str, nan: str) -> tl.constexpr:
+    """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
+
+    The conversion writes 0x7fff for NaN, the only pattern above it as a signed number.
+    """
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 d, n;
+        cvt.rn.{kind}x2.f32 d, $2, $1;
+        xor.b32 n, $3, 0x80008000;
+        min.NaN.{kind}x2 d, d, $3;
+        max.NaN.{kind}x2 d, d, n;
+        mov.b32 n, {nan};
+        min.s16x2 $0, d, n;
+        }}"""
+    )
+
+
+LIMITED_BFLOAT16, LIMITED_FLOAT16 = _limited("bf16", "0x7FC07FC0"), _limited("f16", "0x7E007E00")
 
 
 @triton.jit
 def bfloat16_of(v, limit):
-    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0.
-
-    The conversion writes 0x7fff for NaN, the only pattern above 0x7fc0 as a signed number.
-    """
+    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 d, n;
-        cvt.rn.bf16x2.f32 d, $2, $1;
-        xor.b32 n, $3, 0x80008000;
-        min.NaN.bf16x2 d, d, $3;
-        max.NaN.bf16x2 d, d, n;
-        mov.b32 n, 0x7FC07FC0;
-        min.s16x2 $0, d, n;
-        }""",
-        "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+        LIMITED_BFLOAT16, "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
 def float16_of(v, limit):
     """The same for float16; NaN becomes 0x7e00."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 d, n;
-        cvt.rn.f16x2.f32 d, $2, $1;
-        xor.b32 n, $3, 0x80008000;
-        min.NaN.f16x2 d, d, $3;
-        max.NaN.f16x2 d, d, n;
-        mov.b32 n, 0x7E007E00;
-        min.s16x2 $0, d, n;
-        }""",
-        "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+        LIMITED_FLOAT16, "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2
+    )
