@@ -42,6 +42,7 @@ GROUPS = {
     "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+    "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
 }  # fmt: skip
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
 # Elements of a launch, at least.
@@ -106,9 +107,17 @@ def compare(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> Qu
     return wanted
 
 
+def scheme_named(name: str) -> Scheme:
+    """A scheme; int7, which has none, as int6 with another element and its target."""
+    if name != "int7_g128":
+        return SCHEMES[name]
+    six = SCHEMES["int6_g128"]
+    return replace(six, name=name, element="int7", scale=replace(six.scale, target=63.0))
+
+
 def compare_scheme(name: str, fraction: float) -> None:
     """All functions of the quantizer, for inputs of all dtypes."""
-    scheme = SCHEMES[name]
+    scheme = scheme_named(name)
     for dtype in DTYPES:
         labels = []
         for label, x in inputs(scheme, dtype, fraction):

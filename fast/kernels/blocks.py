@@ -38,6 +38,7 @@ from fast.kernels.hot import (
     store_codes,
     store_words,
 )
+from fast.kernels.groups import load_groups
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
 from fast.kernels.scale_places import scale_place
@@ -149,7 +150,10 @@ def blocks_kernel(
     elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
-        v = widened(read(x + at, inside), RULE.signs_nan)
+        if JOB.packed and RULE.hot == "int" and SHAPE == "flat" and not MASKED and SIZE % 32 == 0:
+            v = widened(load_groups(x, block, SIZE), RULE.signs_nan)
+        else:
+            v = widened(read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
             _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
         else:
@@ -362,7 +366,7 @@ def _dequantize_tile(
 ):  # fmt: skip
     PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
     if JOB.packed:
-        SEQUENCE: tl.constexpr = RULE.bits == 4 or (RULE.bits == 6 and RULE.kind == "float")
+        SEQUENCE: tl.constexpr = RULE.bits == 4 or RULE.kind == "float" or SIZE % 32 == 0
     else:
         SEQUENCE: tl.constexpr = RULE.bits == 8 or RULE.kind == "int"
     HOT: tl.constexpr = RULE.hot_values and SEQUENCE
