@@ -64,20 +64,20 @@ class Job(Constant):
     source: "tile", "statistic" or "given" scales. outer: "", "statistic" or "given". codes, scales, statistic: what is
     written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
     dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
-    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row.
+    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row. pairs: x is read in pairs of bfloat16.
     """
 
 
 def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
-    reverse: bool = False, tiled: bool = False,
+    reverse: bool = False, tiled: bool = False, pairs: bool = False,
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
-        tiled=tiled,
+        tiled=tiled, pairs=pairs,
     )  # fmt: skip
 
 
@@ -147,13 +147,12 @@ def blocks_kernel(
         block = block.to(tl.int64)
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
-    elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
+    elif JOB.pairs:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
-        if JOB.packed and RULE.hot == "int" and SHAPE == "flat" and not MASKED and SIZE % 32 == 0:
-            v = widened(load_groups(x, block, SIZE), RULE.signs_nan)
-        else:
-            v = widened(read(x + at, inside), RULE.signs_nan)
+        # Packed integers leave as words of 32 codes, which a thread makes if it has their numbers.
+        GROUPS: tl.constexpr = JOB.packed and RULE.hot == "int" and not MASKED and SIZE % 32 == 0
+        v = widened(load_groups(x, block, SIZE) if GROUPS else read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
             _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
         else:
@@ -235,7 +234,7 @@ def _pairs_tile(
     x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Packed 4-bit and 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
+    """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
     PARTS: tl.constexpr = SIZE // 8
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
@@ -250,9 +249,9 @@ def _pairs_tile(
         store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
     else:
         keep = kept_where(s, -1)
-        words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
+        words = words_of_pairs(a, b, m, keep, RULE.power_of_two, JOB.packed)
         if PARTS == 4:
-            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
+            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two, JOB.packed))
         store_words(codes, words, block, exists)
 
 
