@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, narrow, read, widened
 from fast.kernels.columns import column_places
+from fast.kernels.drawn import store_drawn
 from fast.kernels.fours import (
     larger_pair,
     largest_of_block,
@@ -223,6 +224,10 @@ def _quantize_tile(
             c = combined(s, g_outer, RULE, "float32")
             value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
             tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    elif RULE.drawn and JOB.source != "given" and JOB.codes:
+        m = multiplier(s, kept, z, RULE)
+        drawn = read(words + at, inside)
+        store_drawn(codes, at, inside, block, exists, v, m, drawn, s, RULE, JOB.packed)
     elif JOB.codes or JOB.output != "" or JOB.gradient:
         _general_tile(
             v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
