@@ -42,7 +42,10 @@ GROUPS = {
     "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+    "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
 }  # fmt: skip
+# Stochastic rounding: the first and last mantissa sizes, and every rule of scales.
+DRAWN = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4")
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
 # Rows of two pieces, and of three: see `row_pieces`.
 IN_PIECES = (1536, 3584)
@@ -108,9 +111,17 @@ def compare(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> Qu
     return wanted
 
 
+def scheme_named(name: str) -> Scheme:
+    """A scheme; int7, which has none, as int6 with another element and its target."""
+    if name != "int7_g128":
+        return SCHEMES[name]
+    six = SCHEMES["int6_g128"]
+    return replace(six, name=name, element="int7", scale=replace(six.scale, target=63.0))
+
+
 def compare_scheme(name: str, fraction: float) -> None:
     """All functions of the quantizer, for inputs of all dtypes."""
-    scheme = SCHEMES[name]
+    scheme = scheme_named(name)
     for dtype in DTYPES:
         labels = []
         for label, x in inputs(scheme, dtype, fraction):
@@ -225,6 +236,22 @@ def compare_encode(fraction: float) -> None:
         print(name, "encode", flush=True)
 
 
+def compare_drawn(name: str, fraction: float) -> None:
+    """Stochastic rounding by random words, by the smallest and by the largest."""
+    scheme = replace(SCHEMES[name], rounding="stochastic", name=f"{name} drawn")
+    rng = np.random.default_rng(9)
+    for dtype in DTYPES:
+        for label, x in inputs(scheme, dtype, fraction):
+            words = rng.integers(0, 1 << 32, tuple(x.shape), np.uint32)
+            words[rng.random(words.shape) < 0.1] = 0
+            words[rng.random(words.shape) < 0.1] = 0xFFFFFFFF
+            bits = torch.from_numpy(words)
+            for packed in {False, scheme.format.bits < 8}:
+                wanted = reference.quantize(x, scheme, random_bits=bits, packed=packed)
+                assert_same_bits(quantizer.quantize(x, scheme, -1, None, bits, packed), wanted)
+            print(name, dtype, label, "drawn", flush=True)
+
+
 def main(group: str, fraction: float) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -235,6 +262,9 @@ def main(group: str, fraction: float) -> None:
             compare_scheme(name, fraction)
         if group == "encode":
             compare_encode(fraction)
+        if group == "drawn":
+            for name in DRAWN:
+                compare_drawn(name, fraction)
         if group == "producers":
             compare_reciprocals()
             compare_producers()

@@ -110,7 +110,7 @@ def _quantize(
         lambda: passes.quantizing(of, kind, fused, tiles),
     )
     tensors = inputs(x, given, words)
-    if fused:
+    if fused or passes.paired(of, fused):
         tensors["x"] = in_words(tensors["x"])
     made = plan(tensors, x.device)
     codes = _packed(made["codes"], of.scheme) if packed and not fused else made["codes"]

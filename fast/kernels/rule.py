@@ -252,8 +252,18 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
+        drawn=hardware and not marking and _is_drawn(scheme),
         pairs=dtype == "bfloat16" and _has_pairs(scheme, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
+
+
+def _is_drawn(scheme: Scheme) -> bool:
+    """Whether `drawn` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
+    fmt, scale = scheme.format, scheme.scale
+    plain = scheme.nan == "block" and scheme.nan_code is None and scheme.smallest_exponent is None
+    signed = fmt.kind == "float" and fmt.bits <= 8 and bool(fmt.sign_mask) and fmt.has_negative_zero
+    drawn = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
+    return plain and signed and drawn and scale.power_of_two and scheme.outer is None and scale.target >= 4.0
 
 
 def _has_pairs(scheme: Scheme, hot: str) -> bool:

@@ -7,6 +7,8 @@ the unit) and by the conversion instructions, and codes are combined into words 
 All of these expect finite numbers or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -99,20 +101,21 @@ def quarters(tile):
 @triton.jit
 def joined(a0, a1, a2, a3, a4, a5, a6, a7):
     """The inverse of `eighths`."""
-    even = _two(_two(a0, a4), _two(a2, a6))
-    odd = _two(_two(a1, a5), _two(a3, a7))
-    return _two(even, odd)
+    even = joined2(joined2(a0, a4), joined2(a2, a6))
+    odd = joined2(joined2(a1, a5), joined2(a3, a7))
+    return joined2(even, odd)
 
 
 @triton.jit
-def _two(a, b):
+def joined2(a, b):
+    """(P, S) twice as (P, 2 S): the even elements and the odd ones."""
     return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def joined4(a0, a1, a2, a3):
     """The inverse of `quarters`."""
-    return _two(_two(a0, a2), _two(a1, a3))
+    return joined2(joined2(a0, a2), joined2(a1, a3))
 
 
 @triton.jit
@@ -123,6 +126,23 @@ def int4_words(numbers, keep):
     """
     offset = combined_digits(numbers, 4, 8) + 0x49488888
     return (offset ^ -0x77777778) & keep
+
+
+@triton.jit
+def integer_quads(numbers, keep, BITS: tl.constexpr):
+    """The same for n of 3, 5 or 7 bits, as quads (P, S / 4): four digits in the low bits, none above them."""
+    ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
+    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES
+    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
+    PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
+    return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)
+
+
+@triton.jit
+def _fours(of_blocks, numbers):
+    """What belongs to a block, for each four of its numbers, where `combined_digits` leaves their sum; no instruction."""
+    every = tl.broadcast_to(of_blocks, numbers.shape)
+    return tl.reduce(tl.reshape(every, (numbers.shape[0], numbers.shape[1] // 4, 4)), 2, _either)
 
 
 @triton.jit
@@ -228,6 +248,45 @@ def integer_values(codes, BITS: tl.constexpr):
     return tl.inline_asm_elementwise(
         text, "=&f,=&f,=&f,=&f,r", [codes], dtype=tl.float32, is_pure=True, pack=4
     )
+
+
+def _fields(bits: int) -> tl.constexpr:
+    """float32 of the four two's complement fields of `bits` bits at the low end of $4.
+
+    A field that ends below bit 23 stays in its place: with the exponent of 2**23 it counts units, and a multiplication moves it.
+    """
+    text = ""
+    for i in range(4):
+        place = bits * i
+        word = "$4"
+        if place + bits > 23:
+            text += f"shr.u32 w, $4, {place}; "
+            place, word = 0, "w"
+        mask, bias = ((1 << bits) - 1) << place, 1 << (bits - 1)
+        text += f"lop3.b32 t, {word}, 0x{mask:X}, 0x{0x4B000000 | bias << place:08X}, 0x6A; mov.b32 x, t; "
+        text += f"fma.rn.f32 ${i}, x, 0f{(127 - place) << 23:08X}, 0f{_pattern(-(2.0 ** (23 - place) + bias)):08X}; "
+    return tl.constexpr(f"{{ .reg .b32 t, w; .reg .f32 x; {text} }}")
+
+
+def _pattern(value: float) -> int:
+    """The bits of a float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+FIELDS2, FIELDS3, FIELDS5, FIELDS6, FIELDS7 = (_fields(bits) for bits in (2, 3, 5, 6, 7))
+
+
+@triton.jit
+def quad_values(quads, BITS: tl.constexpr):
+    """float32 (P, 4 S) of four two's complement codes each, whatever lies above their bits."""
+    text: tl.constexpr = (
+        FIELDS2 if BITS == 2 else FIELDS3 if BITS == 3 else FIELDS5 if BITS == 5 else FIELDS6
+        if BITS == 6 else FIELDS7
+    )  # fmt: skip
+    a, b, c, d = tl.inline_asm_elementwise(
+        text, "=&f,=&f,=&f,=&f,r", [quads], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
+    return joined4(a, b, c, d)
 
 
 @triton.jit
