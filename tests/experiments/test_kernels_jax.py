@@ -13,31 +13,43 @@ from tests.experiments.fake_watch import bench
 SIZES = {"a little": 32}
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Few calls, and XLA's slow first compilations once."""
-    monkeypatch.setattr(jax_calls, "ROUNDS", 2)
-    monkeypatch.setattr(jax_calls, "WARMUP", 1)
-    monkeypatch.setattr(jax_calls, "PROGRAM", 2)
-    monkeypatch.setattr(jax_calls, "QUEUED", 0)
-    monkeypatch.setattr(jax_calls, "SCHEMES", ("mxfp8_e4m3",))
+@pytest.fixture(scope="module", autouse=True)
+def short():
+    """Few calls of one scheme."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "ROUNDS": 2,
+            "WARMUP": 1,
+            "PROGRAM": 2,
+            "QUEUED": 0,
+            "SCHEMES": ("int8_rowwise",),
+        }.items():
+            patch.setattr(jax_calls, name, value)
+        yield
 
 
-def test_rows_have_every_way_to_call(tmp_path, short):
-    journal = Journal()
-    assert jax_calls.measure(bench(tmp_path, fast=fast), journal, SIZES) == []
+@pytest.fixture(scope="module")
+def journal(short, tmp_path_factory):
+    made = Journal()
+    assert jax_calls.measure(bench(tmp_path_factory.mktemp("jax"), fast=fast), made, SIZES) == []
+    return made
+
+
+def test_rows_have_every_way_to_call(journal):
     values = {row.metric: row.value for row in journal.rows}
     assert values["status: ok"] == 1
     for way in jax_calls.WAYS:
         assert values[f"{way} over torch"] == pytest.approx(values[way] / values["torch"])
         assert values[f"bar: {way} over torch"] == 1.1
-    # A second run takes them from the journal.
+
+
+def test_a_second_run_takes_them_from_the_journal(journal, tmp_path):
     before = journal.rows
-    jax_calls.measure(bench(tmp_path, fast=fast), journal, SIZES)
+    assert jax_calls.measure(bench(tmp_path, fast=None), journal, SIZES) == []
     assert journal.rows == before
 
 
-def test_other_bits_get_no_time(tmp_path, short):
+def test_other_bits_get_no_time(tmp_path):
     def wrong(x, scheme):
         q = fast.quantize(x, scheme)
         return replace(q, codes=q.codes ^ 1)
@@ -68,17 +80,16 @@ def test_queued_calls_are_timed_per_quantization():
     assert times == {"one": 1 / 16, "eight": 1 / 16}
 
 
-def test_the_page_names_what_takes_longer(tmp_path, short):
-    journal = Journal()
-    jax_calls.measure(bench(tmp_path, fast=fast), journal, SIZES)
+def test_the_page_names_what_takes_longer(journal):
     fixed = {"eager over torch": 1.5, "jit over torch": 1.05, "program over torch": 1.0}
     rows = [replace(row, value=fixed.get(row.metric, row.value)) for row in journal.rows]
     (section,) = jax_page.jax_sections(rows)
     assert (
-        "**More than 1.1 times torch's time: 1.** mxfp8_e4m3 of a little (eager 1.50)." in section.paragraphs
+        "**More than 1.1 times torch's time: 1.** int8_rowwise of a little (eager 1.50)."
+        in section.paragraphs
     )
     (line,) = section.tables[0].lines
-    assert line[:2] == ["mxfp8_e4m3", "a little"]
+    assert line[:2] == ["int8_rowwise", "a little"]
     assert line[-4:] == ["1.50", "1.05", "1.00", ""]
     assert page.sections(rows)[-1].title == section.title
     assert jax_page.jax_sections([]) == []
