@@ -7,6 +7,7 @@ compiled once for each combination of record, axis and shapes, checks included; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,9 +25,10 @@ from reference.fake_quantize import no_cotangent, scale_cotangents
 from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.pytrees import register_jax
-from reference.quantize import check_quantized
+from reference.quantize import check_quantized, with_tiled_scales
 from reference.rounding import check_mode
 from reference.schemes import scheme_of
+from reference.tiled_scales import check_tiled
 
 
 def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
@@ -46,12 +48,16 @@ def quantize(
     scales: Scales | jax.Array | None = None,
     random_bits: jax.Array | None = None,
     packed: bool = False,
+    tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
     place = _place(require_array(x, "quantize"), axis, scales, random_bits)
     if not place:
-        return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed)
-    made: Quantized = _call(_quantize, (x, scales, random_bits), scheme, axis, place, bool(packed))
+        return reference.quantize(
+            x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+        )
+    arrays = (x, scales, random_bits)
+    made: Quantized = _call(_quantize, arrays, scheme, axis, place, bool(packed), bool(tiled))
     return made
 
 
@@ -123,17 +129,21 @@ def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scale
 
 
 def _quantize(
-    scheme: str | Scheme, axis: int, place: str, packed: bool, x: Any, scales: Any, words: Any
+    scheme: str | Scheme, axis: int, place: str, packed: bool, tiled: bool, x: Any, scales: Any, words: Any
 ) -> Quantized:
     scheme = scheme_of(scheme)
     ns, x, name = float_input(x, "quantize")
     check_mode(scheme.rounding, words)
     if packed:
         packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor
+    if tiled:
+        check_tiled(scheme, ns.shape(x), axis)
     blocks, given = _checked(x, scheme, axis, scales, words)
-    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed)
+    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed, tiled)
     made = dispatch(operation, _named(x=x, words=words, **_parts(given)), place)
-    return quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+    q = quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+    # Given scales are not tiled yet.
+    return replace(q, tiled=True) if tiled and "scale" in made else with_tiled_scales(q) if tiled else q
 
 
 def _checked(x: Any, scheme: Scheme, axis: int, scales: Any, words: Any) -> tuple[Blocks, Scales | None]:

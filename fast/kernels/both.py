@@ -123,7 +123,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
-DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 2, 80, 1
+DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
 # Sides beyond this would overflow offsets and the grid of the MX kernels.
 LONGEST = 2**22
@@ -178,20 +178,17 @@ def _mx_pairs(
     across: int | None = None,
     band: int = BAND,
     registers: int | None = REGISTERS,
-    steps: int = STEPS,
 ) -> None:
     """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
 
-    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit. steps:
-    tiles of a program, at most.
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
     """
     height, width = arguments[0].shape
     across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
-    steps = gcd(tall, steps)
-    band = gcd(tall // steps, band)
-    mx_pairs_kernel[(band, width // (64 * across), tall // steps // band)](
-        *arguments, down, across, steps, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
+    band = gcd(tall, band)
+    mx_pairs_kernel[(band, width // (64 * across), tall // band)](
+        *arguments, down, across, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
     )
 
 
