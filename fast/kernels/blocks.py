@@ -18,7 +18,7 @@ second reads x again, in reverse order, since the end of x is what the L2 cache 
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import bits_of, narrow, read, widened
+from fast.kernels.bits import bits_of, float_of, narrow, order_key, read, widened
 from fast.kernels.columns import column_places
 from fast.kernels.fours import (
     larger_pair,
@@ -28,6 +28,7 @@ from fast.kernels.fours import (
     side_by_side,
     words_of_pairs,
 )
+from fast.kernels.halves import floats, set_aside
 from fast.kernels.hot import (
     choose_under_outer,
     finished,
@@ -39,6 +40,7 @@ from fast.kernels.hot import (
     store_words,
 )
 from fast.kernels.packing import load_packed, store_packed
+from fast.kernels.ranges import load_segments, range_of_segments, scale_of_range, store_segments
 from fast.kernels.rule import Constant
 from fast.kernels.scale_places import scale_place
 from fast.kernels.scaled import element_codes
@@ -53,7 +55,7 @@ from fast.kernels.scales import (
     zero_point,
 )
 from fast.kernels.sixes import store_sixes
-from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
+from fast.kernels.statistics import absmax, bound, value_range
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
 
@@ -146,79 +148,90 @@ def blocks_kernel(
         block = block.to(tl.int64)
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
+    elif RULE.pairs and RULE.ranged and JOB.packed and JOB.source == "tile" and not MASKED:
+        _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
-        v = widened(read(x + at, inside), RULE.signs_nan)
+        tile = read(x + at, inside)
+        if SHAPE == "columns":
+            # Neighbours in a register are not of one block.
+            tile = widened(tile, RULE.signs_nan)
         if JOB.statistic:
-            _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
+            _leave_statistic(tile, inside, statistic, block, exists, stride, RULE, JOB)
         else:
             _quantize_tile(
-                v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
+                tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
                 first, stride, RULE, JOB,
             )  # fmt: skip
 
 
 @triton.jit
-def _leave_statistic(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _leave_statistic(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
     """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
+    v = widened(tile, RULE.signs_nan)
     if JOB.outer == "statistic":
         # Over all elements: one number, and in house schemes only finite ones count.
         largest = tl.max(absmax(v, RULE.house, RULE.native), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
-    else:
+    elif RULE.level.statistic == "absmax":
         tl.atomic_max(statistic + block, absmax(v, False, RULE.native), mask=exists, sem="relaxed")
-        if RULE.level.statistic != "absmax":
-            tl.atomic_min(statistic + stride + block, lowest_key(v, inside), mask=exists, sem="relaxed")
-            tl.atomic_max(statistic + 2 * stride + block, highest_key(v, inside), mask=exists, sem="relaxed")
+    else:
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
+        tl.atomic_max(statistic + block, largest, mask=exists, sem="relaxed")
+        tl.atomic_min(statistic + stride + block, order_key(low), mask=exists, sem="relaxed")
+        tl.atomic_max(statistic + 2 * stride + block, order_key(high), mask=exists, sem="relaxed")
 
 
 @triton.jit
-def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
     """(pattern of the largest magnitude, minimum, maximum) of each block."""
     MINMAX: tl.constexpr = RULE.level.statistic != "absmax"
-    WITH_ZERO: tl.constexpr = RULE.level.statistic != "minmax"
     if JOB.source == "statistic":
         largest = read(statistic + block, exists)
         if MINMAX:
-            low = tl.load(statistic + stride + block, mask=exists, other=0)
-            high = tl.load(statistic + 2 * stride + block, mask=exists, other=0)
+            low = order_key(tl.load(statistic + stride + block, mask=exists, other=0))
+            high = order_key(tl.load(statistic + 2 * stride + block, mask=exists, other=0))
+    elif MINMAX:
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
     else:
-        largest = absmax(v, False, RULE.native)
-        if MINMAX:
-            low, high = minimum(v, inside, RULE.native), maximum(v, inside, RULE.native)
-    if MINMAX:
-        return (
-            largest,
-            value_of_key(low, largest, WITH_ZERO, True),
-            value_of_key(high, largest, WITH_ZERO, False),
-        )
+        largest = absmax(widened(tile, RULE.signs_nan), False, RULE.native)
+    if RULE.ranged:
+        return largest, float_of(low), float_of(high)
+    elif MINMAX:
+        return largest, bound(low, largest, RULE.with_zero, True), bound(high, largest, RULE.with_zero, False)
     else:
         return largest, largest, largest
 
 
 @triton.jit
 def _quantize_tile(
-    v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
+    later = set_aside(tile, RULE.native and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE, JOB.exact)
         kept = s
     else:
         divisor_outer = g_outer
-        largest, low, high = _range(v, inside, statistic, block, exists, stride, RULE, JOB)
+        largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
         e, s, z, kept = _choose(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
+    # After the range, which is taken of pairs: floats would wait for it in twice the registers.
+    if RULE.hot != "" and RULE.zero != "":
+        v = floats(later, RULE.native)
+    else:
+        v = widened(tile, RULE.signs_nan)
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
             store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
         if JOB.output != "":
             c = combined(s, g_outer, RULE, "float32")
-            value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
+            value = rounded_values(v, multiplier(s, kept, z, RULE), s, z, RULE)
             tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
     elif JOB.codes or JOB.output != "" or JOB.gradient:
         _general_tile(
@@ -250,6 +263,18 @@ def _pairs_tile(
         if PARTS == 4:
             words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
         store_words(codes, words, block, exists)
+
+
+@triton.jit
+def _segments_tile(
+    x, codes, scale, zero, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr, SIZE: tl.constexpr
+):
+    """Packed 4-bit integers with zero points, of bfloat16, 32 of a block in each thread; see `ranges`."""
+    a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
+    c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
+    largest, low, high = range_of_segments(a, b, c, d, SIZE)
+    _, s, z, m = _choose(largest, low, high, None, scale, zero, block, exists, stride, RULE, JOB)
+    store_segments(codes, a, b, c, d, m, s, z, block, SIZE)
 
 
 @triton.jit
@@ -327,12 +352,18 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
 def _choose(
     largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
 ):
-    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so."""
+    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so.
+
+    Of rules whose range is known to hold zero the last is the multiplier, and low and high need not hold it.
+    """
     if RULE.power_of_two:
         kept = power_scale(largest, RULE.level, RULE.house)
         s = power_value(kept)
         e = s
         z = s
+    elif RULE.ranged:
+        s, kept, z = scale_of_range(largest, low, high, RULE)
+        e = s
     elif RULE.under_outer:
         kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
         e = s
@@ -341,15 +372,16 @@ def _choose(
         kept, s = stored_scale(e, RULE.level)
         z = e
         if RULE.zero != "":
-            kept_zero, z = zero_point(low, e, RULE)
-            if JOB.scales:
-                if RULE.zero == "code":
-                    tl.store(zero + block, kept_zero.to(tl.int8), mask=writes)
-                else:
-                    tl.store(zero + block, (bits_of(kept_zero) >> 16).to(tl.uint16), mask=writes)
+            z = zero_point(low, e, RULE)
+    if RULE.zero == "code" and JOB.scales:
+        tl.store(zero + block, z.to(tl.int8), mask=writes)
+    elif RULE.zero == "value" and JOB.scales:
+        tl.store(zero + block, (bits_of(z) >> 16).to(tl.uint16), mask=writes)
     if JOB.tiled:
         at = scale_place(block // stride, block % stride, stride, True)
         tl.store(scale + at, kept.to(tl.uint8), mask=writes)
+    elif JOB.scales and RULE.ranged:
+        tl.store(scale + block, s, mask=writes)
     elif JOB.scales:
         tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
     return e, s, z, kept
