@@ -221,7 +221,7 @@ def _quantize_tile(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
     # After the range, which is taken of pairs: floats would wait for it in twice the registers.
-    if RULE.hot != "" and RULE.zero != "":
+    if RULE.zero != "" and not RULE.signs_nan:
         v = floats(later, RULE.native)
     else:
         v = widened(tile, RULE.signs_nan)
@@ -269,12 +269,15 @@ def _pairs_tile(
 def _segments_tile(
     x, codes, scale, zero, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Packed 4-bit integers with zero points, of bfloat16, 32 of a block in each thread; see `ranges`."""
+    """Packed 4-bit integers with zero points, of 16-bit numbers, 32 of a block in each thread; see `ranges`."""
     a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
     c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
-    largest, low, high = range_of_segments(a, b, c, d, SIZE)
-    _, s, z, m = _choose(largest, low, high, None, scale, zero, block, exists, stride, RULE, JOB)
-    store_segments(codes, a, b, c, d, m, s, z, block, SIZE)
+    BRAIN: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    largest, low, high = range_of_segments(a, b, c, d, BRAIN, SIZE)
+    _, s, z, m = _choose(
+        largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, RULE, JOB
+    )
+    store_segments(codes, a, b, c, d, m, s, z, block, BRAIN, SIZE)
 
 
 @triton.jit

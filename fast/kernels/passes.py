@@ -193,15 +193,9 @@ def _scaled(
 
 
 def _place(of: Asked, outer: str, wanted: Mapping[str, Any]) -> Geometry:
-    """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one.
-
-    So do two warps with 32 elements of a block in each thread (`ranges`).
-    """
+    """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
     place, pairs = of.place, of.rule.pairs and wanted.get("packed") and not of.place.masked
-    p = 2048 // place.size
-    if pairs and of.rule.ranged and place.blocks % p == 0:
-        return replace(place, p=p, warps=2, programs=place.blocks // p)
-    if not pairs or outer == "statistic" or place.blocks % 64:
+    if not pairs or of.rule.ranged or outer == "statistic" or place.blocks % 64:
         return place
     return replace(place, p=64, warps=2, programs=place.blocks // 64)
 

@@ -5,8 +5,6 @@ element. In 16 bits one instruction compares two numbers. It keeps NaN, as 0x7ff
 maximum of numbers with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
 """
 
-import struct
-
 import triton
 import triton.language as tl
 
@@ -14,44 +12,45 @@ from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, bits_of, float_of, h
 from fast.kernels.fours import side_by_side
 from fast.kernels.words import TO_INTEGER, corrected, divided, inverse, negated, quarters
 
-# Words of a row that are compared before minimum and maximum share one: 16 numbers, as many as a lane has side by side.
+# Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.
 GROUP = tl.constexpr(8)
-# Elements of a block that `nibbles` has in a thread.
+# Elements of a block that a thread has where codes are packed: 16 bytes of them.
 SEGMENT = tl.constexpr(32)
 # 2**23 and four digits of 15.
 TOP = tl.constexpr(8388608.0 + 65535.0)
 
 
+def _of_pairs(name: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """An instruction for pairs of bfloat16 and of float16."""
+    return tl.constexpr(f"{name}.bf16x2 $0, $1, $2;"), tl.constexpr(f"{name}.f16x2 $0, $1, $2;")
+
+
+SMALLER_BFLOAT16, SMALLER_FLOAT16 = _of_pairs("min.NaN")
+LARGER_BFLOAT16, LARGER_FLOAT16 = _of_pairs("max.NaN")
+
+
 @triton.jit
 def smaller_bfloat16(a, b):
-    """The smaller of both pairs; NaN if either is."""
-    return tl.inline_asm_elementwise(
-        "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def larger_bfloat16(a, b):
-    """The larger of both pairs; NaN if either is."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
+    """The smaller numbers of two pairs; NaN if either is."""
+    return tl.inline_asm_elementwise(SMALLER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def smaller_float16(a, b):
     """The same for float16."""
-    return tl.inline_asm_elementwise(
-        "min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(SMALLER_FLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_bfloat16(a, b):
+    """The larger numbers of two pairs; NaN if either is."""
+    return tl.inline_asm_elementwise(LARGER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def larger_float16(a, b):
     """The same for float16."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(LARGER_FLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -74,25 +73,31 @@ def crossed(smallest, largest):
 
 
 @triton.jit
-def range_of_pairs(below, above, BRAIN: tl.constexpr):
-    """Patterns of the minimum and the maximum of each row, (P, 1); NaN where it has one.
+def range_of_pairs(below, above, BRAIN: tl.constexpr, SIDE: tl.constexpr):
+    """Patterns of the largest magnitude, the minimum and the maximum of each row, (P, 1); all are NaN where it has one.
 
-    below, above: the row's pairs (P, W), those that do not exist infinite or, where the range is to hold it, zero.
+    below, above: the row's pairs (P, W), with 0 or an infinity where none is. SIDE: how many a lane has side by side.
     """
     ROWS: tl.constexpr = below.shape[0]
-    SIDE: tl.constexpr = GROUP if below.shape[1] > GROUP else below.shape[1]
-    SHAPE: tl.constexpr = (ROWS, below.shape[1] // SIDE, SIDE)
+    COUNT: tl.constexpr = below.shape[1] // SIDE
+    below, above = tl.reshape(below, (ROWS, COUNT, SIDE)), tl.reshape(above, (ROWS, COUNT, SIDE))
     if BRAIN:
-        least = tl.reduce(tl.reshape(below, SHAPE), 2, smaller_bfloat16)
-        most = tl.reduce(tl.reshape(above, SHAPE), 2, larger_bfloat16)
+        least, most = tl.reduce(below, 2, smaller_bfloat16), tl.reduce(above, 2, larger_bfloat16)
         first, second = crossed(least, most)
         word = tl.reduce(larger_bfloat16(first, second), 1, larger_bfloat16, keep_dims=True)
     else:
-        least = tl.reduce(tl.reshape(below, SHAPE), 2, smaller_float16)
-        most = tl.reduce(tl.reshape(above, SHAPE), 2, larger_float16)
+        least, most = tl.reduce(below, 2, smaller_float16), tl.reduce(above, 2, larger_float16)
         first, second = crossed(least, most)
         word = tl.reduce(larger_float16(first, second), 1, larger_float16, keep_dims=True)
-    return bits_of(negated(high_float(word, BRAIN))), bits_of(low_float(word, BRAIN))
+    low, high = bits_of(negated(high_float(word, BRAIN))), bits_of(low_float(word, BRAIN))
+    return tl.maximum(low & MAGNITUDE, high & MAGNITUDE), low, high
+
+
+@triton.jit
+def range_of_tile(below, above):
+    """The same of tiles of 16-bit numbers, (P, S), that differ in elements that do not exist."""
+    SIDE: tl.constexpr = GROUP if below.shape[1] >= 2 * GROUP else below.shape[1] // 2
+    return range_of_pairs(pairs_of(below), pairs_of(above), below.dtype == tl.bfloat16, SIDE)
 
 
 @triton.jit
@@ -118,84 +123,92 @@ def scale_of_range(largest, low, high, RULE: tl.constexpr):
     return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
 
 
-def _nibbles() -> tl.constexpr:
-    """Eight codes of the pairs $1 to $4 with the multiplier $5, the offset $6 and the sum's start $7; see `nibbles`."""
+def _nibbles(low: str, high: str) -> tl.constexpr:
+    """Eight codes of the pairs $1 to $4 with the multiplier $5, the offset $6 and the top $7; see `_word`.
+
+    low, high: x of pair $`at`.
+    """
     text = ""
     for i in range(8):
-        take = "shl.b32 t, ${}, 16;" if i % 2 == 0 else "and.b32 t, ${}, 0xFFFF0000;"
-        weight = float(-(16 ** (i % 4 + 1)))
-        into, start = ("l", "$7") if i < 4 else ("h", "$7")
-        text += f"""{take.format(i // 2 + 1)} mov.b32 x, t; mul.rn.f32 x, x, $5; add.rn.f32 x, x, 0f4B400000;
+        take, into = (low, high)[i % 2].format(at=i // 2 + 1), "lh"[i // 4]
+        # -16**(i + 1) as a pattern of float32.
+        weight = 0xBF800000 + (4 * (i % 4 + 1) << 23)
+        text += f"""{take} mul.rn.f32 x, x, $5; add.rn.f32 x, x, 0f4B400000;
         fma.rn.sat.f32 x, x, 0f3D800000, $6; fma.rn.sat.f32 x, x, 0fBF800000, 0f3F700000;
-        fma.rn.f32 {into}, x, {_pattern(weight)}, {into if i % 4 else start}; """
+        fma.rn.f32 {into}, x, 0f{weight:08X}, {into if i % 4 else "$7"}; """
     return tl.constexpr(
-        f"""{{ .reg .b32 t, a, b; .reg .f32 x, l, h; {text}
-        mov.b32 a, l; mov.b32 b, h; prmt.b32 t, a, b, 0x5410; xor.b32 $0, t, 0x88888888; }}"""
+        f"""{{ .reg .b16 p, q; .reg .b32 t, a; .reg .f32 x, l, h; {text}
+        mov.b32 t, l; mov.b32 a, h; prmt.b32 t, t, a, 0x5410; xor.b32 $0, t, 0x88888888; }}"""
     )
 
 
-def _pattern(value: float) -> str:
-    """A float32 constant as PTX spells it."""
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+NIBBLES_BFLOAT16 = _nibbles(
+    "shl.b32 t, ${at}, 16; mov.b32 x, t;", "and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t;"
+)
+NIBBLES_FLOAT16 = _nibbles(
+    "mov.b32 {{p, q}}, ${at}; cvt.f32.f16 x, p;", "mov.b32 {{p, q}}, ${at}; cvt.f32.f16 x, q;"
+)
 
 
-NIBBLES = _nibbles()
+@triton.jit
+def _segments(block, SIZE: tl.constexpr):
+    """Numbers of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
+    COUNT: tl.constexpr = SIZE // SEGMENT
+    return tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
 
 
 @triton.jit
 def load_segments(x, block, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Pairs of bfloat16 (int32) of a quarter of each segment of each block, (P * SIZE / SEGMENT, 4)."""
-    COUNT: tl.constexpr = SIZE // SEGMENT
-    segment = tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
-    at = segment * (SEGMENT // 2) + (4 * PART + tl.arange(0, 4)[None, :])
+    """Pairs (int32) of a quarter of each segment of each block, (P * SIZE / SEGMENT, 4)."""
+    at = _segments(block, SIZE) * (SEGMENT // 2) + (4 * PART + tl.arange(0, 4)[None, :])
     return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + at)
 
 
 @triton.jit
-def range_of_segments(a, b, c, d, SIZE: tl.constexpr):
-    """(pattern of the largest magnitude, minimum, maximum) of blocks of bfloat16, (P, 1), of `load_segments`' parts."""
+def range_of_segments(a, b, c, d, BRAIN: tl.constexpr, SIZE: tl.constexpr):
+    """`range_of_pairs` of blocks, of the four parts of their segments."""
+    if BRAIN:
+        least = smaller_bfloat16(smaller_bfloat16(a, b), smaller_bfloat16(c, d))
+        most = larger_bfloat16(larger_bfloat16(a, b), larger_bfloat16(c, d))
+    else:
+        least = smaller_float16(smaller_float16(a, b), smaller_float16(c, d))
+        most = larger_float16(larger_float16(a, b), larger_float16(c, d))
     COUNT: tl.constexpr = SIZE // SEGMENT
-    least = smaller_bfloat16(smaller_bfloat16(a, b), smaller_bfloat16(c, d))
-    most = larger_bfloat16(larger_bfloat16(a, b), larger_bfloat16(c, d))
-    first, second = crossed(
-        tl.reduce(least, 1, smaller_bfloat16, keep_dims=True), tl.reduce(most, 1, larger_bfloat16, keep_dims=True)
-    )
-    both = tl.reshape(larger_bfloat16(first, second), (a.shape[0] // COUNT, COUNT))
-    both = tl.reduce(both, 1, larger_bfloat16, keep_dims=True)
-    low, high = negated(high_float(both, True)), low_float(both, True)
-    return tl.maximum(bits_of(low) & MAGNITUDE, bits_of(high) & MAGNITUDE), low, high
+    SHAPE: tl.constexpr = (a.shape[0] // COUNT, 4 * COUNT)
+    return range_of_pairs(tl.reshape(least, SHAPE), tl.reshape(most, SHAPE), BRAIN, 4)
 
 
 @triton.jit
-def store_segments(codes, a, b, c, d, m, scale, zero, block, SIZE: tl.constexpr):
+def store_segments(codes, a, b, c, d, m, scale, zero, block, BRAIN: tl.constexpr, SIZE: tl.constexpr):
     """Packed 4-bit codes of blocks with these multipliers, scales and zero points, (P, 1)."""
-    COUNT: tl.constexpr = SIZE // SEGMENT
     offset = zero.to(tl.float32) * 0.0625 + (8.0 - TO_INTEGER) * 0.0625
-    top = tl.where(is_nan(scale), TOP + 34952.0, TOP)
-    m, offset, top = _spread(m, COUNT), _spread(offset, COUNT), _spread(top, COUNT)
+    top = tl.where(is_nan(scale), TOP + 0x8888, TOP)
+    m, offset, top = _spread(m, SIZE), _spread(offset, SIZE), _spread(top, SIZE)
     words = side_by_side(
-        side_by_side(_word(a, m, offset, top), _word(b, m, offset, top)),
-        side_by_side(_word(c, m, offset, top), _word(d, m, offset, top)),
+        side_by_side(_word(a, m, offset, top, BRAIN), _word(b, m, offset, top, BRAIN)),
+        side_by_side(_word(c, m, offset, top, BRAIN), _word(d, m, offset, top, BRAIN)),
     )
-    segment = tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
-    to = codes.to(tl.pointer_type(tl.int32), bitcast=True) + segment * 4 + tl.arange(0, 4)[None, :]
-    tl.store(to, words)
+    at = _segments(block, SIZE) * 4 + tl.arange(0, 4)[None, :]
+    tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, words)
 
 
 @triton.jit
-def _spread(v, COUNT: tl.constexpr):
+def _spread(v, SIZE: tl.constexpr):
     """A number of each block (P, 1) for each of its segments."""
+    COUNT: tl.constexpr = SIZE // SEGMENT
     return tl.reshape(tl.broadcast_to(v, (v.shape[0], COUNT)), (v.shape[0] * COUNT, 1))
 
 
 @triton.jit
-def _word(pairs, m, offset, top):
+def _word(pairs, m, offset, top, BRAIN: tl.constexpr):
     """Words of eight codes (S, 1) of pairs (S, 4).
 
-    As `hot._in_range`, code by code, but what is left over 16 goes into a sum: top less the sum of (15 - n) * 16**i is the
-    sum of n * 16**i, n from 0 on, above 2**23.
+    Codes come from the adder as in `hot`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less the sum
+    of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8 * 0x1111
+    higher: codes of 0.
     """
     p, q, r, s = quarters(pairs)
     return tl.inline_asm_elementwise(
-        NIBBLES, "=r,r,r,r,r,f,f,f", [p, q, r, s, m, offset, top], dtype=tl.int32, is_pure=True, pack=1
-    )
+        NIBBLES_BFLOAT16 if BRAIN else NIBBLES_FLOAT16, "=r,r,r,r,r,f,f,f", [p, q, r, s, m, offset, top],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip

@@ -231,18 +231,20 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
-        pairs=dtype == "bfloat16" and _has_pairs(scheme, _hot(scheme, nearest and hardware)),
+        pairs=_has_pairs(scheme, dtype, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
 
 
-def _has_pairs(scheme: Scheme, hot: str) -> bool:
-    """Whether `fours`, `sixes` or `ranges` makes packed codes of bfloat16.
+def _has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
+    """Whether packed codes are made from pairs.
 
-    MX floats below 8 bits, NVFP4, and 4-bit integers with zero points.
+    `fours` and `sixes`: MX floats below 8 bits and NVFP4, of bfloat16. `ranges`: 4-bit integers with zero points, of 16 bits.
     """
     scale = scheme.scale
     if _is_ranged(scheme, hot):
-        return scheme.format.bits == 4 and scale.block in (32, 64, 128, 256)
+        return dtype != "float32" and scheme.format.bits == 4 and scale.block in (32, 64, 128, 256)
+    if dtype != "bfloat16":
+        return False
     if scheme.outer is not None:
         return hot == "e2m1" and scale.block == 16 and not scale.power_of_two
     return hot in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
-from fast.kernels.ranges import pairs_of, range_of_pairs
+from fast.kernels.ranges import range_of_tile
+
 
 @triton.jit
 def _larger(a, b):
@@ -53,16 +54,18 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
     if not WITH_ZERO:
         below, above = _without(tile, inside, "inf"), _without(tile, inside, "-inf")
     if NATIVE and tile.dtype != tl.float32 and tile.shape[1] > 1:
-        low, high = range_of_pairs(pairs_of(below), pairs_of(above), tile.dtype == tl.bfloat16)
-    elif NATIVE:
-        low = bits_of(tl.reduce(widened(below), 1, _smaller, keep_dims=True))
-        high = bits_of(tl.reduce(widened(above), 1, _larger, keep_dims=True))
+        largest, low, high = range_of_tile(below, above)
     else:
-        keys = order_key(bits_of(widened(below, SIGNS_NAN)))
-        low = order_key(tl.min(keys, axis=1, keep_dims=True))
-        keys = order_key(bits_of(widened(above, SIGNS_NAN)))
-        high = order_key(tl.max(keys, axis=1, keep_dims=True))
-    return tl.maximum(low & MAGNITUDE, high & MAGNITUDE), low, high
+        if NATIVE:
+            low = bits_of(tl.reduce(widened(below), 1, _smaller, keep_dims=True))
+            high = bits_of(tl.reduce(widened(above), 1, _larger, keep_dims=True))
+        else:
+            key = order_key(bits_of(widened(below, SIGNS_NAN)))
+            low = order_key(tl.min(key, axis=1, keep_dims=True))
+            key = order_key(bits_of(widened(above, SIGNS_NAN)))
+            high = order_key(tl.max(key, axis=1, keep_dims=True))
+        largest = tl.maximum(low & MAGNITUDE, high & MAGNITUDE)
+    return largest, low, high
 
 
 @triton.jit
