@@ -16,7 +16,6 @@ from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
     bytes_of,
-    corrected,
     divided,
     e2m1_numbers,
     e2m1_values,
@@ -30,6 +29,7 @@ from fast.kernels.words import (
     int4_words,
     integer_values,
     inverse,
+    quotient,
     six_triples,
     six_words,
 )
@@ -80,7 +80,7 @@ def _under_ordinary(largest, outer, L: tl.constexpr):
     power = (254 << 23) - (bits_of(outer) & INFINITY)
     unit = float_of(power)
     mantissa = outer * unit
-    value = corrected(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
+    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
     exact = divided(value, mantissa, inverse(mantissa))
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
     # NaN and infinity poison their block.

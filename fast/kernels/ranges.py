@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, bits_of, float_of, high_float, is_nan, low_float
 from fast.kernels.fours import side_by_side
-from fast.kernels.words import TO_INTEGER, corrected, divided, inverse, negated, quarters
+from fast.kernels.words import TO_INTEGER, divided, inverse, negated, quarters, quotient
 
 # Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.
 GROUP = tl.constexpr(8)
@@ -113,7 +113,7 @@ def scale_of_range(largest, low, high, RULE: tl.constexpr):
     below, above = tl.maximum(negated(low), 0.0), tl.maximum(high, 0.0)
     width = tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32)))
     # Below 2**-126, where the product may be wrong, is the floor.
-    scale = tl.maximum(corrected(width, L.target, L.inverse), float_of(tl.full((), L.floor, tl.int32)))
+    scale = tl.maximum(quotient(width, L.target, L.inverse), float_of(tl.full((), L.floor, tl.int32)))
     scale = tl.where(bad, float("nan"), scale)
     unit = float_of((254 << 23) - (bits_of(scale) & INFINITY))
     mantissa = scale * unit

@@ -51,7 +51,8 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
     that is widened to hold it does not mind. A tile of 16-bit numbers has neighbours of a row in one register.
     """
     below, above = tile, tile
-    if not WITH_ZERO:
+    # Floats take the fillers in any case: without them the assembler keeps so many at a time that masked tiles spill.
+    if not WITH_ZERO or tile.dtype == tl.float32:
         below, above = _without(tile, inside, "inf"), _without(tile, inside, "-inf")
     if NATIVE and tile.dtype != tl.float32 and tile.shape[1] > 1:
         largest, low, high = range_of_tile(below, above)
@@ -71,7 +72,7 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
 @triton.jit
 def _without(tile, inside, FILLER: tl.constexpr):
     """A tile, with a number where an element does not exist."""
-    return tl.where(inside, tile, float(FILLER))
+    return tl.where(inside, tile, tl.full((), float(FILLER), tl.float32).to(tile.dtype))
 
 
 @triton.jit
