@@ -47,7 +47,8 @@ GROUPS = {
 # Minima and maxima elsewhere: rows that fill no tile, blocks that fill none, rows in parts, along the first axis.
 RANGED = (
     ("int8_rowwise_asymmetric", (5, 200), -1), ("torchao.int4_g32_tinygemm", (5, 96), -1), ("int4_g64_asymmetric", (3, 64), -1),
-    ("int8_rowwise_asymmetric", (2, 20000), -1), ("int4_g32_asymmetric", (32, 45), 0), ("torchao.int4_g32_tinygemm", (64, 24), 0),
+    ("int8_rowwise_asymmetric", (2, 20000), -1), ("int4_g32_asymmetric", (32, 45), 0),
+    ("torchao.int4_g32_tinygemm", (9, 100), -1), ("torchao.int4_g32_tinygemm", (64, 24), 0),
     ("torchao.int4_g32_tinygemm", (64, 256), -1),
 )  # fmt: skip
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
@@ -149,10 +150,12 @@ def compare_ranges() -> None:
             every = to_torch(all_patterns(dtype)["finite"]).reshape(-1)
             x = every[: shape[0] * shape[1]].reshape(shape)
             x[0, 7], x[-1, 3] = float("nan"), float("-inf")
-            assert_same_bits(
-                quantizer.quantize(x, SCHEMES[name], axis, None, None, False),
-                reference.quantize(x, SCHEMES[name], axis=axis),
-            )
+            scheme = SCHEMES[name]
+            if shape[-1] % 8 == 4:
+                # A range that does not hold zero, in rows that fill no tile.
+                scheme = replace(scheme, scale=replace(scheme.scale, block=-1))
+            made = quantizer.quantize(x, scheme, axis, None, None, False)
+            assert_same_bits(made, reference.quantize(x, scheme, axis=axis))
         print(name, *shape, flush=True)
 
 

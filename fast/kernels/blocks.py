@@ -18,7 +18,8 @@ second reads x again, in reverse order, since the end of x is what the L2 cache 
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import bits_of, float_of, narrow, order_key, read, widened
+from fast.kernels.bits import float_of, narrow, order_key, read, widened
+from fast.kernels.chosen import choose
 from fast.kernels.columns import column_places
 from fast.kernels.fours import (
     larger_pair,
@@ -30,7 +31,6 @@ from fast.kernels.fours import (
 )
 from fast.kernels.halves import floats, set_aside
 from fast.kernels.hot import (
-    choose_under_outer,
     finished,
     kept_where,
     loaded_values,
@@ -40,19 +40,13 @@ from fast.kernels.hot import (
     store_words,
 )
 from fast.kernels.packing import load_packed, store_packed
-from fast.kernels.ranges import load_segments, range_of_segments, scale_of_range, store_segments
+from fast.kernels.ranges import load_segments, range_of_segments, store_segments
 from fast.kernels.rule import Constant
-from fast.kernels.scale_places import scale_place
 from fast.kernels.scaled import element_codes
 from fast.kernels.scales import (
-    exact_scale,
     floored,
     loaded_scale,
     outer_scale,
-    power_scale,
-    power_value,
-    stored_scale,
-    zero_point,
 )
 from fast.kernels.sixes import store_sixes
 from fast.kernels.statistics import absmax, bound, value_range
@@ -217,7 +211,7 @@ def _quantize_tile(
     else:
         divisor_outer = g_outer
         largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
-        e, s, z, kept = _choose(
+        e, s, z, kept = choose(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
     # After the range, which is taken of pairs: floats would wait for it in twice the registers.
@@ -253,7 +247,7 @@ def _pairs_tile(
         c, d = load_pairs(x, block, SIZE, 2, PARTS), load_pairs(x, block, SIZE, 3, PARTS)
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
-    _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
+    _, s, z, kept = choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
     m = multiplier(s, kept, z, RULE)
     if RULE.bits == 6:
         store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
@@ -274,7 +268,7 @@ def _segments_tile(
     c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
     BRAIN: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     largest, low, high = range_of_segments(a, b, c, d, BRAIN, SIZE)
-    _, s, z, m = _choose(
+    _, s, z, m = choose(
         largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, RULE, JOB
     )
     store_segments(codes, a, b, c, d, m, s, z, block, BRAIN, SIZE)
@@ -349,45 +343,6 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
         return made
     else:
         return loaded_scale(tl.load(outer), RULE.outer)
-
-
-@triton.jit
-def _choose(
-    largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
-):
-    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so.
-
-    Of rules whose range is known to hold zero the last is the multiplier, and low and high need not hold it.
-    """
-    if RULE.power_of_two:
-        kept = power_scale(largest, RULE.level, RULE.house)
-        s = power_value(kept)
-        e = s
-        z = s
-    elif RULE.ranged:
-        s, kept, z = scale_of_range(largest, low, high, RULE)
-        e = s
-    elif RULE.under_outer:
-        kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
-        e = s
-    else:
-        e = exact_scale(largest, low, high, outer, RULE)
-        kept, s = stored_scale(e, RULE.level)
-        z = e
-        if RULE.zero != "":
-            z = zero_point(low, e, RULE)
-    if RULE.zero == "code" and JOB.scales:
-        tl.store(zero + block, z.to(tl.int8), mask=writes)
-    elif RULE.zero == "value" and JOB.scales:
-        tl.store(zero + block, (bits_of(z) >> 16).to(tl.uint16), mask=writes)
-    if JOB.tiled:
-        at = scale_place(block // stride, block % stride, stride, True)
-        tl.store(scale + at, kept.to(tl.uint8), mask=writes)
-    elif JOB.scales and RULE.ranged:
-        tl.store(scale + block, s, mask=writes)
-    elif JOB.scales:
-        tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
-    return e, s, z, kept
 
 
 @triton.jit

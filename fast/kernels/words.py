@@ -45,8 +45,8 @@ def inverse(v):
 def quotient(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
     """a / TARGET, correctly rounded where it is at least 2**-126, and at most that otherwise; a is not negative.
 
-    INVERSE: 1 / TARGET rounded. One step with the remainder corrects the product. The remainder is exact, for small a as well: it
-    is a multiple of 2**-149. Which targets this is exact for is checked on the GPU for every significand, as for `inverse`.
+    INVERSE: 1 / TARGET rounded. One step with the remainder corrects the product. The remainder is exact, for small a as well:
+    it is a multiple of 2**-149. Which targets this is exact for is checked on the GPU for every significand, as for `inverse`.
     """
     first = a * INVERSE
     return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)
