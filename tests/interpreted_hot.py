@@ -43,9 +43,17 @@ GROUPS = {
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
     "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
+    "ranges": ("int4_g128_asymmetric", "int8_g64_asymmetric"),
 }  # fmt: skip
 # Stochastic rounding: the first and last mantissa sizes, and every rule of scales.
 DRAWN = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4")
+# Minima and maxima elsewhere: rows that fill no tile, blocks that fill none, rows in parts, along the first axis.
+RANGED = (
+    ("int8_rowwise_asymmetric", (5, 200), -1), ("torchao.int4_g32_tinygemm", (5, 96), -1), ("int4_g64_asymmetric", (3, 64), -1),
+    ("int8_rowwise_asymmetric", (2, 20000), -1), ("int4_g32_asymmetric", (32, 45), 0),
+    ("torchao.int4_g32_tinygemm", (9, 100), -1), ("torchao.int4_g32_tinygemm", (64, 24), 0),
+    ("torchao.int4_g32_tinygemm", (64, 256), -1),
+)  # fmt: skip
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
 # Rows of two pieces, and of three: see `row_pieces`.
 IN_PIECES = (1536, 3584)
@@ -78,6 +86,19 @@ def ladders(dtype: str, size: int) -> Array:
     return bits_as(bits | rng.integers(0, 2, bits.shape) << 15, dtype)
 
 
+def halfway(scheme: Scheme, dtype: str, size: int) -> Array:
+    """Blocks as long as their codes reach, which begin at halves and quarters of a step: ends that round beyond the codes."""
+    rng, count = np.random.default_rng(9), LAUNCH // size // 4
+    target = int(scheme.scale.target)
+    low = -rng.integers(0, target, (count, 1)) - rng.choice([0, 0.25, 0.5, 0.75], (count, 1))
+    x = np.round(2 * rng.uniform(low, low + target, (count, size))) / 2
+    x[:, :1], x[:, -1:] = low, low + target
+    step = np.exp2(
+        rng.integers(-14, 7, (count, 1)) if dtype == "float16" else rng.integers(-133, 119, (count, 1))
+    )
+    return (x * step).astype(NUMPY[dtype]).reshape(-1, WIDTH)
+
+
 def bits_as(bits: Array, dtype: str) -> Array:
     """16-bit patterns in rows."""
     return bits.astype(np.uint16).view(NUMPY[dtype]).reshape(-1, WIDTH)
@@ -88,9 +109,11 @@ def inputs(scheme: Scheme, dtype: str, fraction: float) -> Iterator[tuple[str, t
     made = dict(scheme_inputs(scheme, dtype, fraction))
     if not shared(scheme):
         made = {"edges": np.concatenate(list(made.values()))}
+    block = scheme.scale.block
+    size = block if isinstance(block, int) and block > 0 else WIDTH
+    if scheme.zero is not None:
+        made["halfway"] = halfway(scheme, dtype, size)
     if dtype != "float32":
-        block = scheme.scale.block
-        size = block if isinstance(block, int) and block > 0 else WIDTH
         every = all_patterns(dtype)
         made["patterns"] = np.concatenate([ladders(dtype, size), every["finite"], every["shuffled"]])
         made["ladders"] = ladders(dtype, size)
@@ -131,6 +154,22 @@ def compare_scheme(name: str, fraction: float) -> None:
     compare_values(q, name)
     if scheme.outer is not None:
         compare_outers(scheme, fraction)
+
+
+def compare_ranges() -> None:
+    """Patterns of 16 bits in `RANGED` places."""
+    for name, shape, axis in RANGED:
+        for dtype in ("bfloat16", "float16"):
+            every = to_torch(all_patterns(dtype)["finite"]).reshape(-1)
+            x = every[: shape[0] * shape[1]].reshape(shape)
+            x[0, 7], x[-1, 3] = float("nan"), float("-inf")
+            scheme = SCHEMES[name]
+            if shape[-1] % 8 == 4:
+                # A range that does not hold zero, in rows that fill no tile.
+                scheme = replace(scheme, scale=replace(scheme.scale, block=-1))
+            made = quantizer.quantize(x, scheme, axis, None, None, False)
+            assert_same_bits(made, reference.quantize(x, scheme, axis=axis))
+        print(name, *shape, flush=True)
 
 
 def compare_values(q: Quantized, name: str) -> None:
@@ -218,9 +257,9 @@ def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
 
 
 def compare_reciprocals() -> None:
-    """Scales of nvfp4 and int4_g32, whose reciprocals are corrected, where the first guess errs by a unit."""
+    """Scales, zero points and multipliers of reciprocals that are corrected, where the first guess errs by a unit."""
     for RECIPROCAL.error in (1, -1):
-        for name in ("nvfp4", "int4_g32", "fp8_1x128"):
+        for name in ("nvfp4", "int4_g32", "int4_g32_asymmetric", "fp8_1x128"):
             compare(to_torch(ladders("bfloat16", 16)), SCHEMES[name])
     RECIPROCAL.error = 0
     print("reciprocals", flush=True)
@@ -260,6 +299,8 @@ def main(group: str, fraction: float) -> None:
     with np.errstate(all="ignore"):
         for name in GROUPS.get(group, ()):
             compare_scheme(name, fraction)
+        if group == "ranges":
+            compare_ranges()
         if group == "encode":
             compare_encode(fraction)
         if group == "drawn":

@@ -51,6 +51,24 @@ def widened(v, SIGNS_NAN: tl.constexpr = False):
 
 
 @triton.jit
+def low_float(w, BRAIN: tl.constexpr):
+    """float32 of the 16-bit floats in the low halves of words, exact; BRAIN: bfloat16, otherwise float16."""
+    if BRAIN:
+        return float_of(w << 16)
+    else:
+        return w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def high_float(w, BRAIN: tl.constexpr):
+    """The same of the high halves."""
+    if BRAIN:
+        return float_of(w & -65536)
+    else:
+        return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def is_nan(v):
     """Whether a float32 is NaN, on its pattern, where no compiler may reason about NaN."""
     return (bits_of(v) & MAGNITUDE) > INFINITY

@@ -18,7 +18,8 @@ second reads x again, in reverse order, since the end of x is what the L2 cache 
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import bits_of, narrow, read, widened
+from fast.kernels.bits import float_of, narrow, order_key, read, widened
+from fast.kernels.chosen import choose
 from fast.kernels.columns import column_places
 from fast.kernels.drawn import store_drawn
 from fast.kernels.fours import (
@@ -30,8 +31,8 @@ from fast.kernels.fours import (
     words_of_pairs,
 )
 from fast.kernels.groups import load_groups
+from fast.kernels.halves import floats, set_aside
 from fast.kernels.hot import (
-    choose_under_outer,
     finished,
     kept_where,
     loaded_values,
@@ -41,29 +42,16 @@ from fast.kernels.hot import (
     store_words,
 )
 from fast.kernels.packing import load_packed, store_packed
+from fast.kernels.ranges import load_segments, range_of_segments, store_segments
 from fast.kernels.rule import Constant
-from fast.kernels.scale_places import scale_place
 from fast.kernels.scaled import element_codes
 from fast.kernels.scales import (
-    exact_scale,
     floored,
     loaded_scale,
     outer_scale,
-    power_scale,
-    power_value,
-    stored_scale,
-    zero_point,
 )
 from fast.kernels.sixes import store_sixes
-from fast.kernels.statistics import (
-    absmax,
-    block_absmax,
-    highest_key,
-    lowest_key,
-    maximum,
-    minimum,
-    value_of_key,
-)
+from fast.kernels.statistics import absmax, block_absmax, bound, value_range
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
 
@@ -156,81 +144,92 @@ def blocks_kernel(
         block = block.to(tl.int64)
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
+    elif JOB.pairs and RULE.ranged:
+        _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif JOB.pairs:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
         # Packed integers leave as words of 32 codes, which a thread makes if it has their numbers.
         GROUPS: tl.constexpr = JOB.packed and RULE.hot == "int" and not MASKED and SIZE % 32 == 0
-        v = widened(load_groups(x, block, SIZE) if GROUPS else read(x + at, inside), RULE.signs_nan)
+        tile = load_groups(x, block, SIZE) if GROUPS else read(x + at, inside)
+        if SHAPE == "columns":
+            # Neighbours in a register are not of one block.
+            tile = widened(tile, RULE.signs_nan)
         if JOB.statistic:
-            _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
+            _leave_statistic(tile, inside, statistic, block, exists, stride, RULE, JOB)
         else:
             _quantize_tile(
-                v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
+                tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
                 first, stride, RULE, JOB,
             )  # fmt: skip
 
 
 @triton.jit
-def _leave_statistic(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _leave_statistic(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
     """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
+    v = widened(tile, RULE.signs_nan)
     if JOB.outer == "statistic":
         # Over all elements: one number, and in house schemes only finite ones count.
         largest = tl.max(absmax(v, RULE.house, RULE.native), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
-    else:
+    elif RULE.level.statistic == "absmax":
         tl.atomic_max(statistic + block, absmax(v, False, RULE.native), mask=exists, sem="relaxed")
-        if RULE.level.statistic != "absmax":
-            tl.atomic_min(statistic + stride + block, lowest_key(v, inside), mask=exists, sem="relaxed")
-            tl.atomic_max(statistic + 2 * stride + block, highest_key(v, inside), mask=exists, sem="relaxed")
+    else:
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
+        tl.atomic_max(statistic + block, largest, mask=exists, sem="relaxed")
+        tl.atomic_min(statistic + stride + block, order_key(low), mask=exists, sem="relaxed")
+        tl.atomic_max(statistic + 2 * stride + block, order_key(high), mask=exists, sem="relaxed")
 
 
 @triton.jit
-def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
     """(pattern of the largest magnitude, minimum, maximum) of each block."""
     MINMAX: tl.constexpr = RULE.level.statistic != "absmax"
-    WITH_ZERO: tl.constexpr = RULE.level.statistic != "minmax"
     if JOB.source == "statistic":
         largest = read(statistic + block, exists)
         if MINMAX:
-            low = tl.load(statistic + stride + block, mask=exists, other=0)
-            high = tl.load(statistic + 2 * stride + block, mask=exists, other=0)
+            low = order_key(tl.load(statistic + stride + block, mask=exists, other=0))
+            high = order_key(tl.load(statistic + 2 * stride + block, mask=exists, other=0))
+    elif MINMAX:
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
     else:
-        largest = block_absmax(v, RULE.native)
-        if MINMAX:
-            low, high = minimum(v, inside, RULE.native), maximum(v, inside, RULE.native)
-    if MINMAX:
-        return (
-            largest,
-            value_of_key(low, largest, WITH_ZERO, True),
-            value_of_key(high, largest, WITH_ZERO, False),
-        )
+        largest = block_absmax(widened(tile, RULE.signs_nan), RULE.native)
+    if RULE.ranged:
+        return largest, float_of(low), float_of(high)
+    elif MINMAX:
+        return largest, bound(low, largest, RULE.with_zero, True), bound(high, largest, RULE.with_zero, False)
     else:
         return largest, largest, largest
 
 
 @triton.jit
 def _quantize_tile(
-    v, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
+    later = set_aside(tile, RULE.native and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE, JOB.exact)
         kept = s
     else:
         divisor_outer = g_outer
-        largest, low, high = _range(v, inside, statistic, block, exists, stride, RULE, JOB)
-        e, s, z, kept = _choose(
+        largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
+        e, s, z, kept = choose(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
+    # After the range, which is taken of pairs: floats would wait for it in twice the registers.
+    if RULE.zero != "" and not RULE.signs_nan:
+        v = floats(later, RULE.native)
+    else:
+        v = widened(tile, RULE.signs_nan)
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
             store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
         if JOB.output != "":
             c = combined(s, g_outer, RULE, "float32")
-            value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
+            value = rounded_values(v, multiplier(s, kept, z, RULE), s, z, RULE)
             tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
     elif RULE.drawn and JOB.source != "given" and JOB.codes:
         m = multiplier(s, kept, z, RULE)
@@ -256,7 +255,7 @@ def _pairs_tile(
         c, d = load_pairs(x, block, SIZE, 2, PARTS), load_pairs(x, block, SIZE, 3, PARTS)
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
-    _, s, z, kept = _choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
+    _, s, z, kept = choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
     m = multiplier(s, kept, z, RULE)
     if RULE.bits == 6:
         store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
@@ -266,6 +265,21 @@ def _pairs_tile(
         if PARTS == 4:
             words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two, JOB.packed))
         store_words(codes, words, block, exists)
+
+
+@triton.jit
+def _segments_tile(
+    x, codes, scale, zero, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr, SIZE: tl.constexpr
+):
+    """Packed 4-bit integers with zero points, of 16-bit numbers, 32 of a block in each thread; see `ranges`."""
+    a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
+    c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
+    BRAIN: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    largest, low, high = range_of_segments(a, b, c, d, BRAIN, SIZE)
+    _, s, z, m = choose(
+        largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, RULE, JOB
+    )
+    store_segments(codes, a, b, c, d, m, s, z, block, BRAIN, SIZE)
 
 
 @triton.jit
@@ -323,38 +337,6 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
         return made
     else:
         return loaded_scale(tl.load(outer), RULE.outer)
-
-
-@triton.jit
-def _choose(
-    largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
-):
-    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so."""
-    if RULE.power_of_two:
-        kept = power_scale(largest, RULE.level, RULE.house)
-        s = power_value(kept)
-        e = s
-        z = s
-    elif RULE.under_outer:
-        kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
-        e = s
-    else:
-        e = exact_scale(largest, low, high, outer, RULE)
-        kept, s = stored_scale(e, RULE.level)
-        z = e
-        if RULE.zero != "":
-            kept_zero, z = zero_point(low, e, RULE)
-            if JOB.scales:
-                if RULE.zero == "code":
-                    tl.store(zero + block, kept_zero.to(tl.int8), mask=writes)
-                else:
-                    tl.store(zero + block, (bits_of(kept_zero) >> 16).to(tl.uint16), mask=writes)
-    if JOB.tiled:
-        at = scale_place(block // stride, block % stride, stride, True)
-        tl.store(scale + at, kept.to(tl.uint8), mask=writes)
-    elif JOB.scales:
-        tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
-    return e, s, z, kept
 
 
 @triton.jit

@@ -15,11 +15,11 @@ CHUNK = 8192
 SMALLEST_TILE = 512
 # Blocks along an axis that is not the last (`columns`): neighbouring columns of a tile, at least, of which a thread has WIDTH
 # or, where scales come from an earlier pass, CHUNK_WIDTH; rows of a part of a large block; elements of a warp, which has no
-# room for as many where there are masks.
+# room for as many where there are masks, and fewer where each number is a load of its own.
 COLUMNS = 64
 WIDTH, CHUNK_WIDTH = 8, 16
 COLUMN_CHUNK = 64
-WARP, MASKED_WARP = 4096, 2048
+WARP, MASKED_WARP, NARROW_WARP = 4096, 2048, 1024
 INT32 = 2**31 - 1
 
 
@@ -111,7 +111,7 @@ def _columns(lead: int, length: int, after: int, size: int, largest: int = 2 * L
     programs = ceil_div(after, p) * rows * lead * chunks
     count = lead * rows * after
     width = min(CHUNK_WIDTH if chunked else WIDTH, p, after & -after)
-    warps = max(1, p * tile // (MASKED_WARP if masked else WARP))
+    warps = max(1, p * tile // (NARROW_WARP if width == 1 else MASKED_WARP if masked else WARP))
     return Geometry("columns", programs, count, integers, chunked, masked, wide, tile, width, p, warps)
 
 

@@ -1,7 +1,7 @@
 """Packed integers of 2 to 7 bits in groups of 32: as many words as a code has bits, made of quads, numbers of four codes.
 
 The words of a group lie in one thread after they are made. Stored from there, a warp's would lie as many words apart as a code
-has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled up to a power of two, are
+has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled to a power of two, are
 stored as a tile in which neighbouring lanes have neighbouring words, and lanes beyond the group store nothing.
 
 A thread loads all 32 numbers of a group: then nothing else changes places, and few threads choose the scale of a block.

@@ -91,6 +91,21 @@ def floats(v, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def set_aside(tile, PAIRS: tl.constexpr):
+    """The same numbers: a copy of registers that the assembler drops.
+
+    For a tile that is made float32 late, so that pairs, half the registers, wait for the block's scale. Without it Triton
+    gives the floats the layout of a reduction of the pairs, and moves them through shared memory.
+    """
+    if PAIRS and tile.dtype != tl.float32:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=True, pack=2
+        )
+    else:
+        return tile
+
+
+@triton.jit
 def narrowed(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """float32 rounded to a dtype, nearest even, overflow to infinity, NaN canonical."""
     if DTYPE == "float32":

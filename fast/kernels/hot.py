@@ -17,7 +17,6 @@ from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
     bytes_of,
-    corrected,
     divided,
     e2m1_numbers,
     e2m1_values,
@@ -31,6 +30,7 @@ from fast.kernels.words import (
     int4_words,
     integer_values,
     inverse,
+    quotient,
     six_triples,
     six_words,
 )
@@ -40,7 +40,7 @@ from fast.kernels.words import (
 def multiplier(scale, kept, prepared, RULE: tl.constexpr):
     """What an element is multiplied by, (blocks, 1); NaN in poisoned blocks.
 
-    kept: the e8m0 code of a power of two. prepared: the multiplier, where choosing the scale has made it already.
+    kept: the e8m0 code of a power of two. kept or prepared: the multiplier, where choosing the scale has made it already.
     """
     if RULE.power_of_two and RULE.level.target_exponent >= 2:
         # Codes end at 253 there, so 2**(127 - code) is a normal number.
@@ -49,6 +49,8 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
         return power_multiplier(scale, RULE)
     elif RULE.has_outer:
         return prepared
+    elif RULE.ranged:
+        return kept
     elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
         return inverse(scale)
@@ -79,7 +81,7 @@ def _under_ordinary(largest, outer, L: tl.constexpr):
     power = (254 << 23) - (bits_of(outer) & INFINITY)
     unit = float_of(power)
     mantissa = outer * unit
-    value = corrected(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
+    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
     exact = divided(value, mantissa, inverse(mantissa))
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
     # NaN and infinity poison their block.
@@ -105,17 +107,40 @@ def kept_where(scale, MASK: tl.constexpr):
 
 
 @triton.jit
-def integers(v, m, zero, RULE: tl.constexpr):
-    """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range; NaN in poisoned blocks."""
+def integers(v, m, scale, zero, RULE: tl.constexpr):
+    """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range.
+
+    In poisoned blocks they are NaN, or 0 where numbers are brought into the range.
+    """
     y = v * m
     if RULE.fraction_bits != 0:
         y = y * (1 << RULE.fraction_bits)
     t = y + TO_INTEGER
-    if RULE.zero == "code":
-        t = t + zero.to(tl.float32)
     if RULE.clamps:
-        t = tl.minimum(tl.maximum(t, TO_INTEGER + RULE.lowest), TO_INTEGER + RULE.highest)
+        t = _in_range(t, scale, zero, RULE)
     return t
+
+
+@triton.jit
+def _in_range(t, scale, zero, RULE: tl.constexpr):
+    """Integers n + 1.5 * 2**23 as min(max(n + zero, lowest), highest) + 1.5 * 2**23; 0 for NaN in poisoned blocks.
+
+    The adder saturates to [0, 1] for nothing: with l = lowest - zero and B bits, (n - l) / 2**B stops at 0, then
+    (highest - lowest) / 2**B less that, where NaN has become 0. All of these are exact.
+    """
+    UNIT: tl.constexpr = 1.0 / (1 << RULE.bits)
+    SPAN: tl.constexpr = RULE.highest - RULE.lowest
+    LEAST: tl.constexpr = -(RULE.lowest + TO_INTEGER) * UNIT
+    if RULE.zero == "code":
+        offset = zero.to(tl.float32) * UNIT + LEAST
+    else:
+        offset = tl.full((1, 1), LEAST, tl.float32)
+    top = tl.where(is_nan(scale), TO_INTEGER + SPAN, TO_INTEGER + RULE.highest)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 p; fma.rn.sat.f32 p, $1, $4, $2; fma.rn.sat.f32 p, p, 0fBF800000, $5; fma.rn.f32 $0, p, $6, $3; }",
+        "=f,f,f,f,f,f,f", [t, offset, top, UNIT, SPAN * UNIT, -1.0 / UNIT],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -141,7 +166,7 @@ def store_codes(
 def _store_integers(
     codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
 ):
-    t = bits_of(integers(v, m, zero, RULE))
+    t = bits_of(integers(v, m, scale, zero, RULE))
     if PACKED and RULE.bits == 4:
         store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
     elif PACKED and v.shape[1] % 32 == 0:
@@ -150,7 +175,10 @@ def _store_integers(
         kept = kept_where(scale, (1 << RULE.bits) - 1)
         store_packed(codes, t & kept, block, exists, RULE.bits)
     else:
-        made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
+        if RULE.clamps and RULE.bits == 8:
+            made = bytes_of(t)
+        else:
+            made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
         tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
 
 
@@ -214,10 +242,10 @@ def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr
 
 
 @triton.jit
-def rounded_values(v, m, zero, RULE: tl.constexpr):
+def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
     """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
     if RULE.hot == "int":
-        n = integers(v, m, zero, RULE) - TO_INTEGER
+        n = integers(v, m, scale, zero, RULE) - TO_INTEGER
         if RULE.zero == "code":
             n = n - zero.to(tl.float32)
         if RULE.fraction_bits != 0:

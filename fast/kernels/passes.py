@@ -198,13 +198,13 @@ def _scaled(
 def paired(of: Asked, packed: bool) -> bool:
     """Whether codes under scales from the tensor are made of pairs by `fours` or `sixes`, so that x is read in words."""
     plain = of.place.shape == "flat" and not of.place.masked
-    return of.rule.pairs and plain and (packed or of.rule.bits == 4)
+    return of.rule.pairs and plain and (packed or (of.rule.bits == 4 and not of.rule.ranged))
 
 
 def _place(of: Asked, outer: str, pairs: bool) -> Geometry:
     """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
     place = of.place
-    if not pairs or outer == "statistic" or place.blocks % 64:
+    if not pairs or of.rule.ranged or outer == "statistic" or place.blocks % 64:
         return place
     return replace(place, p=64, warps=2, programs=place.blocks // 64)
 

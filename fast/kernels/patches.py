@@ -19,8 +19,9 @@ NATIVE is False in Triton's interpreter, which knows no instructions: there inte
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import NAN, bits_of, float_of
+from fast.kernels.bits import NAN, bits_of, float_of, high_float, low_float
 from fast.kernels.elements import encode
+from fast.kernels.fours import larger_pair
 from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import power_scale
 
@@ -33,16 +34,8 @@ CODES_254 = tl.constexpr(0x01FE01FE)
 
 
 @triton.jit
-def _larger(a, b):
-    """The larger halves of two words."""
-    return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def _larger_plain(a, b):
-    """The same for halves below 2**15."""
+    """`fours.larger_pair` for halves below 2**15."""
     return tl.maximum(a & LOW_HALF, b & LOW_HALF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
@@ -50,7 +43,7 @@ def _larger_plain(a, b):
 def _largest(pairs, AXIS: tl.constexpr, NATIVE: tl.constexpr):
     """Maxima of halves along an axis."""
     if NATIVE:
-        return tl.reduce(pairs, AXIS, _larger)
+        return tl.reduce(pairs, AXIS, larger_pair)
     else:
         return tl.reduce(pairs, AXIS, _larger_plain)
 
@@ -66,24 +59,6 @@ def _crossed(a, b, NATIVE: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.maximum(a & LOW_HALF, a >> 16) | (tl.maximum(b & LOW_HALF, b >> 16) << 16)
-
-
-@triton.jit
-def _low(w, BRAIN: tl.constexpr):
-    """float32 of the low halves: exact, subnormals kept."""
-    if BRAIN:
-        return float_of(w << 16)
-    else:
-        return w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high(w, BRAIN: tl.constexpr):
-    """float32 of the high halves."""
-    if BRAIN:
-        return float_of(w & -65536)
-    else:
-        return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -120,10 +95,10 @@ def _scales(largest, BRAIN: tl.constexpr, RULE: tl.constexpr):
         m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, RULE.native)
         # NaN has the field 255, and 254 - 255 is 255 in a byte.
         code = CODES_254 - ((m >> 7) & LOW_BYTES)
-        return _low(m, True), _high(m, True), code, code >> 16
+        return low_float(m, True), high_float(m, True), code, code >> 16
     else:
-        low = power_scale(bits_of(_low(largest, False)), RULE.level, True)
-        high = power_scale(bits_of(_high(largest, False)), RULE.level, True)
+        low = power_scale(bits_of(low_float(largest, False)), RULE.level, True)
+        high = power_scale(bits_of(high_float(largest, False)), RULE.level, True)
         return inverse_power(low), inverse_power(high), low, high
 
 
@@ -240,7 +215,7 @@ def _both_of_tile(
     WARPS: tl.constexpr = DOWN * ACROSS
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     quads = columns // 4
-    magnitudes, low, high = w & MAGNITUDES, _low(w, BRAIN), _high(w, BRAIN)
+    magnitudes, low, high = w & MAGNITUDES, low_float(w, BRAIN), high_float(w, BRAIN)
 
     made, code = _along_rows(magnitudes, low, high, WARPS, BRAIN, RULE)
     # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.blocks import _choose
+from fast.kernels.chosen import choose
 from fast.kernels.hot import multiplier, store_codes
 from fast.kernels.outputs import Outputs
 from fast.kernels.statistics import larger
@@ -33,7 +33,7 @@ def quantize_row(
     exists = tl.full((1, 1), 1, tl.int1)
     block = row + tl.zeros((1, 1), tl.int32)
     outer = tl.full((), 1.0, tl.float32)
-    _, s, z, kept = _choose(largest, largest, largest, outer, scale, None, block, exists, 0, RULE, JOB)
+    _, s, z, kept = choose(largest, largest, largest, outer, scale, None, block, exists, 0, RULE, JOB)
     m = multiplier(s, kept, z, RULE)
     _store(a, codes, start, 0, block, m, s, z, RULE, JOB)
     _store(b, codes, start, A, block, m, s, z, RULE, JOB)

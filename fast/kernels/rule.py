@@ -235,7 +235,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
         two_level=outer is not None and outer.statistic != "absmax_elements",
-        power_of_two=scheme.scale.power_of_two,
+        power_of_two=scheme.scale.power_of_two, with_zero=scheme.scale.statistic != "minmax",
         zero="" if zero is None else zero.rule, zero_storage="" if zero is None else zero.storage,
         middle=_in_dtype((low + high + 1) / 2, dtype if scheme.scale.compute == "input" else "float32"),
         middle_input=_in_dtype((low + high + 1) / 2, arithmetic), middle_code=(low + high + 1) // 2, low=low, high=high,
@@ -248,12 +248,13 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         native=hardware, signs_nan=scheme.nan == "element", hot=_hot(scheme, nearest and hardware),
         under_outer=hardware and _under_outer(scheme), ordinary=_outer_is_ordinary(scheme), hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and _has_sequence(fmt),
+        ranged=_is_ranged(scheme, _hot(scheme, nearest and hardware)),
         clamps=not _never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         drawn=hardware and not marking and _is_drawn(scheme),
-        pairs=dtype == "bfloat16" and _has_pairs(scheme, _hot(scheme, nearest and hardware)),
+        pairs=_has_pairs(scheme, dtype, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
 
 
@@ -266,12 +267,26 @@ def _is_drawn(scheme: Scheme) -> bool:
     return plain and signed and drawn and scale.power_of_two and scheme.outer is None and scale.target >= 4.0
 
 
-def _has_pairs(scheme: Scheme, hot: str) -> bool:
-    """Whether `fours` or `sixes` makes packed codes of bfloat16: MX floats below 8 bits, and NVFP4."""
+def _has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
+    """Whether packed codes are made from pairs.
+
+    `fours` and `sixes`: MX floats below 8 bits and NVFP4, of bfloat16. `ranges`: 4-bit integers with zero points, of 16 bits.
+    """
     scale = scheme.scale
+    if _is_ranged(scheme, hot):
+        return dtype != "float32" and scheme.format.bits == 4 and scale.block in (32, 64, 128, 256)
+    if dtype != "bfloat16":
+        return False
     if scheme.outer is not None:
         return hot == "e2m1" and scale.block == 16 and not scale.power_of_two
     return hot in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
+
+
+def _is_ranged(scheme: Scheme, hot: str) -> bool:
+    """Whether `ranges.scale_of_range` makes scales and zero points; from a target of 4 on no reciprocal is below 2**-126."""
+    scale, zero = scheme.scale, scheme.zero
+    coded = hot == "int" and zero is not None and zero.rule == "code"
+    return coded and scale.statistic == "minmax_with_zero" and _is_quick(scale) and scale.target >= 4
 
 
 def _has_sequence(fmt: Format) -> bool:

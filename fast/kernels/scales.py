@@ -248,15 +248,13 @@ def loaded_scale(kept, L: tl.constexpr):
 
 @triton.jit
 def zero_point(low, exact, RULE: tl.constexpr):
-    """(what is kept, the zero point): int32 codes, or a float32 rounded to its storage."""
+    """The zero point: int32 codes, or a float32 rounded to its storage."""
     L: tl.constexpr = RULE.level
     scale = raised(raised(exact, "scale", L), "stored", L)
     if RULE.zero == "value":
         made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
-        made = canonical(rounded(made, RULE.zero_storage))
-        return made, made
+        return canonical(rounded(made, RULE.zero_storage))
     else:
         steps = rounded(tl.div_rn(low, scale), L.compute)
         code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
-        code = tl.where(is_nan(steps), 0, code)
-        return code, code
+        return tl.where(is_nan(steps), 0, code)

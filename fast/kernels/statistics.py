@@ -6,11 +6,9 @@ A magnitude orders like its pattern, NaN above infinity, so an integer maximum i
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key
+from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
+from fast.kernels.ranges import range_of_tile
 
-# Identities of minimum and maximum over order keys.
-HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)
-LOWEST_KEY = tl.constexpr(-0x80000000)
 # Blocks of so many elements are in all lanes of a warp, which have so many neighbours.
 LONG, NEIGHBOURS = tl.constexpr(1024), tl.constexpr(8)
 
@@ -19,6 +17,12 @@ LONG, NEIGHBOURS = tl.constexpr(1024), tl.constexpr(8)
 def larger(a, b):
     """The larger of two floats; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    """The smaller of two floats; NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -47,53 +51,40 @@ def block_absmax(v, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _smaller(a, b):
-    """The smaller of two floats; NaN if either is."""
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, NATIVE: tl.constexpr):
+    """Patterns of the largest magnitude, the minimum and the maximum of each row, (blocks, 1).
 
-
-@triton.jit
-def minimum(v, inside, NATIVE: tl.constexpr):
-    """Order key of the smallest value of each row, (blocks, 1); any key where the row has a NaN."""
-    if NATIVE:
-        v = tl.where(inside, v, float("inf"))
-        return order_key(bits_of(tl.reduce(v, 1, _smaller, keep_dims=True)))
+    Where a row has a NaN the first is one, and the others are anything. Elements that do not exist are 0, which a range
+    that is widened to hold it does not mind. A tile of 16-bit numbers has neighbours of a row in one register.
+    """
+    below, above = tile, tile
+    # Floats take the fillers in any case: without them the assembler keeps so many at a time that masked tiles spill.
+    if not WITH_ZERO or tile.dtype == tl.float32:
+        below, above = _without(tile, inside, "inf"), _without(tile, inside, "-inf")
+    if NATIVE and tile.dtype != tl.float32 and tile.shape[1] > 1:
+        largest, low, high = range_of_tile(below, above)
     else:
-        return lowest_key(v, inside)
+        if NATIVE:
+            low = bits_of(tl.reduce(widened(below), 1, _smaller, keep_dims=True))
+            high = bits_of(tl.reduce(widened(above), 1, larger, keep_dims=True))
+        else:
+            key = order_key(bits_of(widened(below, SIGNS_NAN)))
+            low = order_key(tl.min(key, axis=1, keep_dims=True))
+            key = order_key(bits_of(widened(above, SIGNS_NAN)))
+            high = order_key(tl.max(key, axis=1, keep_dims=True))
+        largest = tl.maximum(low & MAGNITUDE, high & MAGNITUDE)
+    return largest, low, high
 
 
 @triton.jit
-def maximum(v, inside, NATIVE: tl.constexpr):
-    """Order key of the largest value of each row, (blocks, 1); any key where the row has a NaN."""
-    if NATIVE:
-        v = tl.where(inside, v, float("-inf"))
-        return order_key(bits_of(tl.reduce(v, 1, larger, keep_dims=True)))
-    else:
-        return highest_key(v, inside)
+def _without(tile, inside, FILLER: tl.constexpr):
+    """A tile, with a number where an element does not exist."""
+    return tl.where(inside, tile, tl.full((), float(FILLER), tl.float32).to(tile.dtype))
 
 
 @triton.jit
-def lowest_key(v, inside):
-    """Order key of the smallest value of each row, (blocks, 1)."""
-    key = order_key(bits_of(v))
-    if inside is not None:
-        key = tl.where(inside, key, HIGHEST_KEY)
-    return tl.min(key, axis=1, keep_dims=True)
-
-
-@triton.jit
-def highest_key(v, inside):
-    """Order key of the largest value of each row, (blocks, 1)."""
-    key = order_key(bits_of(v))
-    if inside is not None:
-        key = tl.where(inside, key, LOWEST_KEY)
-    return tl.max(key, axis=1, keep_dims=True)
-
-
-@triton.jit
-def value_of_key(key, largest, WITH_ZERO: tl.constexpr, LOW: tl.constexpr):
+def bound(b, largest, WITH_ZERO: tl.constexpr, LOW: tl.constexpr):
     """float32 minimum (LOW) or maximum of a block; NaN where it holds one; WITH_ZERO widens the range to hold +0."""
-    b = order_key(key)
     if WITH_ZERO and LOW:
         b = tl.where(b < 0, b, 0)
         # A lone -0 is no minimum below zero.

@@ -43,19 +43,11 @@ def inverse(v):
 
 @triton.jit
 def quotient(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
-    """a / TARGET, correctly rounded where it is at least 2**-126, and below 2**-126 otherwise; a is not negative.
+    """a / TARGET, correctly rounded where it is at least 2**-126, and at most that otherwise; a is not negative.
 
-    INVERSE: 1 / TARGET rounded. One step with the exact remainder corrects the product; small a are scaled up for it. Which
-    targets this is exact for is checked on the GPU for every significand, as for `inverse`.
+    INVERSE: 1 / TARGET rounded. One step with the remainder corrects the product. The remainder is exact, for small a as well:
+    it is a multiple of 2**-149. Which targets this is exact for is checked on the GPU for every significand, as for `inverse`.
     """
-    small = a < 1.0
-    made = corrected(a * tl.where(small, 1.8446744073709552e19, 1.0), TARGET, INVERSE)
-    return made * tl.where(small, 5.421010862427522e-20, 1.0)
-
-
-@triton.jit
-def corrected(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
-    """a / TARGET, correctly rounded, where the remainder of a first product is no subnormal number: a above 2**-64."""
     first = a * INVERSE
     return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)
 

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.kernel_pool import Job
 from tests.gpu.kernel_run import Run, Settings
 
-EXPONENTS = (-126, -100, -65, -64, -63, -1, 0, 1, 2, 40, 100, 124)
+EXPONENTS = (-126, -124, -122, -118, -117, -110, -100, -65, -64, -63, -1, 0, 1, 2, 40, 100, 124)
 FLOOR = 2.0**-126
 
 
