@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.launch import Fixed
+from fast.kernels.replay import Recording
+
 BITS = (2, 4, 6)
 # Words are accessed in pairs; Triton takes pointers to be aligned only where they are to 16 bytes.
 ALIGNMENT = 16
@@ -113,14 +116,14 @@ def unpack_sixes_kernel(
 
 
 def _launch(
-    kernel: Any, source: torch.Tensor, target: torch.Tensor, codes: int, bits: int, size: int, p: int
+    kernel: Any, call: Recording, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int
 ) -> int:
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
         # No word holds fewer than four codes, so none has a larger number.
         wide = codes // 4 > 2**31 - p * size
-        kernel[(-(-count // p),)](source, target, count, bits, wide, size, p, num_warps=WARPS)
+        call.launch(Fixed(kernel, -(-count // p), (count, bits, wide, size, p), WARPS), pointers)
     return count * size
 
 
@@ -133,20 +136,21 @@ def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, 
     )
 
 
-def pack_octets(codes: torch.Tensor, out: torch.Tensor, length: int, bits: int) -> int:
-    """Pack codes from the first on, for as long as they fill groups; returns how many. Both tensors are contiguous."""
-    count = codes.numel()
-    if not covers(codes, out, length, count, bits):
+def pack_octets(call: Recording, length: int, bits: int) -> int:
+    """Pack a call's codes from the first on, for as long as they fill groups; returns how many."""
+    codes, packed = call.tensors["codes"], call.tensors["packed"]
+    count, pointers = codes.numel(), ("codes", "packed")
+    if not covers(codes, packed, length, count, bits):
         return 0
     if bits == 6:
-        return _launch(pack_sixes_kernel, codes, out, count, 6, 64, 128)
-    return _launch(pack_octets_kernel, codes, out, count, bits, 64 // bits, 1024 * bits // 8)
+        return _launch(pack_sixes_kernel, call, pointers, count, 6, 64, 128)
+    return _launch(pack_octets_kernel, call, pointers, count, bits, 64 // bits, 1024 * bits // 8)
 
 
-def unpack_octets(packed: torch.Tensor, codes: torch.Tensor, length: int, bits: int) -> int:
+def unpack_octets(call: Recording, length: int, bits: int) -> int:
     """The inverse of `pack_octets`."""
-    count = codes.numel()
-    if not covers(packed, codes, length, count, bits):
+    codes, packed = call.tensors["codes"], call.tensors["packed"]
+    if not covers(packed, codes, length, codes.numel(), bits):
         return 0
     kernel = unpack_sixes_kernel if bits == 6 else unpack_octets_kernel
-    return _launch(kernel, packed, codes, count, bits, 16, 512)
+    return _launch(kernel, call, ("packed", "codes"), codes.numel(), bits, 16, 512)

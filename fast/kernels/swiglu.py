@@ -31,7 +31,7 @@ from fast.kernels.geometry import LARGEST_TILE, power_above
 from fast.kernels.halves import clamped_gate, gated, gated_floats
 from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.outputs import Outputs, outputs
-from fast.kernels.replay import Finishing, buffers_of, index_of, picked, remember
+from fast.kernels.replay import Finishing, Recording, picked
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from reference import Quantized
 from reference.schemes import Scheme, scheme_of
@@ -116,12 +116,8 @@ def swiglu_kernel(
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
-def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
-    """`fast.swiglu` by a kernel, or None where the reference has to answer."""
-    key = _key(gate, up)
-    known = ready.answer(key, gate, up)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
     if not _covers(gate, up):
         return None
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -129,12 +125,10 @@ def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
     return y
 
 
-def swiglu_quantize(gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool) -> Quantized | None:
+def swiglu_quantize(
+    gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool, key: Any = None
+) -> Quantized | None:
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
-    key = (*_key(gate, up), ready.named(scheme), packed)
-    known = ready.answer(key, gate, up)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
     if not _covers(gate, up):
         return None
     made = outputs(gate, NAMES[gate.dtype], scheme_of(scheme), packed)
@@ -143,12 +137,6 @@ def swiglu_quantize(gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: b
     q = made.quantized()
     _launch(gate, up, {"codes": made.codes, **made.scales}, made, (key, scheme, partial(ready.like, q)))
     return q
-
-
-def _key(gate: torch.Tensor, up: Any) -> tuple[Any, ...]:
-    """What a call depends on; with strides, since rows are read where they lie."""
-    parts = ready.part(gate), ready.part(up)
-    return ("swiglu", *parts, gate.stride(), up.stride() if isinstance(up, torch.Tensor) else None)
 
 
 def _covers(gate: torch.Tensor, up: Any) -> bool:
@@ -172,15 +160,12 @@ def _launch(
     place = _place(*rows.shape, block, max(strides))
     rule, do = (None, None) if into is None else (into.rule, into.job)
     constants = (rule, do, NAMES[gate.dtype], *place.constants.values(), not interpreted())
+    call = Recording({"gate": gate, "up": up}, strided=True)
+    call.take(made)
     fixed = Fixed(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
-    named = {"gate": rows, "up": others, **made}
-    names = [name if name in named else None for name in swiglu_kernel.arg_names[:6]]
-    fixed.run([None if name is None else named[name] for name in names], index_of(gate.device))
-    # Not where a copy was read.
-    if (rows.data_ptr(), others.data_ptr()) == (gate.data_ptr(), up.data_ptr()):
-        key, scheme, result = known
-        inputs, steps = {"gate": gate, "up": up}, [(fixed, names)]
-        remember(key, scheme, inputs, buffers_of(made), steps, result, strided=True)
+    # Not remembered where a copy is read.
+    call.launch(fixed, swiglu_kernel.arg_names[:6], {"gate": rows, "up": others})
+    call.remember(*known)
 
 
 def _matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
