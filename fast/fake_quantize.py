@@ -87,7 +87,9 @@ def fake_quantize(
         return require_tensor(made, "fake_quantize")
     given = Scales(scales) if isinstance(scales, torch.Tensor) else scales
     parts = tuple(getattr(given, part, None) for part in ready.PARTS)
-    wanted = torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in (x, *parts))
+    wanted = torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in (x, *parts)
+    )
     if not wanted or not isinstance(given, Scales) or all(part is None for part in parts):
         return forward(x, scheme, axis, given, random_bits)
     made = _FakeQuantize.apply(x, *parts, scheme, axis, random_bits)  # type: ignore[no-untyped-call]

@@ -29,7 +29,12 @@ SECOND = {"codes": "transposed", "scale": "transposed_scale"}
 
 
 def fused_both(
-    x: torch.Tensor, asked_scheme: str | Scheme, scales: Any, tiled: bool, packed: bool = False, key: Any = None
+    x: torch.Tensor,
+    asked_scheme: str | Scheme,
+    scales: Any,
+    tiled: bool,
+    packed: bool = False,
+    key: Any = None,
 ) -> Both | None:
     """Both results from one read, or None where no kernel does that. key: of the call, see `ready`."""
     made = _fused(x, scheme_of(asked_scheme), scales, tiled)
