@@ -33,8 +33,8 @@ TEST_SECONDS = 200.0
 #: The part of the inputs and repetitions that fits; all of them are `python tests/gpu/validate_kernels.py`.
 TEST_FRACTION = 0.1
 TOTAL_SECONDS = 420.0
-#: What our own kernels' benchmarks take, generously; the time for peers is what remains.
-OWN_SECONDS = 110.0
+#: What our own kernels' benchmarks and JAX's calls take, generously; the time for peers is what remains.
+OWN_SECONDS = 140.0
 Entries = dict[str, dict[str, Any]]
 
 

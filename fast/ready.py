@@ -95,7 +95,7 @@ def like(
     places = [(name, names.index(tensor)) for name, tensor in named.items()]
 
     def finish(made: list[Any]) -> Quantized:
-        result = Quantized._of(values)
+        result = Quantized.of(values)
         kept = result.__dict__
         for name, at in places:
             kept[name] = made[at]

@@ -62,7 +62,7 @@ def encode(
     fmt = format_of(fmt)
     ns, x, name = float_input(x, "encode")
     check_mode(rounding, random_bits)
-    _check_overflow(fmt, rounding, overflow)
+    check_overflow(fmt, rounding, overflow)
     random_bits = check_random_bits(ns, x, random_bits)
     if ns.name == "numpy" and rounding != "stochastic" and fits_table(fmt):
         return _encode_by_table(x, name, fmt, rounding, overflow)
@@ -253,7 +253,8 @@ def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: 
     return encode_flat(bits.reshape(-1), fmt, rounding, overflow).reshape(x.shape)
 
 
-def _check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
+def check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
+    """ValueError for an overflow policy that does not exist, or that asks for a code that the format has not."""
     choice(overflow, OVERFLOWS, "overflow")
     own = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
     if own is None or (fmt.kind == "int" and overflow != "saturate"):
@@ -278,6 +279,7 @@ def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None
 
 __all__ = [
     "MARK",
+    "check_overflow",
     "check_random_bits",
     "clamp_integer",
     "decode",

@@ -195,19 +195,19 @@ def _jax_function() -> Any:
     ) -> tuple[Array, Any, Any]:
         x, scales, words = saved
         dx, dscale, dzero = _vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
-        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
+        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
 
     function = jax.custom_vjp(forward, nondiff_argnums=(3, 4))
     function.defvjp(forward_saved, backward)
     return function
 
 
-def _no_cotangent(jax: Any, integers: Any) -> Any:
+def no_cotangent(jax: Any, integers: Any) -> Any:
     """JAX's cotangent of an integer array."""
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
-def _scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
+def scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
     """Cotangents in the structure of `scales`: float parts get theirs, codes have none."""
     if scales is None:
         return None
@@ -216,7 +216,7 @@ def _scale_cotangents(jax: Any, scales: Any, dscale: Any, dzero: Any) -> Any:
         if value is None:
             return None
         if not jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
-            return _no_cotangent(jax, value)
+            return no_cotangent(jax, value)
         return jax.numpy.zeros_like(value) if gradient is None else gradient.astype(value.dtype)
 
     return Scales(fit(scales.scale, dscale), fit(scales.outer, None), fit(scales.zero, dzero))

@@ -10,6 +10,10 @@ from reference.blocks import Blocks
 from reference.scales import Chosen, Scales, double_scale, floored, scale_groups, unpack_zero
 from reference.schemes import Scheme
 from reference.storage import load, storage_dtype
+from reference.tiled_scales import tiled_size
+
+#: dtype and shape of a kept array; None where there is none.
+Part = tuple[str, tuple[int, ...]] | None
 
 
 def given_scales(
@@ -59,37 +63,50 @@ def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> 
     if not isinstance(scales, Scales) and not hasattr(scales, "shape"):
         raise TypeError(f"scales is a Scales or an array, got {type(scales).__name__}; see choose_scales")
     given = scales if isinstance(scales, Scales) else Scales(scales)
-    double = scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
+    only_outer = given.scale is None and given.outer is not None and not _is_double(scheme)
+    for part, want in _expected(scheme, blocks).items():
+        want = None if only_outer and part != "outer" else want
+        _check_part(ns, getattr(given, part), want, part, scheme, "x's")
+    return given
+
+
+def check_kept(ns: Namespace, kept: Any, scheme: Scheme, blocks: Blocks, tiled: bool) -> None:
+    """ValueError unless `kept` (a `Scales` or `Quantized`) has every scale as `quantize` keeps it."""
+    expected = _expected(scheme, blocks)
+    if tiled:
+        rows, columns = blocks.scale_shape
+        expected["scale"] = ("uint8", (tiled_size((rows, columns)),))
+    for part, want in expected.items():
+        _check_part(ns, getattr(kept, part), want, part, scheme, "the codes'")
+
+
+def _is_double(scheme: Scheme) -> bool:
+    return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
+
+
+def _expected(scheme: Scheme, blocks: Blocks) -> dict[str, Part]:
+    """Scale, outer scale and zero point as they are kept."""
+    double = _is_double(scheme)
     groups = scale_groups(blocks, scheme.outer, scheme).scale_shape if double and scheme.outer else ()
-    zero: tuple[str, tuple[int, ...]] | None = ("float32", ()) if double else None
+    zero: Part = ("float32", ()) if double else None
     if scheme.zero is not None:
         zero = (storage_dtype(scheme.zero.storage), blocks.scale_shape)
-    expected: dict[str, tuple[str, tuple[int, ...]] | None] = {
+    return {
         "scale": (storage_dtype(scheme.scale.storage), blocks.scale_shape),
         "outer": None if scheme.outer is None else ("float32", groups),
         "zero": zero,
     }
-    only_outer = given.scale is None and given.outer is not None and not double
-    for part, want in expected.items():
-        _check_part(ns, getattr(given, part), want, part, scheme, only_outer and part != "outer")
-    return given
 
 
-def _check_part(
-    ns: Namespace,
-    got: Any,
-    want: tuple[str, tuple[int, ...]] | None,
-    part: str,
-    scheme: Scheme,
-    missing: bool,
-) -> None:
-    rule = "none" if want is None or missing else f"{want[0]} of shape {want[1]}"
+def _check_part(ns: Namespace, got: Any, want: Part, part: str, scheme: Scheme, like: str) -> None:
+    """like: whose library the array has to be of."""
+    rule = "none" if want is None else f"{want[0]} of shape {want[1]}"
     if got is None and rule == "none":
         return
     if got is None or rule == "none" or not hasattr(got, "dtype") or namespace_of(got) is not ns:
         given = "none" if got is None else f"a {type(got).__name__}"
         raise ValueError(
-            f"scheme {scheme.name} takes {part} = {rule} in x's library, got {given}; see choose_scales"
+            f"scheme {scheme.name} takes {part} = {rule} in {like} library, got {given}; see choose_scales"
         )
     have = f"{ns.dtype_name(got)} of shape {ns.shape(got)}"
     if have != rule:

@@ -24,7 +24,7 @@ HIGHEST = 128
 def floor_log2_float32(ns: Namespace, bits: Array) -> Array:
     """2**floor(log2(s)) as bit patterns of positive float32 s, with log2 rounded to float32; 0, inf and NaN pass."""
     exponent, significand = normalized(ns, bits)
-    steps = ns.take(ns.constant(_steps_below(), bits), exponent + 1 - LOWEST)
+    steps = ns.take(ns.constant(steps_below(), bits), exponent + 1 - LOWEST)
     near = (0x1000000 - significand) <= steps
     exponent = exponent + ns.astype(near, "int32")
     subnormal = 1 << ns.minimum(ns.maximum(exponent + 149, 0), 22)
@@ -36,7 +36,7 @@ def ceil_log2_float32(ns: Namespace, bits: Array) -> Array:
     """ceil(log2(s)) as int32 for positive float32 s, with log2 rounded to float32; for 0 and NaN some integer."""
     exponent, significand = normalized(ns, bits & 0x7FFFFFFF)
     index = ns.minimum(ns.maximum(exponent, LOWEST), HIGHEST) - LOWEST
-    steps = ns.take(ns.constant(_steps_above(), bits), index)
+    steps = ns.take(ns.constant(steps_above(), bits), index)
     fraction = significand & MANTISSA
     return exponent + ns.astype(fraction > steps, "int32")
 
@@ -51,14 +51,14 @@ def _half_spacing(k: int, toward_zero: bool) -> float:
 
 
 @lru_cache
-def _steps_below() -> np.ndarray:
+def steps_below() -> np.ndarray:
     """For 2**k: how many steps of 2**(k-24) below it the logarithm still rounds to k. Index k - LOWEST."""
     limits = [_half_spacing(k, k > 0) for k in range(LOWEST, HIGHEST + 2)]
     return _constant([floor(-expm1(-h * log(2)) * 2**24) for h in limits])
 
 
 @lru_cache
-def _steps_above() -> np.ndarray:
+def steps_above() -> np.ndarray:
     """For 2**k: how many steps of 2**(k-23) above it the logarithm still rounds to k. Index k - LOWEST."""
     limits = [_half_spacing(k, k < 0) for k in range(LOWEST, HIGHEST + 1)]
     return _constant([floor(expm1(h * log(2)) * 2**23) for h in limits])

@@ -42,7 +42,7 @@ def rms_norm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None) ->
     says. Raises TypeError for other dtypes of x; ValueError where dtype, shape or library of weight or residual differ, for a
     0-d x, K above 2**24, or eps out of range.
     """
-    ns, x, name = _checked(x, weight, residual, eps)
+    ns, x, name = checked_inputs(x, weight, residual, eps)
     h = float32_bits(ns, x, name)
     if residual is not None:
         h = Arithmetic(ns, name).add(h, float32_bits(ns, residual, name))
@@ -84,7 +84,7 @@ def _constant(ns: Namespace, value: float, like: Array) -> Array:
     return ns.full((1,), bits_of(value), "int32", like)
 
 
-def _checked(x: Any, weight: Any, residual: Any, eps: float) -> tuple[Namespace, Array, str]:
+def checked_inputs(x: Any, weight: Any, residual: Any, eps: float) -> tuple[Namespace, Array, str]:
     """(namespace, x, dtype name), or the errors of `rms_norm`."""
     ns, x, name = float_input(x, "rms_norm")
     shape = ns.shape(x)

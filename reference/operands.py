@@ -18,7 +18,7 @@ from reference.arrays import Array, as_array, namespace_of
 from reference.exact import F64, Host
 from reference.formats import FORMATS, Format
 from reference.hopper import power_of
-from reference.quantize import Quantized, dequantize, unpacked, with_plain_scales
+from reference.quantize import Quantized, check_quantized, dequantize, unpacked, with_plain_scales
 from reference.scales import unpack_zero
 from reference.schemes import Block
 from reference.storage import load
@@ -147,8 +147,9 @@ def _check_rank(shape: tuple[int, ...], name: str) -> None:
 def _quantized_operand(q: Quantized, axis: int) -> Operand:
     # In NumPy from here on: every library dequantizes to the same bits.
     parts: dict[str, Any] = {name: getattr(q, name) for name in ("codes", "scale", "outer", "zero")}
-    q = unpacked(replace(q, **{name: _host_part(part, name) for name, part in parts.items()}))
-    q = with_plain_scales(q)
+    q = replace(q, **{name: _host_part(part, name) for name, part in parts.items()})
+    check_quantized(q)
+    q = with_plain_scales(unpacked(q))
     scheme = q.scheme
     values = dequantize(q, "float32").astype(np.float64)
     factored = (
@@ -159,7 +160,7 @@ def _quantized_operand(q: Quantized, axis: int) -> Operand:
     )
     if not factored:
         return Operand(values, values, None, None, None, (), axis, "float32")
-    codes = scheme.format.values[q.codes].astype(np.float64)
+    codes = scheme.format.values[q.codes & ((1 << scheme.format.bits) - 1)].astype(np.float64)
     if scheme.zero is not None:
         zero = np.asarray(unpack_zero(namespace_of(q.zero), q.zero, scheme)).astype(np.float64)
         codes = codes - _spread(zero, q, range(len(q.shape)))

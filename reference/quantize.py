@@ -19,7 +19,7 @@ from reference.bridge import bridged
 from reference.elements import element_codes
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.given import check_scales, given_scales, usable
+from reference.given import check_kept, check_scales, given_scales, usable
 from reference.pack import pack, packed_shape, unpack
 from reference.rounding import check_mode
 from reference.scales import Chosen, Scales, choose
@@ -37,10 +37,10 @@ _tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
 class Quantized:
     """A stored tensor.
 
-    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element; where `packed`, what
-    `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`. scale, outer, zero: as in
-    `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether `scale` is what `tile_scales`
-    makes of a matrix's scales, flat.
+    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
+    is ignored); where `packed`, what `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`.
+    scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
+    `scale` is what `tile_scales` makes of a matrix's scales, flat.
     """
 
     codes: Any
@@ -59,7 +59,7 @@ class Quantized:
         return Scales(with_plain_scales(self).scale, self.outer, self.zero)
 
     @classmethod
-    def _of(cls, values: dict[str, Any]) -> Quantized:
+    def of(cls, values: dict[str, Any]) -> Quantized:
         """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
         made = object.__new__(cls)
         made.__dict__.update(values)
@@ -156,9 +156,31 @@ def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) 
     return Quantized(codes, blocks.expose(scale, ns), None, None, blocks.shape, blocks.axis, scheme)
 
 
-def unpacked(q: Quantized) -> Quantized:
-    """q with one code per element; ValueError where its codes have another shape than it says."""
+def check_quantized(q: Quantized) -> Blocks:
+    """The blocks of q; TypeError or ValueError where it holds anything else than `quantize` would have put there."""
+    if not isinstance(q.scheme, Scheme):
+        raise TypeError(
+            f"the scheme of a Quantized is a record, got {type(q.scheme).__name__}: {q.scheme!r}; SCHEMES has those of names"
+        )
+    lengths = q.shape if isinstance(q.shape, tuple) else (None,)
+    if not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in lengths):
+        raise TypeError(f"the shape of a Quantized is a tuple of integers, got {q.shape!r}")
+    ns, _ = _checked_codes(q)
+    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
+    if q.tiled:
+        check_tiled(q.scheme, q.shape, q.axis)
+    check_kept(ns, q, q.scheme, blocks, q.tiled)
+    return blocks
+
+
+def _checked_codes(q: Quantized) -> tuple[Namespace, Array]:
+    """The codes; TypeError for another dtype than the element has, ValueError for another shape than q says."""
     ns, codes = code_input(q.codes, "dequantize")
+    kept = "uint8" if q.scheme.format.bits <= 8 else "uint16"
+    if ns.dtype_name(codes) != kept:
+        raise TypeError(
+            f"codes of {q.scheme.element} are {kept}, got {ns.dtype_name(codes)} of shape {ns.shape(codes)}; cast them"
+        )
     wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
     if ns.shape(codes) != wanted:
         kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
@@ -166,6 +188,12 @@ def unpacked(q: Quantized) -> Quantized:
             f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {ns.shape(codes)}; "
             f"codes of the other form belong in a Quantized with {other}"
         )
+    return ns, codes
+
+
+def unpacked(q: Quantized) -> Quantized:
+    """q with one code per element; TypeError or ValueError where its codes are not what it says."""
+    codes = _checked_codes(q)[1]
     return replace(q, codes=_unpack(codes, q.scheme.format, q.shape), packed=False) if q.packed else q
 
 
@@ -175,14 +203,17 @@ def dequantize(q: Quantized, dtype: str = "float32") -> Array:
 
     The value is code * scale in float32, correctly rounded, and rounded again (nearest even) to a narrower dtype; a finite
     code with a finite scale never becomes infinite but stops at the dtype's largest value. Conventions may differ
-    (`Scheme.dequantize`). A NaN scale or code gives NaN.
+    (`Scheme.dequantize`). A NaN scale or code gives NaN. Bits of a code above its format's are ignored.
+
+    Raises TypeError for codes of another dtype than `quantize` makes, for a shape or an axis that is none and for a scheme that
+    is no record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
     """
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize takes a Quantized, got {type(q).__name__}; see quantize")
-    scheme, codes = q.scheme, unpacked(q).codes
+    scheme, blocks = q.scheme, check_quantized(q)
+    codes = unpacked(q).codes
     ns = namespace_of(codes)
-    blocks = Blocks.of(q.shape, scheme.scale, q.axis)
     chosen = given_scales(ns, q.scales, blocks, scheme, dtype if scheme.dequantize == "target" else "float32")
     split = blocks.split(ns, int32_of(ns, codes))
     bits = blocks.join(ns, _values(ns, split, chosen, scheme, dtype))
@@ -205,6 +236,7 @@ def _values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme, dtype: 
 
 def block_values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme) -> Array:
     """float32 bit patterns of what codes count in units of the scale: values, integers less the zero point."""
+    codes = codes & ((1 << scheme.format.bits) - 1)
     if scheme.zero is None:
         return _decoded(ns, codes, scheme)
     if scheme.zero.rule == "code":
@@ -232,7 +264,7 @@ def _combined(unit: Arithmetic, scale: Array, outer: Array, scheme: Scheme) -> A
 
 def _decoded(ns: Namespace, codes: Array, scheme: Scheme) -> Array:
     fmt = scheme.format
-    return ns.take(ns.constant(fmt.values.view("int32"), codes), codes & ((1 << fmt.bits) - 1))
+    return ns.take(ns.constant(fmt.values.view("int32"), codes), codes)
 
 
 def _signed(ns: Namespace, codes: Array, scheme: Scheme) -> Array:
@@ -255,6 +287,7 @@ __all__ = [
     "Quantized",
     "block_values",
     "block_words",
+    "check_quantized",
     "dequantize",
     "quantize",
     "unpacked",

@@ -80,7 +80,7 @@ def choose(
         return Chosen(Scales(blocks.expose(kept, ns)), scale, scale, None, None)
     exact = _ratio(ns, span, scheme, unit, outer, dtype)
     if scheme.outer is not None and outer is None:
-        return _two_level(ns, exact, blocks, scheme, dtype)
+        return second_level(ns, exact, blocks, scheme, dtype)
     kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
     scale = floored(ns, load(ns, kept, record.storage), record, dtype)
     kept = store(ns, scale, record.storage)
@@ -186,10 +186,10 @@ def _floor(ns: Namespace, bits: Array, record: Scale, kind: str, dtype: str) -> 
     """max(bits, floor) for non-negative bit patterns; NaN stays NaN (its pattern is the largest)."""
     if record.floor is None or record.floor[0] != kind:
         return bits
-    return ns.maximum(bits, bits_of(_floor_value(record.floor[1], dtype)))
+    return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))
 
 
-def _floor_value(value: float | str, dtype: str) -> float:
+def floor_value(value: float | str, dtype: str) -> float:
     """A floor as a number: "tiny" and "eps" are those of the input's dtype."""
     if not isinstance(value, str):
         return value
@@ -213,7 +213,7 @@ def scale_groups(blocks: Blocks, outer: Scale, scheme: Scheme) -> Blocks:
 def floored(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
     """Non-negative float32 patterns raised to the record's floor on stored scales."""
     if record.floor is not None and record.floor[0] == "zero":
-        return ns.where(bits == 0, bits_of(_floor_value(record.floor[1], dtype)), bits)
+        return ns.where(bits == 0, bits_of(floor_value(record.floor[1], dtype)), bits)
     return _floor(ns, bits, record, "stored", dtype)
 
 
@@ -236,7 +236,7 @@ def _zero_point(
     return codes, store_codes(ns, codes & 0xFF, scheme.zero.storage)
 
 
-def _two_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtype: str) -> Chosen:
+def second_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtype: str) -> Chosen:
     """Scales quantized in blocks of their own, about their mean (NF4's double quantization)."""
     record, outer = scheme.scale, scheme.outer
     if outer is None:

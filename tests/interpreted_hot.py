@@ -28,7 +28,7 @@ from ao_lab.samples import Layout
 from ao_lab.testing import assert_same_bits
 from fast.kernels import normalize, passes, pointwise, quantizer, swiglu
 from fast.kernels.geometry import Geometry, power_above
-from fast.kernels.rule import SEQUENCES
+from fast.kernels.rule import OCP, SEQUENCES
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.bridge import to_torch
 from tests import ptx_interpreter
@@ -42,8 +42,13 @@ GROUPS = {
     "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+    "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
 }  # fmt: skip
+# Stochastic rounding: the first and last mantissa sizes, and every rule of scales.
+DRAWN = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4")
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
+# Rows of two pieces, and of three: see `row_pieces`.
+IN_PIECES = (1536, 3584)
 # Elements of a launch, at least.
 LAUNCH = 1 << 16
 #: Given outer scales: ordinary ones, and both sides of where `hot.choose_under_outer` calls a scale ordinary.
@@ -106,9 +111,17 @@ def compare(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> Qu
     return wanted
 
 
+def scheme_named(name: str) -> Scheme:
+    """A scheme; int7, which has none, as int6 with another element and its target."""
+    if name != "int7_g128":
+        return SCHEMES[name]
+    six = SCHEMES["int6_g128"]
+    return replace(six, name=name, element="int7", scale=replace(six.scale, target=63.0))
+
+
 def compare_scheme(name: str, fraction: float) -> None:
     """All functions of the quantizer, for inputs of all dtypes."""
-    scheme = SCHEMES[name]
+    scheme = scheme_named(name)
     for dtype in DTYPES:
         labels = []
         for label, x in inputs(scheme, dtype, fraction):
@@ -173,7 +186,21 @@ def compare_producers() -> None:
         x = next(iter(inputs(SCHEMES["mxfp8_e4m3"], dtype, 0.1)))[1][:64]
         for name in PRODUCED:
             compare_produced(x, x.flip(0), name)
+        for length in IN_PIECES:
+            rows = torch.cat(
+                [x.flatten()[: x.numel() // length * length].reshape(-1, length), peaks(length, x.dtype)]
+            )
+            for name in ("fp8_rowwise", "fp8_rowwise_e5m2"):
+                compare_produced(rows, rows.flip(0), name)
         print("produced", dtype, *PRODUCED, flush=True)
+
+
+def peaks(length: int, dtype: torch.dtype) -> torch.Tensor:
+    """32 rows of normal numbers, each with its largest in another place, so that every piece has some of them."""
+    x = torch.randn(32, length, generator=torch.Generator().manual_seed(9))
+    row = torch.arange(32)
+    x[row, (2 * row + 1) * length // 64] *= 64
+    return x.to(dtype)
 
 
 def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
@@ -182,11 +209,12 @@ def compare_produced(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
     if x.dtype != torch.float32:
         gated = reference.swiglu_quantize(x, other, name, packed=packed)
         assert_same_bits(swiglu.swiglu_quantize(x, other, name, packed), gated)
-    weight = other[5].nan_to_num(1.0, 2.0, -2.0)
-    made = normalize.rms_norm_quantize(x, weight, name, 1e-6, other, packed)
-    wanted = reference.rms_norm_quantize(x, weight, name, residual=other, packed=packed)
-    for got, right in zip(made, wanted, strict=True):
-        assert_same_bits(got, right)
+    weight = other[2].nan_to_num(1.0, 2.0, -2.0)
+    for residual in (other, None):
+        made = normalize.rms_norm_quantize(x, weight, name, 1e-6, residual, packed)
+        wanted = reference.rms_norm_quantize(x, weight, name, residual=residual, packed=packed)
+        for got, right in zip(made, wanted, strict=True):
+            assert_same_bits(got, right)
 
 
 def compare_reciprocals() -> None:
@@ -200,12 +228,28 @@ def compare_reciprocals() -> None:
 
 def compare_encode(fraction: float) -> None:
     """Elements on their own: the formats with instructions or sequences of their own, all patterns of 16 bits among them."""
-    for name in SEQUENCES:
+    for name in (name for name, short in OCP.items() if short in SEQUENCES):
         for label, x in encode_inputs(name, fraction):
             if label != "float64":
                 made = pointwise.encode(to_torch(x), name, "nearest_even", "saturate", None)
                 assert_same_bits(made, reference.encode(to_torch(x), name))
         print(name, "encode", flush=True)
+
+
+def compare_drawn(name: str, fraction: float) -> None:
+    """Stochastic rounding by random words, by the smallest and by the largest."""
+    scheme = replace(SCHEMES[name], rounding="stochastic", name=f"{name} drawn")
+    rng = np.random.default_rng(9)
+    for dtype in DTYPES:
+        for label, x in inputs(scheme, dtype, fraction):
+            words = rng.integers(0, 1 << 32, tuple(x.shape), np.uint32)
+            words[rng.random(words.shape) < 0.1] = 0
+            words[rng.random(words.shape) < 0.1] = 0xFFFFFFFF
+            bits = torch.from_numpy(words)
+            for packed in {False, scheme.format.bits < 8}:
+                wanted = reference.quantize(x, scheme, random_bits=bits, packed=packed)
+                assert_same_bits(quantizer.quantize(x, scheme, -1, None, bits, packed), wanted)
+            print(name, dtype, label, "drawn", flush=True)
 
 
 def main(group: str, fraction: float) -> None:
@@ -218,6 +262,9 @@ def main(group: str, fraction: float) -> None:
             compare_scheme(name, fraction)
         if group == "encode":
             compare_encode(fraction)
+        if group == "drawn":
+            for name in DRAWN:
+                compare_drawn(name, fraction)
         if group == "producers":
             compare_reciprocals()
             compare_producers()

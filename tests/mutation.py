@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation("even rounds at the wrong bit", "power_scales.py", "22 - element_mantissa", "21 - element_mantissa", SCALES),
     Mutation("floor without the target's exponent", "power_scales.py", "exponent - target_exponent",
              "exponent - target_exponent + 1", SCALES),
-    Mutation("scales have no floor", "scales.py", "return ns.maximum(bits, bits_of(_floor_value(record.floor[1], dtype)))",
+    Mutation("scales have no floor", "scales.py", "return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))",
              "return bits", SCALES),
     Mutation("zero point by a reciprocal", "scales.py", "steps = unit.divide(span.low, scale)",
              "steps = unit.multiply(span.low, unit.reciprocal(scale))", ELEMENTS),

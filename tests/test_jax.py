@@ -87,8 +87,8 @@ def test_remembered_calls_tell_arguments_apart(monkeypatch):
         )
     with pytest.raises(ValueError, match="have shape"):
         functions.dequantize(replace(q, codes=q.codes[:1]))
-    other = replace(q, scale=q.scale[:1])
-    assert_same_bits(functions.dequantize(other), reference.dequantize(other))
+    with pytest.raises(ValueError, match="scale"):
+        functions.dequantize(replace(q, scale=q.scale[:1]))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4_g32_asymmetric"])

@@ -139,7 +139,11 @@ COMPILED = (
     case(norm, "mxfp8_e4m3", shape=(64, 14336), kernels=("norm_pieces_kernel",)),
     case(norm, "int4_g32_asymmetric", "float32", (5, 1536), packed=True, kernels=("norm_pieces_kernel",)),
     case(norm, dtype="float16", shape=(5, 12288), kernels=("norm_pieces_kernel",)),
+    case(norm, "fp8_rowwise", shape=(64, 14336), kernels=("norm_pieces_kernel",)),
+    case(norm, "fp8_rowwise_e5m2", "float32", (64, 14336), kernels=("norm_pieces_kernel",)),
+    case(norm, "fp8_rowwise", shape=(64, 12288), residual=False, kernels=("norm_pieces_kernel",)),
     case(gate, "int4_g32_asymmetric", "float16", (7, 96), packed=True, kernels=("swiglu_kernel",)),
+    case(gate, "fp8_rowwise_e5m2", "float16", (7, 1536), kernels=("swiglu_pieces_kernel",)),
     # One element at a time.
     case(encode, "float8_e4m3fn", kernels=("encode_kernel",)),
     case(encode, "float4_e2m1fn", "float16", rounding="stochastic", kernels=("encode_kernel",)),
@@ -232,6 +236,7 @@ HOT = (
     (case(norm, "mxfp8_e4m3", kernels=("norm_kernel",)), (Moves(6, 3, 23.8),)),
     (case(gate, kernels=("swiglu_kernel",)), (Moves(4, 2, 22.3),)),
     (case(gate, "mxfp8_e4m3", kernels=("swiglu_kernel",)), (Moves(4, 1, 27.0),)),
+    (case(gate, "fp8_rowwise", shape=(64, 12288), kernels=("swiglu_pieces_kernel",)), (Moves(4, 1, 26.3),)),
     # Elements on their own.
     (case(encode, "float8_e4m3fn", shape=BIG, kernels=("encode_kernel",)), (Moves(2, 1, 2.9, few=0),)),
     (case(encode, "float4_e2m1fn", shape=BIG, kernels=("encode_kernel",)), (Moves(2, 1, 12.3, few=0),)),

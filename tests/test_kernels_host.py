@@ -268,7 +268,7 @@ def test_a_quantized_that_does_not_fit_is_never_launched(flat, wrong):
     fast.dequantize(STORED_ROWS)
     fast.dequantize(STORED_ROWS)
     before = flat.counts()
-    with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError)):
+    with pytest.raises((ValueError, TypeError)):
         fast.dequantize(replace(STORED_ROWS, **wrong))
     assert flat.counts() == before
 

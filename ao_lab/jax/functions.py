@@ -22,11 +22,11 @@ from reference.arrays import float_input
 from reference.blocks import Blocks
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.fake_quantize import _no_cotangent, _scale_cotangents
+from reference.fake_quantize import no_cotangent, scale_cotangents
 from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.pytrees import register_jax
-from reference.quantize import unpacked
+from reference.quantize import check_quantized
 from reference.rounding import check_mode
 from reference.schemes import scheme_of
 
@@ -73,9 +73,10 @@ def dequantize(q: Quantized, dtype: str = "float32") -> jax.Array:
     key, known = programs.call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
     if known is not None:
         return known
-    place = _place(require_array(q.codes, "dequantize"), q.axis, q.scales)
-    if place is None or not _as_made(q):
+    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(*parts[1:]))
+    if place is None:
         return reference.dequantize(q, dtype)
+    check_quantized(q)
     operation = Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed)
     # Tiled scales are taken apart first.
     made: jax.Array = _call(_dequantize, (q.codes, q.scales), (operation, place), None if q.tiled else key)
@@ -171,17 +172,6 @@ def _dequantize(operation: Operation, place: str, codes: Any, scales: Scales) ->
     return dispatch(operation, _named(codes=codes, **vars(scales)), place)["y"]
 
 
-def _as_made(q: Quantized) -> bool:
-    """Whether the arrays are as `quantize` makes them. Others go to the specification, which checks what it reads."""
-    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
-    ns = float_input(jax.numpy.float32(0), "dequantize")[0]
-    unpacked(q)
-    try:
-        return check_scales(ns, q.scales, q.scheme, blocks) is not None and q.scale is not None
-    except (TypeError, ValueError):
-        return False
-
-
 def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:
     scheme = scheme_of(scheme)
     _, x, _ = float_input(x, "fake_quantize")
@@ -216,9 +206,9 @@ def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
     if scales is not None:
         made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
         dx, dscale, dzero = made
-        return dx, _scale_cotangents(jax, scales, dscale, dzero), _no_cotangent(jax, words)
+        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
     name = float_input(x, "fake_quantize")[2]
     blocks = Blocks.of(x.shape, scheme.scale, axis)
     operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
     dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
-    return dx, None, _no_cotangent(jax, words)
+    return dx, None, no_cotangent(jax, words)

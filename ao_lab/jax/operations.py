@@ -17,7 +17,7 @@ from reference import Quantized, Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
 from reference.given import given_scales, usable
-from reference.scales import _two_level as second_level
+from reference.scales import second_level
 from reference.schemes import Scheme
 
 Arrays = dict[str, Any]

@@ -14,8 +14,9 @@ from experiments.kernels.case import SHAPES
 from experiments.kernels.cases import CASES, chosen
 from experiments.kernels.floors import Shape
 from experiments.kernels.lines import Line, lines_of
+from experiments.kernels.outcome import EXPERIMENT, PEER_SECONDS, Bench
 from experiments.kernels.peers import PEERS
-from experiments.kernels.run import EXPERIMENT, PEER_SECONDS, Bench, measure, pairs, run, subject
+from experiments.kernels.run import measure, pairs, run, subject
 from experiments.kernels.timing import CudaWatch
 from experiments.places import Places
 from experiments.registry import Made, shown

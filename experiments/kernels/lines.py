@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from experiments.kernels.case import HUGE, SHAPES, SMALL, Bar
 from experiments.kernels.cases import CASES
+from experiments.kernels.outcome import KERNELS, PEER_TABLE
 from experiments.kernels.peers import PEERS
-from experiments.kernels.run import KERNELS, PEER_TABLE
 from experiments.results import Results, Where, by_run
 from experiments.rows import Row
 

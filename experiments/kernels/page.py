@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from experiments.kernels.case import SMALL
+from experiments.kernels.jax_page import jax_sections
 from experiments.kernels.lines import PEER_TOLERANCE, Line, lines_of, summary
 from experiments.kernels.peers import PEERS
 from experiments.kernels.roofline import roofline
@@ -38,7 +39,7 @@ CAPTION = (
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Two sections per run: against the floors, and against the peers."""
+    """Sections of each run: against the floors, against the peers, calls from JAX."""
     made = []
     runs = lines_of(rows)
     for where, lines in runs.items():
@@ -51,7 +52,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         made.append(Section(f"Against the floors ({where})", paragraphs, [drawing], tables))
         if any(line.against for line in lines):
             made.append(Section(f"Against peers ({where})", [PEER_TEXT], [], [peer_table(lines)]))
-    return made
+    return [*made, *jax_sections(rows)]
 
 
 def slug(where: Where) -> str:

@@ -8,28 +8,39 @@ a result differs from the reference, which then gets no time; error, with its te
 from __future__ import annotations
 
 import importlib.metadata
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
+from experiments.kernels import jax_calls
 from experiments.kernels.case import HUGE, SHAPES, Case, Inputs
 from experiments.kernels.cases import CASES
-from experiments.kernels.check import Wrong, check
+from experiments.kernels.check import check
 from experiments.kernels.floors import Shape, fraction
+from experiments.kernels.outcome import (
+    KERNELS,
+    PEER_PLAN,
+    PEER_SECONDS,
+    PEER_TABLE,
+    PLAN,
+    Bench,
+    Values,
+    attempt,
+    keep,
+    rows_of,
+    status,
+    table,
+)
 from experiments.kernels.peers import PEERS, Peer, calls_of, offers
 from experiments.kernels.timing import (
     AGAIN,
     Call,
     CudaWatch,
-    Plan,
     Span,
-    Watch,
     cache_bytes,
     host_time,
+    in_turn,
     input_sets,
     interleaved,
     prepare,
@@ -40,31 +51,10 @@ from experiments.progress import bar
 from experiments.rows import Journal, Row
 from experiments.settings import Settings
 
-EXPERIMENT = "kernels"
 TITLE = "Speed of the kernels on a GPU"
-KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"
-#: Seconds after which no further peer is begun.
-PEER_SECONDS = 200.0
 OURS, COPY = "ours", "copy"
-Values = dict[str, tuple[float, str]]
-
-
-PLAN = Plan()
-PEER_PLAN = Plan(rounds=15, warmup=2)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which peers and for how long."""
-
-    settings: Settings
-    fast: Any
-    watch: Watch
-    plan: Plan = PLAN
-    peer_plan: Plan = PEER_PLAN
-    peers: Sequence[Peer] = PEERS
-    peer_seconds: float = PEER_SECONDS
-    clock: Callable[[], float] = time.perf_counter
+#: Bytes of a word of copies, what their sizes are multiples of, and the most that one of them has.
+WORD, PAGE, PIECE = 8, 4096, 448 * 2**20
 
 
 def subject(settings: Settings) -> str:
@@ -92,7 +82,9 @@ def run(
     import fast
 
     bench = Bench(settings, fast, CudaWatch(), PLAN, PEER_PLAN, peers, seconds)
-    return measure(bench, pairs(list(CASES.values())), journal)
+    journal = journal if journal is not None else Journal()
+    failed = jax_calls.measure(bench, journal)
+    return measure(bench, pairs(list(CASES.values())), journal) + failed
 
 
 def pairs(cases: Sequence[Case], shapes: Mapping[str, Shape] = SHAPES) -> list[tuple[Case, str, Shape]]:
@@ -137,59 +129,20 @@ def comparisons(
     return [(peer, *one) for one in ordered for peer in peers if offers(peer, one[0])]
 
 
-def table(bench: Bench, kind: str) -> str:
-    """The table of this run's rows."""
-    return f"{kind}/{bench.settings.scale}/{DATA}"
-
-
-def keep(journal: Journal, failed: list[Row], rows: list[Row]) -> None:
-    """Rows of what went well into the journal, others beside it."""
-    if any(row.metric == "status: ok" for row in rows):
-        journal.add(rows)
-    else:
-        failed += rows
-
-
-def rows_of(bench: Bench, kind: str, setting: str, method: str, values: Values) -> list[Row]:
-    """Tidy rows."""
-    return [
-        bench.settings.row(EXPERIMENT, kind, DATA, setting, method, metric, value, unit)
-        for metric, (value, unit) in values.items()
-    ]
-
-
-def status(word: str) -> Values:
-    """The row that says how it went; what it says is in its name, as rows hold numbers."""
-    return {f"status: {' '.join(word.split())[:200]}": (float(word == "ok"), "")}
-
-
 def case_rows(bench: Bench, case: Case, name: str, shape: Shape) -> list[Row]:
     """Rows of one case at one shape."""
     # Bars are stated for the shapes of the list, and a small tensor has others than a large one.
     asked = case.bars if name in case.shapes and name != HUGE else ()
     bars: Values = {f"bar: {one.metric}": (one.value, unit_of(one.metric)) for one in asked}
-    values = attempt(bench, partial(timed, bench, case, shape), case)
+    values = tried(bench, partial(timed, bench, case, shape), case)
     return rows_of(bench, KERNELS, name, case.name, {**values, **bars})
 
 
-def attempt(bench: Bench, work: Callable[[], Values], case: Case) -> Values:
+def tried(bench: Bench, work: Callable[[], Values], case: Case) -> Values:
     """What work finds, or why it found nothing. One kernel that fails must not end the others' run."""
     if missing := case.missing(bench.fast):
         return status("missing: fast has no " + ", ".join(missing))
-    try:
-        return {**work(), **status("ok")}
-    except Wrong as error:
-        return status(f"wrong: {error}")
-    except Exception as error:  # noqa: BLE001
-        return status(f"error: {type(error).__name__}: {error}")
-    finally:
-        free()
-
-
-def free() -> None:
-    """Give memory back, so that the next case has all of it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return attempt(work)
 
 
 def timed(bench: Bench, case: Case, shape: Shape) -> Values:
@@ -219,21 +172,22 @@ def make_sets(bench: Bench, case: Case, shape: Shape) -> list[Inputs]:
 def copies(bench: Bench, case: Case, shape: Shape, count: int) -> list[Call]:
     """Copies of as many random bytes as the case reads, from as many buffers, at a copy's best.
 
-    In 8-byte words, rounded up to 16 bytes: torch copies odd sizes, and more than 2**31 elements, at two thirds of the speed.
+    In whole pages and in pieces: the driver copies other sizes, and larger ones, at two thirds of the speed.
     """
-    size = copied_bytes(case, shape) // 8
+    size = copied_bytes(case, shape) // WORD
     device = bench.settings.device
     target = torch.empty(size, dtype=torch.int64, device=device)
     made = []
     for _ in range(count):
         source = torch.randint(-(2**63), 2**63 - 1, (size,), dtype=torch.int64, device=device)
-        made.append(partial(target.copy_, source))
+        pieces = zip(target.split(PIECE // WORD), source.split(PIECE // WORD), strict=True)
+        made.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
     return made
 
 
 def copied_bytes(case: Case, shape: Shape) -> int:
-    """The bytes that a case reads, rounded up to the width of a load."""
-    return -(-int(case.read(shape)) // 16) * 16
+    """The bytes that a case reads, rounded up to whole pages."""
+    return -(-int(case.read(shape)) // PAGE) * PAGE
 
 
 def values_of(case: Case, shape: Shape, spans: Mapping[str, Span], bench: Bench) -> Values:
@@ -277,7 +231,7 @@ def peer_rows(bench: Bench, peer: Peer, case: Case, name: str, shape: Shape, dea
     if bench.clock() > deadline:
         values = status(f"not run: the {bench.peer_seconds:.0f} s for peers were over")
     else:
-        values = attempt(bench, partial(compared, bench, peer, case, shape), case)
+        values = tried(bench, partial(compared, bench, peer, case, shape), case)
     return rows_of(bench, PEER_TABLE, setting, peer.name, values)
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, narrow, read, widened
 from fast.kernels.columns import column_places
+from fast.kernels.drawn import store_drawn
 from fast.kernels.fours import (
     larger_pair,
     largest_of_block,
@@ -38,6 +39,7 @@ from fast.kernels.hot import (
     store_codes,
     store_words,
 )
+from fast.kernels.groups import load_groups
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
 from fast.kernels.scale_places import scale_place
@@ -53,7 +55,15 @@ from fast.kernels.scales import (
     zero_point,
 )
 from fast.kernels.sixes import store_sixes
-from fast.kernels.statistics import absmax, highest_key, lowest_key, maximum, minimum, value_of_key
+from fast.kernels.statistics import (
+    absmax,
+    block_absmax,
+    highest_key,
+    lowest_key,
+    maximum,
+    minimum,
+    value_of_key,
+)
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
 
 
@@ -63,20 +73,20 @@ class Job(Constant):
     source: "tile", "statistic" or "given" scales. outer: "", "statistic" or "given". codes, scales, statistic: what is
     written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
     dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
-    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row.
+    the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row. pairs: x is read in pairs of bfloat16.
     """
 
 
 def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
-    reverse: bool = False, tiled: bool = False,
+    reverse: bool = False, tiled: bool = False, pairs: bool = False,
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
-        tiled=tiled,
+        tiled=tiled, pairs=pairs,
     )  # fmt: skip
 
 
@@ -146,10 +156,12 @@ def blocks_kernel(
         block = block.to(tl.int64)
     if JOB.dequantize:
         _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
-    elif RULE.pairs and JOB.packed and JOB.source == "tile" and not MASKED:
+    elif JOB.pairs:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
     else:
-        v = widened(read(x + at, inside), RULE.signs_nan)
+        # Packed integers leave as words of 32 codes, which a thread makes if it has their numbers.
+        GROUPS: tl.constexpr = JOB.packed and RULE.hot == "int" and not MASKED and SIZE % 32 == 0
+        v = widened(load_groups(x, block, SIZE) if GROUPS else read(x + at, inside), RULE.signs_nan)
         if JOB.statistic:
             _leave_statistic(v, inside, statistic, block, exists, stride, RULE, JOB)
         else:
@@ -184,7 +196,7 @@ def _range(v, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB:
             low = tl.load(statistic + stride + block, mask=exists, other=0)
             high = tl.load(statistic + 2 * stride + block, mask=exists, other=0)
     else:
-        largest = absmax(v, False, RULE.native)
+        largest = block_absmax(v, RULE.native)
         if MINMAX:
             low, high = minimum(v, inside, RULE.native), maximum(v, inside, RULE.native)
     if MINMAX:
@@ -220,6 +232,10 @@ def _quantize_tile(
             c = combined(s, g_outer, RULE, "float32")
             value = rounded_values(v, multiplier(s, kept, z, RULE), z, RULE)
             tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    elif RULE.drawn and JOB.source != "given" and JOB.codes:
+        m = multiplier(s, kept, z, RULE)
+        drawn = read(words + at, inside)
+        store_drawn(codes, at, inside, block, exists, v, m, drawn, s, RULE, JOB.packed)
     elif JOB.codes or JOB.output != "" or JOB.gradient:
         _general_tile(
             v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
@@ -231,7 +247,7 @@ def _pairs_tile(
     x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Packed 4-bit and 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
+    """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
     PARTS: tl.constexpr = SIZE // 8
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
@@ -246,9 +262,9 @@ def _pairs_tile(
         store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
     else:
         keep = kept_where(s, -1)
-        words = words_of_pairs(a, b, m, keep, RULE.power_of_two)
+        words = words_of_pairs(a, b, m, keep, RULE.power_of_two, JOB.packed)
         if PARTS == 4:
-            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two))
+            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two, JOB.packed))
         store_words(codes, words, block, exists)
 
 
@@ -362,7 +378,7 @@ def _dequantize_tile(
 ):  # fmt: skip
     PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
     if JOB.packed:
-        SEQUENCE: tl.constexpr = RULE.bits == 4 or (RULE.bits == 6 and RULE.kind == "float")
+        SEQUENCE: tl.constexpr = RULE.bits == 4 or RULE.kind == "float" or SIZE % 32 == 0
     else:
         SEQUENCE: tl.constexpr = RULE.bits == 8 or RULE.kind == "int"
     HOT: tl.constexpr = RULE.hot_values and SEQUENCE
@@ -371,7 +387,7 @@ def _dequantize_tile(
     elif JOB.packed:
         code = load_packed(codes, block, exists, SIZE, RULE.bits)
     else:
-        code = read(codes + at, inside).to(tl.int32)
+        code = read(codes + at, inside).to(tl.int32) & ((1 << RULE.bits) - 1)
     s = read(scale + block, exists)
     if JOB.exact:
         s = s.to(tl.float32)

@@ -126,7 +126,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
 DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 2, 80, 1
-PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 128, 64, 4
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
 GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "transposed_zero")

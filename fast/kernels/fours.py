@@ -1,4 +1,4 @@
-"""Packed float4_e2m1fn codes of bfloat16 blocks, made from pairs: a 32-bit word of two numbers is never taken apart early.
+"""float4_e2m1fn codes of bfloat16 blocks, packed or not, made from pairs: a 32-bit word of two numbers is never taken apart early.
 
 At the memory limit a packed 4-bit quantizer has about 18 issue slots an element, and integer, compare and select instructions
 count twice. So maxima are taken of two numbers at once, the magnitudes that they need are masked once, and the signs of eight
@@ -38,8 +38,23 @@ def _words(scaled: str, half: str) -> tl.constexpr:
     return tl.constexpr(f"{{ {registers} {text}{_DIGITS}{_SIGNS} }}")
 
 
+# Codes of numbers 0 to 3 to the bytes of n0, and their signs.
+_BYTES = """prmt.b32 n0, n0, n1, 0x0040; prmt.b32 n2, n2, n3, 0x0040; prmt.b32 n0, n0, n2, 0x5410; prmt.b32 t, $3, $4, 0x7531;
+shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0xA8; """
+
+
+def _bytes(scaled: str, half: str) -> tl.constexpr:
+    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $7 for `_words`' $9 to $11."""
+    text = ""
+    for pair in range(2):
+        low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
+        text += _HALVES.format(at=pair + 1, low=low, high=high)
+    return tl.constexpr(f"{{ .reg .b32 t, n0, n1, n2, n3; .reg .f32 x, g, h, k; {text}{_BYTES} }}")
+
+
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
+EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
 
 
 @triton.jit
@@ -73,12 +88,32 @@ def largest_of_block(pairs):
 
 
 @triton.jit
-def words_of_pairs(a, b, m, keep, EXACTLY: tl.constexpr):
-    """Two words of eight codes (P, 2) of pairs (P, 4) each: |x * m| rounded, the sign of the product; keep: a block's mask.
+def words_of_pairs(a, b, m, keep, EXACTLY: tl.constexpr, PACKED: tl.constexpr):
+    """Words of pairs (P, 4) each: |x * m| rounded, the sign of the product; keep: a block's mask.
 
-    EXACTLY: m is a power of two.
+    PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4). EXACTLY: m is a power of two.
     """
-    return side_by_side(_word(a, m, keep, EXACTLY), _word(b, m, keep, EXACTLY))
+    if PACKED:
+        return side_by_side(_word(a, m, keep, EXACTLY), _word(b, m, keep, EXACTLY))
+    else:
+        return side_by_side(_two_words(a, m, keep, EXACTLY), _two_words(b, m, keep, EXACTLY))
+
+
+@triton.jit
+def _two_words(pairs, m, keep, EXACTLY: tl.constexpr):
+    p, q, r, s = quarters(pairs)
+    a, b, c, d = quarters(pairs & MAGNITUDES)
+    return side_by_side(_bytes_of(a, b, p, q, m, keep, EXACTLY), _bytes_of(c, d, r, s, m, keep, EXACTLY))
+
+
+@triton.jit
+def _bytes_of(a, b, p, q, m, keep, EXACTLY: tl.constexpr):
+    flip = m.to(tl.int32, bitcast=True) >> 31
+    factor = tl.abs(m * 0.5 if EXACTLY else m)
+    return tl.inline_asm_elementwise(
+        EXACT_BYTES if EXACTLY else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

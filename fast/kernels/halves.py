@@ -85,14 +85,9 @@ def floats(v, NATIVE: tl.constexpr):
     """float32 of a tensor, pair by pair where it has 16 bits."""
     if v.dtype == tl.float32 or not NATIVE:
         return widened(v)
-    elif v.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            WIDEN_BFLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
     else:
-        return tl.inline_asm_elementwise(
-            WIDEN_FLOAT16, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
+        text: tl.constexpr = WIDEN_BFLOAT16 if v.dtype == tl.bfloat16 else WIDEN_FLOAT16
+        return tl.inline_asm_elementwise(text, "=f,=f,r", [v], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -129,14 +124,9 @@ def rounded_once(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         return canonical(v)
     elif not NATIVE:
         return floats(_by_integers(v, DTYPE), NATIVE)
-    elif DTYPE == "bfloat16":
-        return tl.inline_asm_elementwise(
-            ROUND_BFLOAT16, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
     else:
-        return tl.inline_asm_elementwise(
-            ROUND_FLOAT16, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2
-        )
+        text: tl.constexpr = ROUND_BFLOAT16 if DTYPE == "bfloat16" else ROUND_FLOAT16
+        return tl.inline_asm_elementwise(text, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -147,47 +137,35 @@ def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         low: tl.constexpr = -104.0 if DTYPE == "bfloat16" else -32.0
         top: tl.constexpr = 64.0 if DTYPE == "bfloat16" else 32.0
         return tl.where(is_nan(v), top, tl.minimum(tl.maximum(v, low), top))
-    elif DTYPE == "bfloat16":
-        return tl.inline_asm_elementwise(
-            CLAMP_BFLOAT16, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2
-        )
     else:
-        return tl.inline_asm_elementwise(
-            CLAMP_FLOAT16, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2
-        )
+        text: tl.constexpr = CLAMP_BFLOAT16 if DTYPE == "bfloat16" else CLAMP_FLOAT16
+        return tl.inline_asm_elementwise(text, "=f,=f,r", [g], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
-def gated(silu, g, up, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     """silu(g), given in float32 for the clamped gate, rounded, times up, rounded; NaN canonical.
 
-    Beyond the upper bound T of the clamp silu(g) is g: the pattern of max(g, T) less that of T is added to the pattern of
-    silu(T) = T, an addition of integers and so exact. The sign is the gate's, also that of zeros.
+    WIDE: the same as float32, where a NaN is some positive NaN. Beyond the upper bound T of the clamp silu(g) is g: the pattern
+    of max(g, T) less that of T is added to the pattern of silu(T) = T, an addition of integers and so exact. The sign is the
+    gate's, also that of zeros.
     """
+    BRAIN: tl.constexpr = DTYPE == "bfloat16"
     if not NATIVE:
-        return _gated_by_selects(silu, g, up, DTYPE)
-    elif DTYPE == "bfloat16":
+        made = _gated_by_selects(silu, g, up, DTYPE)
+        if WIDE:
+            return widened(made)
+        else:
+            return made
+    elif WIDE:
+        text: tl.constexpr = GATE_WIDE_BFLOAT16 if BRAIN else GATE_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
-            GATE_BFLOAT16, "=r,f,f,r,r", [silu, g, up], dtype=tl.bfloat16, is_pure=True, pack=2
+            text, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
+        text: tl.constexpr = GATE_BFLOAT16 if BRAIN else GATE_FLOAT16
         return tl.inline_asm_elementwise(
-            GATE_FLOAT16, "=r,f,f,r,r", [silu, g, up], dtype=tl.float16, is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def gated_floats(silu, g, up, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The same as float32; a NaN is some positive NaN."""
-    if not NATIVE:
-        return widened(_gated_by_selects(silu, g, up, DTYPE))
-    elif DTYPE == "bfloat16":
-        return tl.inline_asm_elementwise(
-            GATE_WIDE_BFLOAT16, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            GATE_WIDE_FLOAT16, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
+            text, "=r,f,f,r,r", [silu, g, up], dtype=g.dtype, is_pure=True, pack=2
         )
 
 
@@ -202,33 +180,24 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def normal(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
     """(h * r) * w in float32, rounded to the dtype of h and w; r is float32. NaN canonical.
 
-    16-bit numbers are taken as pairs again: floats that were used before need not be kept, and cost registers.
+    WIDE: the same as float32, where a NaN is some positive NaN. 16-bit numbers are taken as pairs again: floats that were used
+    before need not be kept, and cost registers.
     """
+    BRAIN: tl.constexpr = DTYPE == "bfloat16"
     if DTYPE == "float32" or not NATIVE:
-        return narrowed((floats(h, NATIVE) * r) * floats(w, NATIVE), DTYPE, NATIVE)
-    elif DTYPE == "bfloat16":
+        product = (floats(h, NATIVE) * r) * floats(w, NATIVE)
+        if WIDE:
+            return rounded_once(product, DTYPE, NATIVE)
+        else:
+            return narrowed(product, DTYPE, NATIVE)
+    elif WIDE:
+        text: tl.constexpr = NORMAL_WIDE_BFLOAT16 if BRAIN else NORMAL_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
-            NORMAL_BFLOAT16, "=r,r,r,f,f", [h, w, r], dtype=tl.bfloat16, is_pure=True, pack=2
+            text, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
-        return tl.inline_asm_elementwise(
-            NORMAL_FLOAT16, "=r,r,r,f,f", [h, w, r], dtype=tl.float16, is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def normal_floats(h, r, w, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The same as float32; a NaN is some positive NaN."""
-    if DTYPE == "float32" or not NATIVE:
-        return rounded_once((floats(h, NATIVE) * r) * floats(w, NATIVE), DTYPE, NATIVE)
-    elif DTYPE == "bfloat16":
-        return tl.inline_asm_elementwise(
-            NORMAL_WIDE_BFLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            NORMAL_WIDE_FLOAT16, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
-        )
+        text: tl.constexpr = NORMAL_BFLOAT16 if BRAIN else NORMAL_FLOAT16
+        return tl.inline_asm_elementwise(text, "=r,r,r,f,f", [h, w, r], dtype=h.dtype, is_pure=True, pack=2)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
 from fast.kernels.elements import finite_e4m3_value, nonnegative_code
+from fast.kernels.groups import load_quads, store_quads
 from fast.kernels.packing import store_packed
 from fast.kernels.scaled import bounded, power_multiplier
 from fast.kernels.scales import nonnegative
@@ -28,8 +29,10 @@ from fast.kernels.words import (
     float16_of,
     int4_values,
     int4_words,
+    integer_quads,
     integer_values,
     inverse,
+    quad_values,
     six_triples,
     six_words,
 )
@@ -143,6 +146,8 @@ def _store_integers(
     t = bits_of(integers(v, m, zero, RULE))
     if PACKED and RULE.bits == 4:
         store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
+    elif PACKED and v.shape[1] % 32 == 0:
+        store_quads(codes, integer_quads(t, kept_where(scale, -1), RULE.bits), block, exists, RULE.bits)
     elif PACKED:
         kept = kept_where(scale, (1 << RULE.bits) - 1)
         store_packed(codes, t & kept, block, exists, RULE.bits)
@@ -267,6 +272,8 @@ def loaded_values(
             value = int4_values(words)
         else:
             value = e2m1_values(words)
+    elif PACKED and RULE.kind == "int":
+        value = quad_values(load_quads(codes, block, exists, SIZE, RULE.bits), RULE.bits)
     elif PACKED:
         COUNT: tl.constexpr = SIZE // 16
         word = codes.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -20,15 +20,17 @@ import triton.language as tl
 from fast import ready
 from fast.kernels.bits import read
 from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
-from fast.kernels.pieces import norm_pieces_kernel, pieces
+from fast.kernels.pieces import PER_THREAD as PIECE_PER_THREAD
+from fast.kernels.pieces import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.replay import Finishing, Recording, picked
+from fast.kernels.row_pieces import takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.trees import summed, tree_sum
 from reference import Quantized
-from reference.normalize import _checked
+from reference.normalize import checked_inputs
 from reference.schemes import Scheme, scheme_of
 
 # Elements of a program where rows are short, and of a part of a row that is too long.
@@ -87,9 +89,9 @@ def norm_kernel(
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
     if RULE is None:
-        tl.store(y + at, normal(h, r, w, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = normal_floats(h, r, w, DTYPE, NATIVE)
+        v = normal(h, r, w, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
@@ -97,7 +99,7 @@ def rms_norm(
     x: torch.Tensor, weight: Any, eps: float, residual: Any, key: Any = None
 ) -> tuple[torch.Tensor, Any] | None:
     """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     if x.numel() == 0 or not together(x, weight, residual):
         return None
     call = _Call(x, weight, residual, eps, name)
@@ -117,7 +119,7 @@ def rms_norm_quantize(
     x: torch.Tensor, weight: Any, scheme: str | Scheme, eps: float, residual: Any, packed: bool, key: Any = None
 ) -> tuple[Quantized, Any] | None:  # fmt: skip
     """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
-    _ns, x, name = _checked(x, weight, residual, eps)
+    _ns, x, name = checked_inputs(x, weight, residual, eps)
     made = outputs(x, name, scheme_of(scheme), packed) if together(x, weight, residual) else None
     if made is None or x.shape[-1] > LARGEST_TILE:
         return None
@@ -162,10 +164,10 @@ class _Call:
         """Normalize all rows into y, or into codes and scales; with the sums of parts of rows, if they are there."""
         rule, do = (None, None) if made is None else (made.rule, made.job)
         length, summed_up = self.shape[-1], "sums" in self.recording.tensors
-        apart = None if summed_up else pieces(length, None if made is None else made.length)
+        apart, threads = (None, 0) if summed_up else self.pieces(made)
         if apart is not None:
             per_row = 0 if made is None else length // made.length
-            shape = (place.wide, apart.a, apart.b, apart.c, apart.group)
+            shape = (place.wide, apart.a, apart.b, apart.c, apart.group, threads)
             tail = (self.eps, length, per_row, rule, do, self.name, *shape, not interpreted())
             self._run(norm_pieces_kernel, 8, prod(self.shape) // length, apart.warps, tail)
             return
@@ -173,6 +175,19 @@ class _Call:
         shape = place.constants.values()
         tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted())
         self._run(norm_kernel, 9, place.programs, place.warps, tail)
+
+    def pieces(self, made: Outputs | None) -> tuple[Pieces | None, int]:
+        """The pieces of rows, where those pay off; and a program's threads where a row has one scale, else 0."""
+        length = self.shape[-1]
+        if made is None or not takes_row_pieces(made):
+            return pieces(length, None if made is None else made.length), 0
+        if self.new_residual is not None:
+            apart = pieces(length, None)
+        else:
+            # With less to read, a third tree of sums costs more than a mask does (measured).
+            apart = pieces(length, None, 2 * PIECE_PER_THREAD)
+            apart = apart if apart is None or apart.c == 0 else None
+        return apart, 0 if apart is None else 32 * apart.warps
 
     def leave_sums(self, place: Tiles) -> None:
         """Sums of squares of the parts of long rows."""

@@ -12,13 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.fours import side_by_side
+from fast.kernels.groups import load_quads, store_quads
 from fast.kernels.launch import Fixed
 from fast.kernels.replay import Recording
 
-BITS = (2, 4, 6)
+# Codes of these widths are packed in groups of 32, as words; of 2 and 4 bits eight are a word or half of one.
+GROUPED = (3, 5, 6, 7)
 # Words are accessed in pairs; Triton takes pointers to be aligned only where they are to 16 bytes.
 ALIGNMENT = 16
-WARPS = 4
 
 
 @triton.jit
@@ -84,20 +86,36 @@ def unpack_octets_kernel(
 
 
 @triton.jit
-def pack_sixes_kernel(
+def pack_groups_kernel(
     codes, out, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
 ):
-    """Groups of 64 codes of 6 bits, packed into six words."""
+    """Groups of 32 codes of any width below 8 bits, packed into as many words; see `groups`."""
     group, inside = _groups(count, WIDE, P)
-    source = _of(codes, tl.int64) + group * 8 + tl.arange(0, 2)[None, :]
-    a, b = tl.split(gathered(tl.load(source, mask=inside, other=0), 6))
-    c, d = tl.split(gathered(tl.load(source + 2, mask=inside, other=0), 6))
-    e, f = tl.split(gathered(tl.load(source + 4, mask=inside, other=0), 6))
-    g, h = tl.split(gathered(tl.load(source + 6, mask=inside, other=0), 6))
-    target = _of(out, tl.int64) + group * 6 + tl.arange(0, 2)[None, :]
-    tl.store(target, tl.join(a | (b << 48), (b >> 16) | (c << 32)), mask=inside)
-    tl.store(target + 2, tl.join((c >> 32) | (d << 16), e | (f << 48)), mask=inside)
-    tl.store(target + 4, tl.join((f >> 16) | (g << 32), (g >> 32) | (h << 16)), mask=inside)
+    source = _of(codes, tl.int32) + group * 8 + tl.arange(0, 4)[None, :]
+    first, second = tl.load(source, mask=inside, other=0), tl.load(source + 4, mask=inside, other=0)
+    quads = side_by_side(_gathered_four(first, BITS), _gathered_four(second, BITS))
+    store_quads(out, quads, group, inside, BITS)
+
+
+@triton.jit
+def _gathered_four(word, BITS: tl.constexpr):
+    """Four codes in the low bits of the bytes of an int32, whatever lies above them, as 4 * BITS bits."""
+    x = _merged(word, word >> (8 - BITS), ((1 << BITS) - 1) * 0x00010001)
+    return _merged(x, x >> (16 - 2 * BITS), (1 << (2 * BITS)) - 1) & ((1 << (4 * BITS)) - 1)
+
+
+@triton.jit
+def unpack_groups_kernel(
+    packed, codes, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
+):
+    """The inverse of `pack_groups_kernel`."""
+    group, inside = _groups(count, WIDE, P)
+    quads = load_quads(packed, group, inside, SIZE, BITS)
+    x = _merged(quads, quads << (16 - 2 * BITS), 0x0000FFFF)
+    x = _merged(x, x << (8 - BITS), 0x00FF00FF) & (((1 << BITS) - 1) * 0x01010101)
+    # A thread has made two words.
+    at = tl.max_contiguous(group * 8 + tl.arange(0, 8)[None, :], [1, 2])
+    tl.store(_of(codes, tl.int32) + at, x, mask=inside)
 
 
 @triton.jit
@@ -116,24 +134,22 @@ def unpack_sixes_kernel(
 
 
 def _launch(
-    kernel: Any, call: Recording, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int
-) -> int:
+    kernel: Any, call: Recording, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int, warps: int = 4
+) -> int:  # fmt: skip
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
         # No word holds fewer than four codes, so none has a larger number.
         wide = codes // 4 > 2**31 - p * size
-        call.launch(Fixed(kernel, -(-count // p), (count, bits, wide, size, p), WARPS), pointers)
+        call.launch(Fixed(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
     return count * size
 
 
 def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, bits: int) -> bool:
     """Whether `codes` codes in rows of `length` are one stream of words: no bits between rows, and aligned addresses."""
-    return (
-        bits in BITS
-        and (length * bits % 8 == 0 or length == codes)
-        and (source.data_ptr() | target.data_ptr()) % ALIGNMENT == 0
-    )
+    return (length * bits % 8 == 0 or length == codes) and (
+        source.data_ptr() | target.data_ptr()
+    ) % ALIGNMENT == 0
 
 
 def pack_octets(call: Recording, length: int, bits: int) -> int:
@@ -142,8 +158,8 @@ def pack_octets(call: Recording, length: int, bits: int) -> int:
     count, pointers = codes.numel(), ("codes", "packed")
     if not covers(codes, packed, length, count, bits):
         return 0
-    if bits == 6:
-        return _launch(pack_sixes_kernel, call, pointers, count, 6, 64, 128)
+    if bits in GROUPED:
+        return _launch(pack_groups_kernel, call, pointers, count, bits, 32, 64, 1)
     return _launch(pack_octets_kernel, call, pointers, count, bits, 64 // bits, 1024 * bits // 8)
 
 
@@ -152,5 +168,9 @@ def unpack_octets(call: Recording, length: int, bits: int) -> int:
     codes, packed = call.tensors["codes"], call.tensors["packed"]
     if not covers(packed, codes, length, codes.numel(), bits):
         return 0
-    kernel = unpack_sixes_kernel if bits == 6 else unpack_octets_kernel
-    return _launch(kernel, call, ("packed", "codes"), codes.numel(), bits, 16, 512)
+    count, pointers = codes.numel(), ("packed", "codes")
+    if bits == 6:
+        return _launch(unpack_sixes_kernel, call, pointers, count, bits, 16, 512)
+    if bits in GROUPED:
+        return _launch(unpack_groups_kernel, call, pointers, count, bits, 32, 256)
+    return _launch(unpack_octets_kernel, call, pointers, count, bits, 16, 512)

@@ -7,6 +7,9 @@ combined in pairs, so that codes that lie in one thread stay there.
 import triton
 import triton.language as tl
 
+from fast.kernels.groups import load_quads, store_quads
+from fast.kernels.words import combined_digits
+
 
 @triton.jit
 def pairs(codes, BITS: tl.constexpr):
@@ -29,6 +32,8 @@ def store_packed(out, codes, block, inside, BITS: tl.constexpr):
         tl.store(out + at, byte.to(tl.uint8), mask=inside)
     elif BITS == 6:
         _store_six(out, pairs(pairs(codes, 6), 12), block, inside)
+    elif SIZE % 32 == 0:
+        store_quads(out, combined_digits(codes, BITS, 4), block, inside, BITS)
     else:
         _store_bytes(
             out, pairs(pairs(pairs(codes.to(tl.int64), BITS), 2 * BITS), 4 * BITS), block, inside, BITS
@@ -75,6 +80,9 @@ def load_packed(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
         return tl.reshape(tl.join(half & 3, half >> 2), (byte.shape[0], SIZE))
     elif BITS == 6:
         return _load_six(source, block, inside, SIZE)
+    elif SIZE % 32 == 0:
+        quad = load_quads(source, block, inside, SIZE, BITS) & ((1 << (4 * BITS)) - 1)
+        return _halves(_halves(quad, 2 * BITS), BITS)
     else:
         return _load_bytes(source, block, inside, SIZE, BITS)
 

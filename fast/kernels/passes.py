@@ -185,16 +185,23 @@ def _scaled(
         passes.append(_statistic(of, of.place, "", "statistic", statistics))
         reads["statistic"] = "statistic"
     source = "statistic" if of.place.chunked else "tile"
-    do = job(source=source, outer=outer, scales=keep, reverse=bool(passes), **wanted)
+    pairs = "codes" in wanted and paired(of, wanted["packed"])
+    do = job(source=source, outer=outer, scales=keep, reverse=bool(passes), pairs=pairs, **wanted)
     # An outer scale that comes from a statistic is written in any case.
     left = {**made, **{name: b for name, b in scales.items() if keep or name == "outer"}}
-    passes.append(Pass(_place(of, outer, wanted), of.rule, do, reads, _same(left)))
+    passes.append(Pass(_place(of, outer, pairs), of.rule, do, reads, _same(left)))
     return Plan(tuple(passes), {**left, **statistics}, tuple(left))
 
 
-def _place(of: Asked, outer: str, wanted: Mapping[str, Any]) -> Geometry:
+def paired(of: Asked, packed: bool) -> bool:
+    """Whether codes under scales from the tensor are made of pairs by `fours` or `sixes`, so that x is read in words."""
+    plain = of.place.shape == "flat" and not of.place.masked
+    return of.rule.pairs and plain and (packed or of.rule.bits == 4)
+
+
+def _place(of: Asked, outer: str, pairs: bool) -> Geometry:
     """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
-    place, pairs = of.place, of.rule.pairs and wanted.get("packed") and not of.place.masked
+    place = of.place
     if not pairs or outer == "statistic" or place.blocks % 64:
         return place
     return replace(place, p=64, warps=2, programs=place.blocks // 64)

@@ -2,7 +2,8 @@
 
 Nothing is masked and nothing is read beyond the row. The pieces are branches of the tree in which squares are added (of the
 row filled with zeros to a power of two), as they are aligned to their own length; a sum with the zeros beyond the last one is
-the sum. Where scales belong to blocks that divide the smallest piece, one piece after the other is normalized and quantized.
+the sum. Where scales belong to blocks that divide the smallest piece, one piece after the other is normalized and quantized;
+a row under one scale is normalized whole before (see `row_pieces`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fast.kernels.halves import floats, normal, normal_floats
+from fast.kernels.halves import floats, normal
+from fast.kernels.row_pieces import quantize_row
 from fast.kernels.rows import quantize_rows
 from fast.kernels.trees import summed, tree_sum
 
 # The smallest piece, and the largest: more of a row does not fit registers.
 LEAST, MOST = 512, 8192
-# Elements of the largest piece in a thread; the others add up to three quarters of it.
 PER_THREAD = 32
 
 
@@ -26,26 +27,36 @@ PER_THREAD = 32
 def norm_pieces_kernel(
     x, residual, weight, new_residual, y, codes, scale, zero, eps, length, per_row,
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A row: A numbers, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece."""
+    """A row: A numbers, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
+
+    THREADS: those of a program where the row has one scale, or 0.
+    """
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     start = row * length
-    a = _piece(x, residual, new_residual, start, A, GROUP, DTYPE, NATIVE)
-    b = _piece(x, residual, new_residual, start + A, B, GROUP, DTYPE, NATIVE)
+    # A row under one scale is a row of each piece.
+    a = _piece(x, residual, new_residual, start, A, A if THREADS > 0 else GROUP, DTYPE, NATIVE)
+    b = _piece(x, residual, new_residual, start + A, B, B if THREADS > 0 else GROUP, DTYPE, NATIVE)
     rest = _squares(b, NATIVE)
     if C > 0:
-        c = _piece(x, residual, new_residual, start + (A + B), C, GROUP, DTYPE, NATIVE)
+        c = _piece(x, residual, new_residual, start + (A + B), C, C if THREADS > 0 else GROUP, DTYPE, NATIVE)
         rest += _squares(c, NATIVE)
     total = _squares(a, NATIVE) + rest
     mean = tl.div_rn(total, tl.zeros_like(total) + length)
     r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
-    _finish(a, r, weight, y, codes, scale, zero, start, 0, row * per_row, RULE, JOB, DTYPE, GROUP, NATIVE)
-    _finish(b, r, weight, y, codes, scale, zero, start, A, row * per_row, RULE, JOB, DTYPE, GROUP, NATIVE)
-    if C > 0:
-        _finish(
-            c, r, weight, y, codes, scale, zero, start, A + B, row * per_row, RULE, JOB, DTYPE, GROUP, NATIVE
-        )
+    if THREADS > 0:
+        v, w = _normal_row(a, r, weight, 0, DTYPE, NATIVE), _normal_row(b, r, weight, A, DTYPE, NATIVE)
+        u = w
+        if C > 0:
+            u = _normal_row(c, r, weight, A + B, DTYPE, NATIVE)
+        quantize_row(v, w, u, codes, scale, start, row, RULE, JOB, C, THREADS)
+    else:
+        first = row * per_row
+        _finish(a, r, weight, y, codes, scale, zero, start, 0, first, RULE, JOB, DTYPE, GROUP, NATIVE)
+        _finish(b, r, weight, y, codes, scale, zero, start, A, first, RULE, JOB, DTYPE, GROUP, NATIVE)
+        if C > 0:
+            _finish(c, r, weight, y, codes, scale, zero, start, A + B, first, RULE, JOB, DTYPE, GROUP, NATIVE)
 
 
 @triton.jit
@@ -74,6 +85,13 @@ def _squares(h, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _normal_row(h, r, weight, offset, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """A piece of shape (1, length) that begins at `offset`, normalized, as float32."""
+    w = tl.load(weight + offset + tl.arange(0, h.shape[1])[None, :])
+    return normal(h, tl.zeros_like(floats(h, NATIVE)) + r, w, DTYPE, True, NATIVE)
+
+
+@triton.jit
 def _finish(
     h, r, weight, y, codes, scale, zero, start, offset, first, RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr,
     GROUP: tl.constexpr, NATIVE: tl.constexpr,
@@ -85,9 +103,9 @@ def _finish(
     w = tl.load(weight + column)
     by = tl.zeros_like(floats(h, NATIVE)) + r
     if RULE is None:
-        tl.store(y + start + column, normal(h, by, w, DTYPE, NATIVE))
+        tl.store(y + start + column, normal(h, by, w, DTYPE, False, NATIVE))
     else:
-        v = normal_floats(h, by, w, DTYPE, NATIVE)
+        v = normal(h, by, w, DTYPE, True, NATIVE)
         block = first + offset // GROUP + tl.arange(0, COUNT)[:, None]
         inside, exists = tl.full(h.shape, 1, tl.int1), tl.full((COUNT, 1), 1, tl.int1)
         quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, RULE, JOB)
@@ -95,25 +113,25 @@ def _finish(
 
 @dataclass(frozen=True)
 class Pieces:
-    """A row's pieces, C = 0 where there are two, and the blocks in which they lie."""
+    """A row's pieces, C = 0 where there are two, the blocks in which they lie, and the warps of a program."""
 
     a: int
     b: int
     c: int
     group: int
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program."""
-        return max(1, self.a // (32 * PER_THREAD))
+    warps: int
 
 
-def pieces(length: int, block: int | None) -> Pieces | None:
-    """Pieces for rows of this length in blocks of `block` (None: no blocks), or None where they do not serve."""
+def pieces(length: int, block: int | None, per_thread: int = PER_THREAD) -> Pieces | None:
+    """Pieces for rows of this length in blocks of `block` (None: no blocks), or None where they do not serve.
+
+    per_thread: elements of the largest piece in a thread; the others add up to three quarters of it.
+    """
     powers = [1 << i for i in reversed(range(length.bit_length())) if length >> i & 1]
     if len(powers) not in (2, 3) or powers[-1] < LEAST or powers[0] > MOST:
         return None
     group = powers[-1] if block is None else block
     if powers[-1] % group:
         return None
-    return Pieces(powers[0], powers[1], powers[2] if len(powers) == 3 else 0, group)
+    warps = max(1, powers[0] // (32 * per_thread))
+    return Pieces(powers[0], powers[1], powers[2] if len(powers) == 3 else 0, group, warps)

@@ -16,7 +16,7 @@ from fast.kernels.octets import pack_octets, unpack_octets
 from fast.kernels.replay import Recording, picked
 from fast.kernels.rule import element_of
 from reference.arrays import namespace_of
-from reference.encode import _check_overflow, check_random_bits
+from reference.encode import check_overflow, check_random_bits
 from reference.errors import choice
 from reference.formats import Format, format_of
 from reference.pack import packed_shape
@@ -106,7 +106,7 @@ def encode(
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() == 0:
         return None
     check_mode(rounding, words)
-    _check_overflow(fmt, rounding, overflow)
+    check_overflow(fmt, rounding, overflow)
     check_random_bits(namespace_of(x), x, words)
     if fmt.kind == "codebook":
         choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")

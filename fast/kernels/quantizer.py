@@ -18,7 +18,7 @@ from fast import ready
 from fast.kernels import passes, pointwise
 from fast.kernels.launch import interpreted, together
 from fast.kernels.passes import Asked, Plan
-from fast.kernels.plans import DTYPES, NAMES, Prepared
+from fast.kernels.plans import NAMES, Prepared
 from fast.kernels.replay import picked, several
 from reference import Quantized, Scales
 from reference.arrays import namespace_of
@@ -27,9 +27,9 @@ from reference.encode import check_random_bits
 from reference.errors import choice
 from reference.given import check_scales, given_scales, usable
 from reference.pack import packed_shape
-from reference.quantize import unpacked, with_plain_scales, with_tiled_scales
+from reference.quantize import check_quantized, with_plain_scales, with_tiled_scales
 from reference.rounding import check_mode
-from reference.scales import _two_level as second_level
+from reference.scales import second_level
 from reference.schemes import Scheme, scheme_of
 from reference.tiled_scales import check_tiled
 
@@ -110,7 +110,7 @@ def _quantize(
         lambda: passes.quantizing(of, kind, fused, tiles),
     )
     tensors = inputs(x, given, words)
-    if fused:
+    if fused or passes.paired(of, fused):
         tensors["x"] = in_words(tensors["x"])
     made = plan(tensors, x.device)
     codes = _packed(made["codes"], of.scheme) if packed and not fused else made["codes"]
@@ -208,15 +208,13 @@ def floats(bits: torch.Tensor) -> torch.Tensor:
 def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None:
     """`fast.dequantize` by a kernel, or None where none covers the tensor."""
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
-    if dtype == "float64" or q.codes.dtype not in (torch.uint8, torch.uint16):
+    blocks, scheme = check_quantized(q), q.scheme
+    if dtype == "float64" or not together(q.codes, *given_parts(q).values()):
         return None
     key, q = None if q.tiled else key, with_plain_scales(q)
-    scheme = q.scheme
-    if tuple(q.codes.shape) != (packed_shape(q.shape, scheme.format) if q.packed else q.shape):
-        unpacked(q)  # says what is wrong
-    of = passes.asked(dtype, scheme, Blocks.of(q.shape, scheme.scale, q.axis), not interpreted())
+    of = passes.asked(dtype, scheme, blocks, not interpreted())
     packed = q.packed and scheme.format.bits < 8
-    if of is None or (packed and not passes.packs(of)) or not _fits(q, of):
+    if of is None or (packed and not passes.packs(of)):
         return None
     tensors = {"codes": in_words(q.codes.contiguous()), **_stored_scales(q, of)}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
@@ -224,19 +222,6 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
     if not of.rule.two_level:
         plan.remember(key, scheme, {"codes": q.codes, **given_parts(q)}, picked("y"))
     return y  # type: ignore[no-any-return]
-
-
-def _fits(q: Quantized, of: Asked) -> bool:
-    """Whether the scales have the shapes and dtypes that a kernel would read; otherwise the reference says what is wrong."""
-    if of.rule.two_level:
-        return True
-    for part, buffer in passes.scale_buffers(of).items():
-        value = getattr(q, part)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != buffer.shape:
-            return False
-        if value.dtype != DTYPES[buffer.dtype] or value.device != q.codes.device:
-            return False
-    return True
 
 
 def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:

@@ -7,6 +7,7 @@ for the whole: two records with the same fields share a kernel, whatever their n
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +15,24 @@ import numpy as np
 import triton.language as tl
 
 from reference.formats import FORMATS, Format
-from reference.log2 import LOWEST, _steps_above, _steps_below
+from reference.log2 import LOWEST, steps_above, steps_below
 from reference.power_scales import element_mantissa
-from reference.scales import _floor_value
+from reference.scales import floor_value
 from reference.schemes import Scale, Scheme
 from reference.softfloat import bits_of
 
+# What kernels call the OCP formats: records with the same fields are the same format, whatever their names.
+OCP = {
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float6_e2m3fn": "e2m3",
+    "float6_e3m2fn": "e3m2",
+    "float4_e2m1fn": "e2m1",
+}
 # Formats whose nearest-even, saturating cast is one instruction on sm_89 and later.
-HARDWARE = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+HARDWARE = ("e4m3", "e5m2")
 # And those of which a few instructions make four codes at a time, for tiles with four elements of a row in a thread.
-SEQUENCES = {**HARDWARE, "float4_e2m1fn": "e2m1"}
+SEQUENCES = (*HARDWARE, "e2m1")
 
 # Targets for which one corrected product is the rounded quotient; tests/gpu/kernel_quotients.py checks every significand.
 QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0, 6.0 * 448.0)
@@ -66,6 +75,13 @@ class Rule(Constant):
     """A scheme for an input dtype."""
 
 
+@lru_cache(maxsize=256)
+def ocp_name(fmt: Format) -> str:
+    """What `OCP` calls the format with these fields; "" for another one."""
+    same = (short for name, short in OCP.items() if replace(fmt, name=name) == FORMATS[name])
+    return next(same, "")
+
+
 def element_of(
     fmt: Format,
     rounding: str = "nearest_even",
@@ -83,13 +99,14 @@ def element_of(
     casts = SEQUENCES if fours else HARDWARE
     fast = hardware and rounding == "nearest_even" and overflow == "saturate"
     low, high = fmt.integer_range if fmt.kind == "int" else (0, 0)
+    name = ocp_name(fmt)
     return Element(
-        name=fmt.name, kind=fmt.kind, bits=fmt.bits, mantissa=fmt.mantissa_bits, emin=fmt.emin, bias=fmt.bias,
+        kind=fmt.kind, bits=fmt.bits, mantissa=fmt.mantissa_bits, emin=fmt.emin, bias=fmt.bias,
         max_code=fmt.max_code, max_bits=bits_of(fmt.max), nan_code=fmt.nan_code or 0, beyond=beyond, sign_mask=fmt.sign_mask,
         negative_zero=fmt.has_negative_zero, specials=fmt.specials, signed=fmt.signed, low=low, high=high,
         fraction_bits=fmt.fraction_bits, thresholds=_thresholds(fmt), zero_code=_zero_code(fmt),
         table=tuple(float(v) for v in fmt.table), values=_values(fmt), rounding=rounding, overflow=overflow,
-        hardware=casts.get(fmt.name, "") if fast else "", loads=HARDWARE.get(fmt.name, "") if hardware else "",
+        hardware=name if fast and name in casts else "", loads=name if hardware and name in HARDWARE else "",
         max_value=fmt.max,
     )  # fmt: skip
 
@@ -125,7 +142,7 @@ def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = Tru
     floor, kind = 0, ""
     if record.floor is not None:
         kind, value = record.floor[0], record.floor[1]
-        floor = bits_of(_floor_value(value, dtype))
+        floor = bits_of(floor_value(value, dtype))
     floor_code = 0
     if kind == "stored" and record.storage != "float32":
         fmt = FORMATS[record.storage]
@@ -138,7 +155,7 @@ def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = Tru
         statistic=record.statistic, target=_in_dtype(record.target, compute), rule=record.rule,
         target_exponent=(target >> 23) - 127, target_fraction=target & 0x7FFFFF, compute=compute, stored=record.stored,
         by_reciprocal=record.by_reciprocal, floor_kind=kind, floor=floor, floor_code=floor_code, floor_quotient=quotient,
-        nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=record.storage,
+        nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=_kept_as(record.storage),
         even_carry=1 << (22 - element_mantissa(element)), element_min=_in_dtype(element.min, compute),
         steps=_runs(record.rule), one_over_target=_in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
         quick=hardware and _is_quick(record), inverse=float(np.float32(1) / np.float32(record.target)),
@@ -180,14 +197,19 @@ def _storage(name: str, hardware: bool) -> Element:
     """Scales are rounded and read without the conversion instructions: one after the other was compiled wrongly (LOG.md)."""
     fmt = FORMATS[name]
     overflow = "nonfinite" if fmt.specials == "ieee" else "saturate"
-    return element_of(fmt, "nearest_even", overflow, hardware=hardware and name not in HARDWARE)
+    return element_of(fmt, "nearest_even", overflow, hardware=hardware and ocp_name(fmt) not in HARDWARE)
+
+
+def _kept_as(storage: str) -> str:
+    """What kernels tell apart among storages: "float32", a name of `OCP`, or "" for other codes."""
+    return storage if storage == "float32" else ocp_name(FORMATS[storage])
 
 
 def _runs(rule: str) -> tuple[tuple[int, int], ...]:
     """torchao's float32-logarithm tables (`reference.log2`) as (first exponent, steps) of each run of equal values."""
     if rule not in ("ratio_pow2_log2", "rceil_log2"):
         return ()
-    table = _steps_below() if rule == "ratio_pow2_log2" else _steps_above()
+    table = steps_below() if rule == "ratio_pow2_log2" else steps_above()
     starts = [0, *(np.flatnonzero(np.diff(table)) + 1)]
     return tuple((int(start) + LOWEST, int(table[start])) for start in starts)
 
@@ -213,7 +235,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
         two_level=outer is not None and outer.statistic != "absmax_elements",
-        power_of_two=scheme.scale.power_of_two, storage=scheme.scale.storage,
+        power_of_two=scheme.scale.power_of_two,
         zero="" if zero is None else zero.rule, zero_storage="" if zero is None else zero.storage,
         middle=_in_dtype((low + high + 1) / 2, dtype if scheme.scale.compute == "input" else "float32"),
         middle_input=_in_dtype((low + high + 1) / 2, arithmetic), middle_code=(low + high + 1) // 2, low=low, high=high,
@@ -230,8 +252,18 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
+        drawn=hardware and not marking and _is_drawn(scheme),
         pairs=dtype == "bfloat16" and _has_pairs(scheme, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
+
+
+def _is_drawn(scheme: Scheme) -> bool:
+    """Whether `drawn` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
+    fmt, scale = scheme.format, scheme.scale
+    plain = scheme.nan == "block" and scheme.nan_code is None and scheme.smallest_exponent is None
+    signed = fmt.kind == "float" and fmt.bits <= 8 and bool(fmt.sign_mask) and fmt.has_negative_zero
+    drawn = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
+    return plain and signed and drawn and scale.power_of_two and scheme.outer is None and scale.target >= 4.0
 
 
 def _has_pairs(scheme: Scheme, hot: str) -> bool:
@@ -244,8 +276,7 @@ def _has_pairs(scheme: Scheme, hot: str) -> bool:
 
 def _has_sequence(fmt: Format) -> bool:
     """Whether `words` reads this element: signed integers and the OCP formats without infinities."""
-    names = ("float8_e4m3fn", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
-    return fmt.name in names or (
+    return ocp_name(fmt) in ("e4m3", "e2m3", "e3m2", "e2m1") or (
         fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits <= 8
     )
 
@@ -265,8 +296,7 @@ def _hot(scheme: Scheme, nearest: bool) -> str:
         )
     if scheme.outer is not None and not _under_outer(scheme):
         return ""
-    names = {"float4_e2m1fn": "e2m1", "float6_e2m3fn": "e2m3", "float6_e3m2fn": "e3m2"}
-    return names.get(fmt.name, HARDWARE.get(fmt.name, ""))
+    return ocp_name(fmt)
 
 
 def _under_outer(scheme: Scheme) -> bool:
@@ -285,7 +315,7 @@ def _under_outer(scheme: Scheme) -> bool:
         and scale.compute == "float32"
         and scheme.zero is None
     )
-    kept = scale.storage == "float8_e4m3fn" and scale.floor is not None and scale.floor[0] == "stored"
+    kept = _kept_as(scale.storage) == "e4m3" and scale.floor is not None and scale.floor[0] == "stored"
     return (
         plain
         and kept

@@ -218,7 +218,7 @@ def stored_scale(exact, L: tl.constexpr):
         code = encode(v, None, L.storage_element)
         v = floored(canonical(decode(code, L.storage_element)), L)
         return encode(v, None, L.storage_element), v
-    elif L.storage == "float8_e4m3fn" and L.floor_kind == "stored":
+    elif L.storage == "e4m3" and L.floor_kind == "stored":
         # A given outer scale may be negative: what is below zero is below the floor.
         v = nonnegative(v)
         code = tl.where(is_nan(v), 127, tl.maximum(nonnegative_code(v, L.storage_element), L.floor_code))

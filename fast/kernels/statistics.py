@@ -11,10 +11,12 @@ from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of,
 # Identities of minimum and maximum over order keys.
 HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)
 LOWEST_KEY = tl.constexpr(-0x80000000)
+# Blocks of so many elements are in all lanes of a warp, which have so many neighbours.
+LONG, NEIGHBOURS = tl.constexpr(1024), tl.constexpr(8)
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     """The larger of two floats; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -26,12 +28,22 @@ def absmax(v, FINITE_ONLY: tl.constexpr, NATIVE: tl.constexpr):
     NATIVE: by float maxima that keep NaN, which have a free absolute value on the GPU.
     """
     if NATIVE and not FINITE_ONLY:
-        return bits_of(tl.reduce(tl.abs(v), 1, _larger, keep_dims=True)) & MAGNITUDE
+        return bits_of(tl.reduce(tl.abs(v), 1, larger, keep_dims=True)) & MAGNITUDE
     else:
         magnitude = bits_of(v) & MAGNITUDE
         if FINITE_ONLY:
             magnitude = tl.where(magnitude < INFINITY, magnitude, 0)
         return tl.max(magnitude, axis=1, keep_dims=True)
+
+
+@triton.jit
+def block_absmax(v, NATIVE: tl.constexpr):
+    """`absmax` of blocks that may be long: one instruction finds an integer maximum over a warp, ten find that of floats."""
+    if NATIVE and v.shape[1] >= LONG:
+        parts = tl.reshape(tl.abs(v), (v.shape[0], v.shape[1] // NEIGHBOURS, NEIGHBOURS))
+        return tl.max(bits_of(tl.reduce(parts, 2, larger)) & MAGNITUDE, axis=1, keep_dims=True)
+    else:
+        return absmax(v, False, NATIVE)
 
 
 @triton.jit
@@ -55,7 +67,7 @@ def maximum(v, inside, NATIVE: tl.constexpr):
     """Order key of the largest value of each row, (blocks, 1); any key where the row has a NaN."""
     if NATIVE:
         v = tl.where(inside, v, float("-inf"))
-        return order_key(bits_of(tl.reduce(v, 1, _larger, keep_dims=True)))
+        return order_key(bits_of(tl.reduce(v, 1, larger, keep_dims=True)))
     else:
         return highest_key(v, inside)
 

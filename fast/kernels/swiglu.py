@@ -27,11 +27,13 @@ import triton.language as tl
 
 from fast import ready
 from fast.kernels.bits import bits_of, float_of, read
-from fast.kernels.geometry import LARGEST_TILE, power_above
-from fast.kernels.halves import clamped_gate, gated, gated_floats
+from fast.kernels.geometry import INT32, LARGEST_TILE, power_above
+from fast.kernels.halves import clamped_gate, gated
 from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.outputs import Outputs, outputs
+from fast.kernels.pieces import pieces
 from fast.kernels.replay import Finishing, Recording, picked
+from fast.kernels.row_pieces import quantize_row, takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from reference import Quantized
 from reference.schemes import Scheme, scheme_of
@@ -110,10 +112,34 @@ def swiglu_kernel(
     s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
     at = row * length + column
     if RULE is None:
-        tl.store(y + at, gated(s, g, u, DTYPE, NATIVE), mask=inside)
+        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
     else:
-        v = gated_floats(s, g, u, DTYPE, NATIVE)
+        v = gated(s, g, u, DTYPE, True, NATIVE)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+
+
+@triton.jit
+def swiglu_pieces_kernel(
+    gate, up, codes, scale, length, gate_stride, up_stride,
+    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a row of A, B and C numbers, quantized under one scale; see `row_pieces`."""
+    row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    gates, ups = gate + row * gate_stride, up + row * up_stride
+    a = _gated_piece(gates, ups, A, DTYPE, NATIVE)
+    b = _gated_piece(gates + A, ups + A, B, DTYPE, NATIVE)
+    c = b
+    if C > 0:
+        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, NATIVE)
+    quantize_row(a, b, c, codes, scale, row * length, row, RULE, JOB, C, THREADS)
+
+
+@triton.jit
+def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    i = tl.arange(0, SIZE)[None, :]
+    g, u = tl.load(gate + i), tl.load(up + i)
+    return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
@@ -156,16 +182,39 @@ def _launch(
     """Write y, or codes and scales `into` blocks. known: key, scheme and result of the next call like this one."""
     block = None if into is None else into.length
     rows, others = _matrices(gate, up.detach(), block)
-    strides = tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in (rows, others))
-    place = _place(*rows.shape, block, max(strides))
-    rule, do = (None, None) if into is None else (into.rule, into.job)
-    constants = (rule, do, NAMES[gate.dtype], *place.constants.values(), not interpreted())
+    fixed = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
     call = Recording({"gate": gate, "up": up}, strided=True)
     call.take(made)
-    fixed = Fixed(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
+    pointers = fixed.kernel.arg_names[: 4 if fixed.kernel is swiglu_pieces_kernel else 6]
     # Not remembered where a copy is read.
-    call.launch(fixed, swiglu_kernel.arg_names[:6], {"gate": rows, "up": others})
+    call.launch(fixed, pointers, {"gate": rows, "up": others})
     call.remember(*known)
+
+
+def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:
+    return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in matrices)
+
+
+def _by_tiles(gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None) -> Fixed:
+    """A launch over tiles of whole blocks."""
+    strides = _strides(gate, up)
+    place = _place(*gate.shape, block, max(strides))
+    rule, do = (None, None) if into is None else (into.rule, into.job)
+    constants = (rule, do, NAMES[gate.dtype], *place.constants.values(), not interpreted())
+    return Fixed(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
+
+
+def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Fixed | None:
+    """A launch over rows under one scale, where those come in pieces."""
+    rows, length = gate.shape
+    apart = pieces(length, None)
+    if into is None or apart is None or not takes_row_pieces(into):
+        return None
+    strides = _strides(gate, up)
+    wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
+    shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
+    constants = (into.rule, into.job, NAMES[gate.dtype], *shape, not interpreted())
+    return Fixed(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 
 def _matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:

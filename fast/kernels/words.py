@@ -7,6 +7,8 @@ the unit) and by the conversion instructions, and codes are combined into words 
 All of these expect finite numbers or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -99,20 +101,21 @@ def quarters(tile):
 @triton.jit
 def joined(a0, a1, a2, a3, a4, a5, a6, a7):
     """The inverse of `eighths`."""
-    even = _two(_two(a0, a4), _two(a2, a6))
-    odd = _two(_two(a1, a5), _two(a3, a7))
-    return _two(even, odd)
+    even = joined2(joined2(a0, a4), joined2(a2, a6))
+    odd = joined2(joined2(a1, a5), joined2(a3, a7))
+    return joined2(even, odd)
 
 
 @triton.jit
-def _two(a, b):
+def joined2(a, b):
+    """(P, S) twice as (P, 2 S): the even elements and the odd ones."""
     return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def joined4(a0, a1, a2, a3):
     """The inverse of `quarters`."""
-    return _two(_two(a0, a2), _two(a1, a3))
+    return joined2(joined2(a0, a2), joined2(a1, a3))
 
 
 @triton.jit
@@ -123,6 +126,23 @@ def int4_words(numbers, keep):
     """
     offset = combined_digits(numbers, 4, 8) + 0x49488888
     return (offset ^ -0x77777778) & keep
+
+
+@triton.jit
+def integer_quads(numbers, keep, BITS: tl.constexpr):
+    """The same for n of 3, 5 or 7 bits, as quads (P, S / 4): four digits in the low bits, none above them."""
+    ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
+    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES
+    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
+    PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
+    return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)
+
+
+@triton.jit
+def _fours(of_blocks, numbers):
+    """What belongs to a block, for each four of its numbers, where `combined_digits` leaves their sum; no instruction."""
+    every = tl.broadcast_to(of_blocks, numbers.shape)
+    return tl.reduce(tl.reshape(every, (numbers.shape[0], numbers.shape[1] // 4, 4)), 2, _either)
 
 
 @triton.jit
@@ -163,42 +183,36 @@ def _either(a, b):
     return a | b
 
 
-@triton.jit
-def e2m3_bytes(y):
-    """Codes of float6_e2m3fn of y * 2**-6 as int8, nearest even: there e4m3 has the same exponents.
+def _six_bytes(convert: str) -> tl.constexpr:
+    """Four 6-bit codes in bytes, by a conversion to 8 bits with the same exponents; bit 5 of its codes belongs one place lower.
 
     Saturates what rounds to one binade beyond the largest number; a scaled block holds nothing larger.
     """
-    return tl.inline_asm_elementwise(
-        """{
+    return tl.constexpr(
+        f"""{{
         .reg .b16 l, h; .reg .b32 w, s, o;
-        cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
-        mov.b32 w, {l, h};
+        {convert} l, $2, $1; {convert} h, $4, $3;
+        mov.b32 w, {{l, h}};
         and.b32 o, w, 0x20202020; shr.u32 s, o, 5; sub.u32 o, o, s; or.b32 o, o, w;
         shr.u32 s, w, 2; and.b32 s, s, 0x20202020;
         lop3.b32 $0, o, 0x1F1F1F1F, s, 0xEA;
-        }""",
-        "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        }}"""
+    )
+
+
+E2M3_BYTES, E3M2_BYTES = (_six_bytes(f"cvt.rn.satfinite.{kind}x2.f32") for kind in ("e4m3", "e5m2"))
+
+
+@triton.jit
+def e2m3_bytes(y):
+    """Codes of float6_e2m3fn of y * 2**-6 as int8, nearest even: there e4m3 has the same exponents; see `_six_bytes`."""
+    return tl.inline_asm_elementwise(E2M3_BYTES, "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
 def e3m2_bytes(y):
-    """Codes of float6_e3m2fn of y * 2**-12 as int8, nearest even: there e5m2 has the same exponents.
-
-    Saturates what rounds to one binade beyond the largest number; a scaled block holds nothing larger.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 l, h; .reg .b32 w, s, o;
-        cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3;
-        mov.b32 w, {l, h};
-        and.b32 o, w, 0x20202020; shr.u32 s, o, 5; sub.u32 o, o, s; or.b32 o, o, w;
-        shr.u32 s, w, 2; and.b32 s, s, 0x20202020;
-        lop3.b32 $0, o, 0x1F1F1F1F, s, 0xEA;
-        }""",
-        "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+    """Codes of float6_e3m2fn of y * 2**-12 as int8, nearest even: there e5m2 has the same exponents; see `_six_bytes`."""
+    return tl.inline_asm_elementwise(E3M2_BYTES, "=r,f,f,f,f", [y], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -236,6 +250,45 @@ def integer_values(codes, BITS: tl.constexpr):
     )
 
 
+def _fields(bits: int) -> tl.constexpr:
+    """float32 of the four two's complement fields of `bits` bits at the low end of $4.
+
+    A field that ends below bit 23 stays in its place: with the exponent of 2**23 it counts units, and a multiplication moves it.
+    """
+    text = ""
+    for i in range(4):
+        place = bits * i
+        word = "$4"
+        if place + bits > 23:
+            text += f"shr.u32 w, $4, {place}; "
+            place, word = 0, "w"
+        mask, bias = ((1 << bits) - 1) << place, 1 << (bits - 1)
+        text += f"lop3.b32 t, {word}, 0x{mask:X}, 0x{0x4B000000 | bias << place:08X}, 0x6A; mov.b32 x, t; "
+        text += f"fma.rn.f32 ${i}, x, 0f{(127 - place) << 23:08X}, 0f{_pattern(-(2.0 ** (23 - place) + bias)):08X}; "
+    return tl.constexpr(f"{{ .reg .b32 t, w; .reg .f32 x; {text} }}")
+
+
+def _pattern(value: float) -> int:
+    """The bits of a float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+FIELDS2, FIELDS3, FIELDS5, FIELDS6, FIELDS7 = (_fields(bits) for bits in (2, 3, 5, 6, 7))
+
+
+@triton.jit
+def quad_values(quads, BITS: tl.constexpr):
+    """float32 (P, 4 S) of four two's complement codes each, whatever lies above their bits."""
+    text: tl.constexpr = (
+        FIELDS2 if BITS == 2 else FIELDS3 if BITS == 3 else FIELDS5 if BITS == 5 else FIELDS6
+        if BITS == 6 else FIELDS7
+    )  # fmt: skip
+    a, b, c, d = tl.inline_asm_elementwise(
+        text, "=&f,=&f,=&f,=&f,r", [quads], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
+    return joined4(a, b, c, d)
+
+
 @triton.jit
 def int4_values(words):
     """float32 (P, 8 S) of words of eight two's complement nibbles (P, S)."""
@@ -258,23 +311,28 @@ def int4_values(words):
     return joined(a, b, c, d, e, f, g, h)
 
 
+def _float_values(exponent: int, mantissa: int, bias: int, count: int) -> tl.constexpr:
+    """float32 of `count` float codes in a word: fields moved, biases multiplied away."""
+    mask = 1 << 31 | ((1 << (exponent + mantissa)) - 1) << (23 - mantissa)
+    text = ""
+    for i in range(count):
+        left = 32 - (1 + exponent + mantissa) * (i + 1)
+        text += f"shl.b32 t, ${count}, {left}; shr.s32 t, t, " if left else f"shr.s32 t, ${count}, "
+        text += f"{8 - exponent}; and.b32 t, t, 0x{mask:08X}; mov.b32 x, t; "
+        text += f"mul.rn.f32 ${i}, x, 0f{(254 - bias) << 23:08X}; "
+    return tl.constexpr(f"{{ .reg .b32 t; .reg .f32 x; {text} }}")
+
+
+E2M1_VALUES = _float_values(2, 1, 1, 8)
+E2M3_VALUES, E3M2_VALUES = _float_values(2, 3, 1, 4), _float_values(3, 2, 3, 4)
+
+
 @triton.jit
 def e2m1_values(words):
-    """float32 (P, 8 S) of words of eight float4_e2m1fn codes (P, S): fields moved, biases multiplied away."""
+    """float32 (P, 8 S) of words of eight float4_e2m1fn codes (P, S)."""
     a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $8, 28; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7E800000;
-        shl.b32 t, $8, 24; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7E800000;
-        shl.b32 t, $8, 20; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7E800000;
-        shl.b32 t, $8, 16; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7E800000;
-        shl.b32 t, $8, 12; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $4, x, 0f7E800000;
-        shl.b32 t, $8, 8; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $5, x, 0f7E800000;
-        shl.b32 t, $8, 4; shr.s32 t, t, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $6, x, 0f7E800000;
-        shr.s32 t, $8, 6; and.b32 t, t, 0x81C00000; mov.b32 x, t; mul.rn.f32 $7, x, 0f7E800000;
-        }""",
-        "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
+        E2M1_VALUES, "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+    )
     return joined(a, b, c, d, e, f, g, h)
 
 
@@ -293,15 +351,8 @@ def six_triples(a, b, c):
 def e2m3_values(triples):
     """float32 (P, 4 S) of words of four float6_e2m3fn codes (P, S)."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $4, 26; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7E800000;
-        shl.b32 t, $4, 20; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7E800000;
-        shl.b32 t, $4, 14; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7E800000;
-        shl.b32 t, $4, 8; shr.s32 t, t, 6; and.b32 t, t, 0x81F00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7E800000;
-        }""",
-        "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
+        E2M3_VALUES, "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
     return joined4(a, b, c, d)
 
 
@@ -309,50 +360,43 @@ def e2m3_values(triples):
 def e3m2_values(triples):
     """float32 (P, 4 S) of words of four float6_e3m2fn codes (P, S)."""
     a, b, c, d = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .f32 x;
-        shl.b32 t, $4, 26; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $0, x, 0f7D800000;
-        shl.b32 t, $4, 20; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $1, x, 0f7D800000;
-        shl.b32 t, $4, 14; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $2, x, 0f7D800000;
-        shl.b32 t, $4, 8; shr.s32 t, t, 5; and.b32 t, t, 0x83E00000; mov.b32 x, t; mul.rn.f32 $3, x, 0f7D800000;
-        }""",
-        "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
+        E3M2_VALUES, "=f,=f,=f,=f,r", [triples], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
     return joined4(a, b, c, d)
+
+
+def _limited(kind: str, nan: str) -> tl.constexpr:
+    """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
+
+    The conversion writes 0x7fff for NaN, the only pattern above it as a signed number.
+    """
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 d, n;
+        cvt.rn.{kind}x2.f32 d, $2, $1;
+        xor.b32 n, $3, 0x80008000;
+        min.NaN.{kind}x2 d, d, $3;
+        max.NaN.{kind}x2 d, d, n;
+        mov.b32 n, {nan};
+        min.s16x2 $0, d, n;
+        }}"""
+    )
+
+
+LIMITED_BFLOAT16, LIMITED_FLOAT16 = _limited("bf16", "0x7FC07FC0"), _limited("f16", "0x7E007E00")
 
 
 @triton.jit
 def bfloat16_of(v, limit):
-    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0.
-
-    The conversion writes 0x7fff for NaN, the only pattern above 0x7fc0 as a signed number.
-    """
+    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 d, n;
-        cvt.rn.bf16x2.f32 d, $2, $1;
-        xor.b32 n, $3, 0x80008000;
-        min.NaN.bf16x2 d, d, $3;
-        max.NaN.bf16x2 d, d, n;
-        mov.b32 n, 0x7FC07FC0;
-        min.s16x2 $0, d, n;
-        }""",
-        "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
+        LIMITED_BFLOAT16, "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
 def float16_of(v, limit):
     """The same for float16; NaN becomes 0x7e00."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 d, n;
-        cvt.rn.f16x2.f32 d, $2, $1;
-        xor.b32 n, $3, 0x80008000;
-        min.NaN.f16x2 d, d, $3;
-        max.NaN.f16x2 d, d, n;
-        mov.b32 n, 0x7E007E00;
-        min.s16x2 $0, d, n;
-        }""",
-        "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+        LIMITED_FLOAT16, "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2
+    )

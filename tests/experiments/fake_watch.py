@@ -9,7 +9,7 @@ import torch
 import reference
 from experiments.kernels import run
 from experiments.kernels.cases import CASES
-from experiments.kernels.run import Bench
+from experiments.kernels.outcome import Bench
 from experiments.kernels.timing import Plan
 from tests.experiments import tiny
 

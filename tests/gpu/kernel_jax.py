@@ -1,18 +1,11 @@
-"""ao_lab.jax on a GPU: every house scheme eagerly, under jit, vmap and grad; memory shared with torch; and its speed.
-
-    PYTHONPATH=. python tests/gpu/kernel_jax.py
-
-times quantization by JAX and by torch in one process and exits with 1 where JAX takes more than 10 % longer.
-"""
+"""ao_lab.jax on a GPU: every house scheme eagerly, under jit, vmap and grad; memory shared with torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +14,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import torch
 
 from tests.gpu.kernel_inputs import REPRESENTATIVE, house, normals, random_inputs
 from tests.gpu.kernel_pool import Job
@@ -41,8 +33,6 @@ SHAPES = (
     ((2, 8), -1),
 )
 PARTS = ("codes", "scale", "outer", "zero")
-LIMIT = 1.1
-TIMED = ("mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_rowwise")
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -175,60 +165,3 @@ def exchange_case(run: Run, name: str) -> None:
     if run.device.type == "cuda" and not isinstance(back, Failure):
         moved = [a.data_ptr() != b.data_ptr() for a, b in zip(arrays(q), arrays(back), strict=True)]
         run.record("to_torch", "same memory", len(moved), sum(moved), ["memory was copied"])
-
-
-def times(names: tuple[str, ...] = TIMED, mebibytes: tuple[int, ...] = (64, 448)) -> list[dict[str, Any]]:
-    """Microseconds of a bf16 quantize among many queued ones: torch, JAX eager, JAX under jit; in one process."""
-    import jax
-
-    import fast
-    from ao_lab import jax as functions
-
-    rows = []
-    for size in mebibytes:
-        x = torch.randn(size * 128, 4096, device="cuda", dtype=torch.bfloat16)
-        y = jax.block_until_ready(functions.from_torch(x, copy=False))
-        for name in names:
-            calls = {
-                "torch": partial(fast.quantize, x, name),
-                "jax": partial(functions.quantize, y, name),
-                "jit": partial(jax.jit(partial(functions.quantize, scheme=name)), y),
-            }
-            rows.append({"scheme": name, "MiB": size, **queued(calls, max(30, 12800 // size))})
-    return rows
-
-
-def queued(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """Best of seven rounds in microseconds a call, and JAX's times by torch's."""
-    best = dict.fromkeys(calls, np.inf)
-    for _ in range(8):  # the first compiles
-        for name, call in calls.items():
-            finish(call())
-            start = time.perf_counter()
-            for _ in range(count):
-                made = call()
-            finish(made)
-            best[name] = min(best[name], (time.perf_counter() - start) / count * 1e6)
-    ratios = {f"{name}/torch": round(best[name] / best["torch"], 3) for name in calls if name != "torch"}
-    return {**{name: round(value, 2) for name, value in best.items()}, **ratios}
-
-
-def finish(q: Any) -> None:
-    """Wait for the last result, and so for all that were queued before it."""
-    if isinstance(q.codes, torch.Tensor):
-        torch.cuda.synchronize()
-    else:
-        q.codes.block_until_ready()
-
-
-def main() -> int:
-    """Print the times; 1 where a call of JAX takes more than `LIMIT` times what torch takes."""
-    slow = False
-    for row in times():
-        slow |= any(row[key] > LIMIT for key in ("jax/torch", "jit/torch"))
-        sys.stdout.write(f"{row}\n")
-    return int(slow)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
