@@ -17,6 +17,8 @@ POWER_RULES = ("floor", "ceil", "rceil", "rceil_log2", "even")
 RULES = ("ratio", "ratio_pow2", "ratio_pow2_log2", *POWER_RULES)
 FLOORS = ("statistic", "scale", "stored", "zero")
 POWER_STORAGE = "float8_e8m0fnu"
+# How zero points of each rule are kept.
+ZERO_STORAGE = {"code": ("int8",), "value": ("float32", "bfloat16", "float16")}
 # Targets outside would let the ratio of two float32 numbers overflow or vanish.
 LEAST_TARGET, LARGEST_TARGET = 2.0**-20, 2.0**20
 

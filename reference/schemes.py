@@ -19,7 +19,7 @@ from hashlib import sha256
 
 from reference.errors import choice, lookup
 from reference.formats import FORMATS, Format
-from reference.record_checks import POWER_RULES, check_scale, check_scheme
+from reference.record_checks import POWER_RULES, ZERO_STORAGE, check_scale, check_scheme
 
 Block = int | tuple[int, int] | str
 #: Every record ever made, by its key.
@@ -91,6 +91,7 @@ class Zero:
 
     def __post_init__(self) -> None:
         choice(self.rule, ("code", "value"), "zero rule")
+        choice(self.storage, ZERO_STORAGE[self.rule], f"the storage of a zero point of rule {self.rule!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,8 @@ def test_errors_are_the_references(kernels_everywhere):
         lambda f: f.quantize(x, "mxfp4", axis=2),
         lambda f: f.quantize(x.astype("int32"), "mxfp4"),
         lambda f: f.quantize(x[0, 0], "int4_g32", packed=True),
+        lambda f: f.quantize(x, "int4_g32", tiled=True),
+        lambda f: f.quantize(x, "mxfp4", axis=0, tiled=True),
         lambda f: f.quantize(x, "int4_g32", scales=np.zeros((4, 2), np.float32)),
         lambda f: f.quantize(x, "int4_g32", scales=jnp.zeros((4, 3))),
         lambda f: f.quantize(x, "mxfp4", random_bits=jnp.zeros((4, 64), "uint32")),
@@ -153,6 +155,27 @@ def test_programs_for_a_gpu_launch_kernels(kernels_everywhere, name, launches):
     """One launch, one more for a statistic over all elements or over long rows, one more where scales have scales."""
     text = program(lambda x: functions.quantize(x, name, packed=True), ((4, 32768), "bfloat16"))
     assert text.count(f"@{CUSTOM_CALL}(") == launches
+
+
+@pytest.mark.parametrize(("name", "launches"), [("mxfp4", 1), ("nvfp4", 2)])
+def test_tiled_scales_for_a_gpu(kernels_everywhere, name, launches):
+    """Whole tiles leave the kernel as they are; others are made of plain scales."""
+    wanted = lambda x: functions.quantize(x, name, tiled=True).scale  # noqa: E731
+    whole = program(wanted, ((256, 1024), "bfloat16"))
+    assert whole.count(f"@{CUSTOM_CALL}(") == launches
+    assert "stablehlo.transpose" not in whole
+    padded = program(wanted, ((130, 1024), "bfloat16"))
+    assert padded.count(f"@{CUSTOM_CALL}(") == launches
+    assert "stablehlo.transpose" in padded
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tiled_scales_on_a_cpu(name):
+    x, q = jnp.asarray(X[0]), reference.quantize(X[0], name)
+    for scales in (None, q.scales):
+        wanted = reference.quantize(X[0], name, scales=scales, tiled=True)
+        given = None if scales is None else jax.tree.map(jnp.asarray, scales)
+        assert_same_bits(functions.quantize(x, name, scales=given, tiled=True), wanted)
 
 
 def test_gradients_and_batches_for_a_gpu_launch_kernels(kernels_everywhere):

@@ -65,6 +65,8 @@ COMPILED = (
     case(quantize, "mxfp4", shape=(64, 48), axis=0),
     case(quantize, "mxfp4_rceil", "float32", packed=True),
     case(quantize, "mxfp4", stochastic=True),
+    case(quantize, "mxfp6_e2m3", "float32", stochastic=True, packed=True),
+    case(quantize, "mxfp8_e5m2_rceil", "float16", (96, 48), axis=0, stochastic=True),
     case(quantize, "mxint8", "float16"),
     case(quantize, "torchao.mxfp8_e4m3_rceil"),
     case(quantize, "torchao.mxfp4_even", "float32", packed=True),
@@ -86,7 +88,10 @@ COMPILED = (
     case(quantize, "int4_g32_asymmetric", packed=True),
     case(quantize, "int2_g64_asymmetric", "float32", packed=True),
     case(quantize, "int3_g32", packed=True),
+    case(quantize, "int5_g256_asymmetric", "float32", packed=True),
     case(quantize, "int6_g32", "float16", packed=True),
+    case(quantize, "int3_g32", shape=(3, 96), packed=True),
+    case(quantize, "int5_g64", given="all", packed=True),
     case(quantize, "int8_rowwise", "float32", stochastic=True),
     case(quantize, "torchao.int4_g32_tinygemm", "float16"),
     case(quantize, "torchao.int8_rowwise_no_clipping"),
@@ -101,6 +106,8 @@ COMPILED = (
     case(dequantize, "int4_g32_asymmetric", "float16", packed=True),
     case(dequantize, "int2_g32", packed=True),
     case(dequantize, "int3_g32", "float32", packed=True),
+    case(dequantize, "int6_g128_asymmetric", "float16", (3, 128), packed=True),
+    case(dequantize, "torchao.int5_g32", packed=True),
     case(dequantize, "torchao.int4_g32_tinygemm", packed=True),
     # Training.
     case(fake, "mxfp6_e2m3", "float16"),
@@ -150,12 +157,14 @@ COMPILED = (
     case(encode, "nf4", "float32", kernels=("encode_kernel",)),
     case(decode, "float6_e3m2fn", kernels=("decode_kernel",)),
     case(decode, "bfloat16", "uint16", kernels=("decode_kernel",)),
-    case(pack, "int3", kernels=("pack_kernel",)),
-    case(unpack, "int3", kernels=("unpack_kernel",)),
+    case(pack, "int7", shape=(3, 37), kernels=("pack_kernel",)),
+    case(unpack, "int7", shape=(3, 37), kernels=("unpack_kernel",)),
     # Words, and codes after the last group.
     case(pack, "int4", shape=(3, 1001 * 2), kernels=("pack_octets_kernel", "pack_kernel")),
     case(unpack, "int2", shape=(1, 1001), kernels=("unpack_octets_kernel", "unpack_kernel")),
-    case(pack, "float6_e3m2fn", shape=(3, 60), kernels=("pack_sixes_kernel", "pack_kernel")),
+    case(pack, "float6_e3m2fn", shape=(3, 60), kernels=("pack_groups_kernel", "pack_kernel")),
+    case(pack, "int7", shape=(3, 64), kernels=("pack_groups_kernel",)),
+    case(unpack, "int7", shape=(3, 72), kernels=("unpack_groups_kernel", "unpack_kernel")),
     case(unpack, "float6_e3m2fn", shape=(3, 60), kernels=("unpack_sixes_kernel", "unpack_kernel")),
 )  # fmt: skip
 
@@ -188,6 +197,8 @@ class Moves:
 # * Blocks of 16 packed 4-bit codes (nvfp4) have 8 bytes, and a thread holds whole blocks that are no neighbours.
 # * Of the codes in both layouts, those of rows leave 8 at a time, as lanes have them: 8 stores of 64 elements.
 # * 6-bit codes leave as two words of the six of a block, and are read as three words of 4 bytes for 16 codes.
+# * Words of 32 integer codes leave one by one where their number is odd, two where it is even, filled up to a power of two
+#   that lanes without a word do not store; they are read one by one.
 # * Packed codes that are made of codes, or become codes, are 4 or 8 bytes of every 16, and codes are 4 of 16 bytes of float32.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
@@ -198,17 +209,29 @@ HOT = (
     (case(quantize, "mxfp8_e4m3", shape=BIG), (Moves(2, 1, 6.9),)),
     (case(quantize, "mxfp8_e4m3_rceil", shape=BIG), (Moves(2, 1, 6.9),)),
     (case(quantize, "int8_rowwise", shape=BIG), (Moves(2, 1, 9.7),)),
-    (case(quantize, "int4_g32", shape=BIG, packed=True), (Moves(2, 0.5, 12.7),)),
+    (case(quantize, "int4_g32", shape=BIG, packed=True), (Moves(2, 0.5, 8.2),)),
+    (case(quantize, "int2_g128", shape=BIG, packed=True), (Moves(2, 0.25, 10.3, store=8),)),
+    (case(quantize, "int3_g128", shape=BIG, packed=True), (Moves(2, 0.375, 11.5, store=4),)),
+    (case(quantize, "int4_g128", shape=BIG, packed=True), (Moves(2, 0.5, 8),)),
+    (case(quantize, "int5_g128", shape=BIG, packed=True), (Moves(2, 0.625, 10.5, store=4),)),
+    (case(quantize, "int6_g128", shape=BIG, packed=True), (Moves(2, 0.75, 9.9, store=8),)),
+    (case(quantize, "mxfp4", shape=BIG), (Moves(2, 1, 13.7),)),
     (case(quantize, "mxfp4", shape=BIG, packed=True), (Moves(2, 0.5, 12.8),)),
     (
         case(quantize, "nvfp4", shape=BIG, packed=True, kernels=TWICE),
         (Moves(2, 0, 9.1), Moves(2, 0.5, 20.4, store=8)),
     ),
     (case(quantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(2, 0.75, 8.6, store=8),)),
+    # Random words are read as well.
+    (case(quantize, "mxfp8_e4m3", shape=BIG, stochastic=True), (Moves(6, 1, 23.2),)),
     (case(dequantize, "fp8_1x128", shape=BIG), (Moves(1, 2, 8.8),)),
     (case(dequantize, "mxfp8_e4m3", shape=BIG), (Moves(1, 2, 9.4),)),
     (case(dequantize, "int8_rowwise", shape=BIG), (Moves(1, 2, 8.5),)),
     (case(dequantize, "int4_g32", shape=BIG, packed=True), (Moves(0.5, 2, 9.3),)),
+    (case(dequantize, "int2_g128", shape=BIG, packed=True), (Moves(0.25, 2, 9.0, load=4, few=12),)),
+    (case(dequantize, "int3_g128", shape=BIG, packed=True), (Moves(0.375, 2, 9.7, load=4, few=18),)),
+    (case(dequantize, "int5_g128", shape=BIG, packed=True), (Moves(0.625, 2, 9.6, load=4, few=14),)),
+    (case(dequantize, "int6_g128", shape=BIG, packed=True), (Moves(0.75, 2, 10, load=4, few=12),)),
     (case(dequantize, "mxfp4", shape=BIG, packed=True), (Moves(0.5, 2, 11.1),)),
     (case(dequantize, "nvfp4", shape=BIG, packed=True), (Moves(0.5, 2, 12.1, load=8),)),
     (case(dequantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(0.75, 2, 12.8, load=4),)),
@@ -252,7 +275,17 @@ HOT = (
     ),
     (case(pack, "int2", BIG, kernels=("pack_octets_kernel",)), (Moves(1, 0.25, 2.9, store=8, few=0),)),
     (case(unpack, "int2", BIG, kernels=("unpack_octets_kernel",)), (Moves(0.25, 1, 3.0, load=4, few=0),)),
-    (case(pack, "float6_e2m3fn", BIG, kernels=("pack_sixes_kernel",)), (Moves(1, 0.75, 3.4, few=0),)),
+    # Words of 32 codes, filled up as above.
+    (
+        case(pack, "float6_e2m3fn", BIG, kernels=("pack_groups_kernel",)),
+        (Moves(1, 0.75, 4.1, store=8, few=2),),
+    ),
+    (case(pack, "int3", BIG, kernels=("pack_groups_kernel",)), (Moves(1, 0.375, 3.7, store=4, few=2),)),
+    (case(pack, "int5", BIG, kernels=("pack_groups_kernel",)), (Moves(1, 0.625, 4.8, store=4, few=6),)),
+    (
+        case(unpack, "int5", BIG, kernels=("unpack_groups_kernel",)),
+        (Moves(0.625, 1, 4.4, load=4, store=8, few=6),),
+    ),
     (
         case(unpack, "float6_e2m3fn", BIG, kernels=("unpack_sixes_kernel",)),
         (Moves(0.75, 1, 3.7, load=4, few=0),),

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from reference import FORMATS, SCHEMES
+from reference import FORMATS, SCHEMES, Zero
+from reference.blocks import Blocks
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+from fast.kernels import passes
 from fast.kernels.rule import OCP, element_of, ocp_name, rule_of
 
 
@@ -46,6 +48,15 @@ def test_a_renamed_storage_has_the_same_kernels(name, copy):
     scheme = SCHEMES[name]
     own = replace(scheme, name="own", scale=replace(scheme.scale, storage=copy(scheme.scale.storage)))
     assert rule_of(own, "bfloat16") == rule_of(scheme, "bfloat16")
+
+
+def test_zero_points_in_another_dtype_have_no_kernel():
+    """Kernels keep zero points that are numbers as bfloat16."""
+    scheme = SCHEMES["torchao.int4_g32_tinygemm"]
+    for storage in ("float32", "bfloat16", "float16"):
+        own = replace(scheme, name="own", zero=Zero(rule="value", storage=storage))
+        asked = passes.asked("bfloat16", own, Blocks.of((64, 256), own.scale, -1))
+        assert (asked is not None) == (storage == "bfloat16")
 
 
 @pytest.mark.parametrize("name", OCP)

@@ -107,3 +107,10 @@ def test_scheme_fields_are_checked(field, message):
 def test_zero_rule_is_checked():
     with pytest.raises(ValueError, match="zero rule is one of code, value; got 'float'"):
         Zero(rule="float")
+
+
+@pytest.mark.parametrize("rule", ["code", "value"])
+@pytest.mark.parametrize("storage", ["uint8", "nf4", "int4"])
+def test_zero_storage_is_checked(rule, storage):
+    with pytest.raises(ValueError, match=f"zero point of rule '{rule}' is one of .*; got '{storage}'"):
+        Zero(rule=rule, storage=storage)

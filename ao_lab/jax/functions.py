@@ -7,6 +7,7 @@ once for each combination of record, axis and shapes, checks included; later cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +27,10 @@ from reference.fake_quantize import no_cotangent, scale_cotangents
 from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.pytrees import register_jax
-from reference.quantize import check_quantized
+from reference.quantize import check_quantized, with_tiled_scales
 from reference.rounding import check_mode
 from reference.schemes import scheme_of
+from reference.tiled_scales import check_tiled
 
 
 def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
@@ -51,15 +53,20 @@ def quantize(
     scales: Scales | jax.Array | None = None,
     random_bits: jax.Array | None = None,
     packed: bool = False,
+    tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
-    key, known = programs.call("jax quantize", scheme, (axis, packed), x, *parts_of(scales), random_bits)
+    key, known = programs.call(
+        "jax quantize", scheme, (axis, packed, tiled), x, *parts_of(scales), random_bits
+    )
     if known is not None:
         return known  # type: ignore[no-any-return]
     place = _place(require_array(x, "quantize"), axis, scales, random_bits)
     if place is None:
-        return reference.quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed)
-    constants = (scheme, int(axis), place, bool(packed))
+        return reference.quantize(
+            x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+        )
+    constants = (scheme, int(axis), place, bool(packed), bool(tiled))
     made: Quantized = _call(_quantize, (x, scales, random_bits), constants, key)
     return made
 
@@ -137,17 +144,21 @@ def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scale
 
 
 def _quantize(
-    scheme: str | Scheme, axis: int, place: str, packed: bool, x: Any, scales: Any, words: Any
+    scheme: str | Scheme, axis: int, place: str, packed: bool, tiled: bool, x: Any, scales: Any, words: Any
 ) -> Quantized:
     scheme = scheme_of(scheme)
     ns, x, name = float_input(x, "quantize")
     check_mode(scheme.rounding, words)
     if packed:
         packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor
+    if tiled:
+        check_tiled(scheme, ns.shape(x), axis)
     blocks, given = _checked(x, scheme, axis, scales, words)
-    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed)
+    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed, tiled)
     made = dispatch(operation, _named(x=x, words=words, **_parts(given)), place)
-    return quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+    q = quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+    # Given scales are not tiled yet.
+    return replace(q, tiled=True) if tiled and "scale" in made else with_tiled_scales(q) if tiled else q
 
 
 def _checked(x: Any, scheme: Scheme, axis: int, scales: Any, words: Any) -> tuple[Blocks, Scales | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from reference.blocks import Blocks
 from reference.given import given_scales, usable
 from reference.scales import second_level
 from reference.schemes import Scheme
+from reference.tiled_scales import tiled_size
 
 Arrays = dict[str, Any]
 PARTS = ("scale", "outer", "zero")
@@ -29,6 +31,7 @@ class Operation:
     """kind: "quantize", "choose", "fake", "mask" (g where nothing saturated) or "dequantize".
 
     shape, axis: of the tensor, axis not negative. dtype: of x, or of the values of "dequantize". packed: packed codes.
+    tiled: scales that "quantize" makes come as `reference.tile_scales` stores them.
     """
 
     kind: str
@@ -37,6 +40,7 @@ class Operation:
     axis: int
     dtype: str
     packed: bool = False
+    tiled: bool = False
 
     @property
     def blocks(self) -> Blocks:
@@ -52,7 +56,8 @@ class Operation:
     @property
     def folds(self) -> bool:
         """Whether a batch of such tensors has the same blocks as one tensor with a further axis."""
-        return bool(self.shape) and not isinstance(self.scheme.scale.block, str) and self.scheme.outer is None
+        plain = not self.tiled and not isinstance(self.scheme.scale.block, str)
+        return bool(self.shape) and plain and self.scheme.outer is None
 
 
 def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
@@ -132,7 +137,13 @@ def by_reference(operation: Operation, arrays: Arrays) -> Arrays:
     if operation.kind == "choose":
         return _without(reference.choose_scales(arrays["x"], scheme, axis=axis), arrays)
     q = reference.quantize(
-        arrays["x"], scheme, axis=axis, scales=scales, random_bits=words, packed=operation.packed
+        arrays["x"],
+        scheme,
+        axis=axis,
+        scales=scales,
+        random_bits=words,
+        packed=operation.packed,
+        tiled=operation.tiled,
     )
     return {"codes": q.codes, **_without(q, arrays)}
 
@@ -169,8 +180,10 @@ def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
     given = "all" if "scale" in arrays else "outer" if "outer" in arrays else ""
     if operation.kind == "quantize":
         fused = operation.packed and passes.packs(of)
-        made = run_plan(passes.quantizing(of, given, fused), arrays)
-        return _packed(operation, made) if operation.packed and not fused else made
+        tiles = operation.tiled and passes.tiles(of, given) and _whole_tiles(of)
+        made = run_plan(passes.quantizing(of, given, fused, tiles), arrays)
+        made = _packed(operation, made) if operation.packed and not fused else made
+        return _tiled(made) if operation.tiled and not tiles else made
     if operation.kind == "choose":
         return run_plan(passes.choosing(of, given), arrays)
     plan = passes.masking(of) if operation.kind == "mask" else passes.fake_quantizing(of, given)
@@ -179,6 +192,18 @@ def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
 
 def _packed(operation: Operation, made: Arrays) -> Arrays:
     return {**made, "codes": reference.pack(made["codes"], operation.scheme.element)}
+
+
+def _whole_tiles(of: Any) -> bool:
+    """Whether tiles of scales have no padding. That would have to be 0 before the launch, and what comes in lies before what
+    goes out: no order of the kernel's arrays has an outer scale on one side of the scales in every job."""
+    shape = of.blocks.scale_shape
+    return bool(tiled_size(shape) == prod(shape))
+
+
+def _tiled(made: Arrays) -> Arrays:
+    """The scales tiled, where they were made here."""
+    return {name: reference.tile_scales(value) if name == "scale" else value for name, value in made.items()}
 
 
 def run_plan(plan: Any, arrays: Arrays) -> Arrays:

@@ -29,6 +29,7 @@ from fast.kernels.fours import (
     side_by_side,
     words_of_pairs,
 )
+from fast.kernels.groups import load_groups
 from fast.kernels.hot import (
     choose_under_outer,
     finished,
@@ -39,7 +40,6 @@ from fast.kernels.hot import (
     store_codes,
     store_words,
 )
-from fast.kernels.groups import load_groups
 from fast.kernels.packing import load_packed, store_packed
 from fast.kernels.rule import Constant
 from fast.kernels.scale_places import scale_place
@@ -288,23 +288,9 @@ def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr, EXACT: 
 
 @triton.jit
 def _general_tile(
-    v,
-    g,
-    words,
-    codes,
-    y,
-    at,
-    inside,
-    block,
-    exists,
-    e,
-    s,
-    z,
-    divisor_outer,
-    outer,
-    RULE: tl.constexpr,
+    v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, RULE: tl.constexpr,
     JOB: tl.constexpr,
-):
+):  # fmt: skip
     """Codes, values or masked gradients by the rules of any record."""
     divisor = e if RULE.codes_from == "exact" or JOB.source == "given" else s
     drawn = None

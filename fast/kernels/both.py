@@ -125,7 +125,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
 # multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
-DOWN, ACROSS, BAND, REGISTERS, STEPS = 4, 2, 2, 80, 1
+DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
@@ -193,20 +193,17 @@ def _mx_pairs(
     across: int | None = None,
     band: int = BAND,
     registers: int | None = REGISTERS,
-    steps: int = STEPS,
 ) -> None:
     """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
 
-    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit. steps:
-    tiles of a program, at most.
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
     """
     height, width = call.tensors["x"].shape
     across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
-    steps = gcd(tall, steps)
-    band = gcd(tall // steps, band)
-    grid = (band, width // (64 * across), tall // steps // band)
-    tail = (height, width, rule, tiled, down, across, steps)
+    band = gcd(tall, band)
+    grid = (band, width // (64 * across), tall // band)
+    tail = (height, width, rule, tiled, down, across)
     kernel = Fixed(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 

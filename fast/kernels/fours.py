@@ -1,4 +1,4 @@
-"""float4_e2m1fn codes of bfloat16 blocks, packed or not, made from pairs: a 32-bit word of two numbers is never taken apart early.
+"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two numbers is not taken apart early.
 
 At the memory limit a packed 4-bit quantizer has about 18 issue slots an element, and integer, compare and select instructions
 count twice. So maxima are taken of two numbers at once, the magnitudes that they need are masked once, and the signs of eight

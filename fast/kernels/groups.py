@@ -1,18 +1,35 @@
-"""Packed codes of 3, 5 and 7 bits: 32 of them fill as many words as a code has bits.
+"""Packed integers of 2 to 7 bits in groups of 32: as many words as a code has bits, made of quads, numbers of four codes.
 
-Words of a group lie in one thread after they are made. Stored from there, each word would be a write of its own: a warp's
-words are as many words apart as a code has bits, and an H200 takes writes of parts of a sector at less than half its rate. So
-the words of a group, filled up to 4 or 8, are stored as a tile in which neighbouring lanes have neighbouring words, and lanes
-beyond the group store nothing.
+The words of a group lie in one thread after they are made. Stored from there, a warp's would lie as many words apart as a code
+has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled up to a power of two, are
+stored as a tile in which neighbouring lanes have neighbouring words, and lanes beyond the group store nothing.
+
+A thread loads all 32 numbers of a group: then nothing else changes places, and few threads choose the scale of a block.
 """
+
+import struct
 
 import triton
 import triton.language as tl
 
-from fast.kernels.words import joined, joined2, joined4, quarters
+from fast.kernels.words import combined_digits, joined, joined2, joined4, quarters
 
-# Codes of a group.
-GROUP = tl.constexpr(32)
+
+@triton.jit
+def integer_quads(numbers, keep, BITS: tl.constexpr):
+    """Patterns of n + 1.5 * 2**23 with n of 2 to 7 bits (int32, (P, S)) as quads (P, S / 4), and-ed with keep (P, 1)."""
+    ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
+    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES
+    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
+    PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
+    return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)
+
+
+@triton.jit
+def _fours(of_blocks, numbers):
+    """What belongs to a block, for each four of its numbers, where `combined_digits` leaves their sum; no instruction."""
+    every = tl.broadcast_to(of_blocks, numbers.shape)
+    return tl.max(tl.reshape(every, (numbers.shape[0], numbers.shape[1] // 4, 4)), axis=2)
 
 
 @triton.jit
@@ -34,7 +51,8 @@ def _words(parts, BITS: tl.constexpr):
     elif BITS == 3:
         words = joined4(a, b, c, d)
     else:
-        e, f, g, h = _word(parts, 4, BITS), _word(parts, 5, BITS), _word(parts, 6, BITS), _word(parts, 7, BITS)
+        e, f = _word(parts, 4, BITS), _word(parts, 5, BITS)
+        g, h = _word(parts, 6, BITS), _word(parts, 7, BITS)
         words = joined(a, b, c, d, e, f, g, h)
     return tl.reshape(words, (a.shape[0], a.shape[1], words.shape[1] // a.shape[1]))
 
@@ -73,7 +91,7 @@ def _after(a, b):
 
 @triton.jit
 def store_groups(out, words, block, exists, BITS: tl.constexpr):
-    """Write words (P, G, 4 or 8) of G groups a block behind a pointer to bytes; block, exists: (P, 1)."""
+    """Write words (P, G, 2, 4 or 8) of G groups a block behind a pointer to bytes; block, exists: (P, 1)."""
     G: tl.constexpr = words.shape[1]
     i = tl.arange(0, words.shape[2])[None, None, :]
     at = out.to(tl.pointer_type(tl.int32), bitcast=True) + _places(block, G) * BITS + i
@@ -123,7 +141,7 @@ def load_quads(source, block, exists, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _first_word(j, BITS: tl.constexpr):
-    """j * BITS // 4 for j from 0 to 3, without a division, whose multiples the compiler takes for neighbours."""
+    """j * BITS // 4 for j from 0 to 3."""
     if BITS == 2:
         return (j > 1).to(tl.int32)
     elif BITS == 3:
@@ -134,3 +152,42 @@ def _first_word(j, BITS: tl.constexpr):
         return j + (j > 1).to(tl.int32)
     else:
         return 2 * j - (j > 0).to(tl.int32)
+
+
+def _fields(bits: int) -> tl.constexpr:
+    """float32 of the four two's complement fields of `bits` bits at the low end of $4.
+
+    A field that ends below bit 23 stays in its place: beside the exponent of 2**23 it counts units, and a product moves it.
+    """
+    text = ""
+    for i in range(4):
+        place = bits * i
+        word = "$4"
+        if place + bits > 23:
+            text += f"shr.u32 w, $4, {place}; "
+            place, word = 0, "w"
+        mask, bias = ((1 << bits) - 1) << place, 1 << (bits - 1)
+        text += f"lop3.b32 t, {word}, 0x{mask:X}, 0x{0x4B000000 | bias << place:08X}, 0x6A; mov.b32 x, t; "
+        text += f"fma.rn.f32 ${i}, x, 0f{(127 - place) << 23:08X}, 0f{_pattern(-(2.0 ** (23 - place) + bias)):08X}; "
+    return tl.constexpr(f"{{ .reg .b32 t, w; .reg .f32 x; {text} }}")
+
+
+def _pattern(value: float) -> int:
+    """The bits of a float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+FIELDS2, FIELDS3, FIELDS5, FIELDS6, FIELDS7 = (_fields(bits) for bits in (2, 3, 5, 6, 7))
+
+
+@triton.jit
+def quad_values(quads, BITS: tl.constexpr):
+    """float32 (P, 4 S) of four two's complement codes each, whatever lies above their bits."""
+    text: tl.constexpr = (
+        FIELDS2 if BITS == 2 else FIELDS3 if BITS == 3 else FIELDS5 if BITS == 5 else FIELDS6
+        if BITS == 6 else FIELDS7
+    )  # fmt: skip
+    a, b, c, d = tl.inline_asm_elementwise(
+        text, "=&f,=&f,=&f,=&f,r", [quads], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
+    return joined4(a, b, c, d)

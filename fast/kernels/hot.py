@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
 from fast.kernels.elements import finite_e4m3_value, nonnegative_code
-from fast.kernels.groups import load_quads, store_quads
+from fast.kernels.groups import integer_quads, load_quads, quad_values, store_quads
 from fast.kernels.packing import store_packed
 from fast.kernels.scaled import bounded, power_multiplier
 from fast.kernels.scales import nonnegative
@@ -29,10 +29,8 @@ from fast.kernels.words import (
     float16_of,
     int4_values,
     int4_words,
-    integer_quads,
     integer_values,
     inverse,
-    quad_values,
     six_triples,
     six_words,
 )

@@ -210,14 +210,11 @@ def _store_scales(
 @triton.jit
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, STEPS: tl.constexpr,
+    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS.
-
-    A program takes STEPS tiles, one below the other.
-    """
+    """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS."""
     WARPS: tl.constexpr = DOWN * ACROSS
-    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN * STEPS)
+    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN)
     column = tl.program_id(1).to(tl.int64) * (64 * ACROSS)
     # Offsets inside a program fit 32 bits; those of its registers are multiples of one stride.
     i = tl.arange(0, 32 * WARPS)
@@ -228,12 +225,10 @@ def mx_pairs_kernel(
     pairs = columns // 2
     at = (x + (row * columns + column)).to(tl.pointer_type(tl.int32), bitcast=True)
     at = at + (lane * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :] + (turn * pairs)[:, None]
-    for step in range(STEPS):
-        _both_of_tile(
-            tl.load(at), codes, scale, transposed, transposed_scale, row + step * (32 * DOWN), column, lane, across, turn, rows,
-            columns, x.dtype.element_ty == tl.bfloat16, RULE, TILED, DOWN, ACROSS,
-        )  # fmt: skip
-        at += (32 * DOWN) * pairs
+    _both_of_tile(
+        tl.load(at), codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
+        x.dtype.element_ty == tl.bfloat16, RULE, TILED, DOWN, ACROSS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -7,8 +7,6 @@ the unit) and by the conversion instructions, and codes are combined into words 
 All of these expect finite numbers or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
-import struct
-
 import triton
 import triton.language as tl
 
@@ -129,23 +127,6 @@ def int4_words(numbers, keep):
 
 
 @triton.jit
-def integer_quads(numbers, keep, BITS: tl.constexpr):
-    """The same for n of 3, 5 or 7 bits, as quads (P, S / 4): four digits in the low bits, none above them."""
-    ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
-    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES
-    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
-    PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
-    return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)
-
-
-@triton.jit
-def _fours(of_blocks, numbers):
-    """What belongs to a block, for each four of its numbers, where `combined_digits` leaves their sum; no instruction."""
-    every = tl.broadcast_to(of_blocks, numbers.shape)
-    return tl.reduce(tl.reshape(every, (numbers.shape[0], numbers.shape[1] // 4, 4)), 2, _either)
-
-
-@triton.jit
 def e2m1_numbers(x, half):
     """2**23 + code of |x| * 2 half in float4_e2m1fn, nearest even, saturating; float32. The product with half is exact.
 
@@ -248,45 +229,6 @@ def integer_values(codes, BITS: tl.constexpr):
     return tl.inline_asm_elementwise(
         text, "=&f,=&f,=&f,=&f,r", [codes], dtype=tl.float32, is_pure=True, pack=4
     )
-
-
-def _fields(bits: int) -> tl.constexpr:
-    """float32 of the four two's complement fields of `bits` bits at the low end of $4.
-
-    A field that ends below bit 23 stays in its place: with the exponent of 2**23 it counts units, and a multiplication moves it.
-    """
-    text = ""
-    for i in range(4):
-        place = bits * i
-        word = "$4"
-        if place + bits > 23:
-            text += f"shr.u32 w, $4, {place}; "
-            place, word = 0, "w"
-        mask, bias = ((1 << bits) - 1) << place, 1 << (bits - 1)
-        text += f"lop3.b32 t, {word}, 0x{mask:X}, 0x{0x4B000000 | bias << place:08X}, 0x6A; mov.b32 x, t; "
-        text += f"fma.rn.f32 ${i}, x, 0f{(127 - place) << 23:08X}, 0f{_pattern(-(2.0 ** (23 - place) + bias)):08X}; "
-    return tl.constexpr(f"{{ .reg .b32 t, w; .reg .f32 x; {text} }}")
-
-
-def _pattern(value: float) -> int:
-    """The bits of a float32."""
-    return int.from_bytes(struct.pack("<f", value), "little")
-
-
-FIELDS2, FIELDS3, FIELDS5, FIELDS6, FIELDS7 = (_fields(bits) for bits in (2, 3, 5, 6, 7))
-
-
-@triton.jit
-def quad_values(quads, BITS: tl.constexpr):
-    """float32 (P, 4 S) of four two's complement codes each, whatever lies above their bits."""
-    text: tl.constexpr = (
-        FIELDS2 if BITS == 2 else FIELDS3 if BITS == 3 else FIELDS5 if BITS == 5 else FIELDS6
-        if BITS == 6 else FIELDS7
-    )  # fmt: skip
-    a, b, c, d = tl.inline_asm_elementwise(
-        text, "=&f,=&f,=&f,=&f,r", [quads], dtype=(tl.float32,) * 4, is_pure=True, pack=1
-    )
-    return joined4(a, b, c, d)
 
 
 @triton.jit
