@@ -44,14 +44,14 @@ class _FakeQuantize(torch.autograd.Function):
 
 def forward(x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, words: Any) -> torch.Tensor:
     """Values without autograd."""
-    known = ready.faked(x, scheme, axis) if scales is None and words is None else None
+    key, known = ready.call("fake_quantize", scheme, (axis,), *ready.inputs(x, scales, words))
     if known is not None:
-        return known
+        return known  # type: ignore[no-any-return]
     x = x.detach()
     if has_kernels(x):
         from fast.kernels import quantizer
 
-        fast = quantizer.fake_quantize(x, scheme, axis, scales, words)
+        fast = quantizer.fake_quantize(x, scheme, axis, scales, words, key)
         if fast is not None:
             return fast
     made: Any = reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=words)
@@ -87,7 +87,10 @@ def fake_quantize(
         return require_tensor(made, "fake_quantize")
     given = Scales(scales) if isinstance(scales, torch.Tensor) else scales
     parts = tuple(getattr(given, part, None) for part in ready.PARTS)
-    if not isinstance(given, Scales) or all(part is None for part in parts):
+    wanted = torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in (x, *parts)
+    )
+    if not wanted or not isinstance(given, Scales) or all(part is None for part in parts):
         return forward(x, scheme, axis, given, random_bits)
     made = _FakeQuantize.apply(x, *parts, scheme, axis, random_bits)  # type: ignore[no-untyped-call]
     return require_tensor(made, "fake_quantize")
@@ -103,15 +106,15 @@ def fake_quantize_vjp(
     random_bits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`."""
-    g, x = require_tensor(g, "fake_quantize_vjp").detach(), require_tensor(x, "fake_quantize_vjp").detach()
-    if scales is None and random_bits is None and not is_traced(x):
-        known = ready.answer(ready.gradient_key(g, x, scheme, axis), g, x)
-        if known is not None:
-            return known, None, None
+    g, x = require_tensor(g, "fake_quantize_vjp"), require_tensor(x, "fake_quantize_vjp")
+    key, known = ready.call("fake_quantize_vjp", scheme, (axis,), g, *ready.inputs(x, scales, random_bits))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    g, x = g.detach(), x.detach()
     if has_kernels(x):
         from fast.kernels import quantizer
 
-        fast = quantizer.gradient(g, x, scheme, axis, random_bits, scales)
+        fast = quantizer.gradient(g, x, scheme, axis, random_bits, scales, key)
         if fast is not None:
             return fast
     made: Any = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=random_bits)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import reference
+from fast import ready
 from fast.device import has_kernels
 from fast.tensors import require_tensor
 from reference import Format
@@ -14,10 +15,13 @@ from reference import Format
 
 def pack(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
     """Bytes of sub-byte codes along the last axis, as in `reference.pack`."""
-    if has_kernels(require_tensor(codes, "pack")):
+    key, known = ready.call("pack", fmt, (), require_tensor(codes, "pack"))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    if has_kernels(codes):
         from fast.kernels import pointwise
 
-        fast = pointwise.pack(codes, fmt)
+        fast = pointwise.pack(codes, fmt, key)
         if fast is not None:
             return fast
     made: Any = reference.pack(codes, fmt)
@@ -26,11 +30,15 @@ def pack(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, fmt: str | Format, shape: tuple[int, ...]) -> torch.Tensor:
     """Codes of the given shape, as in `reference.unpack`."""
-    if has_kernels(require_tensor(packed, "unpack")):
+    shape = tuple(shape)
+    key, known = ready.call("unpack", fmt, shape, require_tensor(packed, "unpack"))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    if has_kernels(packed):
         from fast.kernels import pointwise
 
-        fast = pointwise.unpack(packed, fmt, tuple(shape))
+        fast = pointwise.unpack(packed, fmt, shape, key)
         if fast is not None:
             return fast
-    made: Any = reference.unpack(packed, fmt, tuple(shape))
+    made: Any = reference.unpack(packed, fmt, shape)
     return require_tensor(made, "unpack")

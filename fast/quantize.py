@@ -11,16 +11,18 @@ from fast import ops, ready
 from fast.device import has_kernels, is_traced
 from fast.tensors import require_tensor
 from reference import Quantized, Scales, Scheme
-from reference.schemes import scheme_of
 
 
 def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     """Scales of x, as in `reference.choose_scales`, on x's device."""
-    x = require_tensor(x, "choose_scales").detach()
+    key, known = ready.call("choose_scales", scheme, (axis,), require_tensor(x, "choose_scales"))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    x = x.detach()
     if has_kernels(x):
         from fast.kernels import quantizer
 
-        made = quantizer.choose_scales(x, scheme_of(scheme), axis)
+        made = quantizer.choose_scales(x, scheme, axis, key)
         if made is not None:
             return made
     return reference.choose_scales(x, scheme, axis=axis)
@@ -37,18 +39,17 @@ def quantize(
     tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales on its device. Arguments, edges and errors as in `reference.quantize`."""
-    require_tensor(x, "quantize")
+    tensors = ready.inputs(require_tensor(x, "quantize"), scales, random_bits)
+    key, known = ready.call("quantize", scheme, (axis, packed, tiled), *tensors)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
     if is_traced(x):
         return ops.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
-    if random_bits is None:
-        known = ready.quantized(x, scheme, axis, scales, packed, tiled)
-        if known is not None:
-            return known
     x = x.detach() if x.requires_grad else x
     if has_kernels(x):
         from fast.kernels import quantizer
 
-        made = quantizer.quantize(x, scheme, axis, scales, random_bits, packed, tiled)
+        made = quantizer.quantize(x, scheme, axis, scales, random_bits, packed, tiled, key)
         if made is not None:
             return made
     return reference.quantize(
@@ -61,15 +62,21 @@ def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tens
     stored = isinstance(q, Quantized) and isinstance(q.codes, torch.Tensor)
     if stored and is_traced(q.codes):
         return ops.dequantize(q, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
-    known = ready.dequantized(q, dtype) if stored else None
+    key, known = _stored_call(q, dtype) if stored else (None, None)
     if known is not None:
-        return known
+        return known  # type: ignore[no-any-return]
     name = str(dtype).removeprefix("torch.")
     if stored and has_kernels(q.codes):
         from fast.kernels import quantizer
 
-        fast = quantizer.dequantize(q, name)
+        fast = quantizer.dequantize(q, name, key)
         if fast is not None:
             return fast
     made: Any = reference.dequantize(q, name)
     return require_tensor(made, "dequantize")
+
+
+def _stored_call(q: Quantized, dtype: Any) -> tuple[Any, Any]:
+    """`ready.call` of `dequantize`."""
+    values = (dtype, *ready.settings(q))
+    return ready.call("dequantize", q.scheme, values, q.codes, q.scale, q.outer, q.zero)

@@ -1,13 +1,14 @@
 """Calls like ones that were made before, with all their checks behind them.
 
-A key says everything that the checks and the plan of a call depend on: the scheme, and of each tensor its dtype, shape and
-device. What is left to see is where the tensors lie, which `kernels.replay` does. Whatever is unusual (tensors that are not
-contiguous or not aligned, subclasses, arguments that are no plain values) finds nothing here and goes the ordinary way.
+A key says everything that the checks and the plan of a call depend on: the record, the arguments that are no tensors with
+their types, and of each tensor its dtype, shape and device. What is left to see is where the tensors lie, which
+`kernels.replay` does. Whatever is unusual (tensors that are not contiguous or not aligned, subclasses, arguments that are no
+plain values) finds nothing here and goes the ordinary way; so does everything that a compiler traces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from fast.device import PLAIN
-from reference import Quantized, Scales, Scheme
+from reference import Quantized, Scales
 
 #: For each key what launches, what makes the result of the launched tensors, and an object whose id the key may have.
 READY: dict[Any, tuple[Callable[..., Any], Callable[[list[Any]], Any], Any]] = {}
@@ -23,29 +24,59 @@ READY: dict[Any, tuple[Callable[..., Any], Callable[[list[Any]], Any], Any]] = {
 MOST = 4096
 PARTS = ("scale", "outer", "zero")
 TENSORS = ("codes", *PARTS)
-# All else that a `Quantized` says, except for its scheme.
-_settings = attrgetter(*(f.name for f in fields(Quantized) if f.name not in (*TENSORS, "scheme")))
+# Arguments of these types are what they are equal to, and stay so.
+VALUES = frozenset((str, int, float, bool, tuple, torch.dtype, type(None)))
+#: All else that a `Quantized` says, except for its scheme.
+settings = attrgetter(*(f.name for f in fields(Quantized) if f.name not in (*TENSORS, "scheme")))
+_compiling = torch.compiler.is_compiling
 
 
-def answer(key: Any, *tensors: torch.Tensor | None) -> Any:
-    """What the call with this key gives for these tensors, or None where it has to go the ordinary way."""
+def call(name: str, record: Any, values: tuple[Any, ...], *tensors: Any) -> tuple[Any, Any]:
+    """The key of a call, and what it gives; None for a key that cannot be, and for a result that is not known.
+
+    record: a scheme or format, by name or itself. Kernels get the tensors in this order, see `replay.remember`.
+    """
+    if _compiling():
+        return None, None
+    # A record is its id, as long as it is kept: hashing one reads all its fields.
+    key = (
+        name,
+        record if record.__class__ is str else id(record),
+        values,
+        *map(type, values),
+        *map(part, tensors),
+    )
     try:
         found = READY.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return None
+        return None, None
     if found is None:
-        return None
+        return key, None
     replay, finish, _ = found
     made = replay(*tensors)
-    return None if made is None else finish(made)
+    return key, None if made is None else finish(made)
+
+
+def part(tensor: Any) -> Any:
+    """A tensor as keys have it; an object that no other key has where it is not an ordinary tensor."""
+    if tensor.__class__ in PLAIN:
+        return tensor.dtype, tensor.shape, tensor.device
+    return None if tensor is None else object()
+
+
+def parts_of(scales: Any) -> tuple[Any, Any, Any]:
+    """Scale, outer scale and zero point of scales as callers give them."""
+    return (scales.scale, scales.outer, scales.zero) if isinstance(scales, Scales) else (scales, None, None)
+
+
+def inputs(x: Any, scales: Any, words: Any) -> tuple[Any, ...]:
+    """The tensors of a call: fewer where neither scales nor random words are given."""
+    return (x,) if scales is None and words is None else (x, *parts_of(scales), words)
 
 
 def is_new(key: Any) -> bool:
     """Whether a call with this key could be remembered, and is not."""
-    try:
-        return key not in READY
-    except TypeError:
-        return False
+    return key is not None and key not in READY and all(type(value) in VALUES for value in key[2])
 
 
 def remember(key: Any, replay: Any, finish: Callable[[list[Any]], Any], kept: Any) -> None:
@@ -55,71 +86,19 @@ def remember(key: Any, replay: Any, finish: Callable[[list[Any]], Any], kept: An
     READY[key] = (replay, finish, kept)
 
 
-def named(scheme: Any) -> Any:
-    """A name, or a number that is the record's as long as the record is kept: hashing a record reads all its fields."""
-    return scheme if scheme.__class__ is str else id(scheme)
-
-
-def part(tensor: Any) -> Any:
-    """A tensor as keys have it; an object that no other key has where it is not an ordinary tensor."""
-    if tensor is None:
-        return None
-    return (tensor.dtype, tensor.shape, tensor.device) if tensor.__class__ in PLAIN else object()
-
-
-def parts_of(scales: Any) -> tuple[Any, Any, Any]:
-    """Scale, outer scale and zero point of scales as callers give them."""
-    return (scales.scale, scales.outer, scales.zero) if isinstance(scales, Scales) else (scales, None, None)
-
-
-def quantize_key(
-    x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, packed: bool, tiled: bool = False
-) -> Any:
-    """The key of `quantize`; axis with its type, since True is no axis."""
-    key = ("quantize", named(scheme), x.dtype, x.shape, x.device, axis, axis.__class__, packed, tiled)
-    return key if scales is None else (*key, *map(part, parts_of(scales)))
-
-
-def quantized(
-    x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, packed: bool, tiled: bool = False
-) -> Any:
-    """`quantize` of tensors like ones seen before, or None."""
-    key = quantize_key(x, scheme, axis, scales, packed, tiled)
-    return answer(key, x) if scales is None else answer(key, x, *parts_of(scales))
-
-
-def like(q: Quantized, names: Sequence[str]) -> Callable[[list[Any]], Quantized]:
-    """What makes a `Quantized` like q, out of tensors of these names."""
+def like(
+    q: Quantized, names: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> Callable[[list[Any]], Quantized]:
+    """What makes a `Quantized` like q, out of tensors of these names; renamed: a part and the name of its tensor."""
     values = {**vars(q), **dict.fromkeys(TENSORS)}
-    places = [(name, names.index(name)) for name in TENSORS if getattr(q, name) is not None]
+    named = {name: name for name in TENSORS if getattr(q, name) is not None} | dict(renamed or {})
+    places = [(name, names.index(tensor)) for name, tensor in named.items()]
 
     def finish(made: list[Any]) -> Quantized:
-        return Quantized.of(values, {name: made[at] for name, at in places})
+        result = Quantized.of(values)
+        kept = result.__dict__
+        for name, at in places:
+            kept[name] = made[at]
+        return result
 
     return finish
-
-
-def dequantize_key(q: Quantized, dtype: Any) -> Any:
-    """The key of `dequantize`."""
-    parts = (part(q.codes), part(q.scale), part(q.outer), part(q.zero))
-    return ("dequantize", id(q.scheme), dtype, _settings(q), q.axis.__class__, parts)
-
-
-def dequantized(q: Quantized, dtype: Any) -> Any:
-    """`dequantize` of tensors like ones seen before, or None."""
-    return answer(dequantize_key(q, dtype), q.codes, q.scale, q.outer, q.zero)
-
-
-def fake_key(x: torch.Tensor, scheme: str | Scheme, axis: int) -> Any:
-    """The key of `fake_quantize`, with scales from x."""
-    return ("fake", named(scheme), part(x), axis, axis.__class__)
-
-
-def faked(x: torch.Tensor, scheme: str | Scheme, axis: int) -> Any:
-    """`fake_quantize` of a tensor like one seen before, or None."""
-    return answer(fake_key(x, scheme, axis), x)
-
-
-def gradient_key(g: torch.Tensor, x: torch.Tensor, scheme: str | Scheme, axis: int) -> Any:
-    """The key of `fake_quantize_vjp`, with scales from x."""
-    return ("gradient", named(scheme), part(g), part(x), axis, axis.__class__)

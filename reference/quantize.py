@@ -59,12 +59,10 @@ class Quantized:
         return Scales(with_plain_scales(self).scale, self.outer, self.zero)
 
     @classmethod
-    def of(cls, values: dict[str, Any], others: dict[str, Any]) -> Quantized:
-        """One with these fields, all of them given: the same as from `__init__`, in a third of the time."""
+    def of(cls, values: dict[str, Any]) -> Quantized:
+        """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
         made = object.__new__(cls)
-        kept = made.__dict__
-        kept.update(values)
-        kept.update(others)
+        made.__dict__.update(values)
         return made
 
 

@@ -57,19 +57,21 @@ class Recorded:
         self.jit: list[tuple[Any, ...]] = []
         self.straight: list[tuple[Any, ...]] = []
         self.heads: list[tuple[Any, ...]] = []
+        self.grids: list[tuple[int, ...]] = []
         self.device, self.entered = -1, []
         compiled = type("Compiled", (), {"function": FUNCTION, "packed_metadata": METADATA})
         compiled.run = launcher(lambda head, given: self.note(head, given))
 
-        def run(kernel: Any, *given: Any, **_: Any) -> Any:
+        def run(kernel: Any, *given: Any, grid: Any, **_: Any) -> Any:
             self.jit.append(given)
+            self.grids.append(grid)
             return compiled
 
         monkeypatch.setattr(JITFunction, "run", run)
         monkeypatch.setattr(launch, "current_device", lambda: self.device)
         monkeypatch.setattr(launch, "current_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", self.guard)
-        for name in ("quantize", "fake_quantize", "normalize", "swiglu"):
+        for name in ("quantize", "fake_quantize", "both", "encode", "pack", "normalize", "swiglu"):
             monkeypatch.setattr(sys.modules[f"fast.{name}"], "has_kernels", lambda x: True)
         monkeypatch.setattr(ready, "READY", {})
         monkeypatch.setattr(quantizer, "PLANS", {})

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +13,15 @@ import torch
 
 import reference
 from ao_lab.testing import assert_same_bits
-from reference import SCHEMES
+from fast import ready
+from reference import SCHEMES, Scales
 from reference.blocks import Blocks
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from ao_lab import jax as functions  # noqa: E402  JAX is optional
-from ao_lab.jax import device, operations  # noqa: E402
+from ao_lab.jax import device, operations, programs  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 X = np.random.default_rng(0).standard_normal((4, 64, 256)).astype(np.float32)
@@ -42,6 +44,51 @@ def test_bits_on_a_cpu(name):
     rows = [reference.quantize(row, name) for row in X]
     for part in (part for part in PARTS if getattr(q, part) is not None):
         assert_same_bits(getattr(mapped, part), np.stack([getattr(row, part) for row in rows]))
+
+
+def test_remembered_calls_tell_arguments_apart(monkeypatch):
+    """After a call was repeated without a trace, those that are like it but for a detail give the reference's bits."""
+    monkeypatch.setattr(ready, "READY", {})
+    record = SCHEMES["fp8_rowwise"]
+    scales = reference.choose_scales(X, record)
+    given = Scales(jnp.asarray(scales.scale))
+    functions.quantize(jnp.asarray(X), record)
+    known = dict(ready.READY)
+    assert len(known) == 1
+    monkeypatch.setattr(programs, "run", lambda *_: pytest.fail("another program"))
+    assert_same_bits(functions.quantize(jnp.asarray(X[::-1]), record), reference.quantize(X[::-1], record))
+    monkeypatch.undo()
+    monkeypatch.setattr(ready, "READY", dict(known))
+    for number, (x, scheme, more) in enumerate(
+        [
+            (X.astype("float16"), record, {}),
+            (X[:2], record, {}),
+            (X, "fp8_1x128", {}),
+            (X, replace(record, name="other", nan="ieee"), {}),
+            (X, record, {"axis": 1}),
+            (X, record, {"packed": True}),
+            (X, record, {"scales": (scales, given)}),
+        ]
+    ):
+        for _ in range(2):
+            mine, theirs = (
+                dict(more, scales=more["scales"][at]) if "scales" in more else more for at in (1, 0)
+            )
+            made = functions.quantize(jnp.asarray(x), scheme, **mine)
+            assert_same_bits(made, reference.quantize(x, scheme, **theirs))
+        assert len(ready.READY) == 2 + number
+    for wrong in ({"axis": True}, {"axis": 2.0}, {"random_bits": jnp.zeros(X.shape, "uint32")}):
+        with pytest.raises((TypeError, ValueError)):
+            functions.quantize(jnp.asarray(X), record, **wrong)
+    q = functions.quantize(jnp.asarray(X), record)
+    for dtype in ("float32", "bfloat16", "float32"):
+        assert_same_bits(
+            functions.dequantize(q, dtype), reference.dequantize(reference.quantize(X, record), dtype)
+        )
+    with pytest.raises(ValueError, match="have shape"):
+        functions.dequantize(replace(q, codes=q.codes[:1]))
+    with pytest.raises(ValueError, match="scale"):
+        functions.dequantize(replace(q, scale=q.scale[:1]))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4_g32_asymmetric"])

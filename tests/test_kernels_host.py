@@ -9,6 +9,7 @@ import torch
 import triton
 
 import fast
+import reference
 from fast import ready
 from fast.kernels import launch, quantizer
 from fast.kernels import replay as replays
@@ -70,8 +71,43 @@ CALLS = {
     "rms_norm_quantize": (1, lambda: fast.rms_norm_quantize(X, WEIGHT, "mxfp4", residual=X, packed=True)),
     "swiglu": (1, lambda: fast.swiglu(X, X)),
     "swiglu_quantize": (1, lambda: fast.swiglu_quantize(*BOTH.chunk(2, -1), "fp8_rowwise")),
+    "quantize stochastically": (1, lambda: fast.quantize(X, STOCHASTIC, random_bits=WORDS)),
+    "choose_scales": (1, lambda: fast.choose_scales(X, "int8_rowwise_asymmetric")),
+    "choose_scales of two levels": (2, lambda: fast.choose_scales(X, "nvfp4", axis=0)),
+    "fake_quantize given": (1, lambda: fast.fake_quantize(X, "nvfp4", scales=GIVEN["nvfp4"])),
+    "fake_quantize stochastically": (1, lambda: fast.fake_quantize(X, STOCHASTIC, random_bits=WORDS)),
+    "fake_quantize_vjp given": (1, lambda: fast.fake_quantize_vjp(X, X, "nvfp4", scales=GIVEN["nvfp4"])),
+    "fake_quantize_vjp given zero points": (1, lambda: gradients("int8_rowwise_asymmetric", X)),
+    "fake_quantize_vjp of parts": (3, lambda: gradients("int8_rowwise_asymmetric", LONG)),
+    "fake_quantize_vjp given outer": (1, lambda: gradients("nvfp4", X, Scales(outer=GIVEN["nvfp4"].outer))),
+    "quantize_both": (2, lambda: fast.quantize_both(MATRIX, "mxfp8_e4m3", packed=True)),
+    "quantize_both of float32": (2, lambda: fast.quantize_both(MATRIX.float(), "mxfp8_e4m3")),
+    "quantize_both tiled": (1, lambda: fast.quantize_both(MATRIX, "mxfp8_e4m3", tiled=True)),
+    "quantize_both given": (1, lambda: fast.quantize_both(MATRIX, "fp8_tensorwise", scales=PAIR)),
+    "encode": (1, lambda: fast.encode(X, "float8_e4m3fn")),
+    "encode stochastically": (1, lambda: fast.encode(X, "bfloat16", rounding="stochastic", random_bits=WORDS)),
+    "decode": (1, lambda: fast.decode(CODES, "float8_e4m3fn")),
+    "pack": (1, lambda: fast.pack(CODES, "float4_e2m1fn")),
+    "pack byte by byte": (1, lambda: fast.pack(CODES, "int3")),
+    "unpack": (1, lambda: fast.unpack(PACKED, "float4_e2m1fn", (16, 256))),
 }  # fmt: skip
 LONG = normals(2, 20480)
+MATRIX = normals(256, 128)
+WORDS = torch.arange(16 * 256, dtype=torch.int32).view(torch.uint32).view(16, 256)
+CODES = fast.quantize(X, "fp8_rowwise").codes
+PACKED = fast.pack(CODES, "float4_e2m1fn")
+PAIR = (GIVEN["fp8_tensorwise"], replace(GIVEN["fp8_tensorwise"], scale=GIVEN["fp8_tensorwise"].scale * 2))
+STOCHASTIC = replace(SCHEMES["mxfp8_e4m3"], name="drawn", rounding="stochastic")
+
+
+def gradients(name, x, scales=None):
+    """`fake_quantize_vjp` for given scales."""
+    if scales is None:
+        scales = KEPT.setdefault((name, x.shape), reference.choose_scales(x, name))
+    return fast.fake_quantize_vjp(x, x, name, scales=scales)
+
+
+KEPT = {}
 
 
 def tensors_of(result):
@@ -106,7 +142,8 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
     assert recorded.counts() == (launches, launches)
     assert plain(second) == plain(first)
     assert getattr(second, "__dict__", {}).keys() == getattr(first, "__dict__", {}).keys()
-    assert all(head[1:] == (1, 1, 7, FUNCTION) and head[0] > 0 for head in recorded.heads)
+    assert [head[:3] for head in recorded.heads] == recorded.grids
+    assert all(head[3:] == (7, FUNCTION) for head in recorded.heads)
     made, again = tensors_of(first), tensors_of(second)
     moves = {made[key].data_ptr(): again[key].data_ptr() for key in made}
     for jit, straight in zip(recorded.jit, recorded.straight, strict=True):
@@ -116,7 +153,7 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
                 assert after is None if before is None else after == before
             elif before.data_ptr() in moves:
                 assert after == moves[before.data_ptr()]
-            elif any(before is given for given in (X, BOTH, WEIGHT, LONG)):
+            elif any(before is given for given in (X, BOTH, WEIGHT, LONG, MATRIX, WORDS, CODES, PACKED)):
                 assert after == before.data_ptr()
 
 
@@ -126,7 +163,8 @@ def test_results_are_fresh(flat, name):
     call = CALLS[name][1]
     call()
     results = [tensors_of(call()) for _ in range(3)]
-    given = {id(t) for kept in GIVEN.values() for t in (kept.scale, kept.outer, kept.zero)}
+    scales = (*GIVEN.values(), *PAIR)
+    given = {id(t) for kept in scales for t in (kept.scale, kept.outer, kept.zero)}
     addresses = [t.data_ptr() for made in results for t in made.values() if id(t) not in given]
     assert len(addresses) == len(set(addresses))
 
@@ -332,7 +370,7 @@ def test_kernels_with_scratch_memory_keep_their_launcher(flat):
     compiled = type("Compiled", (), {"function": 1, "packed_metadata": ()})
     compiled.run = lambda *given: calls.append(given)
     compiled.run.__dict__.update(launch=run.launch, global_scratch_size=16, profile_scratch_size=0)
-    launch.straight(compiled, 3, 2, ("tail",))(9, [64, None])
+    launch.straight(compiled, (3, 1, 1), 2, ("tail",))(9, [64, None])
     assert calls == [(3, 1, 1, 9, 1, (), None, None, None, 64, None, "tail")]
 
 

@@ -1,21 +1,23 @@
 """`choose_scales`, `quantize`, `dequantize` and `fake_quantize` for JAX arrays; see `reference` for the rules.
 
-Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays on a GPU are
-compiled once for each combination of record, axis and shapes, checks included; later calls only look the program up.
+Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays are compiled
+once for each combination of record, axis and shapes, checks included; later calls only look the program up (`programs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
 
 import reference
+from ao_lab.jax import programs
 from ao_lab.jax.device import is_traced, place_of, require_array
 from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
+from fast.ready import parts_of, settings
 from reference import Quantized, Scales, Scheme
 from reference.arrays import float_input
 from reference.blocks import Blocks
@@ -33,10 +35,13 @@ from reference.tiled_scales import check_tiled
 
 def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     """Scales of x, as in `reference.choose_scales`."""
+    key, known = programs.call("jax choose_scales", scheme, (axis,), x)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
     place = _place(require_array(x, "choose_scales"), axis)
-    if not place:
+    if place is None:
         return reference.choose_scales(x, scheme, axis=axis)
-    made: Scales = _call(_choose_scales, (x,), scheme, axis, place)
+    made: Scales = _call(_choose_scales, (x,), (scheme, int(axis), place), key)
     return made
 
 
@@ -51,13 +56,18 @@ def quantize(
     tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
+    key, known = programs.call(
+        "jax quantize", scheme, (axis, packed, tiled), x, *parts_of(scales), random_bits
+    )
+    if known is not None:
+        return known  # type: ignore[no-any-return]
     place = _place(require_array(x, "quantize"), axis, scales, random_bits)
-    if not place:
+    if place is None:
         return reference.quantize(
             x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
         )
-    arrays = (x, scales, random_bits)
-    made: Quantized = _call(_quantize, arrays, scheme, axis, place, bool(packed), bool(tiled))
+    constants = (scheme, int(axis), place, bool(packed), bool(tiled))
+    made: Quantized = _call(_quantize, (x, scales, random_bits), constants, key)
     return made
 
 
@@ -66,12 +76,18 @@ def dequantize(q: Quantized, dtype: str = "float32") -> jax.Array:
     if not isinstance(q, Quantized) or dtype not in ("float32", "bfloat16", "float16"):
         choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
         return reference.dequantize(q, dtype)
-    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(q.scale, q.outer, q.zero))
-    if not place:
+    parts = (q.codes, q.scale, q.outer, q.zero)
+    key, known = programs.call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
+    if known is not None:
+        return known
+    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(*parts[1:]))
+    if place is None:
         return reference.dequantize(q, dtype)
     check_quantized(q)
-    arrays = _named(codes=q.codes, **vars(q.scales))
-    return dispatch(Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed), arrays, place)["y"]
+    operation = Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed)
+    # Tiled scales are taken apart first.
+    made: jax.Array = _call(_dequantize, (q.codes, q.scales), (operation, place), None if q.tiled else key)
+    return made
 
 
 def fake_quantize(
@@ -86,38 +102,37 @@ def fake_quantize(
 
     Arguments and errors as in `reference.fake_quantize`.
     """
+    key, known = programs.call("jax fake_quantize", scheme, (axis,), x, *parts_of(scales), random_bits)
+    if known is not None:
+        return known
     place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)
-    if not place:
+    if place is None:
         return reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
-    made: jax.Array = _call(_fake_quantize, (x, scales, random_bits), scheme, axis, place)
+    made: jax.Array = _call(_fake_quantize, (x, scales, random_bits), (scheme, int(axis), place), key)
     return made
 
 
-def _place(x: Any, axis: Any, *others: Any) -> str:
-    """`place_of` of x; "" where another argument is none of JAX's, so that the specification says what is wrong."""
-    leaves = [leaf for other in others for leaf in _leaves(other)]
-    known = all(leaf is None or isinstance(leaf, jax.Array) for leaf in leaves)
-    return place_of(x) if known and hasattr(axis, "__index__") and not isinstance(axis, bool) else ""
+def _place(x: Any, axis: Any, *others: Any) -> str | None:
+    """`place_of` of x. None where the specification is called as it is: for arguments that are none of JAX's, so that it says
+    what is wrong, and for traced arrays that can meet no kernel.
+    """
+    leaves = [x, *(leaf for other in others for leaf in _leaves(other) if leaf is not None)]
+    known = all(isinstance(leaf, jax.Array) for leaf in leaves)
+    if not known or not hasattr(axis, "__index__") or isinstance(axis, bool):
+        return None
+    place = place_of(x)
+    return None if place == "" and any(map(is_traced, leaves)) else place
 
 
 def _leaves(value: Any) -> list[Any]:
     return [value.scale, value.outer, value.zero] if isinstance(value, Scales) else [value]
 
 
-def _call(
-    function: Callable[..., Any], arrays: tuple[Any, ...], scheme: Any, axis: Any, place: str, *more: Any
-) -> Any:
-    """function(*arrays, ...) with constants, compiled where all arrays are concrete."""
-    constants = (scheme, int(axis), place, *more)
+def _call(function: Callable[..., Any], arrays: tuple[Any, ...], constants: tuple[Any, ...], key: Any) -> Any:
+    """function(*constants, *arrays), as a program where all arrays are concrete. The key has the id of the first constant."""
     if any(map(is_traced, jax.tree.leaves(arrays))):
         return function(*constants, *arrays)
-    return _compiled(function, constants)(*arrays)
-
-
-@lru_cache(maxsize=1024)
-def _compiled(function: Callable[..., Any], constants: tuple[Any, ...]) -> Any:
-    register_jax()
-    return jax.jit(partial(function, *constants))
+    return programs.run(function, constants, arrays, key, constants[0])
 
 
 def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scales:
@@ -162,6 +177,10 @@ def _parts(given: Scales | None) -> Arrays:
 def _named(**arrays: Any) -> Arrays:
     """The arrays that there are, without gradients: codes have none, and `fake_quantize` brings its own."""
     return {name: jax.lax.stop_gradient(value) for name, value in arrays.items() if value is not None}
+
+
+def _dequantize(operation: Operation, place: str, codes: Any, scales: Scales) -> Any:
+    return dispatch(operation, _named(codes=codes, **vars(scales)), place)["y"]
 
 
 def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:

@@ -23,7 +23,9 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of, widened
 from fast.kernels.elements import encode
+from fast.kernels.launch import Fixed
 from fast.kernels.patches import inverse_power, mx_pairs_kernel
+from fast.kernels.replay import Recording
 from fast.kernels.rule import Rule
 from fast.kernels.scale_places import scale_place
 from fast.kernels.scales import floored, loaded_scale, power_scale
@@ -125,6 +127,9 @@ def _inverse_of(scale, RULE: tl.constexpr):
 WARPS, COLUMNS = 4, 64
 DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
+# Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
+SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
+GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "transposed_zero")
 # Sides beyond this would overflow offsets and the grid of the MX kernels.
 LONGEST = 2**22
 
@@ -145,35 +150,45 @@ def covers_given(x: torch.Tensor, rule: Rule) -> bool:
     return plain and x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
 
 
-def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> None:
+def mx_both(
+    x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int
+) -> Recording:
     """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
 
     tiled: the scales are flat, in the layout of `reference.tiled_scales`, whose padding somebody else makes 0. Plain scales are
     made of tiled ones where tiles have no padding; see `untile`. tuning: see `_mx_floats` and `_mx_pairs`; results do not
     depend on it.
     """
+    call = Recording({"x": x})
+    for name, tensor in made.items():
+        padded = tiled and name in SCALES and tensor.numel() > x.numel() // 32
+        call.take({name: tensor}, (0,) if padded else ())
     launch = _mx_floats if x.dtype == torch.float32 else _mx_pairs
-    codes, transposed = made["codes"], made["transposed"]
-    scales = made["scale"], made["transposed_scale"]
     if tiled or x.shape[0] % 128 or x.shape[1] % 128:
-        launch((x, codes, scales[0], transposed, scales[1], *x.shape, rule, tiled), **tuning)
-        return
-    tiles = [torch.empty_like(scale) for scale in scales]
-    launch((x, codes, tiles[0], transposed, tiles[1], *x.shape, rule, True), **tuning)
-    untile(tiles[0], scales[0], tiles[1], scales[1])
+        launch(call, SCALES, rule, tiled, **tuning)
+        return call
+    for name, tiles in zip(SCALES, TILES, strict=True):
+        call.take({tiles: torch.empty_like(made[name])})
+    launch(call, TILES, rule, True, **tuning)
+    untile(call, TILES[0], SCALES[0], TILES[1], SCALES[1])
+    return call
 
 
-def _mx_floats(arguments: tuple[Any, ...], warps: int = WARPS, columns: int = COLUMNS) -> None:
-    """float32 in tiles of 32 * warps rows and `columns` columns."""
-    x = arguments[0]
+def _mx_floats(
+    call: Recording, scales: tuple[str, str], rule: Rule, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
+) -> None:  # fmt: skip
+    """float32 in tiles of 32 * warps rows and `columns` columns. scales: names of the tensors that get them."""
+    x = call.tensors["x"]
     grid = (x.shape[0] // (32 * warps)) * (x.shape[1] // columns)
-    mx_both_kernel[(grid,)](
-        *arguments, x.numel() >= 2**31, warps, columns, num_warps=warps, enable_fp_fusion=False
-    )
+    tail = (*x.shape, rule, tiled, x.numel() >= 2**31, warps, columns)
+    call.launch(Fixed(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1]))
 
 
 def _mx_pairs(
-    arguments: tuple[Any, ...],
+    call: Recording,
+    scales: tuple[str, str],
+    rule: Rule,
+    tiled: bool,
     down: int = DOWN,
     across: int | None = None,
     band: int = BAND,
@@ -183,21 +198,24 @@ def _mx_pairs(
 
     band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
     """
-    height, width = arguments[0].shape
+    height, width = call.tensors["x"].shape
     across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
     band = gcd(tall, band)
-    mx_pairs_kernel[(band, width // (64 * across), tall // band)](
-        *arguments, down, across, num_warps=down * across, maxnreg=registers, enable_fp_fusion=False
-    )
+    grid = (band, width // (64 * across), tall // band)
+    tail = (height, width, rule, tiled, down, across)
+    kernel = Fixed(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
+    call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 
 
-def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> None:
-    """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale."""
+def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Recording:
+    """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
     height, width = x.shape
     grid = (height // PLAIN_ROWS) * (width // PLAIN_COLUMNS)
-    one = made["scale"].data_ptr() == made["transposed_scale"].data_ptr()
-    given_both_kernel[(grid,)](
-        x, made["codes"], made["transposed"], made["scale"], made["transposed_scale"], height, width,
-        rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS, num_warps=PLAIN_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    call = Recording({"x": x, **{name: made.get(name) for name in GIVEN}})
+    call.take({name: made[name] for name in ("codes", "transposed")})
+    one = made["scale"] is made["transposed_scale"]
+    tail = (height, width, rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS)
+    pointers = ("x", "codes", "transposed", "scale", "transposed_scale")
+    call.launch(Fixed(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)
+    return call

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from fast import ready
 from fast.kernels import passes
 from fast.kernels.geometry import CHUNK, Geometry, _columns, _flat, ceil_div, power_above
-from fast.kernels.launch import interpreted, together
+from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.passes import Asked
 from fast.kernels.plans import NAMES
 from fast.kernels.quantizer import (
     PARTS,
     asked_of,
+    asked_tensors,
     check_words,
     floats,
     given_kind,
@@ -28,7 +28,7 @@ from fast.kernels.quantizer import (
     prepared,
     two_level,
 )
-from fast.kernels.replay import picked
+from fast.kernels.replay import Recording, several
 from fast.kernels.rule import rule_of
 from fast.kernels.slopes import part_sums_kernel, slopes_kernel
 from reference import Scales
@@ -42,13 +42,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # Elements of a tile of parts, and of slopes in a thread: two sums and their terms are held at once.
 PARTS_TILE = 2048
 PER_THREAD = 16
-INPUTS = ("x", "g", "words", "scale", "divisor", "outer", "zero")
+POINTERS = ("x", "g", "words", "scale", "divisor", "outer", "zero", "y", "dscale", "dzero")
 
 
 def gradient(
-    g: torch.Tensor, x: torch.Tensor, asked_scheme: str | Scheme, axis: int, words: Any, scales: Any
-) -> Gradients | None:
-    """(dx, dscale, dzero), or None where the reference has to answer or to refuse."""
+    g: torch.Tensor, x: torch.Tensor, asked_scheme: str | Scheme, axis: int, words: Any, scales: Any, key: Any = None
+) -> Gradients | None:  # fmt: skip
+    """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `ready`."""
     scheme = scheme_of(asked_scheme)
     if x.dtype not in NAMES or g.dtype != x.dtype or g.shape != x.shape:
         return None
@@ -59,9 +59,8 @@ def gradient(
     if of is None or not together(x, g, words, *(getattr(given, part, None) for part in PARTS)):
         return None
     if given is None or given.scale is None:
-        key = ready.gradient_key(g, x, asked_scheme, axis) if words is None and given is None else None
         return _masked(g, x, of, words, given, key, asked_scheme), None, None
-    return _sloped(g, x, of, words, given)
+    return _sloped(g, x, of, words, given, key, asked_scheme)
 
 
 def _masked(
@@ -76,8 +75,9 @@ def _masked(
         kind = given_kind(given)
         plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
     y = plan(tensors, x.device)["y"]
-    if key is not None and not of.rule.two_level:
-        plan.remember(key, asked_scheme, {"g": g, "x": x}, picked("y"))
+    if not of.rule.two_level:
+        asked = {"g": g, **asked_tensors(x, given, words)}
+        plan.remember(key, asked_scheme, asked, several("y", None, None))
     return y  # type: ignore[no-any-return]
 
 
@@ -86,27 +86,32 @@ def _exact(chosen: Any, of: Asked) -> torch.Tensor:
     return floats(chosen.exact if of.scheme.codes_from == "exact" else chosen.scale)
 
 
-def _sloped(g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales) -> Gradients | None:
+def _sloped(
+    g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales, key: Any, asked_scheme: str | Scheme
+) -> Gradients | None:  # fmt: skip
     """Gradients for given scales."""
     tiles = _tiles(of)
     if tiles is None:
         return None
-    tensors, scheme = {**inputs(x, given, words), "g": g.contiguous()}, of.scheme
+    call, scheme = Recording({"g": g, **asked_tensors(x, given, words)}), of.scheme
     if of.rule.two_level:
         chosen, scheme = two_level(x, of, given), passes.first_level(scheme)
-        tensors.update(scale=floats(chosen.scale), divisor=_exact(chosen, of), outer=None, zero=None)
+        made = {"scale": floats(chosen.scale), "divisor": _exact(chosen, of)}
+        call.tensors = {
+            name: call.tensors[name] for name in ("g", "x", "words") if name in call.tensors
+        } | made
+    names = ["dscale"] if of.scheme.zero is None else ["dscale", "dzero"]
     parts = (tiles.place.blocks, tiles.place.integers[5])
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = [_floats(parts, x) for _ in range(1 if of.scheme.zero is None else 2)]
-    with torch.cuda.device_of(x):
-        _launch(tensors, (y, *sums, None)[:3], of, scheme, tiles)
-        made = [_total(part).reshape(of.blocks.scale_shape) for part in sums]
-    return y, made[0], made[1] if len(made) > 1 else None
-
-
-def _floats(shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-    """An array for sums."""
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+    call.empty("y", x.shape, x.dtype)
+    for name in names:
+        call.empty(name, parts if parts[1] > 1 else of.blocks.scale_shape, torch.float32)
+    call.launch(_slopes(of, scheme, tiles), POINTERS)
+    totals = [_total(call, name, parts, of.blocks.scale_shape) for name in names]
+    wanted = ("y", *totals, None)[:3]
+    if not of.rule.two_level:
+        call.remember(key, asked_scheme, several(*wanted))
+    y, dscale, dzero = (None if name is None else call.tensors[name] for name in wanted)
+    return y, dscale, dzero  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -151,26 +156,26 @@ def _rectangles(of: Asked) -> _Tiles:
     return _Tiles(cut, turned, side)
 
 
-def _launch(tensors: dict[str, Any], outputs: Any, of: Asked, scheme: Scheme, tiles: _Tiles) -> None:
-    """dx and the sums of blocks, or of their parts."""
+def _slopes(of: Asked, scheme: Scheme, tiles: _Tiles) -> Fixed:
+    """The launch that makes dx and the sums of blocks, or of their parts."""
     place, elements = tiles.place, tiles.place.p * tiles.place.size
-    slopes_kernel[(place.programs,)](
-        *(tensors.get(name) for name in INPUTS), *outputs, *place.integers, RULE=rule_of(scheme, of.dtype, of.hardware),
-        MARKING=rule_of(scheme, of.dtype, of.hardware, True), SHAPE=place.shape, CHUNKED=place.chunked, MASKED=place.masked,
-        WIDE=place.wide, TURNED=tiles.turned, SPLIT=tiles.split, SIZE=place.size, INNER=place.inner, P=place.p,
-        num_warps=max(1, min(16, elements // (32 * PER_THREAD))), enable_fp_fusion=False,
+    tail = (
+        *place.integers, rule_of(scheme, of.dtype, of.hardware), rule_of(scheme, of.dtype, of.hardware, True), place.shape,
+        place.chunked, place.masked, place.wide, tiles.turned, tiles.split, place.size, place.inner, place.p,
     )  # fmt: skip
+    return Fixed(slopes_kernel, place.programs, tail, max(1, min(16, elements // (32 * PER_THREAD))))
 
 
-def _total(parts: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows of a float32 matrix, in the order of the tree."""
-    while parts.shape[1] > 1:
-        rows, length = parts.shape
+def _total(call: Recording, name: str, parts: tuple[int, int], shape: tuple[int, ...]) -> str:
+    """The name of the sums of the rows of a float32 matrix, in the order of the tree; their shape is this one."""
+    rows, length = parts
+    while length > 1:
         size = min(PARTS_TILE, power_above(length))
         p = max(1, min(PARTS_TILE // size, power_above(rows)))
-        sums = _floats((rows, ceil_div(length, size)), parts)
-        part_sums_kernel[(ceil_div(rows, p) * sums.shape[1],)](
-            parts, sums, rows, length, NATIVE=not interpreted(), SIZE=size, P=p, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        parts = sums
-    return parts
+        left = ceil_div(length, size)
+        source, name = name, f"{name} of {length}"
+        call.empty(name, (rows, left) if left > 1 else shape, torch.float32)
+        tail = (rows, length, not interpreted(), size, p)
+        call.launch(Fixed(part_sums_kernel, ceil_div(rows, p) * left, tail, 4), (source, name))
+        length = left
+    return name

@@ -26,13 +26,18 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 # Launches a compiled kernel on a stream, given the addresses of its pointers.
 Call = Callable[[int, Sequence[int | None]], Any]
+# Programs along up to three axes.
+Grid = tuple[int, int, int]
 
 
 class Fixed:
-    """A kernel with a fixed grid and fixed arguments (`tail`) after its pointers."""
+    """A kernel with a fixed grid and fixed arguments (`tail`) after its pointers. options: of the compiler."""
 
-    def __init__(self, kernel: Any, grid: int, tail: tuple[Any, ...], warps: int) -> None:
-        self.kernel, self.grid, self.tail, self.warps = kernel, grid, tail, warps
+    def __init__(
+        self, kernel: Any, grid: int | Grid, tail: tuple[Any, ...], warps: int, **options: Any
+    ) -> None:
+        self.kernel, self.tail, self.warps, self.options = kernel, tail, warps, options
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.compiled: dict[int, Any] = {}
         self.calls: dict[int, Call] = {}
 
@@ -52,11 +57,11 @@ class Fixed:
     def compile(self, pointers: Sequence[torch.Tensor | None], device: int) -> None:
         """Run through the JIT, and keep the kernel if it is the one for aligned addresses."""
         if interpreted():
-            self.kernel[(self.grid,)](*pointers, *self.tail)
+            self.kernel[self.grid](*pointers, *self.tail)
             return
         with torch.cuda.device(device):
-            compiled = self.kernel[(self.grid,)](
-                *pointers, *self.tail, num_warps=self.warps, enable_fp_fusion=False
+            compiled = self.kernel[self.grid](
+                *pointers, *self.tail, num_warps=self.warps, enable_fp_fusion=False, **self.options
             )
         if compiled is not None and not any(p is not None and p.data_ptr() % ALIGNMENT for p in pointers):
             self.compiled[device] = compiled
@@ -87,12 +92,12 @@ class Launch(Fixed):
         self.run([None if name is None else tensors[name] for name in self.buffers], device)
 
 
-def straight(compiled: Any, grid: int, pointers: int, tail: tuple[Any, ...]) -> Call:
+def straight(compiled: Any, grid: Grid, pointers: int, tail: tuple[Any, ...]) -> Call:
     """A function that hands a stream and addresses to a compiled kernel, with as little before the driver as there can be."""
     stream, *marks = (object() for _ in range(pointers + 1))
     function, handed = _beneath(
         compiled.run,
-        (grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks, *tail),
+        (*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks, *tail),
     )
     at = _place(stream, handed)
     before, after, last = handed[:at], handed[at + 1 :], handed[-1]

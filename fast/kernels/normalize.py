@@ -8,8 +8,9 @@ first leaves their sums and the second goes on from there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.pieces import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.pieces import Pieces, norm_pieces_kernel, pieces
-from fast.kernels.replay import Finishing, Step, buffers_of, index_of, picked, remember
+from fast.kernels.replay import Finishing, Recording, picked
 from fast.kernels.row_pieces import takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.trees import summed, tree_sum
@@ -94,37 +95,30 @@ def norm_kernel(
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
-def rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> tuple[torch.Tensor, Any] | None:
-    """`fast.rms_norm` by kernels, or None where the reference has to answer."""
-    key = _key(x, weight, eps, residual)
-    known = ready.answer(key, x, residual, weight)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+def rms_norm(
+    x: torch.Tensor, weight: Any, eps: float, residual: Any, key: Any = None
+) -> tuple[torch.Tensor, Any] | None:
+    """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
     _ns, x, name = checked_inputs(x, weight, residual, eps)
     if x.numel() == 0 or not together(x, weight, residual):
         return None
     call = _Call(x, weight, residual, eps, name)
     rows, length = x.numel() // x.shape[-1], x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = call.recording.empty("y", x.shape, x.dtype)
     if length <= LARGEST_TILE:
-        call.launch(_whole_rows(rows, length, length), y=y)
+        call.launch(_whole_rows(rows, length, length))
     else:
         place = tiles(rows, length, length, size=PART, elements=PART, stride=length, per_thread=PER_THREAD)
-        sums = torch.empty(place.programs, dtype=torch.float32, device=x.device)
-        call.leave_sums(place, sums)
-        call.launch(place, sums=sums, y=y)
+        call.leave_sums(place)
+        call.launch(place)
     call.remember(key, None, picked("y"))
     return y, call.new_residual
 
 
 def rms_norm_quantize(
-    x: torch.Tensor, weight: Any, scheme: str | Scheme, eps: float, residual: Any, packed: bool
-) -> tuple[Quantized, Any] | None:
+    x: torch.Tensor, weight: Any, scheme: str | Scheme, eps: float, residual: Any, packed: bool, key: Any = None
+) -> tuple[Quantized, Any] | None:  # fmt: skip
     """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
-    key = _key(x, weight, eps, residual, ready.named(scheme), packed)
-    known = ready.answer(key, x, residual, weight)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
     _ns, x, name = checked_inputs(x, weight, residual, eps)
     made = outputs(x, name, scheme_of(scheme), packed) if together(x, weight, residual) else None
     if made is None or x.shape[-1] > LARGEST_TILE:
@@ -132,17 +126,11 @@ def rms_norm_quantize(
     call = _Call(x, weight, residual, eps, name)
     length = x.shape[-1]
     place = _whole_rows(x.numel() // length, length, made.length, _per_thread(length, made, name))
-    call.launch(place, made, codes=made.codes, **made.scales)
+    call.recording.take({"codes": made.codes, **made.scales})
+    call.launch(place, made)
     q = made.quantized()
     call.remember(key, scheme, partial(ready.like, q))
     return q, call.new_residual
-
-
-def _key(x: Any, weight: Any, eps: Any, residual: Any, *others: Any) -> tuple[Any, ...] | None:
-    """What a call depends on; None for an eps that is no plain number: a tensor could change under the same name."""
-    if type(eps) not in (float, int):
-        return None
-    return ("rms_norm", ready.part(x), ready.part(weight), eps, ready.part(residual), *others)
 
 
 def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
@@ -158,52 +146,42 @@ def _per_thread(length: int, made: Outputs, name: str) -> int:
     return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
 
-@dataclass
 class _Call:
     """Checked arguments, what is made of them, and what was launched."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-    eps: float
-    name: str
-    made: dict[str, torch.Tensor] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.inputs = {"x": self.x, "residual": self.residual, "weight": self.weight}
-        self.rows = {name: None if t is None else t.contiguous() for name, t in self.inputs.items()}
-        if self.residual is not None:
-            self.made["new_residual"] = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, residual: Any, eps: float, name: str) -> None:
+        self.recording = Recording({"x": x, "residual": residual, "weight": weight})
+        self.shape, self.eps, self.name = tuple(x.shape), float(eps), name
+        if residual is not None:
+            self.recording.empty("new_residual", self.shape, x.dtype)
 
     @property
     def new_residual(self) -> torch.Tensor | None:
         """x + residual, where there is one."""
-        return self.made.get("new_residual")
+        return self.recording.tensors.get("new_residual")
 
-    def launch(self, place: Tiles, made: Outputs | None = None, **tensors: torch.Tensor) -> None:
-        """Normalize all rows into y, or into codes and scales; sums: those of parts of rows."""
+    def launch(self, place: Tiles, made: Outputs | None = None) -> None:
+        """Normalize all rows into y, or into codes and scales; with the sums of parts of rows, if they are there."""
         rule, do = (None, None) if made is None else (made.rule, made.job)
-        length = self.x.shape[-1]
-        apart, threads = (None, 0) if "sums" in tensors else self.pieces(made)
+        length, summed_up = self.shape[-1], "sums" in self.recording.tensors
+        apart, threads = (None, 0) if summed_up else self.pieces(made)
         if apart is not None:
             per_row = 0 if made is None else length // made.length
             shape = (place.wide, apart.a, apart.b, apart.c, apart.group, threads)
-            tail = (float(self.eps), length, per_row, rule, do, self.name, *shape, not interpreted())
-            rows = self.x.numel() // length
-            self._run(norm_pieces_kernel, norm_pieces_kernel.arg_names[:8], rows, apart.warps, tail, tensors)
+            tail = (self.eps, length, per_row, rule, do, self.name, *shape, not interpreted())
+            self._run(norm_pieces_kernel, 8, prod(self.shape) // length, apart.warps, tail)
             return
-        parts = power_above(place.column_tiles) if "sums" in tensors else 0
+        parts = power_above(place.column_tiles) if summed_up else 0
         shape = place.constants.values()
-        tail = (float(self.eps), *place.integers, rule, do, self.name, *shape, parts, not interpreted())
-        self._run(norm_kernel, norm_kernel.arg_names[:9], place.programs, place.warps, tail, tensors)
+        tail = (self.eps, *place.integers, rule, do, self.name, *shape, parts, not interpreted())
+        self._run(norm_kernel, 9, place.programs, place.warps, tail)
 
     def pieces(self, made: Outputs | None) -> tuple[Pieces | None, int]:
         """The pieces of rows, where those pay off; and a program's threads where a row has one scale, else 0."""
-        length = self.x.shape[-1]
+        length = self.shape[-1]
         if made is None or not takes_row_pieces(made):
             return pieces(length, None if made is None else made.length), 0
-        if self.residual is not None:
+        if self.new_residual is not None:
             apart = pieces(length, None)
         else:
             # With less to read, a third tree of sums costs more than a mask does (measured).
@@ -211,28 +189,21 @@ class _Call:
             apart = apart if apart is None or apart.c == 0 else None
         return apart, 0 if apart is None else 32 * apart.warps
 
-    def leave_sums(self, place: Tiles, sums: torch.Tensor) -> None:
+    def leave_sums(self, place: Tiles) -> None:
         """Sums of squares of the parts of long rows."""
+        self.recording.empty("sums", (place.programs,), torch.float32)
         tail = (*place.integers, self.name, *place.constants.values(), not interpreted())
-        self._run(sums_kernel, sums_kernel.arg_names[:3], place.programs, place.warps, tail, {"sums": sums})
+        self._run(sums_kernel, 3, place.programs, place.warps, tail)
 
-    def _run(
-        self, kernel: Any, pointers: list[str], grid: int, warps: int, tail: Any, made: dict[str, Any]
-    ) -> None:
-        self.made.update(made)
-        named = {**self.rows, **self.made}
-        fixed = Fixed(kernel, grid, tail, warps)
-        fixed.run([named.get(name) for name in pointers], index_of(self.x.device))
-        self.steps.append((fixed, [name if named.get(name) is not None else None for name in pointers]))
+    def _run(self, kernel: Any, pointers: int, grid: int, warps: int, tail: Any) -> None:
+        """pointers: how many the kernel's arguments start with."""
+        self.recording.launch(Fixed(kernel, grid, tail, warps), kernel.arg_names[:pointers])
 
     def remember(self, key: Any, scheme: Any, first: Finishing) -> None:
         """Answer the next call with this key by the same launches: first of its results, and the new residual."""
 
-        if key is None:
-            return
-
-        def finishing(names: list[str]) -> Any:
+        def finishing(names: list[str]) -> Callable[[list[Any]], Any]:
             made, at = first(names), names.index("new_residual") if "new_residual" in names else None
             return lambda tensors: (made(tensors), None if at is None else tensors[at])
 
-        remember(key, scheme, self.inputs, buffers_of(self.made), self.steps, finishing)
+        self.recording.remember(key, scheme, finishing)

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from fast.kernels.fours import side_by_side
 from fast.kernels.groups import load_quads, store_quads
+from fast.kernels.launch import Fixed
+from fast.kernels.replay import Recording
 
 # Codes of these widths are packed in groups of 32, as words; of 2 and 4 bits eight are a word or half of one.
 GROUPED = (3, 5, 6, 7)
@@ -132,15 +134,14 @@ def unpack_sixes_kernel(
 
 
 def _launch(
-    kernel: Any, source: torch.Tensor, target: torch.Tensor, codes: int, bits: int, size: int, p: int,
-    warps: int = 4,
+    kernel: Any, call: Recording, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int, warps: int = 4
 ) -> int:  # fmt: skip
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
         # No word holds fewer than four codes, so none has a larger number.
         wide = codes // 4 > 2**31 - p * size
-        kernel[(-(-count // p),)](source, target, count, bits, wide, size, p, num_warps=warps)
+        call.launch(Fixed(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
     return count * size
 
 
@@ -151,23 +152,25 @@ def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, 
     ) % ALIGNMENT == 0
 
 
-def pack_octets(codes: torch.Tensor, out: torch.Tensor, length: int, bits: int) -> int:
-    """Pack codes from the first on, for as long as they fill groups; returns how many. Both tensors are contiguous."""
-    count = codes.numel()
-    if not covers(codes, out, length, count, bits):
+def pack_octets(call: Recording, length: int, bits: int) -> int:
+    """Pack a call's codes from the first on, for as long as they fill groups; returns how many."""
+    codes, packed = call.tensors["codes"], call.tensors["packed"]
+    count, pointers = codes.numel(), ("codes", "packed")
+    if not covers(codes, packed, length, count, bits):
         return 0
     if bits in GROUPED:
-        return _launch(pack_groups_kernel, codes, out, count, bits, 32, 64, 1)
-    return _launch(pack_octets_kernel, codes, out, count, bits, 64 // bits, 1024 * bits // 8)
+        return _launch(pack_groups_kernel, call, pointers, count, bits, 32, 64, 1)
+    return _launch(pack_octets_kernel, call, pointers, count, bits, 64 // bits, 1024 * bits // 8)
 
 
-def unpack_octets(packed: torch.Tensor, codes: torch.Tensor, length: int, bits: int) -> int:
+def unpack_octets(call: Recording, length: int, bits: int) -> int:
     """The inverse of `pack_octets`."""
-    count = codes.numel()
-    if not covers(packed, codes, length, count, bits):
+    codes, packed = call.tensors["codes"], call.tensors["packed"]
+    if not covers(packed, codes, length, codes.numel(), bits):
         return 0
+    count, pointers = codes.numel(), ("packed", "codes")
     if bits == 6:
-        return _launch(unpack_sixes_kernel, packed, codes, count, bits, 16, 512)
+        return _launch(unpack_sixes_kernel, call, pointers, count, bits, 16, 512)
     if bits in GROUPED:
-        return _launch(unpack_groups_kernel, packed, codes, count, bits, 32, 256)
-    return _launch(unpack_octets_kernel, packed, codes, count, bits, 16, 512)
+        return _launch(unpack_groups_kernel, call, pointers, count, bits, 32, 256)
+    return _launch(unpack_octets_kernel, call, pointers, count, bits, 16, 512)

@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fast import ready
 from fast.kernels import both
 from fast.kernels.launch import together
 from fast.kernels.plans import NAMES
+from fast.kernels.replay import Recording
 from fast.kernels.rule import Rule, rule_of
 from reference import Quantized, Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
 from reference.given import check_scales
-from reference.schemes import Scheme
+from reference.schemes import Scheme, scheme_of
 from reference.tiled_scales import tiled_size
+
+Both = tuple[Quantized, Quantized]
+# Both results, and the call that made them.
+Made = tuple[Both, Recording]
+# Parts of the second result, and the names of their tensors.
+SECOND = {"codes": "transposed", "scale": "transposed_scale"}
 
 
 def fused_both(
-    x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool
-) -> tuple[Quantized, Quantized] | None:
-    """Both results from one read, or None where no kernel does that."""
+    x: torch.Tensor,
+    asked_scheme: str | Scheme,
+    scales: Any,
+    tiled: bool,
+    packed: bool = False,
+    key: Any = None,
+) -> Both | None:
+    """Both results from one read, or None where no kernel does that. key: of the call, see `ready`."""
+    made = _fused(x, scheme_of(asked_scheme), scales, tiled)
+    if made is None:
+        return None
+    results, call = made
+    if packed:
+        # 8-bit codes are their own packed storage.
+        results = replace(results[0], packed=True), replace(results[1], packed=True)
+    call.remember(key, asked_scheme, lambda names: _finishing(results, names))
+    return results
+
+
+def _finishing(results: Both, names: list[str]) -> Callable[[list[Any]], Both]:
+    """What makes results like these of tensors of these names."""
+    first, second = ready.like(results[0], names), ready.like(results[1], names, SECOND)
+    return lambda made: (first(made), second(made))
+
+
+def _fused(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool) -> Made | None:
     name = NAMES.get(x.dtype)
     if name is None or not x.is_contiguous() or x.numel() == 0 or scheme.scale.block not in (32, "tensor"):
         return None
@@ -34,17 +67,16 @@ def fused_both(
     return None
 
 
-def _mx(x: torch.Tensor, scheme: Scheme, rule: Rule, tiled: bool) -> tuple[Quantized, Quantized]:
+def _mx(x: torch.Tensor, scheme: Scheme, rule: Rule, tiled: bool) -> Made:
     rows, columns = x.shape
     made = {"codes": _bytes(x, rows, columns), "transposed": _bytes(x, columns, rows)}
     scale = _tiled_bytes if tiled else _bytes
     made["scale"], made["transposed_scale"] = scale(x, rows, columns // 32), scale(x, columns, rows // 32)
-    with torch.cuda.device(x.device):
-        both.mx_both(x, rule, made, tiled)
+    call = both.mx_both(x, rule, made, tiled)
     shapes = ((rows, columns), (columns, rows))
     first = Quantized(made["codes"], made["scale"], None, None, shapes[0], 1, scheme, tiled=tiled)
     second = (made["transposed"], made["transposed_scale"], None, None, shapes[1], 1, scheme)
-    return first, Quantized(*second, tiled=tiled)
+    return (first, Quantized(*second, tiled=tiled)), call
 
 
 def _bytes(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -58,7 +90,7 @@ def _tiled_bytes(x: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return make(size, dtype=torch.uint8, device=x.device)
 
 
-def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Quantized, Quantized] | None:
+def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> Made | None:
     shapes = ((x.shape[0], x.shape[1]), (x.shape[1], x.shape[0]))
     kept: list[Scales] = []
     for given, shape in zip(scales, shapes, strict=True):
@@ -70,7 +102,6 @@ def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> tuple[Qu
         return None
     made = {"scale": kept[0].scale, "transposed_scale": kept[1].scale}
     made["codes"], made["transposed"] = _bytes(x, *shapes[0]), _bytes(x, *shapes[1])
-    with torch.cuda.device(x.device):
-        both.given_both(x, rule, made)
+    call = both.given_both(x, rule, made)
     first = Quantized(made["codes"], kept[0].scale, None, None, shapes[0], 1, scheme)
-    return first, Quantized(made["transposed"], kept[1].scale, None, None, shapes[1], 1, scheme)
+    return (first, Quantized(made["transposed"], kept[1].scale, None, None, shapes[1], 1, scheme)), call

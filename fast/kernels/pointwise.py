@@ -11,8 +11,9 @@ import triton.language as tl
 from fast.kernels.bits import canonical, widened
 from fast.kernels.elements import decode as decode_codes
 from fast.kernels.elements import encode as encode_values
-from fast.kernels.launch import interpreted
+from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.octets import pack_octets, unpack_octets
+from fast.kernels.replay import Recording, picked
 from fast.kernels.rule import element_of
 from reference.arrays import namespace_of
 from reference.encode import check_overflow, check_random_bits
@@ -90,15 +91,18 @@ def _wide(count: int) -> bool:
     return count > 2**31 - 2 * TILE
 
 
-def _grid(count: int) -> tuple[int]:
-    return (-(-count // TILE),)
+def _programs(count: int) -> int:
+    return -(-count // TILE)
 
 
 def encode(
-    x: torch.Tensor, fmt: str | Format, rounding: str, overflow: str, words: Any
+    x: torch.Tensor, asked_format: str | Format, rounding: str, overflow: str, words: Any, key: Any = None
 ) -> torch.Tensor | None:
-    """`fast.encode`, or None for float64 and empty tensors; arguments are checked as the reference does."""
-    fmt = format_of(fmt)
+    """`fast.encode`, or None for float64 and empty tensors; arguments are checked as the reference does.
+
+    key: of the call, here and below; see `ready`.
+    """
+    fmt = format_of(asked_format)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() == 0:
         return None
     check_mode(rounding, words)
@@ -106,60 +110,77 @@ def encode(
     check_random_bits(namespace_of(x), x, words)
     if fmt.kind == "codebook":
         choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
-    codes = torch.empty(x.shape, dtype=torch.uint8 if fmt.bits <= 8 else torch.uint16, device=x.device)
+    call = Recording({"x": x, "words": words})
+    codes = call.empty("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
     element = element_of(fmt, rounding, overflow, hardware=not interpreted(), fours=True)
     count = x.numel()
-    encode_kernel[_grid(count)](
-        x.contiguous(), words, codes, count, element, _wide(count), TILE, num_warps=4, enable_fp_fusion=False
-    )
+    kernel = Fixed(encode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
+    call.launch(kernel, ("x", "words", "codes"))
+    call.remember(key, asked_format, picked("codes"))
     return codes
 
 
-def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor | None:
+def decode(codes: torch.Tensor, asked_format: str | Format, key: Any = None) -> torch.Tensor | None:
     """`fast.decode`, or None where the reference has to answer."""
-    fmt = format_of(fmt)
+    fmt = format_of(asked_format)
     if codes.dtype not in CODES or codes.numel() == 0:
         return None
-    y = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    call = Recording({"codes": codes})
+    y = call.empty("y", codes.shape, torch.float32)
     element, count = element_of(fmt, hardware=not interpreted()), codes.numel()
-    decode_kernel[_grid(count)](codes.contiguous(), y, count, element, _wide(count), TILE, num_warps=4)
+    kernel = Fixed(decode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
+    call.launch(kernel, ("codes", "y"))
+    call.remember(key, asked_format, picked("y"))
     return y
 
 
-def pack(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor | None:
+def pack(codes: torch.Tensor, asked_format: str | Format, key: Any = None) -> torch.Tensor | None:
     """`fast.pack` of sub-byte codes, or None where the reference has to answer."""
-    fmt = format_of(fmt)
+    fmt = format_of(asked_format)
     if codes.dtype != torch.uint8 or codes.numel() == 0 or fmt.bits >= 8 or codes.dim() == 0:
         return None
-    codes = codes.contiguous()
-    out = torch.empty(packed_shape(tuple(codes.shape), fmt), dtype=torch.uint8, device=codes.device)
-    done = pack_octets(codes, out, codes.shape[-1], fmt.bits)
+    call = Recording({"codes": codes})
+    out = call.empty("packed", packed_shape(tuple(codes.shape), fmt), torch.uint8)
+    done = pack_octets(call, codes.shape[-1], fmt.bits)
     if done < codes.numel():
-        source, target = _rest(codes, done), _rest(out, done * fmt.bits // 8)
-        count = target.numel()
-        pack_kernel[_grid(count)](
-            source, target, count, source.shape[-1], target.shape[-1], fmt.bits, _wide(codes.numel()), TILE, num_warps=8
-        )  # fmt: skip
+        source, target = _rest(call.tensors["codes"], done), _rest(out, done * fmt.bits // 8)
+        lengths = (target.numel(), source.shape[-1], target.shape[-1])
+        _bytewise(
+            pack_kernel, call, {"codes": source, "packed": target}, lengths, fmt.bits, _wide(codes.numel())
+        )
+    call.remember(key, asked_format, picked("packed"))
     return out
 
 
-def unpack(packed: torch.Tensor, fmt: str | Format, shape: tuple[int, ...]) -> torch.Tensor | None:
+def unpack(
+    packed: torch.Tensor, asked_format: str | Format, shape: tuple[int, ...], key: Any = None
+) -> torch.Tensor | None:
     """`fast.unpack` of sub-byte codes, or None where the reference has to answer."""
-    fmt = format_of(fmt)
+    fmt = format_of(asked_format)
     if packed.dtype != torch.uint8 or packed.numel() == 0 or fmt.bits >= 8:
         return None
     if tuple(packed.shape) != packed_shape(shape, fmt):
         return None
-    packed = packed.contiguous()
-    codes = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    done = unpack_octets(packed, codes, shape[-1], fmt.bits)
+    call = Recording({"packed": packed})
+    codes = call.empty("codes", shape, torch.uint8)
+    done = unpack_octets(call, shape[-1], fmt.bits)
     if done < codes.numel():
-        source, target = _rest(packed, done * fmt.bits // 8), _rest(codes, done)
-        count = target.numel()
-        unpack_kernel[_grid(count)](
-            source, target, count, target.shape[-1], source.shape[-1], fmt.bits, _wide(codes.numel()), TILE, num_warps=8
-        )  # fmt: skip
+        source, target = _rest(call.tensors["packed"], done * fmt.bits // 8), _rest(codes, done)
+        lengths = (target.numel(), target.shape[-1], source.shape[-1])
+        _bytewise(
+            unpack_kernel, call, {"packed": source, "codes": target}, lengths, fmt.bits, _wide(codes.numel())
+        )
+    call.remember(key, asked_format, picked("codes"))
     return codes
+
+
+def _bytewise(
+    kernel: Any, call: Recording, tensors: dict[str, torch.Tensor], lengths: tuple[int, int, int], bits: int, wide: bool
+) -> None:  # fmt: skip
+    """Pack or unpack what is left of a call's tensors byte by byte. lengths: elements made, codes and bytes of a row."""
+    call.launch(
+        Fixed(kernel, _programs(lengths[0]), (*lengths, bits, wide, TILE), 8), tuple(tensors), tensors
+    )
 
 
 def _rest(tensor: torch.Tensor, start: int) -> torch.Tensor:

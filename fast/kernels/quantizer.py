@@ -19,7 +19,7 @@ from fast.kernels import passes, pointwise
 from fast.kernels.launch import interpreted, together
 from fast.kernels.passes import Asked, Plan
 from fast.kernels.plans import NAMES, Prepared
-from fast.kernels.replay import picked
+from fast.kernels.replay import picked, several
 from reference import Quantized, Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
@@ -77,8 +77,9 @@ def quantize(
     words: Any,
     packed: bool,
     tiled: bool = False,
+    key: Any = None,
 ) -> Quantized | None:
-    """`fast.quantize` by kernels, or None where none covers it."""
+    """`fast.quantize` by kernels, or None where none covers it. key: of the call, here and below; see `ready`."""
     scheme = scheme_of(asked_scheme)
     check_mode(scheme.rounding, words)
     if packed:
@@ -94,7 +95,6 @@ def quantize(
         codes, kept = _two_level_codes(x, of, given)
         codes = _packed(codes, scheme) if packed else codes
         return _finished(of, codes, kept, packed, tiled)
-    key = ready.quantize_key(x, asked_scheme, axis, scales, packed, tiled) if words is None else None
     return _quantize(x, of, given, words, packed, tiled, key, asked_scheme)
 
 
@@ -116,8 +116,14 @@ def _quantize(
     codes = _packed(made["codes"], of.scheme) if packed and not fused else made["codes"]
     q = _finished(of, codes, kept_scales(made, given), packed, tiled)
     if key is not None and codes is made["codes"] and tiles == tiled:
-        plan.remember(key, asked_scheme, {"x": x, **given_parts(given)}, partial(ready.like, q))
+        plan.remember(key, asked_scheme, asked_tensors(x, given, words), partial(ready.like, q))
     return q
+
+
+def asked_tensors(x: torch.Tensor, given: Scales | None, words: Any) -> dict[str, Any]:
+    """The caller's tensors in the order of `ready.inputs`, by the names of the kernel's arguments."""
+    parts = given_parts(Scales() if given is None else given)
+    return {"x": x} if given is None and words is None else {"x": x, **parts, "words": words}
 
 
 def inputs(x: torch.Tensor, given: Scales | None, words: Any) -> dict[str, Any]:
@@ -157,15 +163,22 @@ def _packed(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return codes if made is None else made
 
 
-def choose_scales(x: torch.Tensor, scheme: Scheme, axis: int) -> Scales | None:
+def choose_scales(x: torch.Tensor, asked_scheme: str | Scheme, axis: int, key: Any = None) -> Scales | None:
     """`fast.choose_scales` by a kernel, or None where none covers the tensor."""
-    of = asked_of(x, scheme, axis)
+    of = asked_of(x, scheme_of(asked_scheme), axis)
     if of is None:
         return None
     if of.rule.two_level:
         return two_level(x, of, None).kept  # type: ignore[no-any-return]
     plan = prepared(("choose", of.dtype, of.scheme, of.blocks), lambda: passes.choosing(of))
-    return kept_scales(plan({"x": x.contiguous()}, x.device), None)
+    made = kept_scales(plan({"x": x.contiguous()}, x.device), None)
+    kept = several(*(part if getattr(made, part) is not None else None for part in PARTS))
+    plan.remember(key, asked_scheme, {"x": x}, lambda names: _scales_of(kept(names)))
+    return made
+
+
+def _scales_of(parts: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Scales]:
+    return lambda tensors: Scales(*parts(tensors))
 
 
 def two_level(x: torch.Tensor, of: Asked, given: Scales | None) -> Any:
@@ -192,13 +205,13 @@ def floats(bits: torch.Tensor) -> torch.Tensor:
     return bits.reshape(-1).contiguous().view(torch.float32)
 
 
-def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
+def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None:
     """`fast.dequantize` by a kernel, or None where none covers the tensor."""
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     blocks, scheme = check_quantized(q), q.scheme
     if dtype == "float64" or not together(q.codes, *given_parts(q).values()):
         return None
-    q = with_plain_scales(q)
+    key, q = None if q.tiled else key, with_plain_scales(q)
     of = passes.asked(dtype, scheme, blocks, not interpreted())
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not passes.packs(of)):
@@ -207,9 +220,7 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
     y = plan(tensors, q.codes.device)["y"]
     if not of.rule.two_level:
-        for given in (dtype, getattr(torch, dtype)):
-            parts = {"codes": q.codes, **given_parts(q)}
-            plan.remember(ready.dequantize_key(q, given), scheme, parts, picked("y"))
+        plan.remember(key, scheme, {"codes": q.codes, **given_parts(q)}, picked("y"))
     return y  # type: ignore[no-any-return]
 
 
@@ -223,7 +234,7 @@ def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:
 
 
 def fake_quantize(
-    x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any = None
+    x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any = None, key: Any = None
 ) -> torch.Tensor | None:
     """`fast.fake_quantize` without autograd: quantized and dequantized in registers."""
     scheme = scheme_of(asked_scheme)
@@ -239,8 +250,7 @@ def fake_quantize(
     kind = given_kind(given)
     plan = prepared(("fake", of.dtype, scheme, of.blocks, kind), lambda: passes.fake_quantizing(of, kind))
     y = plan(inputs(x, given, words), x.device)["y"]
-    if given is None and words is None:
-        plan.remember(ready.fake_key(x, asked_scheme, axis), asked_scheme, {"x": x}, picked("y"))
+    plan.remember(key, asked_scheme, asked_tensors(x, given, words), picked("y"))
     return y  # type: ignore[no-any-return]
 
 
@@ -251,8 +261,9 @@ def gradient(
     axis: int,
     words: Any = None,
     scales: Any = None,
+    key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
     """`fast.fake_quantize_vjp` by kernels, or None where none covers the tensors."""
     from fast.kernels import gradients
 
-    return gradients.gradient(g, x, scheme, axis, words, scales)
+    return gradients.gradient(g, x, scheme, axis, words, scales, key)

@@ -18,6 +18,7 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "bfloat16", "float16", "uint8", "int8", "uint16", "int32", "uint32")
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Makes an uninitialized tensor on the current device from shape, strides and dtype.
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 # A launch, and which tensor each pointer of its kernel is, by name.
@@ -88,9 +89,57 @@ class Replay:
         return calls
 
 
+class Recording:
+    """A call that is made for the first time: its launches over fresh buffers run, and answer the next call like it."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor | None], strided: bool = False) -> None:
+        """inputs: in the order of the call's key. strided: see `Replay`; kernels read others contiguous."""
+        self.inputs, self.strided = inputs, strided
+        self.device = next(t.device for t in inputs.values() if t is not None)
+        given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        #: What kernels are given, by name.
+        self.tensors = given if strided else {name: tensor.contiguous() for name, tensor in given.items()}
+        self.buffers: dict[str, Buffer] = {}
+        self.steps: list[Step] = []
+        self.whole = True
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh tensor of which the launches write every element."""
+        made = torch.empty(shape, dtype=dtype, device=self.device)
+        self.take({name: made})
+        return made
+
+    def take(self, tensors: Mapping[str, torch.Tensor], fill: tuple[int, ...] = ()) -> None:
+        """Tensors that were made for this call, of which the launches write every element that is not in the fill."""
+        self.tensors.update(tensors)
+        self.buffers.update(
+            (name, Buffer(tuple(t.shape), NAMES[t.dtype], fill)) for name, t in tensors.items()
+        )
+
+    def launch(
+        self, kernel: Fixed, pointers: Sequence[str], views: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Run on the tensors of these names; a name that there is no tensor of stands for None.
+
+        views: parts of the tensors in their places. A call whose launches begin within a tensor is not remembered.
+        """
+        tensors = {**self.tensors, **(views or {})}
+        kernel.run([tensors.get(name) for name in pointers], index_of(self.device))
+        self.steps.append((kernel, [name if name in tensors else None for name in pointers]))
+        moved = (
+            name for name, view in (views or {}).items() if view.data_ptr() != self.tensors[name].data_ptr()
+        )
+        self.whole = self.whole and not any(moved)
+
+    def remember(self, key: Any, record: Any, finishing: Finishing) -> None:
+        """Answer the next call with this key by the same launches, where that can be."""
+        if self.whole:
+            remember(key, record, self.inputs, self.buffers, self.steps, finishing, self.strided)
+
+
 def remember(
     key: Any,
-    scheme: Any,
+    record: Any,
     inputs: Mapping[str, torch.Tensor | None],
     buffers: Mapping[str, Buffer],
     steps: Sequence[Step],
@@ -99,7 +148,7 @@ def remember(
 ) -> None:
     """Answer the next call with this key by these steps, which just ran; not where that is done already, or cannot be.
 
-    scheme: whose id the key may have.
+    record: whose id the key may have.
     """
     given = [tensor for tensor in inputs.values() if tensor is not None]
     index = index_of(given[0].device)
@@ -110,7 +159,7 @@ def remember(
     # An input that is not there has no name: a buffer may be made in its place.
     names = ["" if tensor is None else name for name, tensor in inputs.items()]
     replay = Replay(names, buffers, steps, given[0].device, strided)
-    ready.remember(key, replay, finishing(replay.names), scheme)
+    ready.remember(key, replay, finishing(replay.names), record)
 
 
 def picked(name: str) -> Finishing:
@@ -118,9 +167,14 @@ def picked(name: str) -> Finishing:
     return lambda names: itemgetter(names.index(name))
 
 
-def buffers_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Buffer]:
-    """Buffers like tensors that a call made, of which it wrote every element."""
-    return {name: Buffer(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+def several(*wanted: str | None) -> Finishing:
+    """The tensors of these names are the result, None where there is no name."""
+
+    def finishing(names: list[str]) -> Callable[[list[Any]], Any]:
+        places = [None if name is None else names.index(name) for name in wanted]
+        return lambda made: tuple(None if at is None else made[at] for at in places)
+
+    return finishing
 
 
 def index_of(device: torch.device) -> int:

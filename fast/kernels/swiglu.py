@@ -32,7 +32,7 @@ from fast.kernels.halves import clamped_gate, gated
 from fast.kernels.launch import Fixed, interpreted
 from fast.kernels.outputs import Outputs, outputs
 from fast.kernels.pieces import pieces
-from fast.kernels.replay import Finishing, buffers_of, index_of, picked, remember
+from fast.kernels.replay import Finishing, Recording, picked
 from fast.kernels.row_pieces import quantize_row, takes_row_pieces
 from fast.kernels.rows import Tiles, quantize_rows, tile_of, tiles
 from reference import Quantized
@@ -142,12 +142,8 @@ def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.c
     return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
 
 
-def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
-    """`fast.swiglu` by a kernel, or None where the reference has to answer."""
-    key = _key(gate, up)
-    known = ready.answer(key, gate, up)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
+def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
     if not _covers(gate, up):
         return None
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -155,12 +151,10 @@ def swiglu(gate: torch.Tensor, up: Any) -> torch.Tensor | None:
     return y
 
 
-def swiglu_quantize(gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool) -> Quantized | None:
+def swiglu_quantize(
+    gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool, key: Any = None
+) -> Quantized | None:
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
-    key = (*_key(gate, up), ready.named(scheme), packed)
-    known = ready.answer(key, gate, up)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
     if not _covers(gate, up):
         return None
     made = outputs(gate, NAMES[gate.dtype], scheme_of(scheme), packed)
@@ -169,12 +163,6 @@ def swiglu_quantize(gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: b
     q = made.quantized()
     _launch(gate, up, {"codes": made.codes, **made.scales}, made, (key, scheme, partial(ready.like, q)))
     return q
-
-
-def _key(gate: torch.Tensor, up: Any) -> tuple[Any, ...]:
-    """What a call depends on; with strides, since rows are read where they lie."""
-    parts = ready.part(gate), ready.part(up)
-    return ("swiglu", *parts, gate.stride(), up.stride() if isinstance(up, torch.Tensor) else None)
 
 
 def _covers(gate: torch.Tensor, up: Any) -> bool:
@@ -195,15 +183,12 @@ def _launch(
     block = None if into is None else into.length
     rows, others = _matrices(gate, up.detach(), block)
     fixed = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
-    named = {"gate": rows, "up": others, **made}
+    call = Recording({"gate": gate, "up": up}, strided=True)
+    call.take(made)
     pointers = fixed.kernel.arg_names[: 4 if fixed.kernel is swiglu_pieces_kernel else 6]
-    names = [name if name in named else None for name in pointers]
-    fixed.run([None if name is None else named[name] for name in names], index_of(gate.device))
-    # Not where a copy was read.
-    if (rows.data_ptr(), others.data_ptr()) == (gate.data_ptr(), up.data_ptr()):
-        key, scheme, result = known
-        inputs, steps = {"gate": gate, "up": up}, [(fixed, names)]
-        remember(key, scheme, inputs, buffers_of(made), steps, result, strided=True)
+    # Not remembered where a copy is read.
+    call.launch(fixed, pointers, {"gate": rows, "up": others})
+    call.remember(*known)
 
 
 def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:

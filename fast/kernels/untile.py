@@ -7,9 +7,11 @@ by side, and putting them in rows afterwards moves a thirty-second of the bytes,
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+
+from fast.kernels.launch import Fixed
+from fast.kernels.replay import Recording
 
 # Scales of a program: 128 rows of 8 words.
 TILE = 4096
@@ -40,10 +42,9 @@ def _untile(tiled, plain, rows, words, program):
     tl.store(target + (row * words + word), tl.load(source + at, mask=inside, other=0), mask=inside)
 
 
-def untile(tiled: torch.Tensor, plain: torch.Tensor, tiled2: torch.Tensor, plain2: torch.Tensor) -> None:
+def untile(call: Recording, tiled: str, plain: str, tiled2: str, plain2: str) -> None:
     """Fill two plain matrices of scales, sides multiples of 128 and 4, from tiled ones of the same size."""
-    (rows, blocks), (rows2, blocks2) = plain.shape, plain2.shape
-    programs = [rows // 128 * -(-blocks // 32) for rows, blocks in (plain.shape, plain2.shape)]
-    untile_kernel[(sum(programs),)](
-        tiled, plain, tiled2, plain2, rows, blocks // 4, rows2, blocks2 // 4, programs[0], TILE, num_warps=4
-    )
+    (rows, blocks), (rows2, blocks2) = shapes = [call.tensors[name].shape for name in (plain, plain2)]
+    programs = [rows // 128 * -(-blocks // 32) for rows, blocks in shapes]
+    tail = (rows, blocks // 4, rows2, blocks2 // 4, programs[0], TILE)
+    call.launch(Fixed(untile_kernel, sum(programs), tail, 4), (tiled, plain, tiled2, plain2))

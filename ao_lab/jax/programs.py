@@ -1,0 +1,87 @@
+"""Compiled programs of eager calls, looked up by what they depend on, and their results made without JAX's pytrees.
+
+The keys are those of `fast.ready` with JAX arrays in them: class (a tracer's is another), shape and dtype, and where the first
+array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and making one again takes
+JAX longer than a small program runs. Programs check their arguments when they are traced, so a remembered call is a right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+from ao_lab.jax.device import is_traced
+from fast import ready
+from reference import Quantized, Scales
+from reference.pytrees import register_jax
+
+
+def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple[Any, Any]:
+    """The key of a call, and what it gives; None for a key that cannot be, and for a result that no program is known for."""
+    if is_traced(arrays[0]):
+        return None, None
+    where = getattr(arrays[0], "sharding", None)
+    named = record if record.__class__ is str else id(record)
+    key = (name, named, values, *map(type, values), where, *map(_part, arrays))
+    try:
+        found = ready.READY.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return None, None
+    if found is None:
+        return key, None
+    program, finish, _ = found
+    return key, finish(program(*(array for array in arrays if array is not None)))
+
+
+def _part(array: Any) -> Any:
+    return None if array is None else (array.__class__, getattr(array, "aval", None))
+
+
+def run(
+    function: Callable[..., Any], constants: tuple[Any, ...], arrays: tuple[Any, ...], key: Any, record: Any
+) -> Any:
+    """function(*constants, *arrays) for concrete arrays and None, as one program that answers the next call with this key."""
+    try:
+        hash(constants)
+    except TypeError:
+        return function(*constants, *arrays)  # says what is wrong
+    leaves, tree = jax.tree.flatten(arrays)
+    program = _program(function, constants, tree)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    finish = _finishing(_result(function, constants, tree, shapes))
+    made = finish(program(*leaves))
+    if ready.is_new(key):
+        ready.remember(key, program, finish, record)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _program(function: Callable[..., Any], constants: tuple[Any, ...], tree: Any) -> Any:
+    """From the arrays among the arguments to those of the result."""
+    return jax.jit(lambda *leaves: jax.tree.leaves(function(*constants, *jax.tree.unflatten(tree, leaves))))
+
+
+@lru_cache(maxsize=1024)
+def _result(
+    function: Callable[..., Any], constants: tuple[Any, ...], tree: Any, shapes: tuple[tuple[Any, Any], ...]
+) -> Any:
+    """The result, with shapes for arrays; the errors of the function."""
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return jax.eval_shape(partial(function, *constants), *jax.tree.unflatten(tree, leaves))
+
+
+def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
+    """What makes a result like this one of its arrays."""
+    if isinstance(like, Quantized):
+        names = [name for name in ready.TENSORS if getattr(like, name) is not None]
+        return ready.like(like, names)  # type: ignore[return-value]
+    if isinstance(like, Scales):
+        parts = [part for part in ready.PARTS if getattr(like, part) is not None]
+        return lambda made: Scales(**dict(zip(parts, made, strict=True)))
+    return lambda made: made[0]
+
+
+register_jax()
