@@ -26,9 +26,10 @@ def normals(*shape, dtype=torch.bfloat16):
         ("int4_g32_asymmetric", {"zero": torch.zeros(1, dtype=torch.int8)}),
     ],
 )
-def test_scales_that_do_not_fit_are_left_to_the_reference(scheme, wrong):
+def test_scales_that_do_not_fit_are_refused(scheme, wrong):
     q = fast.quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), scheme)
-    assert quantizer.dequantize(replace(q, **wrong), "float32") is None
+    with pytest.raises((ValueError, TypeError), match=f"{scheme}|shape|dtype"):
+        quantizer.dequantize(replace(q, **wrong), "float32")
 
 
 @pytest.mark.parametrize(
