@@ -1,8 +1,8 @@
 """Packed integers of 2 to 7 bits in groups of 32: as many words as a code has bits, made of quads, numbers of four codes.
 
 The words of a group lie in one thread after they are made. Stored from there, a warp's would lie as many words apart as a code
-has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled to a power of two, are
-stored as a tile in which neighbouring lanes have neighbouring words, and lanes beyond the group store nothing.
+has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled up to a power of two,
+are stored as a tile in which neighbouring lanes have neighbouring words, and lanes beyond the group store nothing.
 
 A thread loads all 32 numbers of a group: then nothing else changes places, and few threads choose the scale of a block.
 """
@@ -73,7 +73,7 @@ def load_groups(x, block, SIZE: tl.constexpr):
 
 @triton.jit
 def _places(block, COUNT: tl.constexpr):
-    """Numbers of the COUNT groups of blocks (P, 1), as (COUNT, P, 1): lanes take neighbours of the first axis before others."""
+    """Numbers of the COUNT groups of blocks (P, 1), as (COUNT, P, 1): of axes that are not contiguous lanes take the first."""
     return (tl.reshape(block, (1, block.shape[0])) * COUNT + tl.arange(0, COUNT)[:, None])[:, :, None]
 
 

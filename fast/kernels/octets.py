@@ -1,7 +1,7 @@
-"""`pack` and `unpack` of 2-, 4- and 6-bit codes where rows are whole bytes: one stream of words of eight codes, an octet each.
+"""`pack` and `unpack` of codes below 8 bits where rows are whole bytes: one stream of words of eight codes, an octet each.
 
-Codes move inside their word until they touch: three shifts for eight codes. Neighbouring lanes store neighbouring words: 4 or 8
-bytes of packed codes, 16 of codes. Only packed 6-bit codes leave as 48 bytes a thread, three stores of 16.
+Codes move inside their word until they touch. Neighbouring lanes store neighbouring words: of 2 or 4 bits 4 or 8 bytes, of
+other widths words of 32 codes (see `groups`), of codes 8 or 16 bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiles of codes to little-endian bytes and back, as `reference.pack` lays them out.
 
 A tile is (blocks, elements) with the elements of a block contiguous in memory and whole bytes per block. Neighbours are
-combined in pairs, so that codes that lie in one thread stay there.
+combined in pairs, so that codes that lie in one thread stay there. Odd widths in blocks of 32 or more go by `groups`.
 """
 
 import triton
