@@ -59,6 +59,7 @@ def seen() -> list[Case]:
     return [
         *(quantize(name) for name in (*plain, *integers)),
         *(quantize(f"int{bits}_g128", packed=True) for bits in (2, 3, 4, 5, 6)),
+        quantize("int4_g128_asymmetric", packed=True),
         quantize("mxfp6_e2m3"),
         quantize("mxfp4"),
         quantize("mxfp4_rceil", packed=True),
@@ -66,6 +67,8 @@ def seen() -> list[Case]:
         *(quantize(name, axis=0) for name in ("fp8_rowwise", "mxfp8_e4m3", "int8_rowwise", "int4_g32")),
         *(stochastic(name) for name in ("mxfp8_e4m3", "mxfp4")),
         dequantize("mxfp6_e2m3", packed=True),
+        dequantize("int3_g128", packed=True),
+        dequantize("int4_g128_asymmetric", packed=True),
         dequantize("nf4"),
         fake_quantize("mxfp4"),
         fake_quantize("fp8_rowwise"),
