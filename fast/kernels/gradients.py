@@ -22,11 +22,9 @@ from fast.kernels.quantizer import (
     PARTS,
     asked_of,
     check_words,
-    floats,
     given_kind,
     inputs,
     prepared,
-    two_level,
 )
 from fast.kernels.replay import picked
 from fast.kernels.rule import rule_of
@@ -34,7 +32,7 @@ from fast.kernels.slopes import part_sums_kernel, slopes_kernel
 from reference import Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
-from reference.given import check_scales
+from reference.given import check_scales, given_scales, usable
 from reference.rounding import check_mode
 from reference.schemes import Scheme, scheme_of
 
@@ -69,21 +67,12 @@ def _masked(
 ) -> torch.Tensor:  # fmt: skip
     """dx for scales from x, or under a given outer scale; answers the next call with this key, if it has one."""
     tensors = {**inputs(x, given, words), "g": g.contiguous()}
-    if of.rule.two_level:
-        tensors["scale"] = _exact(two_level(x, of, None), of)
-        plan = prepared(("exact mask", of.dtype, of.scheme, of.blocks), lambda: passes.exact_masking(of))
-    else:
-        kind = given_kind(given)
-        plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
+    kind = given_kind(given)
+    plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
     y = plan(tensors, x.device)["y"]
-    if key is not None and not of.rule.two_level:
+    if key is not None:
         plan.remember(key, asked_scheme, {"g": g, "x": x}, picked("y"))
     return y  # type: ignore[no-any-return]
-
-
-def _exact(chosen: Any, of: Asked) -> torch.Tensor:
-    """The scales that codes come from, float32."""
-    return floats(chosen.exact if of.scheme.codes_from == "exact" else chosen.scale)
 
 
 def _sloped(g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales) -> Gradients | None:
@@ -93,8 +82,11 @@ def _sloped(g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scal
         return None
     tensors, scheme = {**inputs(x, given, words), "g": g.contiguous()}, of.scheme
     if of.rule.two_level:
-        chosen, scheme = two_level(x, of, given), passes.first_level(scheme)
-        tensors.update(scale=floats(chosen.scale), divisor=_exact(chosen, of), outer=None, zero=None)
+        ns = namespace_of(x)
+        chosen = usable(ns, given_scales(ns, given, of.blocks, scheme), scheme)
+        divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
+        tensors.update(scale=_flat_floats(chosen.scale), divisor=_flat_floats(divisor), outer=None, zero=None)
+        scheme = passes.first_level(scheme)
     parts = (tiles.place.blocks, tiles.place.integers[5])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums = [_floats(parts, x) for _ in range(1 if of.scheme.zero is None else 2)]
@@ -102,6 +94,11 @@ def _sloped(g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scal
         _launch(tensors, (y, *sums, None)[:3], of, scheme, tiles)
         made = [_total(part).reshape(of.blocks.scale_shape) for part in sums]
     return y, made[0], made[1] if len(made) > 1 else None
+
+
+def _flat_floats(bits: torch.Tensor) -> torch.Tensor:
+    """int32 patterns as a flat float32 tensor."""
+    return bits.reshape(-1).contiguous().view(torch.float32)
 
 
 def _floats(shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ here give None, and the reference runs as torch operations on the tensor's devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,10 @@ from reference.arrays import namespace_of
 from reference.blocks import Blocks
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.given import check_scales, given_scales, usable
+from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.quantize import unpacked, with_plain_scales, with_tiled_scales
 from reference.rounding import check_mode
-from reference.scales import _two_level as second_level
 from reference.schemes import Scheme, scheme_of
 from reference.tiled_scales import check_tiled
 
@@ -90,10 +88,6 @@ def quantize(
     check_words(x, scheme, words)
     if of is None or not together(x, words, *given_parts(given).values()):
         return None
-    if of.rule.two_level:
-        codes, kept = _two_level_codes(x, of, given)
-        codes = _packed(codes, scheme) if packed else codes
-        return _finished(of, codes, kept, packed, tiled)
     key = ready.quantize_key(x, asked_scheme, axis, scales, packed, tiled) if words is None else None
     return _quantize(x, of, given, words, packed, tiled, key, asked_scheme)
 
@@ -162,34 +156,8 @@ def choose_scales(x: torch.Tensor, scheme: Scheme, axis: int) -> Scales | None:
     of = asked_of(x, scheme, axis)
     if of is None:
         return None
-    if of.rule.two_level:
-        return two_level(x, of, None).kept  # type: ignore[no-any-return]
     plan = prepared(("choose", of.dtype, of.scheme, of.blocks), lambda: passes.choosing(of))
     return kept_scales(plan({"x": x.contiguous()}, x.device), None)
-
-
-def two_level(x: torch.Tensor, of: Asked, given: Scales | None) -> Any:
-    """Chosen scales of a record whose scales are quantized: first level by kernel, the few scales by torch operations."""
-    ns, scheme = namespace_of(x), of.scheme
-    if given is not None:
-        return usable(ns, given_scales(ns, given, of.blocks, scheme), scheme)
-    first = replace(of, scheme=passes.first_level(scheme))
-    plan = prepared(("choose", first.dtype, first.scheme, first.blocks), lambda: passes.choosing(first))
-    exact = plan({"x": x.contiguous()}, x.device)["scale"]
-    bits = exact.view(torch.int32).reshape((*of.blocks.scale_shape, 1))
-    return second_level(ns, bits, of.blocks, scheme, of.dtype)
-
-
-def _two_level_codes(x: torch.Tensor, of: Asked, given: Scales | None) -> tuple[torch.Tensor, Scales]:
-    chosen = two_level(x, of, given)
-    scale = floats(chosen.exact if of.scheme.codes_from == "exact" else chosen.scale)
-    plan = prepared(("exact", of.dtype, of.scheme, of.blocks), lambda: passes.exact_codes(of))
-    return plan({"x": x.contiguous(), "scale": scale}, x.device)["codes"], chosen.kept
-
-
-def floats(bits: torch.Tensor) -> torch.Tensor:
-    """int32 patterns as a flat float32 tensor."""
-    return bits.reshape(-1).contiguous().view(torch.float32)
 
 
 def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
@@ -205,20 +173,18 @@ def dequantize(q: Quantized, dtype: str) -> torch.Tensor | None:
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not passes.packs(of)) or not _fits(q, of):
         return None
-    tensors = {"codes": in_words(q.codes.contiguous()), **_stored_scales(q, of)}
+    stored = {part: value.contiguous() for part, value in given_parts(q).items() if value is not None}
+    tensors = {"codes": in_words(q.codes.contiguous()), **stored}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
     y = plan(tensors, q.codes.device)["y"]
-    if not of.rule.two_level:
-        for given in (dtype, getattr(torch, dtype)):
-            parts = {"codes": q.codes, **given_parts(q)}
-            plan.remember(ready.dequantize_key(q, given), scheme, parts, picked("y"))
+    for given in (dtype, getattr(torch, dtype)):
+        parts = {"codes": q.codes, **given_parts(q)}
+        plan.remember(ready.dequantize_key(q, given), scheme, parts, picked("y"))
     return y  # type: ignore[no-any-return]
 
 
 def _fits(q: Quantized, of: Asked) -> bool:
     """Whether the scales have the shapes and dtypes that a kernel would read; otherwise the reference says what is wrong."""
-    if of.rule.two_level:
-        return True
     for part, buffer in passes.scale_buffers(of).items():
         value = getattr(q, part)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != buffer.shape:
@@ -228,19 +194,10 @@ def _fits(q: Quantized, of: Asked) -> bool:
     return True
 
 
-def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:
-    """Scales as the kernel reads them; two-level ones are brought to float32 first."""
-    if not of.rule.two_level:
-        return {part: value.contiguous() for part, value in given_parts(q).items() if value is not None}
-    precision = of.dtype if of.scheme.dequantize == "target" else "float32"
-    chosen = given_scales(namespace_of(q.codes), q.scales, of.blocks, of.scheme, precision)
-    return {"scale": floats(chosen.scale)}
-
-
 def fake_quantize(
     x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any = None
 ) -> torch.Tensor | None:
-    """`fast.fake_quantize` without autograd: quantized and dequantized in registers."""
+    """`fast.fake_quantize` without autograd."""
     scheme = scheme_of(asked_scheme)
     check_mode(scheme.rounding, words)
     of = asked_of(x, scheme, axis)
@@ -248,9 +205,6 @@ def fake_quantize(
     check_words(x, scheme, words)
     if of is None or not together(x, words, *given_parts(given).values()):
         return None
-    if of.rule.two_level:
-        q = quantize(x, scheme, axis, scales, words, False)
-        return None if q is None else dequantize(q, of.dtype)
     kind = given_kind(given)
     plan = prepared(("fake", of.dtype, scheme, of.blocks, kind), lambda: passes.fake_quantizing(of, kind))
     y = plan(inputs(x, given, words), x.device)["y"]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from fast.kernels.codebooks import has_cubic
 from reference.formats import FORMATS, Format
 from reference.log2 import LOWEST, _steps_above, _steps_below
 from reference.power_scales import element_mantissa
@@ -212,7 +213,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware), hardware),
         outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
-        two_level=outer is not None and outer.statistic != "absmax_elements",
+        two_level=is_two_level(scheme), group=outer.block if outer is not None and is_two_level(scheme) else 1,
         power_of_two=scheme.scale.power_of_two, storage=scheme.scale.storage,
         zero="" if zero is None else zero.rule, zero_storage="" if zero is None else zero.storage,
         middle=_in_dtype((low + high + 1) / 2, dtype if scheme.scale.compute == "input" else "float32"),
@@ -234,6 +235,11 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
     )  # fmt: skip
 
 
+def is_two_level(scheme: Scheme) -> bool:
+    """Whether scales are quantized themselves, in groups."""
+    return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
+
+
 def _has_pairs(scheme: Scheme, hot: str) -> bool:
     """Whether `fours` or `sixes` makes packed codes of bfloat16: MX floats below 8 bits, and NVFP4."""
     scale = scheme.scale
@@ -243,7 +249,9 @@ def _has_pairs(scheme: Scheme, hot: str) -> bool:
 
 
 def _has_sequence(fmt: Format) -> bool:
-    """Whether `words` reads this element: signed integers and the OCP formats without infinities."""
+    """Whether `words` reads this element: signed integers and the OCP formats without infinities; or `codebooks`."""
+    if fmt.kind == "codebook":
+        return fmt.bits == 4
     names = ("float8_e4m3fn", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
     return fmt.name in names or (
         fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits <= 8
@@ -263,10 +271,28 @@ def _hot(scheme: Scheme, nearest: bool) -> str:
             if scheme.outer is not None or (scheme.zero is not None and scheme.zero.rule == "value")
             else "int"
         )
+    if fmt.kind == "codebook":
+        return "codebook" if _fills_codebook(scheme) else ""
     if scheme.outer is not None and not _under_outer(scheme):
         return ""
     names = {"float4_e2m1fn": "e2m1", "float6_e2m3fn": "e2m3", "float6_e3m2fn": "e3m2"}
     return names.get(fmt.name, HARDWARE.get(fmt.name, ""))
+
+
+def _fills_codebook(scheme: Scheme) -> bool:
+    """Whether scales are maxima, so that scaled elements lie between -1 and 1, and `codebooks.codebook_numbers` serves."""
+    scale = scheme.scale
+    plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
+    kept = scale.stored == "decode" and scale.compute == "float32" and scale.target == 1.0
+    floor = scale.floor is not None and scale.floor[0] == "stored" and float(scale.floor[1]) >= 2.0**-126
+    return (
+        plain
+        and kept
+        and floor
+        and scheme.outer is None
+        and scheme.poison_code == 0
+        and has_cubic(scheme.format)
+    )
 
 
 def _under_outer(scheme: Scheme) -> bool:
