@@ -27,8 +27,9 @@ import reference
 from ao_lab.samples import Layout
 from ao_lab.testing import assert_same_bits
 from fast.kernels import normalize, passes, pointwise, quantizer, swiglu
+from fast.kernels.codebooks import CENTER, CUBIC, LINEAR
 from fast.kernels.geometry import Geometry, power_above
-from fast.kernels.rule import SEQUENCES
+from fast.kernels.rule import SEQUENCES, element_of
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.bridge import to_torch
 from tests import ptx_interpreter
@@ -42,6 +43,7 @@ GROUPS = {
     "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+    "codebooks": ("nf4",),
 }  # fmt: skip
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
 # Elements of a launch, at least.
@@ -116,7 +118,7 @@ def compare_scheme(name: str, fraction: float) -> None:
             labels.append(label)
         print(name, dtype, *labels, flush=True)
     compare_values(q, name)
-    if scheme.outer is not None:
+    if scheme.outer is not None and scheme.outer.statistic == "absmax_elements":
         compare_outers(scheme, fraction)
 
 
@@ -198,6 +200,24 @@ def compare_reciprocals() -> None:
     print("reciprocals", flush=True)
 
 
+def compare_bounds(name: str) -> None:
+    """Elements beside every midpoint of a codebook and where the cubic turns to the next integer, in units of the scale."""
+    scheme = SCHEMES[name]
+    middle = element_of(scheme.format).thresholds
+    grid = np.linspace(-1, 1, 1 << 16)
+    cubic = CENTER + grid * (LINEAR.value + CUBIC.value * grid**2)
+    turns = grid[1:][np.diff(np.rint(cubic)) != 0]
+    bits = np.concatenate([middle, turns]).astype(np.float32).view(np.int32)[:, None] + np.arange(-64, 64)
+    bits = bits.reshape(-1).astype(np.int32)
+    y = np.concatenate([bits.view(np.float32), np.float32(grid), np.float32([0.0, -0.0, 1e-40])])
+    y = np.resize(y, (power_above(len(y) // 63 + 1), 63))
+    x = np.concatenate([np.ones_like(y[:, :1]), y], 1)
+    for RECIPROCAL.error in (1, -1, 0):
+        compare(to_torch(x.reshape(-1, WIDTH)), scheme)
+        compare(to_torch((x * np.float32(1.7e38)).reshape(-1, WIDTH)), scheme)
+    print(name, "bounds", flush=True)
+
+
 def compare_encode(fraction: float) -> None:
     """Elements on their own: the formats with instructions or sequences of their own, all patterns of 16 bits among them."""
     for name in SEQUENCES:
@@ -216,6 +236,8 @@ def main(group: str, fraction: float) -> None:
     with np.errstate(all="ignore"):
         for name in GROUPS.get(group, ()):
             compare_scheme(name, fraction)
+        if group == "codebooks":
+            compare_bounds("nf4")
         if group == "encode":
             compare_encode(fraction)
         if group == "producers":

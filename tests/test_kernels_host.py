@@ -40,10 +40,16 @@ BOTH = normals(16, 512)
 WEIGHT = normals(256)
 STORED = {
     (name, packed): fast.quantize(X, name, packed=packed)
-    for name, packed in [("fp8_rowwise", False), ("nvfp4", True), ("int4_g32_asymmetric", True)]
+    for name, packed in [
+        ("fp8_rowwise", False),
+        ("nvfp4", True),
+        ("int4_g32_asymmetric", True),
+        ("nf4", True),
+    ]
 }
 GIVEN = {
-    name: fast.quantize(X, name).scales for name in ("fp8_tensorwise", "nvfp4", "int8_rowwise_asymmetric")
+    name: fast.quantize(X, name).scales
+    for name in ("fp8_tensorwise", "nvfp4", "int8_rowwise_asymmetric", "nf4")
 }
 RECORD = replace(SCHEMES["fp8_rowwise"], name="my own")
 
@@ -55,6 +61,9 @@ CALLS = {
     "quantize 8 bits packed": (1, lambda: fast.quantize(X, "mxfp8_e4m3", packed=True)),
     "quantize with zero points": (1, lambda: fast.quantize(X, "int8_rowwise_asymmetric")),
     "quantize in two passes": (2, lambda: fast.quantize(X, "nvfp4")),
+    "quantize with scales of scales": (2, lambda: fast.quantize(X, "nf4", packed=True)),
+    "quantize with many scales of scales": (3, lambda: fast.quantize(MANY, "nf4")),
+    "quantize given scales of scales": (1, lambda: fast.quantize(X, "nf4", scales=GIVEN["nf4"])),
     "quantize given": (1, lambda: fast.quantize(X, "fp8_tensorwise", scales=GIVEN["fp8_tensorwise"])),
     "quantize given a tensor": (1, lambda: fast.quantize(X, "fp8_tensorwise", scales=GIVEN["fp8_tensorwise"].scale)),
     "quantize given all": (1, lambda: fast.quantize(X, "nvfp4", scales=GIVEN["nvfp4"])),
@@ -62,6 +71,9 @@ CALLS = {
     "dequantize": (1, lambda: fast.dequantize(STORED["fp8_rowwise", False])),
     "dequantize packed": (1, lambda: fast.dequantize(STORED["nvfp4", True], torch.bfloat16)),
     "dequantize zero points": (1, lambda: fast.dequantize(STORED["int4_g32_asymmetric", True], "float16")),
+    "dequantize scales of scales": (1, lambda: fast.dequantize(STORED["nf4", True], torch.bfloat16)),
+    "fake_quantize with scales of scales": (3, lambda: fast.fake_quantize(X, "nf4")),
+    "fake_quantize_vjp with scales of scales": (1, lambda: fast.fake_quantize_vjp(X, X, "nf4")[0]),
     "fake_quantize": (1, lambda: fast.fake_quantize(X, "mxfp8_e4m3")),
     "fake_quantize in two passes": (2, lambda: fast.fake_quantize(X, "nvfp4")),
     "fake_quantize_vjp": (1, lambda: fast.fake_quantize_vjp(X, X, "mxfp8_e4m3")[0]),
@@ -72,6 +84,7 @@ CALLS = {
     "swiglu_quantize": (1, lambda: fast.swiglu_quantize(*BOTH.chunk(2, -1), "fp8_rowwise")),
 }  # fmt: skip
 LONG = normals(2, 20480)
+MANY = normals(66, 1024)
 
 
 def tensors_of(result):
@@ -116,7 +129,7 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
                 assert after is None if before is None else after == before
             elif before.data_ptr() in moves:
                 assert after == moves[before.data_ptr()]
-            elif any(before is given for given in (X, BOTH, WEIGHT, LONG)):
+            elif any(before is given for given in (X, BOTH, WEIGHT, LONG, MANY)):
                 assert after == before.data_ptr()
 
 

@@ -13,7 +13,7 @@ if platform.system() != "Linux":
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each group is a process: how many lines it prints before the last.
-GROUPS = {"fours": 28, "sixes": 16, "bytes": 28, "integers": 16, "producers": 6, "encode": 3}
+GROUPS = {"fours": 28, "sixes": 16, "bytes": 28, "integers": 16, "codebooks": 5, "producers": 6, "encode": 3}
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -53,8 +53,20 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
     elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
         return inverse(scale)
+    elif RULE.level.quick:
+        return _reciprocals(scale)
     else:
         return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _reciprocals(scale):
+    """1 / scale, correctly rounded, of a tile of scales that are 2**-126 or more, or NaN; few tiles have one above 2**125."""
+    if tl.max(tl.reshape(scale, (scale.numel,)), axis=0) <= 4.253529586511731e37:
+        made = inverse(scale)
+    else:
+        made = tl.div_rn(1.0, scale)
+    return made
 
 
 @triton.jit
