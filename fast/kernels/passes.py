@@ -288,7 +288,7 @@ def _draws(of: Asked) -> bool:
 
 def _second_level(of: Asked) -> Plan:
     """The scales "exact" quantized: their mean in as many passes as its tree takes, then their groups."""
-    buffers, passes = scale_buffers(of), []
+    buffers, passes = scale_buffers(of), list[Pass]()
     count = of.blocks.scale_shape[0]
     name, parts = "exact", count
     while parts > LEFT:
