@@ -66,6 +66,7 @@ class Job(Constant):
     dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
     the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row.
     level: "averages" or "groups", where scales that are quantized themselves are averaged, and quantized (`second_level`).
+    exact: scales that are quantized themselves divide elements as they are, below the floor or not.
     parts, share: the power of two above the number of averages, and 1 over that above the number of scales.
     """
 
