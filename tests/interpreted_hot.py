@@ -27,8 +27,9 @@ import reference
 from ao_lab.samples import Layout
 from ao_lab.testing import assert_same_bits
 from fast.kernels import normalize, passes, pointwise, quantizer, swiglu
+from fast.kernels.codebooks import CENTER, CUBIC, LINEAR
 from fast.kernels.geometry import Geometry, power_above
-from fast.kernels.rule import OCP, SEQUENCES
+from fast.kernels.rule import OCP, SEQUENCES, element_of
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.bridge import to_torch
 from tests import ptx_interpreter
@@ -44,6 +45,7 @@ GROUPS = {
     "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
     "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
     "ranges": ("int4_g128_asymmetric", "int8_g64_asymmetric"),
+    "codebooks": ("nf4",),
 }  # fmt: skip
 # Stochastic rounding: the first and last mantissa sizes, and every rule of scales.
 DRAWN = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4")
@@ -152,7 +154,7 @@ def compare_scheme(name: str, fraction: float) -> None:
             labels.append(label)
         print(name, dtype, *labels, flush=True)
     compare_values(q, name)
-    if scheme.outer is not None:
+    if scheme.outer is not None and scheme.outer.statistic == "absmax_elements":
         compare_outers(scheme, fraction)
 
 
@@ -265,6 +267,24 @@ def compare_reciprocals() -> None:
     print("reciprocals", flush=True)
 
 
+def compare_bounds(name: str) -> None:
+    """Elements beside every midpoint of a codebook and where the cubic turns to the next integer, in units of the scale."""
+    scheme = SCHEMES[name]
+    middle = element_of(scheme.format).thresholds
+    grid = np.linspace(-1, 1, 1 << 16)
+    cubic = CENTER + grid * (LINEAR.value + CUBIC.value * grid**2)
+    turns = grid[1:][np.diff(np.rint(cubic)) != 0]
+    bits = np.concatenate([middle, turns]).astype(np.float32).view(np.int32)[:, None] + np.arange(-64, 64)
+    bits = bits.reshape(-1).astype(np.int32)
+    y = np.concatenate([bits.view(np.float32), np.float32(grid), np.float32([0.0, -0.0, 1e-40])])
+    y = np.resize(y, (power_above(len(y) // 63 + 1), 63))
+    x = np.concatenate([np.ones_like(y[:, :1]), y], 1)
+    for RECIPROCAL.error in (1, -1, 0):
+        compare(to_torch(x.reshape(-1, WIDTH)), scheme)
+        compare(to_torch((x * np.float32(1.7e38)).reshape(-1, WIDTH)), scheme)
+    print(name, "bounds", flush=True)
+
+
 def compare_encode(fraction: float) -> None:
     """Elements on their own: the formats with instructions or sequences of their own, all patterns of 16 bits among them."""
     for name in (name for name, short in OCP.items() if short in SEQUENCES):
@@ -301,6 +321,8 @@ def main(group: str, fraction: float) -> None:
             compare_scheme(name, fraction)
         if group == "ranges":
             compare_ranges()
+        if group == "codebooks":
+            compare_bounds("nf4")
         if group == "encode":
             compare_encode(fraction)
         if group == "drawn":

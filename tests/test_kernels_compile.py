@@ -43,6 +43,7 @@ from tests.kernel_calls import (
 from tests.kernel_compiler import launched
 
 TWICE = ("blocks_kernel", "blocks_kernel")
+THRICE = (*TWICE, "blocks_kernel")
 PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (
     # 8-bit floats: whole rows, long rows in two passes, columns, groups, rectangles, the whole tensor.
@@ -78,7 +79,11 @@ COMPILED = (
     case(quantize, "te.nvfp4_16x16", kernels=TWICE),
     case(quantize, "compressed_tensors.nvfp4", "float16", packed=True, kernels=TWICE),
     case(quantize, "nf4", kernels=TWICE),
+    case(quantize, "nf4", "float32", (3, 43691), kernels=THRICE),
+    case(quantize, "nf4", "float16", (3, 128), packed=True, kernels=TWICE),
+    case(quantize, "nf4", shape=(3, 41), given="all"),
     case(quantize, "torchao.nf4", shape=(64, 256), kernels=TWICE),
+    case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kernels=THRICE),
     # Tiled scales.
     case(quantize, "mxfp8_e4m3", tiled=True),
     case(quantize, "mxfp4", "float32", (96, 96), packed=True, tiled=True),
@@ -109,14 +114,18 @@ COMPILED = (
     case(dequantize, "int6_g128_asymmetric", "float16", (3, 128), packed=True),
     case(dequantize, "torchao.int5_g32", packed=True),
     case(dequantize, "torchao.int4_g32_tinygemm", packed=True),
+    case(dequantize, "nf4", "float32", (3, 41)),
+    case(dequantize, "nf4", "float16", (3, 128), packed=True),
+    case(dequantize, "torchao.nf4", shape=(64, 256), packed=True),
     # Training.
     case(fake, "mxfp6_e2m3", "float16"),
     case(fake, "int4_g32_asymmetric", "float32"),
     case(fake, "torchao.int4_g32_tinygemm"),
+    case(fake, "nf4", "float16", kernels=THRICE),
     case(gradient, "mxfp8_e4m3"),
     case(gradient, "nvfp4", "float32", kernels=TWICE),
     case(gradient, "torchao.int4_g32_tinygemm", "float16"),
-    case(gradient, "nf4", kernels=TWICE),
+    case(gradient, "nf4"),
     # Gradients of given scales: whole blocks, parts of large ones, columns, rectangles, every rule of scales.
     case(gradient, "mxfp8_e4m3", given=True, kernels=("slopes_kernel",)),
     case(gradient, "fp8_rowwise", "float16", (16, 16384), given=True, kernels=PARTS),
@@ -226,6 +235,17 @@ HOT = (
     (case(quantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(2, 0.75, 8.6, store=8),)),
     # Random words are read as well.
     (case(quantize, "mxfp8_e4m3", shape=BIG, stochastic=True), (Moves(6, 1, 23.2),)),
+    # Codes and scales; the mean of parts of the scales; codes of scales.
+    (
+        case(quantize, "nf4", shape=BIG, kernels=THRICE),
+        (Moves(2, 1, 18.4), Moves(4, 0, 17.6), Moves(4, 1, 37.5)),
+    ),
+    (
+        case(quantize, "nf4", shape=BIG, packed=True, kernels=THRICE),
+        (Moves(2, 0.5, 21.1), Moves(4, 0, 17.6), Moves(4, 1, 37.5)),
+    ),
+    (case(dequantize, "nf4", shape=BIG), (Moves(1, 2, 12.5),)),
+    (case(dequantize, "nf4", shape=BIG, packed=True), (Moves(0.5, 2, 12.2),)),
     (case(dequantize, "fp8_1x128", shape=BIG), (Moves(1, 2, 8.8),)),
     (case(dequantize, "mxfp8_e4m3", shape=BIG), (Moves(1, 2, 9.4),)),
     (case(dequantize, "int8_rowwise", shape=BIG), (Moves(1, 2, 8.5),)),

@@ -41,10 +41,16 @@ BOTH = normals(16, 512)
 WEIGHT = normals(256)
 STORED = {
     (name, packed): fast.quantize(X, name, packed=packed)
-    for name, packed in [("fp8_rowwise", False), ("nvfp4", True), ("int4_g32_asymmetric", True)]
+    for name, packed in [
+        ("fp8_rowwise", False),
+        ("nvfp4", True),
+        ("int4_g32_asymmetric", True),
+        ("nf4", True),
+    ]
 }
 GIVEN = {
-    name: fast.quantize(X, name).scales for name in ("fp8_tensorwise", "nvfp4", "int8_rowwise_asymmetric")
+    name: fast.quantize(X, name).scales
+    for name in ("fp8_tensorwise", "nvfp4", "int8_rowwise_asymmetric", "nf4")
 }
 RECORD = replace(SCHEMES["fp8_rowwise"], name="my own")
 
@@ -56,6 +62,9 @@ CALLS = {
     "quantize 8 bits packed": (1, lambda: fast.quantize(X, "mxfp8_e4m3", packed=True)),
     "quantize with zero points": (1, lambda: fast.quantize(X, "int8_rowwise_asymmetric")),
     "quantize in two passes": (2, lambda: fast.quantize(X, "nvfp4")),
+    "quantize with scales of scales": (2, lambda: fast.quantize(X, "nf4", packed=True)),
+    "quantize with many scales of scales": (3, lambda: fast.quantize(MANY, "nf4")),
+    "quantize given scales of scales": (1, lambda: fast.quantize(X, "nf4", scales=GIVEN["nf4"])),
     "quantize given": (1, lambda: fast.quantize(X, "fp8_tensorwise", scales=GIVEN["fp8_tensorwise"])),
     "quantize given a tensor": (1, lambda: fast.quantize(X, "fp8_tensorwise", scales=GIVEN["fp8_tensorwise"].scale)),
     "quantize given all": (1, lambda: fast.quantize(X, "nvfp4", scales=GIVEN["nvfp4"])),
@@ -63,6 +72,9 @@ CALLS = {
     "dequantize": (1, lambda: fast.dequantize(STORED["fp8_rowwise", False])),
     "dequantize packed": (1, lambda: fast.dequantize(STORED["nvfp4", True], torch.bfloat16)),
     "dequantize zero points": (1, lambda: fast.dequantize(STORED["int4_g32_asymmetric", True], "float16")),
+    "dequantize scales of scales": (1, lambda: fast.dequantize(STORED["nf4", True], torch.bfloat16)),
+    "fake_quantize with scales of scales": (3, lambda: fast.fake_quantize(X, "nf4")),
+    "fake_quantize_vjp with scales of scales": (1, lambda: fast.fake_quantize_vjp(X, X, "nf4")[0]),
     "fake_quantize": (1, lambda: fast.fake_quantize(X, "mxfp8_e4m3")),
     "fake_quantize in two passes": (2, lambda: fast.fake_quantize(X, "nvfp4")),
     "fake_quantize_vjp": (1, lambda: fast.fake_quantize_vjp(X, X, "mxfp8_e4m3")[0]),
@@ -92,6 +104,7 @@ CALLS = {
     "unpack": (1, lambda: fast.unpack(PACKED, "float4_e2m1fn", (16, 256))),
 }  # fmt: skip
 LONG = normals(2, 20480)
+MANY = normals(66, 1024)
 MATRIX = normals(256, 128)
 WORDS = torch.arange(16 * 256, dtype=torch.int32).view(torch.uint32).view(16, 256)
 CODES = fast.quantize(X, "fp8_rowwise").codes
@@ -153,7 +166,7 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
                 assert after is None if before is None else after == before
             elif before.data_ptr() in moves:
                 assert after == moves[before.data_ptr()]
-            elif any(before is given for given in (X, BOTH, WEIGHT, LONG, MATRIX, WORDS, CODES, PACKED)):
+            elif any(before is given for given in (X, BOTH, WEIGHT, LONG, MANY, MATRIX, WORDS, CODES, PACKED)):
                 assert after == before.data_ptr()
 
 

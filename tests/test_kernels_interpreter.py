@@ -29,5 +29,9 @@ def test_kernels_agree_with_the_reference(group):
     assert answered <= set(" ".join(lines).split())
 
 
+def test_scales_of_scales_agree_with_the_reference():
+    assert len(lines_of("tests/interpreted_levels.py")) == 25
+
+
 def test_gradients_agree_with_the_reference():
     assert len(lines_of("tests/interpreted_gradients.py")) == 33

@@ -15,10 +15,7 @@ import jax
 import reference
 from ao_lab.jax.device import is_traced
 from reference import Quantized, Scales
-from reference.arrays import namespace_of
 from reference.blocks import Blocks
-from reference.given import given_scales, usable
-from reference.scales import second_level
 from reference.schemes import Scheme
 from reference.tiled_scales import tiled_size
 
@@ -46,12 +43,6 @@ class Operation:
     def blocks(self) -> Blocks:
         """The tensor's blocks."""
         return Blocks.of(self.shape, self.scheme.scale, self.axis)
-
-    @property
-    def two_level(self) -> bool:
-        """Whether the scales are quantized themselves."""
-        outer = self.scheme.outer
-        return outer is not None and outer.statistic != "absmax_elements"
 
     @property
     def folds(self) -> bool:
@@ -167,16 +158,14 @@ def _without(made: Any, arrays: Arrays) -> Arrays:
 
 
 def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
-    """Launches of the block kernel, and for the scales of scales and odd packings XLA operations."""
+    """Launches of the block kernel, and for odd packings XLA operations."""
     from fast.kernels import passes
 
     of = passes.asked(operation.dtype, operation.scheme, operation.blocks)
-    if of is None or (operation.two_level and operation.kind == "mask"):
+    if of is None:
         return by_reference(operation, arrays)
     if operation.kind == "dequantize":
         return _dequantize(operation, of, arrays)
-    if operation.two_level:
-        return _two_level(operation, of, arrays)
     given = "all" if "scale" in arrays else "outer" if "outer" in arrays else ""
     if operation.kind == "quantize":
         fused = operation.packed and passes.packs(of)
@@ -228,42 +217,12 @@ def _started(buffer: Any) -> Any:
     return jnp.broadcast_to(column, buffer.shape)
 
 
-def _two_level(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
-    """Records whose scales are quantized: scales by a kernel, the few scales of scales by XLA, codes by a kernel."""
-    from fast.kernels import passes
-
-    scheme, blocks, ns = operation.scheme, operation.blocks, namespace_of(arrays["x"])
-    given = scales_of(arrays)
-    if given is not None:
-        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme)
-    else:
-        plan = passes.choosing(replace(of, scheme=passes.first_level(scheme)))
-        exact = ns.bitcast(run_plan(plan, {"x": arrays["x"]})["scale"], "int32")
-        chosen = second_level(ns, exact.reshape((*blocks.scale_shape, 1)), blocks, scheme, operation.dtype)
-    scales = _without(chosen.kept, arrays)
-    if operation.kind == "choose":
-        return scales
-    bits = chosen.exact if scheme.codes_from == "exact" else chosen.scale
-    scale = ns.bitcast(bits.reshape((-1,)), "float32")
-    codes = run_plan(passes.exact_codes(of), {"x": arrays["x"], "scale": scale})
-    if operation.kind == "quantize":
-        return {**(_packed(operation, codes) if operation.packed else codes), **scales}
-    stored = replace(operation, kind="dequantize", packed=False)
-    kept = {part: getattr(chosen.kept, part) for part in PARTS}
-    return _dequantize(stored, of, {**codes, **kept})
-
-
 def _dequantize(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
     """Values of codes, unpacked by XLA first where the kernel does not."""
     from fast.kernels import passes
 
-    scheme, ns = operation.scheme, namespace_of(arrays["codes"])
+    scheme = operation.scheme
     fused = operation.packed and (passes.packs(of) or scheme.format.bits >= 8)
     if operation.packed and not fused:
         arrays = {**arrays, "codes": reference.unpack(arrays["codes"], scheme.element, operation.shape)}
-    if operation.two_level:
-        unit = operation.dtype if scheme.dequantize == "target" else "float32"
-        scales = scales_of(arrays)
-        chosen = given_scales(ns, scales, operation.blocks, scheme, unit)
-        arrays = {"codes": arrays["codes"], "scale": ns.bitcast(chosen.scale.reshape((-1,)), "float32")}
     return run_plan(passes.dequantizing(of, fused and scheme.format.bits < 8), arrays)

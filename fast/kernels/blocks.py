@@ -21,6 +21,7 @@ import triton.language as tl
 from fast.kernels.bits import float_of, narrow, order_key, read, widened
 from fast.kernels.chosen import choose
 from fast.kernels.columns import column_places
+from fast.kernels.dequantized import dequantize_tile
 from fast.kernels.drawn import store_drawn
 from fast.kernels.fours import (
     larger_pair,
@@ -35,13 +36,12 @@ from fast.kernels.halves import floats, set_aside
 from fast.kernels.hot import (
     finished,
     kept_where,
-    loaded_values,
     multiplier,
     rounded_values,
     store_codes,
     store_words,
 )
-from fast.kernels.packing import load_packed, store_packed
+from fast.kernels.packing import store_packed
 from fast.kernels.ranges import load_segments, range_of_segments, store_segments
 from fast.kernels.rule import Constant
 from fast.kernels.scaled import element_codes
@@ -50,6 +50,7 @@ from fast.kernels.scales import (
     loaded_scale,
     outer_scale,
 )
+from fast.kernels.second_level import double_scale, leave_averages, quantize_groups
 from fast.kernels.sixes import store_sixes
 from fast.kernels.statistics import absmax, block_absmax, bound, value_range
 from fast.kernels.values import combined, loaded_zero, passed_on, saturated, values
@@ -62,19 +63,22 @@ class Job(Constant):
     written. output: dtype name of dequantized values, or "". gradient: y = g where the element did not saturate.
     dequantize: codes are read, not x. packed: codes are packed. words: stochastic rounding. tiled: scales are written in
     the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row. pairs: x is read in pairs of bfloat16.
+    level: "averages" or "groups", where scales that are quantized themselves are averaged, and quantized (`second_level`).
+    exact: scales that are quantized themselves divide elements as they are, below the floor or not.
+    parts, share: the power of two above the number of averages, and 1 over that above the number of scales.
     """
 
 
 def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
-    reverse: bool = False, tiled: bool = False, pairs: bool = False,
+    reverse: bool = False, tiled: bool = False, pairs: bool = False, level: str = "", parts: int = 1, share: float = 1.0,
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
-        tiled=tiled, pairs=pairs,
+        tiled=tiled, pairs=pairs, level=level, parts=parts, share=share,
     )  # fmt: skip
 
 
@@ -142,8 +146,12 @@ def blocks_kernel(
     if WIDE and JOB.packed:
         # Packed codes of many blocks are more bytes than int32 counts.
         block = block.to(tl.int64)
-    if JOB.dequantize:
-        _dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
+    if JOB.level == "averages":
+        leave_averages(x, statistic, at, inside, block, exists, RULE)
+    elif JOB.level == "groups":
+        quantize_groups(x, statistic, scale, outer, zero, at, inside, block, exists, limit, rows, RULE, JOB)
+    elif JOB.dequantize:
+        dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
     elif JOB.pairs and RULE.ranged:
         _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif JOB.pairs:
@@ -209,8 +217,13 @@ def _quantize_tile(
 ):  # fmt: skip
     later = set_aside(tile, RULE.native and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
-    if JOB.source == "given":
-        s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE, JOB.exact)
+    if JOB.source == "given" and RULE.two_level:
+        s = double_scale(scale, outer, zero, block, exists, RULE, "float32")
+        divisor_outer, kept, z, e = g_outer, s, s, s
+        if RULE.house and RULE.codes_from != "exact" and not JOB.exact:
+            e = floored(s, RULE.level)
+    elif JOB.source == "given":
+        s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE)
         kept = s
     else:
         divisor_outer = g_outer
@@ -283,14 +296,14 @@ def _segments_tile(
 
 
 @triton.jit
-def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr, EXACT: tl.constexpr):
+def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr):
     """(given scale, what elements are divided by, the same of the outer scale, zero point).
 
-    Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN; EXACT ones stay.
+    Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN.
     """
     s = loaded_scale(read(scale + block, exists), RULE.level)
     e, divisor_outer = s, outer
-    if RULE.house and not RULE.power_of_two and not EXACT:
+    if RULE.house and not RULE.power_of_two:
         e = floored(s, RULE.level)
         if RULE.has_outer:
             divisor_outer = floored(outer, RULE.outer)
@@ -337,40 +350,3 @@ def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
         return made
     else:
         return loaded_scale(tl.load(outer), RULE.outer)
-
-
-@triton.jit
-def _dequantize_tile(
-    codes, scale, outer, zero, y, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
-    if JOB.packed:
-        SEQUENCE: tl.constexpr = RULE.bits == 4 or RULE.kind == "float" or SIZE % 32 == 0
-    else:
-        SEQUENCE: tl.constexpr = RULE.bits == 8 or RULE.kind == "int"
-    HOT: tl.constexpr = RULE.hot_values and SEQUENCE
-    if HOT:
-        code = block
-    elif JOB.packed:
-        code = load_packed(codes, block, exists, SIZE, RULE.bits)
-    else:
-        code = read(codes + at, inside).to(tl.int32) & ((1 << RULE.bits) - 1)
-    s = read(scale + block, exists)
-    if JOB.exact:
-        s = s.to(tl.float32)
-    else:
-        s = loaded_scale(s, RULE.level)
-    z = s
-    if RULE.zero != "":
-        z = loaded_zero(read(zero + block, exists), RULE)
-    o = tl.full((), 1.0, tl.float32)
-    if RULE.has_outer:
-        o = loaded_scale(tl.load(outer), RULE.outer)
-    if HOT:
-        c = combined(s, o, RULE, "float32")
-        value = loaded_values(codes, at, inside, block, exists, z, RULE, JOB.packed, SIZE)
-        tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
-    else:
-        value = values(code, combined(s, o, RULE, PRECISION), z, RULE, PRECISION)
-        tl.store(y + at, narrow(value, JOB.output, RULE.dequantize == "float32"), mask=inside)

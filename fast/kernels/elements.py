@@ -20,6 +20,7 @@ from fast.kernels.bits import (
     normalized,
     rounded,
 )
+from fast.kernels.codebooks import codebook_values
 from fast.kernels.e2m1 import e2m1_codes
 from fast.kernels.rounding import round_shift
 
@@ -222,7 +223,7 @@ def decode(code, E: tl.constexpr):
             value = tl.where((code & 0xFF) == E.nan_code, float("nan"), value)
         return value
     elif E.kind == "codebook":
-        return _decode_codebook(code & ((1 << E.bits) - 1), E)
+        return codebook_values(code, E)
     else:
         power = tl.where(code == 0, 0x00400000, code << 23)
         return float_of(tl.where(code == 255, 0x7FC00000, power))
@@ -263,11 +264,3 @@ def _decode_float(code, E: tl.constexpr):
         sign = tl.where(magnitude == 0, 0, sign)
     nan = value == 0x7FC00000
     return float_of(tl.where(nan, value, value | (sign << 31)))
-
-
-@triton.jit
-def _decode_codebook(code, E: tl.constexpr):
-    value = tl.full((), E.values[0], tl.float32) + tl.zeros_like(code).to(tl.float32)
-    for i in tl.static_range(1, len(E.values)):
-        value = tl.where(code == i, E.values[i], value)
-    return value

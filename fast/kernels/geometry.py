@@ -74,8 +74,11 @@ def geometry(blocks: Blocks) -> Geometry | None:
     return _short_rows(lead, length, size)
 
 
-def _flat(total: int, size: int, largest: int = LARGEST_TILE) -> Geometry:
-    """Blocks of neighbouring elements of the flattened tensor; those beyond `largest` in parts."""
+def _flat(total: int, size: int, largest: int = LARGEST_TILE, elements: int = TILE) -> Geometry:
+    """Blocks of neighbouring elements of the flattened tensor; those beyond `largest` in parts.
+
+    elements: of a tile where blocks are small.
+    """
     count = ceil_div(total, size)
     wide = total > INT32 - 2 * LARGEST_TILE
     if size > largest:
@@ -85,7 +88,7 @@ def _flat(total: int, size: int, largest: int = LARGEST_TILE) -> Geometry:
         return Geometry("flat", count * chunks, count, integers, True, masked, wide, CHUNK, CHUNK, 1, 4)
     tile = power_above(size)
     # Instructions that make several codes at once want whole words in a thread.
-    p = max(1, SMALLEST_TILE // tile, min(TILE // tile, power_above(count)))
+    p = max(1, SMALLEST_TILE // tile, min(elements // tile, power_above(count)))
     masked = tile != size or count % p != 0 or total % size != 0
     integers = (count, 1, 1, size, total, 1, 0, 0, 0, 0, 1)
     warps = 1 if tile < TILE else _warps(tile, masked)

@@ -22,11 +22,9 @@ from fast.kernels.quantizer import (
     asked_of,
     asked_tensors,
     check_words,
-    floats,
     given_kind,
     inputs,
     prepared,
-    two_level,
 )
 from fast.kernels.replay import Recording, several
 from fast.kernels.rule import rule_of
@@ -34,7 +32,7 @@ from fast.kernels.slopes import part_sums_kernel, slopes_kernel
 from reference import Scales
 from reference.arrays import namespace_of
 from reference.blocks import Blocks
-from reference.given import check_scales
+from reference.given import check_scales, given_scales, usable
 from reference.rounding import check_mode
 from reference.schemes import Scheme, scheme_of
 
@@ -68,22 +66,12 @@ def _masked(
 ) -> torch.Tensor:  # fmt: skip
     """dx for scales from x, or under a given outer scale; answers the next call with this key, if it has one."""
     tensors = {**inputs(x, given, words), "g": g.contiguous()}
-    if of.rule.two_level:
-        tensors["scale"] = _exact(two_level(x, of, None), of)
-        plan = prepared(("exact mask", of.dtype, of.scheme, of.blocks), lambda: passes.exact_masking(of))
-    else:
-        kind = given_kind(given)
-        plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
+    kind = given_kind(given)
+    plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
     y = plan(tensors, x.device)["y"]
-    if not of.rule.two_level:
-        asked = {"g": g, **asked_tensors(x, given, words)}
-        plan.remember(key, asked_scheme, asked, several("y", None, None))
+    asked = {"g": g, **asked_tensors(x, given, words)}
+    plan.remember(key, asked_scheme, asked, several("y", None, None))
     return y  # type: ignore[no-any-return]
-
-
-def _exact(chosen: Any, of: Asked) -> torch.Tensor:
-    """The scales that codes come from, float32."""
-    return floats(chosen.exact if of.scheme.codes_from == "exact" else chosen.scale)
 
 
 def _sloped(
@@ -95,8 +83,11 @@ def _sloped(
         return None
     call, scheme = Recording({"g": g, **asked_tensors(x, given, words)}), of.scheme
     if of.rule.two_level:
-        chosen, scheme = two_level(x, of, given), passes.first_level(scheme)
-        made = {"scale": floats(chosen.scale), "divisor": _exact(chosen, of)}
+        ns = namespace_of(x)
+        chosen = usable(ns, given_scales(ns, given, of.blocks, scheme), scheme)
+        divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
+        made = {"scale": _flat_floats(chosen.scale), "divisor": _flat_floats(divisor)}
+        scheme = passes.first_level(scheme)
         call.tensors = {
             name: call.tensors[name] for name in ("g", "x", "words") if name in call.tensors
         } | made
@@ -112,6 +103,11 @@ def _sloped(
         call.remember(key, asked_scheme, several(*wanted))
     y, dscale, dzero = (None if name is None else call.tensors[name] for name in wanted)
     return y, dscale, dzero  # type: ignore[return-value]
+
+
+def _flat_floats(bits: torch.Tensor) -> torch.Tensor:
+    """int32 patterns as a flat float32 tensor."""
+    return bits.reshape(-1).contiguous().view(torch.float32)
 
 
 @dataclass(frozen=True)

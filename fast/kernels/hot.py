@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
+from fast.kernels.codebooks import codebook_numbers, codebook_values, codebook_word_values
 from fast.kernels.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.groups import integer_quads, load_quads, quad_values, store_quads
 from fast.kernels.packing import store_packed
@@ -30,6 +31,7 @@ from fast.kernels.words import (
     int4_words,
     integer_values,
     inverse,
+    nibble_words,
     quotient,
     six_triples,
     six_words,
@@ -54,8 +56,20 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
     elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
         return inverse(scale)
+    elif RULE.level.quick:
+        return _reciprocals(scale)
     else:
         return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _reciprocals(scale):
+    """1 / scale, correctly rounded, of a tile of scales that are 2**-126 or more, or NaN; few tiles have one above 2**125."""
+    if tl.max(tl.reshape(scale, (scale.numel,)), axis=0) <= 4.253529586511731e37:
+        made = inverse(scale)
+    else:
+        made = tl.div_rn(1.0, scale)
+    return made
 
 
 @triton.jit
@@ -156,6 +170,10 @@ def store_codes(
         tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
     elif RULE.hot == "int":
         _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
+    elif RULE.hot == "codebook":
+        _store_nibbles(
+            codes, at, inside, block, exists, bits_of(codebook_numbers(v * m, RULE.element)), scale, PACKED
+        )
     elif RULE.hot == "e2m1":
         _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
     else:
@@ -179,6 +197,16 @@ def _store_integers(
             made = bytes_of(t)
         else:
             made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
+        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.constexpr):
+    """Codes in the low four bits of patterns above 0x4b400000."""
+    if PACKED:
+        store_words(codes, nibble_words(numbers, kept_where(scale, -1)), block, exists)
+    else:
+        made = bytes_of(numbers) & kept_where(scale, 0x0F).to(tl.int8)
         tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
 
 
@@ -251,6 +279,8 @@ def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
         if RULE.fraction_bits != 0:
             n = n * (1.0 / (1 << RULE.fraction_bits))
         return n
+    elif RULE.hot == "codebook":
+        return codebook_values(bits_of(codebook_numbers(v * m, RULE.element)), RULE.element)
     else:
         y = v * m
         if RULE.hot == "e4m3":
@@ -296,6 +326,8 @@ def loaded_values(
         words = _load_words(codes, block, exists, SIZE // 8)
         if RULE.kind == "int":
             value = int4_values(words)
+        elif RULE.kind == "codebook":
+            value = codebook_word_values(words, RULE.element)
         else:
             value = e2m1_values(words)
     elif PACKED and RULE.kind == "int":
@@ -315,6 +347,8 @@ def loaded_values(
         code = tl.load(codes + at, mask=inside, other=0)
         if RULE.kind == "int":
             value = integer_values(code.to(tl.int8, bitcast=True), RULE.bits)
+        elif RULE.kind == "codebook":
+            value = codebook_values(code.to(tl.int32), RULE.element)
         else:
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if RULE.zero == "code":

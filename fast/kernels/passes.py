@@ -14,10 +14,12 @@ from math import prod
 from typing import Any
 
 from fast.kernels.blocks import Job, job
-from fast.kernels.geometry import INT32, Geometry, _flat, geometry
-from fast.kernels.rule import Rule, rule_of
+from fast.kernels.geometry import INT32, LARGEST_TILE, SMALLEST_TILE, Geometry, _flat, geometry, power_above
+from fast.kernels.rule import Rule, is_two_level, rule_of
 from reference.blocks import Blocks
+from reference.formats import FORMATS
 from reference.pack import packed_shape
+from reference.scales import scale_groups
 from reference.schemes import Scheme
 from reference.storage import storage_dtype
 from reference.tiled_scales import tiled_size
@@ -25,6 +27,8 @@ from reference.tiled_scales import tiled_size
 DTYPES = ("float32", "bfloat16", "float16")
 # Identities of maximum and minimum over magnitudes and order keys: largest magnitude, lowest key, highest key.
 RANGE = (0, 0x7FFFFFFF, -0x80000000)
+# Scales of which one program makes an average, and how many numbers every program that quantizes scales may average.
+AVERAGED, LEFT = 4096, 1024
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,34 @@ def asked(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> 
     """What plans are made from, or None where no kernel covers the tensor. hardware: not in the interpreter."""
     # Zero points that are numbers are read and written as bfloat16.
     other = scheme.zero is not None and scheme.zero.rule == "value" and scheme.zero.storage != "bfloat16"
-    place = geometry(blocks) if dtype in DTYPES and not other else None
+    place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) and not other else None
     return None if place is None else Asked(dtype, scheme, blocks, place, hardware)
+
+
+def _has_levels(scheme: Scheme, blocks: Blocks) -> bool:
+    """Whether the scales are not quantized themselves, or `second_level` does it: a row of them, as 8-bit integers."""
+    if scheme.outer is None or not is_two_level(scheme):
+        return True
+    storage, group = FORMATS[scheme.scale.storage], scheme.outer.block
+    kept = storage.kind == "int" and storage.signed and storage.bits == 8 and scheme.zero is None
+    plain = scheme.outer.statistic == "absmax" and isinstance(group, int) and 0 < group <= LARGEST_TILE
+    return kept and plain and len(blocks.scale_shape) == 1
 
 
 @lru_cache(maxsize=256)
 def first_level(scheme: Scheme) -> Scheme:
-    """The record of the scales before they are quantized themselves."""
-    return replace(scheme, scale=replace(scheme.scale, storage="float32"), outer=None)
+    """The record of the scales before they are quantized themselves, which makes the codes that do not wait for that."""
+    scale = replace(scheme.scale, storage="float32")
+    return replace(scheme, scale=scale, outer=None, codes_from="stored")
 
 
 def scale_buffers(of: Asked) -> dict[str, Buffer]:
     """Scales and zero points of a tensor."""
     shape, scheme = of.blocks.scale_shape, of.scheme
     made = {"scale": Buffer(shape, storage_dtype(scheme.scale.storage))}
+    if of.rule.two_level and scheme.outer is not None:
+        groups = scale_groups(of.blocks, scheme.outer, scheme).scale_shape
+        return {**made, "outer": Buffer(groups, "float32"), "zero": Buffer((), "float32")}
     if of.rule.has_outer:
         made["outer"] = Buffer((), "float32")
     if scheme.zero is not None:
@@ -104,6 +122,8 @@ def quantizing(of: Asked, given: str = "", packed: bool = False, tiled: bool = F
     packed: packed codes, where `packs` says so. tiled: tiled scales, where `tiles` says so.
     """
     codes = {"codes": code_buffer(of, packed)}
+    if of.rule.two_level and not given:
+        return _with_second_level(of, codes, {"codes": True, "packed": packed})
     plan = _scaled(of, given, codes, {"codes": True, "packed": packed, "tiled": tiled})
     return _with_tiles(of, plan) if tiled else plan
 
@@ -125,24 +145,44 @@ def tiles(of: Asked, given: str) -> bool:
 
 def choosing(of: Asked, given: str = "") -> Plan:
     """Scales alone."""
+    if of.rule.two_level:
+        return _with_second_level(of, {}, {})
     return _scaled(of, given, {}, {})
 
 
 def fake_quantizing(of: Asked, given: str = "") -> Plan:
-    """x quantized and dequantized in registers."""
+    """x quantized and dequantized in registers; where scales are quantized themselves, by way of codes in memory."""
+    if of.rule.two_level:
+        packed = packs(of)
+        return joined(quantizing(of, given, packed), dequantizing(of, packed), ("y",))
     return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype}, keep=False)
 
 
 def masking(of: Asked, given: str = "") -> Plan:
     """The gradient g where the element did not saturate, for scales from x. given: "" or "outer"."""
+    if of.rule.two_level:
+        return _two_level_masking(of)
     rule = rule_of(of.scheme, of.dtype, of.hardware, True)
     plan = _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True}, keep=False)
     last = plan.passes[-1]
     passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
+    return replace(plan, passes=(*passes, _masked(last, of, rule)))
+
+
+def _masked(last: Pass, of: Asked, rule: Rule) -> Pass:
+    """A pass that reads the gradient too."""
     # 64 elements a thread, each with a gradient, do not stay in registers in float32.
     warps = last.place.warps * (2 if of.dtype == "float32" and last.place.warps < 8 else 1)
-    last = replace(last, rule=rule, place=replace(last.place, warps=warps), reads={**last.reads, "g": "g"})
-    return replace(plan, passes=(*passes, last))
+    return replace(last, rule=rule, place=replace(last.place, warps=warps), reads={**last.reads, "g": "g"})
+
+
+def _two_level_masking(of: Asked) -> Plan:
+    """`masking` where scales are quantized themselves: by the scales that the codes come from."""
+    if of.scheme.codes_from == "exact":
+        return masking(replace(of, scheme=first_level(of.scheme)))
+    plan = _with_second_level(of, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
+    last = _masked(plan.passes[-1], of, rule_of(of.scheme, of.dtype, of.hardware, True))
+    return replace(plan, passes=(*plan.passes[:-1], last), results=("y",))
 
 
 def code_buffer(of: Asked, packed: bool) -> Buffer:
@@ -167,7 +207,7 @@ def _scaled(
 ) -> Plan:
     """A job that uses given scales, or chooses them first. keep: scales that were chosen are written."""
     reads, scales = {"x": "x"}, scale_buffers(of)
-    if of.scheme.rounding == "stochastic" and wanted:
+    if _draws(of) and wanted:
         reads["words"] = "words"
     if given == "all":
         do = job(source="given", outer="given", **wanted)
@@ -224,34 +264,63 @@ def _same(names: Mapping[str, Any]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def exact_codes(of: Asked) -> Plan:
-    """Codes from float32 scales ("scale") that are used as they are: the second half of two-level schemes."""
-    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware)
-    codes = code_buffer(of, False)
-    do = job(source="given", codes=True, exact=True)
-    return Plan(
-        (Pass(of.place, rule, do, {"x": "x", "scale": "scale"}, {"codes": "codes"}),),
-        {"codes": codes},
-        ("codes",),
-    )
+def joined(first: Plan, second: Plan, results: tuple[str, ...]) -> Plan:
+    """One plan after the other, the second on buffers of the first."""
+    return Plan((*first.passes, *second.passes), {**first.buffers, **second.buffers}, results)
 
 
-def exact_masking(of: Asked) -> Plan:
-    """`masking` with float32 scales ("scale") that are used as they are."""
-    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware, True)
-    reads = {"x": "x", "g": "g", "scale": "scale"}
-    if of.scheme.rounding == "stochastic":
-        reads["words"] = "words"
-    do = job(source="given", gradient=True, exact=True)
-    y = Buffer(of.blocks.shape, of.dtype)
-    return Plan((Pass(of.place, rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))
+def _with_second_level(of: Asked, made: dict[str, Buffer], wanted: dict[str, Any]) -> Plan:
+    """Scales and their scales, and what is made of x and the scales: with the first, or, from stored ones, at the end."""
+    first = replace(of, scheme=first_level(of.scheme))
+    early = of.scheme.codes_from == "exact"
+    start = _scaled(first, "", made if early else {}, wanted if early else {})
+    named = [replace(one, writes=_named(one.writes, "scale", "exact")) for one in start.passes]
+    buffers = {("exact" if name == "scale" else name): buffer for name, buffer in start.buffers.items()}
+    plan = joined(replace(start, passes=tuple(named), buffers=buffers), _second_level(of), ())
+    if wanted and not early:
+        do = job(source="given", exact=True, **wanted)
+        reads = {"x": "x", **_same(scale_buffers(of)), **({"words": "words"} if _draws(of) else {})}
+        last = Pass(of.place, of.rule, do, reads, _same(made))
+        plan = joined(plan, Plan((last,), made, ()), ())
+    return replace(plan, results=(*made, *scale_buffers(of)))
+
+
+def _named(names: Mapping[str, str], argument: str, name: str) -> dict[str, str]:
+    """Names of buffers with another one for an argument."""
+    return {**names, argument: name} if argument in names else dict(names)
+
+
+def _draws(of: Asked) -> bool:
+    """Whether elements are rounded by random words."""
+    return of.scheme.rounding == "stochastic"
+
+
+def _second_level(of: Asked) -> Plan:
+    """The scales "exact" quantized: their mean in as many passes as its tree takes, then their groups."""
+    buffers, passes = scale_buffers(of), list[Pass]()
+    count = of.blocks.scale_shape[0]
+    name, parts = "exact", count
+    while parts > LEFT:
+        # The tree is no higher than the power of two above the scales.
+        place = _flat(parts, min(AVERAGED, power_above(parts)))
+        into = f"averages {len(passes)}"
+        buffers[into] = Buffer((place.blocks,), "float32")
+        step = Pass(place, of.rule, job(level="averages"), {"x": name}, {"statistic": into})
+        passes.append(step)
+        name, parts = into, place.blocks
+    # Small tiles: there are few scales, and each program begins with the same mean.
+    place = _flat(count, of.rule.group, elements=SMALLEST_TILE)
+    # Of the integers that blocks of one row do without, the third is free: how many averages there are.
+    integers = (*place.integers[:2], parts, *place.integers[3:])
+    do = job(level="groups", parts=power_above(parts), share=1.0 / power_above(count))
+    reads = {"x": "exact", "statistic": name}
+    passes.append(Pass(replace(place, integers=integers), of.rule, do, reads, _same(scale_buffers(of))))
+    return Plan(tuple(passes), buffers, ())
 
 
 def dequantizing(of: Asked, packed: bool = False) -> Plan:
-    """Values of codes; of.dtype is that of the values. Two-level schemes bring their float32 scales as "scale"."""
-    exact = of.rule.two_level
-    rule = rule_of(first_level(of.scheme), of.dtype, of.hardware) if exact else of.rule
-    do = job(dequantize=True, output=of.dtype, packed=packed, exact=exact, outer="given")
-    reads = {"codes": "codes", **_same({"scale": None} if exact else scale_buffers(of))}
+    """Values of codes; of.dtype is that of the values."""
+    do = job(dequantize=True, output=of.dtype, packed=packed, outer="given")
+    reads = {"codes": "codes", **_same(scale_buffers(of))}
     y = Buffer(of.blocks.shape, of.dtype)
-    return Plan((Pass(of.place, rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))
+    return Plan((Pass(of.place, of.rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))

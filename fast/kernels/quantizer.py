@@ -8,7 +8,6 @@ here give None, and the reference runs as torch operations on the tensor's devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,10 @@ from reference.arrays import namespace_of
 from reference.blocks import Blocks
 from reference.encode import check_random_bits
 from reference.errors import choice
-from reference.given import check_scales, given_scales, usable
+from reference.given import check_scales
 from reference.pack import packed_shape
 from reference.quantize import check_quantized, with_plain_scales, with_tiled_scales
 from reference.rounding import check_mode
-from reference.scales import second_level
 from reference.schemes import Scheme, scheme_of
 from reference.tiled_scales import check_tiled
 
@@ -91,10 +89,6 @@ def quantize(
     check_words(x, scheme, words)
     if of is None or not together(x, words, *given_parts(given).values()):
         return None
-    if of.rule.two_level:
-        codes, kept = _two_level_codes(x, of, given)
-        codes = _packed(codes, scheme) if packed else codes
-        return _finished(of, codes, kept, packed, tiled)
     return _quantize(x, of, given, words, packed, tiled, key, asked_scheme)
 
 
@@ -168,8 +162,6 @@ def choose_scales(x: torch.Tensor, asked_scheme: str | Scheme, axis: int, key: A
     of = asked_of(x, scheme_of(asked_scheme), axis)
     if of is None:
         return None
-    if of.rule.two_level:
-        return two_level(x, of, None).kept  # type: ignore[no-any-return]
     plan = prepared(("choose", of.dtype, of.scheme, of.blocks), lambda: passes.choosing(of))
     made = kept_scales(plan({"x": x.contiguous()}, x.device), None)
     kept = several(*(part if getattr(made, part) is not None else None for part in PARTS))
@@ -179,30 +171,6 @@ def choose_scales(x: torch.Tensor, asked_scheme: str | Scheme, axis: int, key: A
 
 def _scales_of(parts: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Scales]:
     return lambda tensors: Scales(*parts(tensors))
-
-
-def two_level(x: torch.Tensor, of: Asked, given: Scales | None) -> Any:
-    """Chosen scales of a record whose scales are quantized: first level by kernel, the few scales by torch operations."""
-    ns, scheme = namespace_of(x), of.scheme
-    if given is not None:
-        return usable(ns, given_scales(ns, given, of.blocks, scheme), scheme)
-    first = replace(of, scheme=passes.first_level(scheme))
-    plan = prepared(("choose", first.dtype, first.scheme, first.blocks), lambda: passes.choosing(first))
-    exact = plan({"x": x.contiguous()}, x.device)["scale"]
-    bits = exact.view(torch.int32).reshape((*of.blocks.scale_shape, 1))
-    return second_level(ns, bits, of.blocks, scheme, of.dtype)
-
-
-def _two_level_codes(x: torch.Tensor, of: Asked, given: Scales | None) -> tuple[torch.Tensor, Scales]:
-    chosen = two_level(x, of, given)
-    scale = floats(chosen.exact if of.scheme.codes_from == "exact" else chosen.scale)
-    plan = prepared(("exact", of.dtype, of.scheme, of.blocks), lambda: passes.exact_codes(of))
-    return plan({"x": x.contiguous(), "scale": scale}, x.device)["codes"], chosen.kept
-
-
-def floats(bits: torch.Tensor) -> torch.Tensor:
-    """int32 patterns as a flat float32 tensor."""
-    return bits.reshape(-1).contiguous().view(torch.float32)
 
 
 def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None:
@@ -216,27 +184,18 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not passes.packs(of)):
         return None
-    tensors = {"codes": in_words(q.codes.contiguous()), **_stored_scales(q, of)}
+    stored = {part: value.contiguous() for part, value in given_parts(q).items() if value is not None}
+    tensors = {"codes": in_words(q.codes.contiguous()), **stored}
     plan = prepared(("dequantize", dtype, scheme, of.blocks, packed), lambda: passes.dequantizing(of, packed))
     y = plan(tensors, q.codes.device)["y"]
-    if not of.rule.two_level:
-        plan.remember(key, scheme, {"codes": q.codes, **given_parts(q)}, picked("y"))
+    plan.remember(key, scheme, {"codes": q.codes, **given_parts(q)}, picked("y"))
     return y  # type: ignore[no-any-return]
-
-
-def _stored_scales(q: Quantized, of: Asked) -> dict[str, Any]:
-    """Scales as the kernel reads them; two-level ones are brought to float32 first."""
-    if not of.rule.two_level:
-        return {part: value.contiguous() for part, value in given_parts(q).items() if value is not None}
-    precision = of.dtype if of.scheme.dequantize == "target" else "float32"
-    chosen = given_scales(namespace_of(q.codes), q.scales, of.blocks, of.scheme, precision)
-    return {"scale": floats(chosen.scale)}
 
 
 def fake_quantize(
     x: torch.Tensor, asked_scheme: str | Scheme, axis: int, scales: Any, words: Any = None, key: Any = None
 ) -> torch.Tensor | None:
-    """`fast.fake_quantize` without autograd: quantized and dequantized in registers."""
+    """`fast.fake_quantize` without autograd."""
     scheme = scheme_of(asked_scheme)
     check_mode(scheme.rounding, words)
     of = asked_of(x, scheme, axis)
@@ -244,9 +203,6 @@ def fake_quantize(
     check_words(x, scheme, words)
     if of is None or not together(x, words, *given_parts(given).values()):
         return None
-    if of.rule.two_level:
-        q = quantize(x, scheme, axis, scales, words, False)
-        return None if q is None else dequantize(q, of.dtype)
     kind = given_kind(given)
     plan = prepared(("fake", of.dtype, scheme, of.blocks, kind), lambda: passes.fake_quantizing(of, kind))
     y = plan(inputs(x, given, words), x.device)["y"]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from fast.kernels.codebooks import has_cubic
 from reference.formats import FORMATS, Format
 from reference.log2 import LOWEST, steps_above, steps_below
 from reference.power_scales import element_mantissa
@@ -234,7 +235,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware), hardware),
         outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
-        two_level=outer is not None and outer.statistic != "absmax_elements",
+        two_level=is_two_level(scheme), group=outer.block if outer is not None and is_two_level(scheme) else 1,
         power_of_two=scheme.scale.power_of_two, with_zero=scheme.scale.statistic != "minmax",
         zero="" if zero is None else zero.rule, zero_storage="" if zero is None else zero.storage,
         middle=_in_dtype((low + high + 1) / 2, dtype if scheme.scale.compute == "input" else "float32"),
@@ -256,6 +257,11 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         drawn=hardware and not marking and _is_drawn(scheme),
         pairs=_has_pairs(scheme, dtype, _hot(scheme, nearest and hardware)),
     )  # fmt: skip
+
+
+def is_two_level(scheme: Scheme) -> bool:
+    """Whether scales are quantized themselves, in groups."""
+    return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
 
 
 def _is_drawn(scheme: Scheme) -> bool:
@@ -290,7 +296,9 @@ def _is_ranged(scheme: Scheme, hot: str) -> bool:
 
 
 def _has_sequence(fmt: Format) -> bool:
-    """Whether `words` reads this element: signed integers and the OCP formats without infinities."""
+    """Whether `words` reads this element: signed integers and the OCP formats without infinities; or `codebooks`."""
+    if fmt.kind == "codebook":
+        return fmt.bits == 4
     return ocp_name(fmt) in ("e4m3", "e2m3", "e3m2", "e2m1") or (
         fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits <= 8
     )
@@ -309,9 +317,27 @@ def _hot(scheme: Scheme, nearest: bool) -> str:
             if scheme.outer is not None or (scheme.zero is not None and scheme.zero.rule == "value")
             else "int"
         )
+    if fmt.kind == "codebook":
+        return "codebook" if _fills_codebook(scheme) else ""
     if scheme.outer is not None and not _under_outer(scheme):
         return ""
     return ocp_name(fmt)
+
+
+def _fills_codebook(scheme: Scheme) -> bool:
+    """Whether scales are maxima, so that scaled elements lie between -1 and 1, and `codebooks.codebook_numbers` serves."""
+    scale = scheme.scale
+    plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
+    kept = scale.stored == "decode" and scale.compute == "float32" and scale.target == 1.0
+    floor = scale.floor is not None and scale.floor[0] == "stored" and float(scale.floor[1]) >= 2.0**-126
+    return (
+        plain
+        and kept
+        and floor
+        and scheme.outer is None
+        and scheme.poison_code == 0
+        and has_cubic(scheme.format)
+    )
 
 
 def _under_outer(scheme: Scheme) -> bool:

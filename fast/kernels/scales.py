@@ -117,6 +117,9 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     statistic = raised(statistic, "statistic", L)
     if L.statistic == "minmax_split":
         made = statistic
+    elif L.target == 1.0 and L.stored == "decode":
+        # A statistic that is an element, or was rounded as one, is its own quotient.
+        made = rounded(statistic, L.compute)
     elif L.quick:
         made = quotient(statistic, L.target, L.inverse)
     elif L.stored == "encode":

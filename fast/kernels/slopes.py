@@ -72,7 +72,7 @@ def slopes_kernel(
         o = tl.full((), 1.0, tl.float32)
         if RULE.has_outer:
             o = loaded_scale(tl.load(outer), RULE.outer)
-        d, s, o, z = loaded_scales(scale, zero, o, block, exists, RULE, False)
+        d, s, o, z = loaded_scales(scale, zero, o, block, exists, RULE)
         if RULE.codes_from != "exact":
             d = s
     else:

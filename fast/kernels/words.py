@@ -119,6 +119,12 @@ def int4_words(numbers, keep):
 
 
 @triton.jit
+def nibble_words(numbers, keep):
+    """Patterns of n + 1.5 * 2**23 with n from 0 to 15 (int32, (P, S)) as words of eight nibbles (P, S / 8)."""
+    return (combined_digits(numbers, 4, 8) - 0x3F400000) & keep
+
+
+@triton.jit
 def e2m1_numbers(x, half):
     """2**23 + code of |x| * 2 half in float4_e2m1fn, nearest even, saturating; float32. The product with half is exact.
 
