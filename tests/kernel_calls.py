@@ -7,9 +7,6 @@ from pathlib import Path
 import torch
 
 from fast.kernels import both, normalize, pointwise, quantizer, swiglu
-from fast.kernels.inputs_first import inputs_first
-from fast.kernels.launch import Launch
-from fast.kernels.passes import asked, fake_quantizing
 from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.blocks import Blocks
@@ -105,20 +102,6 @@ def gate(scheme=None, dtype="bfloat16", shape=(4096, 4096), packed=False):
 def encode(fmt, dtype="bfloat16", rounding="nearest_even", shape=SOME):
     words = empty(shape, "uint32") if rounding == "stochastic" else None
     return pointwise.encode(empty(shape, dtype), fmt, rounding, "saturate", words)
-
-
-def for_jax():
-    """`inputs_first` with the arguments that `ao_lab.jax` hands over."""
-    scheme = SCHEMES["nvfp4"]
-    plan = fake_quantizing(asked("bfloat16", scheme, Blocks.of(SOME, scheme.scale, -1)), "outer")
-    launch = Launch(plan.passes[-1])
-    dtypes = {"x": "bfloat16", "outer": "float32", "scale": "uint8", "y": "bfloat16"}
-    pointers = [
-        empty(SOME, dtypes[name]) if name in launch.names else None for name in inputs_first.arg_names[:10]
-    ]
-    return inputs_first[(launch.grid,)](
-        *pointers, *launch.tail, num_warps=launch.warps, enable_fp_fusion=False
-    )
 
 
 def decode(fmt, codes="uint8", shape=SOME):

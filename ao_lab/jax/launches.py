@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast.kernels.inputs_first import inputs_first
+from fast.kernels.blocks import blocks_kernel
+from fast.kernels.launch import POINTERS
 from fast.kernels.passes import Buffer, Pass
 
 # The custom call with typed attributes, and the one of older versions with an opaque string.
@@ -34,20 +35,19 @@ INTEGERS = (
 )  # fmt: skip
 ALIGNED = ["tt.divisibility", 16]
 Arrays = dict[str, Any]
-ARRAYS = tuple(inputs_first.arg_names[:10])
 
 
 def launch(one: Pass, inputs: Arrays, outputs: dict[str, Buffer], updated: Arrays) -> Arrays:
     """The arrays that a pass leaves behind, by kernel argument; `updated` are overwritten in place."""
-    read = [name for name in ARRAYS if name in inputs or name in updated]
+    read = [name for name in POINTERS if name in inputs or name in updated]
     # The kernel meets what it updates among its inputs; as results these come last, past the kernel's own arrays.
-    written = [name for name in ARRAYS if name in outputs] + list(updated)
+    written = [name for name in POINTERS if name in outputs] + list(updated)
     given = {**inputs, **updated}
     wanted = {**updated, **outputs}
     types = {name: str(value.dtype) for name, value in (given | wanted).items()}
     shapes = [jax.ShapeDtypeStruct(wanted[name].shape, wanted[name].dtype) for name in written]
     aliases = {read.index(name): written.index(name) for name in updated}
-    message = kernel_call(one, tuple((name, types[name]) for name in ARRAYS if name in types))
+    message = kernel_call(one, tuple((name, types[name]) for name in POINTERS if name in types))
     made = custom_call(message, shapes, aliases)(*(given[name] for name in read))
     return dict(zip(written, made, strict=True))
 
@@ -63,7 +63,7 @@ def custom_call(message: bytes, shapes: Sequence[Any], aliases: dict[int, int]) 
 
 
 def kernel_call(one: Pass, types: tuple[tuple[str, str], ...]) -> bytes:
-    """The message for a pass whose arrays (name, dtype) are given in the order of `ARRAYS`."""
+    """The message for a pass whose arrays (name, dtype) are given in the order of `POINTERS`."""
     place = one.place
     constants = {
         "RULE": one.rule, "JOB": one.job, "SHAPE": place.shape, "CHUNKED": place.chunked, "MASKED": place.masked,
@@ -109,13 +109,13 @@ def compiled(
         name: kind.rstrip("!") for name, kind in zip(INTEGERS, kinds, strict=True) if kind != "1"
     }
     ones = {name: 1 for name, kind in zip(INTEGERS, kinds, strict=True) if kind == "1"}
-    fixed = {name: None for name in ARRAYS if name not in signature} | ones | dict(constants)
+    fixed = {name: None for name in POINTERS if name not in signature} | ones | dict(constants)
     aligned = {name for name, _ in types} | {
         name for name, kind in zip(INTEGERS, kinds, strict=True) if kind.endswith("!")
     }
-    names = inputs_first.arg_names
+    names = blocks_kernel.arg_names
     source = ASTSource(
-        inputs_first,
+        blocks_kernel,
         {name: signature.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in fixed.items()},
         {(names.index(name),): [ALIGNED] for name in aligned},

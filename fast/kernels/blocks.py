@@ -133,7 +133,7 @@ def _places(
 
 @triton.jit
 def blocks_kernel(
-    x, g, words, codes, scale, outer, zero, statistic, outer_statistic, y,
+    x, g, words, statistic, outer_statistic, outer, scale, zero, codes, y,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column, stride,
     RULE: tl.constexpr, JOB: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,

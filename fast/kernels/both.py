@@ -101,9 +101,8 @@ def given_both_kernel(
     x, codes, transposed, scale, transposed_scale, rows, columns,
     RULE: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes in both layouts, under a given scale each; ONE: it is the same scale."""
-    tiles = columns // COLUMNS
-    down, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    """Codes in both layouts, under a given scale each; ONE: it is the same scale. Programs go down a band of rows first."""
+    down, across = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
     row, column = down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
     wide_row = row.to(tl.int64) if WIDE else row
     wide_column = column.to(tl.int64) if WIDE else column
@@ -122,11 +121,11 @@ def _inverse_of(scale, RULE: tl.constexpr):
     return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
 
 
-# The MX kernel of float32, and that of pairs: warps down and across, programs down a band, registers of a thread (with 80 a
-# multiprocessor has 24 warps).
+# The MX kernel of float32, and that of pairs: warps down and across, programs down a band (which write the same lines of the
+# transposed codes), registers of a thread (with 80 a multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
 DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
-PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS = 64, 64, 2
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 2
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
 GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "transposed_zero")
@@ -147,7 +146,8 @@ def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
 def covers_given(x: torch.Tensor, rule: Rule) -> bool:
     """Whether the kernel for given scales serves: an 8-bit float, sides that tiles divide."""
     plain = rule.hot.value in ("e4m3", "e5m2") and not rule.power_of_two
-    return plain and x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
+    whole = x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
+    return plain and whole and max(x.shape) < LONGEST
 
 
 def mx_both(
@@ -211,7 +211,9 @@ def _mx_pairs(
 def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Recording:
     """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
     height, width = x.shape
-    grid = (height // PLAIN_ROWS) * (width // PLAIN_COLUMNS)
+    tall = height // PLAIN_ROWS
+    band = gcd(tall, PLAIN_BAND)
+    grid = (band, width // PLAIN_COLUMNS, tall // band)
     call = Recording({"x": x, **{name: made.get(name) for name in GIVEN}})
     call.take({name: made[name] for name in ("codes", "transposed")})
     one = made["scale"] is made["transposed_scale"]

@@ -16,7 +16,8 @@ import triton
 from fast.kernels.blocks import blocks_kernel
 from fast.kernels.passes import Pass
 
-POINTERS = ("x", "g", "words", "codes", "scale", "outer", "zero", "statistic", "outer_statistic", "y")
+# In every job what is read comes before what is written, as XLA hands arrays over.
+POINTERS = tuple(blocks_kernel.arg_names[:10])
 # Compiled kernels take addresses that are multiples of this; others go through the JIT, which specialises anew.
 ALIGNMENT = 16
 HOOKS = triton.knobs.runtime
