@@ -125,7 +125,7 @@ def _inverse_of(scale, RULE: tl.constexpr):
 # transposed codes), registers of a thread (with 80 a multiprocessor has 24 warps).
 WARPS, COLUMNS = 4, 64
 DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
-PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 2
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 4
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
 GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "transposed_zero")
