@@ -1,0 +1,307 @@
+"""`QuantizedTensor`: one tensor subclass for every scheme.
+
+It holds what `reference.quantize` makes of a weight: codes (packed below 8 bits), scale, outer scale, zero point, and beside
+them a `Recipe`, static scales of the layer's input if there are any, and where these lie (`Layout`). To autograd, modules and
+tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor_ops`), and what is not in
+the table raises and says what is.
+
+The parts are kept as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
+moves nothing, and packed codes can be transposed. `axis` (negative) is the blocks' axis in the stored orientation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.recipes import Recipe, scheme_fields, scheme_from
+from reference import Quantized, Scales, Scheme
+from reference.quantize import with_plain_scales, with_tiled_scales
+from reference.schemes import scheme_of
+
+#: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.
+PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts lie: a change of the canonical `Quantized` and its inverse."""
+
+    forward: Callable[[Quantized], Quantized]
+    inverse: Callable[[Quantized], Quantized]
+
+
+def _same(q: Quantized) -> Quantized:
+    return q
+
+
+#: "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them (`reference.tile_scales`).
+LAYOUTS = {"plain": Layout(_same, _same), "tiled": Layout(with_tiled_scales, with_plain_scales)}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """All of a `QuantizedTensor` that is no tensor; comparable, for guards of compiled programs."""
+
+    recipe: Recipe
+    axis: int
+    dtype: torch.dtype
+    transposed: bool = False
+    layout: str = "plain"
+
+
+class QuantizedTensor(torch.Tensor):
+    """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    outer: torch.Tensor | None  # type: ignore[assignment]  # hides Tensor.outer, the product
+    zero: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    input_zero: torch.Tensor | None
+    meta: Meta
+
+    @staticmethod
+    def __new__(
+        cls, parts: Mapping[str, torch.Tensor | None], meta: Meta, shape: Sequence[int]
+    ) -> QuantizedTensor:
+        """A tensor of these parts and this (logical) shape, unchecked; `quantized` is the way in."""
+        codes = parts["codes"]
+        if codes is None:
+            raise ValueError("a QuantizedTensor needs codes")
+        shape = tuple(shape)
+        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=_strides(shape, meta.transposed), dtype=meta.dtype, device=codes.device
+        )
+        for name in PARTS:
+            setattr(made, name, parts.get(name))
+        made.meta = meta
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def recipe(self) -> Recipe:
+        """Schemes of the weight and the input, and the kernel."""
+        return self.meta.recipe
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the weight is stored."""
+        return self.meta.recipe.weight
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape as stored: the last two axes swapped where the tensor is transposed."""
+        return swapped(tuple(self.shape)) if self.meta.transposed else tuple(self.shape)
+
+    @property
+    def block_axis(self) -> int:
+        """The (negative) axis along which blocks run, of the logical shape."""
+        return (
+            {-1: -2, -2: -1}.get(self.meta.axis, self.meta.axis) if self.meta.transposed else self.meta.axis
+        )
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """The tensors inside by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def quantized(self) -> Quantized:
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout."""
+        axis = self.meta.axis % len(self.shape)
+        tiled = self.meta.layout == "tiled"
+        packed = self.scheme.format.bits < 8
+        q = Quantized(
+            self.codes, self.scale, self.outer, self.zero, self.stored_shape, axis, self.scheme, packed, tiled
+        )
+        return LAYOUTS[self.meta.layout].inverse(q)
+
+    @property
+    def input_scales(self) -> Scales | None:
+        """The static scales of the layer's input; None where they are found anew for each input."""
+        return None if self.input_scale is None else Scales(self.input_scale, None, self.input_zero)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense tensor that this stands for, in `dtype` or its own: the bits of `reference.dequantize`."""
+        dense = fast.dequantize(self.quantized, dtype or self.dtype)
+        return dense.transpose(-2, -1) if self.meta.transposed else dense
+
+    def to_layout(self, name: str) -> QuantizedTensor:
+        """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
+        if name not in LAYOUTS:
+            raise ValueError(f"unknown layout {name!r}; there are {', '.join(LAYOUTS)}")
+        q = LAYOUTS[name].forward(self.quantized)
+        return self.remade({**self.parts, "scale": q.scale}, layout=name)
+
+    def with_recipe(self, **changes: Any) -> QuantizedTensor:
+        """The same codes under a recipe with other fields, for instance kernel="reference"."""
+        return self.remade(self.parts, recipe=replace(self.recipe, **changes))
+
+    def remade(
+        self, parts: Mapping[str, torch.Tensor | None], shape: Sequence[int] | None = None, **changes: Any
+    ) -> QuantizedTensor:
+        """A tensor of other parts, with this one's description but for the changes."""
+        meta = replace(self.meta, **changes) if changes else self.meta
+        return QuantizedTensor(parts, meta, self.shape if shape is None else shape)
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
+        """`function` of every tensor inside."""
+        parts = {name: None if part is None else function(part) for name, part in self.parts.items()}
+        return self.remade(parts, **changes)
+
+    def turned(self) -> QuantizedTensor:
+        """The last two axes the other way round, over the same parts: what `transpose(-2, -1)` gives, outside of dispatch."""
+        return self.remade(self.parts, swapped(tuple(self.shape)), transposed=not self.meta.transposed)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        return [name for name in PARTS if getattr(self, name) is not None], self.meta
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], meta: Meta, size: Sequence[int], stride: Sequence[int]
+    ) -> QuantizedTensor:
+        return QuantizedTensor(inner, meta, size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from ao_lab.tensor_ops import OPERATIONS
+
+        function = OPERATIONS.get(func)
+        if function is None:
+            names = ", ".join(sorted({str(op).removeprefix("aten.") for op in OPERATIONS}))
+            raise NotImplementedError(
+                f"{func} of a QuantizedTensor ({_first(args).scheme.name}); dequantize() it, or use one of {names}"
+            )
+        return function(func, args, kwargs or {})
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled programs may depend on, as text that is the same in every process (torch's cache asks for it)."""
+        inner = [
+            (name, str(part.dtype), tuple(part.shape), part.stride(), str(part.device))
+            for name, part in self.parts.items()
+            if part is not None
+        ]
+        text = repr((described(self), tuple(self.shape), self.requires_grad, inner))
+        return sha256(text.encode()).hexdigest()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
+        is_parameter = getattr(self, "_is_param", False)
+        return rebuilt, (self.parts, described(self), tuple(self.shape), is_parameter, self.requires_grad)
+
+
+def quantized(
+    x: torch.Tensor, recipe: Recipe | Scheme | str, *, axis: int = -1, input_scales: Scales | None = None
+) -> QuantizedTensor:
+    """x in the scheme of a recipe (or a scheme, by name or record), its blocks along `axis`.
+
+    Codes, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe(weight=scheme_of(recipe))
+    if x.dtype not in DTYPES:
+        raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
+    q = fast.quantize(x.detach(), recipe.weight, axis=axis, packed=recipe.weight.format.bits < 8)
+    return from_quantized(q, recipe, x.dtype, input_scales)
+
+
+def from_quantized(
+    q: Quantized, recipe: Recipe, dtype: torch.dtype, input_scales: Scales | None = None
+) -> QuantizedTensor:
+    """The tensor of stored parts (packed where codes are below 8 bits, scales plain)."""
+    static = (
+        {} if input_scales is None else {"input_scale": input_scales.scale, "input_zero": input_scales.zero}
+    )
+    parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero, **static}
+    meta = Meta(recipe, q.axis - len(q.shape), dtype)
+    return QuantizedTensor(parts, meta, q.shape)
+
+
+def described(x: QuantizedTensor) -> dict[str, Any]:
+    """Everything but the parts and the shape, as plain values."""
+    recipe, meta = x.recipe, x.meta
+    return {
+        "version": VERSION,
+        "weight": scheme_fields(recipe.weight),
+        "activation": None if recipe.activation is None else scheme_fields(recipe.activation),
+        "kernel": recipe.kernel,
+        "accumulation": recipe.accumulation,
+        "axis": meta.axis,
+        "dtype": str(meta.dtype).removeprefix("torch."),
+        "transposed": meta.transposed,
+        "layout": meta.layout,
+    }
+
+
+def meta_from(fields: Mapping[str, Any]) -> Meta:
+    """The description that `described` took apart; ValueError for one of a later version."""
+    if fields["version"] > VERSION:
+        raise ValueError(
+            f"a QuantizedTensor of version {fields['version']}; this ao_lab reads up to {VERSION}: install a newer one"
+        )
+    activation = fields["activation"]
+    recipe = Recipe(
+        weight=scheme_from(fields["weight"]),
+        activation=None if activation is None else scheme_from(activation),
+        kernel=fields["kernel"],
+        accumulation=fields["accumulation"],
+    )
+    dtype = getattr(torch, fields["dtype"])
+    return Meta(recipe, fields["axis"], dtype, fields["transposed"], fields["layout"])
+
+
+def rebuilt(
+    parts: dict[str, torch.Tensor | None],
+    fields: dict[str, Any],
+    shape: tuple[int, ...],
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """What `QuantizedTensor.__reduce_ex__` took apart."""
+    made = QuantizedTensor(parts, meta_from(fields), shape)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two axes swapped."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor of this logical shape."""
+    strides: list[int] = [1]
+    for length in reversed((swapped(shape) if transposed else shape)[1:]):
+        strides.insert(0, strides[0] * length)
+    made = tuple(strides) if shape else ()
+    return swapped(made) if transposed else made
+
+
+def _first(args: Any) -> QuantizedTensor:
+    """The first QuantizedTensor among arguments, nested lists included."""
+    for value in args:
+        if isinstance(value, QuantizedTensor):
+            return value
+        if isinstance(value, (list, tuple)) and any(isinstance(item, QuantizedTensor) for item in value):
+            return _first(value)
+    raise TypeError("no QuantizedTensor among the arguments")
+
+
+torch.serialization.add_safe_globals([rebuilt])
+
+__all__ = ["LAYOUTS", "PARTS", "Layout", "Meta", "QuantizedTensor", "from_quantized", "quantized"]
