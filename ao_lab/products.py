@@ -124,6 +124,8 @@ def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
 
 
 def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
+        return _dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
     scale_a, scale_b = inputs.scale, _row(w.scale)

@@ -32,15 +32,16 @@ class Change:
     parameter: torch.Tensor
     config: Config
     recipe: Recipe
-    #: (module, parameter's name) of every place that has it.
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    #: (module, parameter's name) of every place that has it, by full name.
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
 
 
 @dataclass
 class Plan:
     """What is to be changed, and why each parameter (by full name) is as it will be."""
 
-    changes: dict[tuple[int, Recipe], Change] = field(default_factory=dict)
+    #: By the identity of the weight: what was shared stays shared.
+    changes: dict[int, Change] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,7 +65,7 @@ def quantize_(
     try:
         for change in plan.changes.values():
             made = made_parameter(change, device)
-            for module, name in change.places:
+            for module, name in change.places.values():
                 done.append((module, name, change.parameter))
                 module._parameters[name] = made
     except BaseException as error:
@@ -100,10 +101,11 @@ def planned(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | 
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
         matched += wanted is not None
-        plan.reasons[full] = (
-            reason if wanted is None else _enter(plan, wanted, module, name, parameter, reason)
-        )
+        if wanted is not None:
+            reason = _entered(plan, wanted, (full, module, name), parameter) or reason
+        plan.reasons[full] = reason
     decide.check_all_matched(model)
+    _say_what_was_shared(plan, model)
     if not plan.changes:
         raise ValueError(_nothing(plan, matched))
     return plan
@@ -129,19 +131,41 @@ class Filtered:
         """A filter that accepts nothing is found by the caller, which counts."""
 
 
-def _enter(
-    plan: Plan, config: Config, module: nn.Module, name: str, parameter: torch.Tensor, reason: str
-) -> str:
-    """Put a parameter into the plan, if it can be quantized; the reason for what becomes of it."""
+def _entered(
+    plan: Plan, config: Config, place: tuple[str, nn.Module, str], parameter: torch.Tensor
+) -> str | None:
+    """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
+    full, module, name = place
     recipe = config.recipe()
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
     obstacle = why_not(parameter, recipe, config.axis)
     if obstacle is not None:
         return obstacle
-    change = plan.changes.setdefault((id(parameter), recipe), Change(parameter, config, recipe))
-    change.places.append((module, name))
-    return reason
+    change = plan.changes.setdefault(id(parameter), Change(parameter, config, recipe))
+    if (change.recipe.weight, change.config.axis) != (recipe.weight, config.axis):
+        names = " and ".join([*change.places, full])
+        raise ValueError(
+            f"{names} share one weight, but are to have {change.recipe} and {recipe}; give them one scheme"
+        )
+    if change.recipe.activation is None:
+        # An embedding ignores how inputs are quantized; a layer that shares its weight does not.
+        change.config, change.recipe = config, recipe
+    change.places[full] = (module, name)
+    return None
+
+
+def _say_what_was_shared(plan: Plan, model: nn.Module) -> None:
+    """Add to the reasons where a changed weight is elsewhere left as it was."""
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+    for key, change in plan.changes.items():
+        others = [name for name in owners[key] if name not in change.places]
+        for full in change.places if others else ():
+            verb = "stays" if len(others) == 1 else "stay"
+            plan.reasons[full] += f"; was shared with {', '.join(others)}, which {verb} dense"
 
 
 def why_not(parameter: torch.Tensor, recipe: Recipe, axis: int) -> str | None:
