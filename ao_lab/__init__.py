@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
+    from ao_lab.checkpoints import Saved as Saved
+    from ao_lab.checkpoints import load_pretrained as load_pretrained
+    from ao_lab.checkpoints import save_pretrained as save_pretrained
     from ao_lab.configs import SchemeConfig as SchemeConfig
     from ao_lab.configs_float import (
         Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
@@ -116,6 +119,7 @@ __all__ = [
     "QuantizedTensor",
     "Recipe",
     "Report",
+    "Saved",
     "SchemeConfig",
     "__version__",
     "choose_scales",
@@ -128,6 +132,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_vjp",
     "jax",
+    "load_pretrained",
     "matmul",
     "matmul_error_bound",
     "pack",
@@ -138,6 +143,7 @@ __all__ = [
     "quantized",
     "rms_norm",
     "rms_norm_quantize",
+    "save_pretrained",
     "swiglu",
     "swiglu_quantize",
     "testing",
@@ -149,6 +155,7 @@ __all__ = [
 SUBMODULES = ("jax", "testing")
 #: Modules of what is not in the specification, and their names. They import torch.
 NAMES = {
+    "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
     "configs": ("SchemeConfig",),
     "configs_float": (
         "Float8DynamicActivationFloat8WeightConfig",

@@ -96,7 +96,7 @@ def static_scales(scale: Any, zero: Any = None) -> Scales:
         (scale, torch.float32, "act_quant_scale"),
         (zero, torch.int8, "act_quant_zero_point"),
     ):
-        part = None if value is None else torch.as_tensor(value).detach().to(dtype)
+        part = None if value is None else torch.as_tensor(value).detach().to(dtype, copy=True)
         if part is not None and part.numel() != 1:
             raise ValueError(
                 f"{name} is one number for all inputs, got shape {tuple(part.shape)}; use PerTensor"

@@ -47,7 +47,7 @@ class Int8WeightOnlyConfig(Config):
 
 @dataclass(frozen=True)
 class IntxWeightOnlyConfig(Config):
-    """Integers of 1 to 8 bits, one scale per row or group. One bit: the two ends of the range."""
+    """Integers of 1 to 8 bits, one scale (float32, or bfloat16) per row or group. One bit: the two ends of the range."""
 
     weight_dtype: Any = "int8"
     granularity: Any = ROWS
@@ -57,14 +57,14 @@ class IntxWeightOnlyConfig(Config):
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "scale_dtype": (None,),
         "intx_packing_format": ("unpacked_to_int8",),
         "intx_choose_qparams_algorithm": ("affine",),
     }
 
     def _weight(self) -> Scheme:
+        asymmetric, storage = is_asymmetric(self.mapping_type), scale_storage(self.scale_dtype)
         return integer_scheme(
-            integer_bits(self.weight_dtype), block_of(self.granularity), is_asymmetric(self.mapping_type)
+            integer_bits(self.weight_dtype), block_of(self.granularity), asymmetric, storage
         )
 
 
@@ -136,17 +136,22 @@ class Int8DynamicActivationIntxWeightConfig(Config):
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "weight_scale_dtype": (None,),
         "intx_packing_format": ("unpacked_to_int8",),
         "intx_choose_qparams_algorithm": ("affine",),
     }
 
     def _weight(self) -> Scheme:
         asymmetric = is_asymmetric(self.weight_mapping_type)
-        return integer_scheme(integer_bits(self.weight_dtype), block_of(self.weight_granularity), asymmetric)
+        bits, block = integer_bits(self.weight_dtype), block_of(self.weight_granularity)
+        return integer_scheme(bits, block, asymmetric, scale_storage(self.weight_scale_dtype))
 
     def _activation(self) -> Scheme:
         return integer_scheme(8, -1, is_asymmetric(self.act_mapping_type))
+
+
+def scale_storage(dtype: Any) -> str:
+    """How scales are kept; None: in float32."""
+    return choice(dtype_name(dtype or "float32"), ("float32", "bfloat16"), "the scales' dtype")
 
 
 def integer_bits(dtype: Any) -> int:

@@ -7,6 +7,7 @@ computes the product (`ao_lab.products`). Configurations (`ao_lab.configs`) are 
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -39,34 +40,30 @@ class Recipe:
         return self.weight.name + inputs
 
 
-def integer_scheme(bits: int, block: Block, asymmetric: bool) -> Scheme:
+#: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
+INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+
+
+def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "float32") -> Scheme:
     """The house's integers of `bits` bits in any block: the record that has this name, or a new one by the same rules.
 
-    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`).
+    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" keeps
+    scales in bfloat16, as other programs do that load a checkpoint in bfloat16.
     """
-    if bits == 1:
-        return _one_bit(block)
-    suffix = "_asymmetric" if asymmetric else ""
-    name = f"int{bits}_{block_name(block)}{suffix}"
+    choice(storage, ("float32", "bfloat16"), "storage of scales")
+    ends = ("_asymmetric" if asymmetric and bits > 1 else "") + ("_bf16" if storage == "bfloat16" else "")
+    name = f"int{bits}_{block_name(block)}{ends}"
     if name in SCHEMES:
         return SCHEMES[name]
-    model = SCHEMES[f"int4_g32{suffix}"]
-    target = 2.0**bits - 1 if asymmetric else 2.0 ** (bits - 1) - 1
+    model = SCHEMES["int4_g32_asymmetric" if asymmetric or bits == 1 else "int4_g32"]
+    target = 2.0**bits - 1 if model.zero is not None else 2.0 ** (bits - 1) - 1
+    scale = replace(model.scale, block=block, target=target, storage=storage)
+    if bits > 1:
+        return replace(model, name=name, element=f"int{bits}", scale=scale)
+    # Two levels, the block's minimum and maximum: code * (max - min) + min.
+    ends_of_range = replace(scale, statistic="minmax")
     return replace(
-        model, name=name, element=f"int{bits}", scale=replace(model.scale, block=block, target=target)
-    )
-
-
-def _one_bit(block: Block) -> Scheme:
-    """Two levels, the block's minimum and maximum: code * (max - min) + min."""
-    model = SCHEMES["int4_g32_asymmetric"]
-    scale = replace(model.scale, block=block, statistic="minmax", target=1.0)
-    return replace(
-        model,
-        name=f"int1_{block_name(block)}",
-        element="uint1",
-        scale=scale,
-        zero=Zero(rule="value", storage="float32"),
+        model, name=name, element="uint1", scale=ends_of_range, zero=Zero(rule="value", storage="float32")
     )
 
 
@@ -78,8 +75,13 @@ def block_name(block: Block) -> str:
 
 
 def named(scheme: str | Scheme | None) -> Scheme | None:
-    """The record of a name; records and None pass through."""
-    return None if scheme is None else scheme_of(scheme)
+    """The record of a name, also of integers in blocks that no record has yet; records and None pass through."""
+    found = INTEGER.fullmatch(scheme) if isinstance(scheme, str) and scheme not in SCHEMES else None
+    if found is None:
+        return None if scheme is None else scheme_of(scheme)
+    bits, group, rows, _, asymmetric, bf16 = found.groups()
+    block: Block = int(group) if group else -1 if rows else "tensor"
+    return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
 
 
 def scheme_fields(scheme: Scheme) -> dict[str, Any]:

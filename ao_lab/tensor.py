@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.recipes import Recipe, scheme_fields, scheme_from
+from ao_lab.recipes import Recipe, named, scheme_fields, scheme_from
 from reference import Quantized, Scales, Scheme
 from reference.quantize import with_plain_scales, with_tiled_scales
 from reference.schemes import scheme_of
@@ -214,7 +214,7 @@ def quantized(
     Codes, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
     """
     if not isinstance(recipe, Recipe):
-        recipe = Recipe(weight=scheme_of(recipe))
+        recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
     if x.dtype not in DTYPES:
         raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
     q = fast.quantize(x.detach(), recipe.weight, axis=axis, packed=recipe.weight.format.bits < 8)

@@ -29,6 +29,10 @@ INTX = [
 # (class, parameters, the weight's scheme, the input's)
 CASES = [
     ("SchemeConfig", {"scheme": "mxint8", "activation_scheme": "mxfp8_e4m3"}, "mxint8", "mxfp8_e4m3"),
+    ("SchemeConfig", {"scheme": "int5_g16_asymmetric_bf16"}, "int5_g16_asymmetric_bf16", None),
+    ("SchemeConfig", {"scheme": "int6_rowwise"}, "int6_rowwise", None),
+    ("SchemeConfig", {"scheme": "int2_tensorwise"}, "int2_tensorwise", None),
+    ("IntxWeightOnlyConfig", {"weight_dtype": "int4", "scale_dtype": torch.bfloat16}, "int4_rowwise_bf16", None),
     ("Int4WeightOnlyConfig", {}, "int4_g128_asymmetric", None),
     ("Int4WeightOnlyConfig", {"group_size": 32}, "int4_g32_asymmetric", None),
     ("Int4WeightOnlyConfig", {"scheme": "torchao.int4_g128_tinygemm"}, "torchao.int4_g128_tinygemm", None),
@@ -172,7 +176,8 @@ def test_blocks():
     ("name", "given", "message"),
     [
         ("SchemeConfig", {}, "give scheme="),
-        ("SchemeConfig", {"scheme": "int4_g3"}, "unknown scheme"),
+        ("SchemeConfig", {"scheme": "int9_g32"}, "unknown scheme"),
+        ("SchemeConfig", {"scheme": "int4_g0"}, "unknown scheme"),
         ("Int8WeightOnlyConfig", {"granularity": PerRow(0)}, "per row"),
         ("Int8WeightOnlyConfig", {"granularity": PerAxis(1)}, "per row"),
         ("Int8WeightOnlyConfig", {"granularity": 3}, "granularity is one of"),
@@ -181,7 +186,7 @@ def test_blocks():
         ("Int4WeightOnlyConfig", {"int4_choose_qparams_algorithm": "hqq"}, "is 'tinygemm'"),
         ("IntxWeightOnlyConfig", {"weight_dtype": torch.int16}, "weight_dtype is one of"),
         ("IntxWeightOnlyConfig", {"mapping_type": "OTHER"}, "mapping type is one of"),
-        ("IntxWeightOnlyConfig", {"scale_dtype": torch.bfloat16}, "scale_dtype is None"),
+        ("IntxWeightOnlyConfig", {"scale_dtype": torch.float16}, "scales' dtype is one of"),
         ("Float8WeightOnlyConfig", {"weight_dtype": torch.int8}, "float8 dtype"),
         ("Float8WeightOnlyConfig", {"granularity": PerGroup(64)}, "block of float8"),
         ("Float8WeightOnlyConfig", {"granularity": PerBlock((1, 2, 3))}, "two numbers"),
