@@ -51,6 +51,16 @@ def product(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None = Non
     return PRODUCTS[chosen(w, x.dtype)].run(x, w, bias)
 
 
+def grouped_product(
+    x: torch.Tensor, w: QuantizedTensor, func: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N): kernel "dequantize"."""
+    if sums_along_blocks(w) and w.recipe.kernel not in ("auto", "dequantize"):
+        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    made: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return made
+
+
 def chosen(w: QuantizedTensor, dtype: torch.dtype) -> str:
     """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot."""
     if not sums_along_blocks(w):
@@ -76,13 +86,18 @@ def quantized_input(x: torch.Tensor, w: QuantizedTensor, scheme: Scheme) -> Quan
 
 
 def _dequantized(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    scheme = w.recipe.activation
-    if scheme is not None and sums_along_blocks(w):
-        x = fast.dequantize(quantized_input(x, w, scheme), x.dtype)
-    dense = w.dequantize(x.dtype)
+    x, dense = _rounded(x, w), w.dequantize(x.dtype)
     if x.dim() == 2:
         return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
     return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
+
+
+def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
+    """The input as its scheme represents it; itself where it has none."""
+    scheme = w.recipe.activation
+    if scheme is None or not sums_along_blocks(w):
+        return x
+    return fast.dequantize(quantized_input(x, w, scheme), x.dtype)
 
 
 def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
@@ -222,4 +237,13 @@ PRODUCTS = {
     "reference": Kernel(_reference, _refuses_nothing),
 }
 
-__all__ = ["PRODUCTS", "Kernel", "Scales", "as_right_operand", "chosen", "product", "sums_along_blocks"]
+__all__ = [
+    "PRODUCTS",
+    "Kernel",
+    "Scales",
+    "as_right_operand",
+    "chosen",
+    "grouped_product",
+    "product",
+    "sums_along_blocks",
+]

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ao_lab import tensor_pieces as pieces
-from ao_lab.products import product
+from ao_lab.products import grouped_product, product
 from ao_lab.tensor import PARTS, QuantizedTensor, quantized
 
 aten = torch.ops.aten
@@ -199,10 +199,38 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return made
 
 
+@operation(aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Experts by number: t[numbers]."""
+    t, places = args
+    made = None
+    if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
+        made = pieces.rows(t, places[0])
+    if made is None:
+        raise ValueError(
+            f"indexing of {t!r}: a vector of numbers along axis 0, where no block spans it; dequantize() first"
+        )
+    return made
+
+
+@operation(aten._grouped_mm.default)
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, weight = args[0], args[1]
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
+    return grouped_product(x, weight, func, *args[2:], **kwargs)
+
+
 @operation(aten.mm.default, aten.bmm.default)
 def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
     left, right = args
-    return product(_dense(left), right) if isinstance(right, QuantizedTensor) else func(_dense(left), right)
+    if isinstance(right, QuantizedTensor):
+        return product(_dense(left), right)
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
 
 
 @operation(aten.addmm.default, aten.baddbmm.default)

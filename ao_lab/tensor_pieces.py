@@ -51,7 +51,9 @@ def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
 
 def rows(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor | None:
     """The entries of the first axis that `index` names, one after the other; None where blocks span that axis."""
-    if t.meta.layout != "plain" or is_flat(t) or t.meta.transposed or block_sizes(t)[0] != 1:
+    turned = t.meta.transposed and len(t.shape) == 2
+    whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
+    if t.meta.layout != "plain" or is_flat(t) or turned or whole or block_sizes(t)[0] != 1:
         return None
     flat = index.reshape(-1)
     parts = dict(t.parts)

@@ -160,6 +160,18 @@ def test_batches_and_experts(activation):
         torch.bmm(x, w.with_recipe(kernel="int8" if activation == "int8_rowwise" else "scaled_mm").mT)
 
 
+@pytest.mark.parametrize("activation", ["int8_rowwise", "fp8_rowwise"])
+def test_a_weight_on_the_left_quantizes_its_inputs_too(activation):
+    w, x = weight_of(activation, activation), numbers(128, 5, seed=1)
+    assert torch.equal(w @ x, functional.linear(x.t().contiguous(), w).t())
+    alone = weight_of(activation, None)
+    assert torch.equal(alone @ x, alone.dequantize() @ x)
+    batch = quantized(numbers(3, 48, 128), w.recipe)
+    columns = numbers(3, 128, 1, seed=2)
+    inputs = reference.dequantize(reference.quantize(columns.mT.contiguous(), activation))
+    assert torch.equal(torch.bmm(batch, columns), torch.bmm(inputs, batch.dequantize().mT).mT)
+
+
 def test_scaled_sums_beside_quantized_inputs_are_refused():
     w, x = weight_of("int8_rowwise", "int8_rowwise"), numbers(5, 128, seed=1)
     with pytest.raises(ValueError, match="alpha and beta"):

@@ -278,7 +278,8 @@ def test_experts(scheme):
     assert all(same(a.dequantize(), b) for a, b in zip(t.unbind(), t.dequantize().unbind(), strict=True))
     picked = torch.tensor([2, 0])
     if scheme != "fp8_128x128":
-        assert same(t.index_select(0, picked).dequantize(), t.dequantize()[picked])
+        for made in (t.index_select(0, picked), t[picked], t.mT[picked].mT):
+            assert same(made.dequantize(), t.dequantize()[picked])
 
 
 def test_experts_of_flat_blocks():
@@ -286,8 +287,36 @@ def test_experts_of_flat_blocks():
     assert same(t[1].dequantize(), t.dequantize()[1])
     with pytest.raises(ValueError, match="blocks span it"):
         t.index_select(0, torch.tensor([1]))
+    with pytest.raises(ValueError, match="no block spans it"):
+        t[torch.tensor([1])]
     with pytest.raises(ValueError, match="select along axis 1"):
         t.select(1, 0)
+
+
+def test_rows_and_masks():
+    t, picked = quantized(weight(8, 64), "int4_g32"), torch.tensor([7, 0, 7])
+    assert same(t[picked].dequantize(), t.dequantize()[picked])
+    for refused in ((picked > 1).repeat(3)[:8], picked.view(1, 3)):
+        with pytest.raises(ValueError, match="a vector of numbers"):
+            t[refused]
+    for other in (t.t(), quantized(weight(8, 64), "int8_rowwise", axis=0)):
+        with pytest.raises(ValueError, match="no block spans it"):
+            other[picked]
+
+
+@pytest.mark.parametrize("activation", [None, "fp8_rowwise"])
+def test_grouped_products(activation):
+    """Tokens sorted by expert, as mixtures of experts multiply them."""
+    recipe = Recipe(weight=SCHEMES["mxfp8_e4m3"], activation=activation and SCHEMES[activation])
+    t = quantized(weight(3, 64, 128), recipe)
+    x, ends = weight(10, 128, seed=1), torch.tensor([4, 4, 10], dtype=torch.int32)
+    inputs = x if activation is None else specified(x, activation)
+    made = torch._grouped_mm(x, t.mT, offs=ends)
+    assert same(made, torch._grouped_mm(inputs, t.dequantize().mT, offs=ends))
+    with pytest.raises(ValueError, match="multiplies no groups"):
+        torch._grouped_mm(x, t.with_recipe(kernel="reference").mT, offs=ends)
+    with pytest.raises(TypeError, match="first operand"):
+        torch._grouped_mm(t, x.view(1, 10, 128).mT, offs=ends)
 
 
 def test_experts_stored_in_by_out():
