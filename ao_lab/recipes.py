@@ -8,11 +8,10 @@ computes the product (`ao_lab.products`). Configurations (`ao_lab.configs`) are 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from reference.errors import choice
-from reference.schemes import SCHEMES, Block, Scale, Scheme, Zero, scheme_of
+from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
 
 #: What `Recipe.kernel` may say; `ao_lab.products` has the functions.
 KERNELS = ("auto", "int8", "scaled_mm", "dequantize", "reference")
@@ -84,24 +83,6 @@ def named(scheme: str | Scheme | None) -> Scheme | None:
     return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
 
 
-def scheme_fields(scheme: Scheme) -> dict[str, Any]:
-    """A record as plain values, for files."""
-    return asdict(scheme)
-
-
-def scheme_from(fields: dict[str, Any]) -> Scheme:
-    """The record that `scheme_fields` took apart; ValueError or TypeError where it is none. JSON's lists may be tuples."""
-    given = {name: _tuples(value) for name, value in fields.items()}
-    for name, record in (("scale", Scale), ("outer", Scale), ("zero", Zero)):
-        if given.get(name) is not None:
-            given[name] = record(**{key: _tuples(value) for key, value in given[name].items()})
-    return Scheme(**given)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 __all__ = [
     "ACCUMULATIONS",
     "KERNELS",
@@ -109,6 +90,4 @@ __all__ = [
     "block_name",
     "integer_scheme",
     "named",
-    "scheme_fields",
-    "scheme_from",
 ]

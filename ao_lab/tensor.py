@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.recipes import Recipe, named, scheme_fields, scheme_from
+from ao_lab.recipes import Recipe, named
 from reference import Quantized, Scales, Scheme
 from reference.quantize import with_plain_scales, with_tiled_scales
+from reference.record_text import scheme_fields, scheme_from
 from reference.schemes import scheme_of
 
 #: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.

@@ -1,6 +1,9 @@
 """`QuantizedTensor` under torch.compile and torch.export: the same bits as eager, in one graph."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +88,19 @@ def test_exported_saved_and_loaded(scheme, activation, strict):
         expected = net(TOKENS)
         assert torch.equal(program.module()(TOKENS), expected)
         assert torch.equal(torch.export.load(file).module()(TOKENS), expected)
+
+
+def test_a_saved_program_knows_its_records_in_another_process(tmp_path):
+    """A record that the other process has never made travels with the program."""
+    net, path = network("int4_g16_asymmetric", "int8_tensorwise_bf16"), tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(net, (TOKENS,)), path)
+    script = f"import torch, fast; print(torch.export.load({str(path)!r}).module()(torch.{TOKENS}).double().sum().item())"
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == net(TOKENS).double().sum().item()
 
 
 def test_exported_for_any_batch():

@@ -1,0 +1,35 @@
+"""Weights for tests of `QuantizedTensor`, and what the specification makes of them."""
+
+import torch
+
+import reference
+
+# One of each kind: groups, rows, tensor, two-dimensional blocks, zero points, two levels, flat blocks, odd bits.
+KINDS = (
+    "int8_rowwise",
+    "int4_g32",
+    "int4_g32_asymmetric",
+    "int3_g32",
+    "fp8_tensorwise",
+    "fp8_128x128",
+    "mxfp8_e4m3",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "nvfp4",
+    "nf4",
+)
+
+
+def weight(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def specified(dense, scheme, axis=-1):
+    """What the specification makes of a weight, as torch's tensor of its dtype."""
+    name = str(dense.dtype).removeprefix("torch.")
+    return reference.dequantize(reference.quantize(dense, scheme, axis=axis), name)
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
