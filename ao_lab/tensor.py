@@ -56,6 +56,8 @@ class Meta:
     dtype: torch.dtype
     transposed: bool = False
     layout: str = "plain"
+    #: The shape before `view(-1)`: the tensor shows one axis, the parts are those of this shape. Only views lead back.
+    flat: tuple[int, ...] | None = None
 
 
 class QuantizedTensor(torch.Tensor):
@@ -100,8 +102,9 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape as stored: the last two axes swapped where the tensor is transposed."""
-        return swapped(tuple(self.shape)) if self.meta.transposed else tuple(self.shape)
+        """The shape as stored: before `view(-1)`, and the last two axes swapped where the tensor is transposed."""
+        shape = tuple(self.shape) if self.meta.flat is None else self.meta.flat
+        return swapped(shape) if self.meta.transposed else shape
 
     @property
     def block_axis(self) -> int:
@@ -118,7 +121,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def quantized(self) -> Quantized:
         """What is stored, as `reference` has it: in the stored orientation and the plain layout."""
-        axis = self.meta.axis % len(self.shape)
+        axis = self.meta.axis % len(self.stored_shape)
         tiled = self.meta.layout == "tiled"
         packed = self.scheme.format.bits < 8
         q = Quantized(
@@ -134,7 +137,8 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense tensor that this stands for, in `dtype` or its own: the bits of `reference.dequantize`."""
         dense = fast.dequantize(self.quantized, dtype or self.dtype)
-        return dense.transpose(-2, -1) if self.meta.transposed else dense
+        dense = dense.transpose(-2, -1) if self.meta.transposed else dense
+        return dense if self.meta.flat is None else dense.reshape(self.shape)
 
     def to_layout(self, name: str) -> QuantizedTensor:
         """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
@@ -159,9 +163,35 @@ class QuantizedTensor(torch.Tensor):
         parts = {name: None if part is None else function(part) for name, part in self.parts.items()}
         return self.remade(parts, **changes)
 
+    def check_shaped(self) -> None:
+        """ValueError for a tensor that shows one axis over parts of several."""
+        if self.meta.flat is not None:
+            raise ValueError(
+                f"{self!r} shows one axis of a tensor of shape {self.meta.flat}; view() it as that first"
+            )
+
     def turned(self) -> QuantizedTensor:
         """The last two axes the other way round, over the same parts: what `transpose(-2, -1)` gives, outside of dispatch."""
+        self.check_shaped()
         return self.remade(self.parts, swapped(tuple(self.shape)), transposed=not self.meta.transposed)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers of a shard; see `ao_lab.sharding`."""
+        from ao_lab.sharding import gathered_parts
+
+        return gathered_parts(self, mesh, tuple(outer_size))
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole weight of what was gathered; see `ao_lab.sharding`."""
+        from ao_lab.sharding import refill, whole_weight
+
+        if out is not None:
+            return refill(out, outputs, metadata)
+        return whole_weight(self, outputs, metadata, param_dtype), ()
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
         return [name for name in PARTS if getattr(self, name) is not None], self.meta
@@ -247,6 +277,7 @@ def described(x: QuantizedTensor) -> dict[str, Any]:
         "dtype": str(meta.dtype).removeprefix("torch."),
         "transposed": meta.transposed,
         "layout": meta.layout,
+        "flat": None if meta.flat is None else list(meta.flat),
     }
 
 
@@ -264,7 +295,11 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
         accumulation=fields["accumulation"],
     )
     dtype = getattr(torch, fields["dtype"])
-    return Meta(recipe, fields["axis"], dtype, fields["transposed"], fields["layout"])
+    flat = fields["flat"]
+    layout = fields["layout"]
+    return Meta(
+        recipe, fields["axis"], dtype, fields["transposed"], layout, None if flat is None else tuple(flat)
+    )
 
 
 def rebuilt(

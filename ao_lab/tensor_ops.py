@@ -138,6 +138,14 @@ def _view(t: QuantizedTensor, shape: Any) -> QuantizedTensor:
     return pieces.viewed(t, shape)
 
 
+@view(aten.as_strided.default)
+def _as_strided(t: QuantizedTensor, shape: Any, strides: Any, offset: int | None = None) -> QuantizedTensor:
+    """Only what is the tensor itself."""
+    if (tuple(shape), tuple(strides), offset or 0) != (tuple(t.shape), t.stride(), 0):
+        raise ValueError(f"as_strided of {t!r}: only to its own shape and strides; dequantize() first")
+    return t.remade(t.parts)
+
+
 @view(aten.expand.default)
 def _expand(t: QuantizedTensor, shape: Any, implicit: bool = False) -> QuantizedTensor:
     wanted = tuple(n if want == -1 else want for n, want in zip(t.shape, shape, strict=False))
@@ -229,6 +237,18 @@ def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:
         return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
+
+
+@operation(aten.mv.default)
+def _mv(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A layer of a vector."""
+    left, right = args
+    if not isinstance(left, QuantizedTensor):
+        raise TypeError(f"mv of a dense matrix and {right!r}; dequantize() it first")
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right[None], left.turned())[0]
     made: torch.Tensor = func(left.dequantize(), right)
     return made
 

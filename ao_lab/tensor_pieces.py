@@ -19,6 +19,7 @@ Part = torch.Tensor | None
 
 def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     """Elements start to end (excluded) of an axis."""
+    t.check_shaped()
     t = t.to_layout("plain") if t.meta.layout != "plain" else t
     length = t.stored_shape[dim]
     start, end = _clamped(start, length), max(_clamped(end, length), _clamped(start, length))
@@ -51,6 +52,7 @@ def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
 
 def rows(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor | None:
     """The entries of the first axis that `index` names, one after the other; None where blocks span that axis."""
+    t.check_shaped()
     turned = t.meta.transposed and len(t.shape) == 2
     whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
     if t.meta.layout != "plain" or is_flat(t) or turned or whole or block_sizes(t)[0] != 1:
@@ -67,6 +69,7 @@ def rows(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor | None:
 def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
     """Tensors of one recipe put together along an axis; ValueError where their blocks or scales do not go together."""
     first = tensors[0]
+    first.check_shaped()
     if any(t.meta != first.meta for t in tensors):
         raise ValueError(
             "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
@@ -91,10 +94,14 @@ def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
 
 
 def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """Another shape with the same last axis; ValueError where blocks lie along another one."""
+    """One axis, as FSDP2 keeps shards, and back; or another shape with the same last axis, if blocks lie along it."""
     wanted = _inferred(shape, prod(t.shape))
     if wanted == tuple(t.shape):
         return t.remade(t.parts)
+    if t.meta.flat is not None and wanted == t.meta.flat:
+        return t.remade(t.parts, wanted, flat=None)
+    if len(wanted) == 1 and not t.meta.transposed:
+        return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
     block = t.scheme.scale.block
     along_last = t.meta.axis == -1 and isinstance(block, int)
     same_end = bool(wanted) and wanted[-1] == t.shape[-1]

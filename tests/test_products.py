@@ -164,6 +164,8 @@ def test_batches_and_experts(activation):
 def test_a_weight_on_the_left_quantizes_its_inputs_too(activation):
     w, x = weight_of(activation, activation), numbers(128, 5, seed=1)
     assert torch.equal(w @ x, functional.linear(x.t().contiguous(), w).t())
+    assert torch.equal(w @ x[:, 0].contiguous(), (w @ x[:, :1])[:, 0])
+    assert torch.equal(functional.linear(x[:, 0].contiguous(), w), (w @ x[:, :1])[:, 0])
     alone = weight_of(activation, None)
     assert torch.equal(alone @ x, alone.dequantize() @ x)
     batch = quantized(numbers(3, 48, 128), w.recipe)
@@ -176,6 +178,8 @@ def test_scaled_sums_beside_quantized_inputs_are_refused():
     w, x = weight_of("int8_rowwise", "int8_rowwise"), numbers(5, 128, seed=1)
     with pytest.raises(ValueError, match="alpha and beta"):
         torch.addmm(numbers(48), x, w.t(), alpha=2)
+    with pytest.raises(ValueError, match="a weight on the right"):
+        torch.addmm(numbers(5), w, x.t())
 
 
 def test_empty_inputs():

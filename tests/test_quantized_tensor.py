@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -87,13 +88,17 @@ def test_a_whole_module_moves():
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_descriptions_survive_as_plain_values(scheme):
-    import json
-
     recipe = Recipe(weight=SCHEMES[scheme], activation=SCHEMES["fp8_rowwise"], kernel="dequantize")
-    t = QuantizedTensor(
-        {"codes": torch.zeros(4, 4)}, replace(quantized(weight(4, 64), "mxfp4").meta, recipe=recipe), (4, 4)
-    )
-    assert meta_from(json.loads(json.dumps(described(t)))) == t.meta
+    plain = quantized(weight(4, 64), "mxfp4").meta
+    for changes in (
+        {"recipe": recipe},
+        {"recipe": replace(recipe, activation=None, accumulation="blocked", kernel="auto")},
+        {"axis": -2, "transposed": True, "dtype": torch.bfloat16},
+        {"layout": "tiled", "flat": (2, 8)},
+    ):
+        t = QuantizedTensor({"codes": torch.zeros(4, 4)}, replace(plain, **changes), (4, 4))
+        assert t.meta != plain
+        assert meta_from(json.loads(json.dumps(described(t)))) == t.meta
 
 
 def test_a_later_version_is_refused():
@@ -114,3 +119,19 @@ def test_layouts_have_an_inverse(scheme):
     assert same(functional.linear(x, tiled), functional.linear(x, t))
     with pytest.raises(ValueError, match="unknown layout"):
         t.to_layout("other")
+
+
+def test_caches_of_programs_tell_recipes_apart():
+    """The text that torch's cache keeps is the same for one description, whatever the numbers, and another for another."""
+    t = quantized(weight(32, 64), "int4_g32")
+    same_description = quantized(weight(32, 64, seed=1), "int4_g32")
+    others = [
+        quantized(weight(32, 64), "int4_g64"),
+        quantized(weight(64, 64), "int4_g32"),
+        t.t(),
+        t.to(torch.bfloat16),
+        t.with_recipe(kernel="dequantize"),
+        quantized(weight(32, 64), "int4_g32", input_scales=Scales(torch.tensor(0.5))),
+    ]
+    assert t._stable_hash_for_caching() == same_description._stable_hash_for_caching()
+    assert len({x._stable_hash_for_caching() for x in [t, *others]}) == 7

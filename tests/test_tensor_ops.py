@@ -124,6 +124,9 @@ def test_views(scheme):
     t = quantized(weight(128, 256), scheme)
     for made in (t.view(128, 256), t.reshape(-1, 256), t.expand(128, -1), aten._unsafe_view(t, [128, 256])):
         assert torch.equal(made, t)
+    assert torch.equal(torch.as_strided(t, (128, 256), (256, 1)), t)
+    with pytest.raises(ValueError, match="as_strided"):
+        torch.as_strided(t, (256, 128), (128, 1))
     with pytest.raises(ValueError, match="expand"):
         t.expand(2, 128, 256)
     with pytest.raises(ValueError, match="last axis"):
@@ -307,6 +310,8 @@ def test_products(scheme):
         torch.addmm(x.new_ones(5, 256), x, t, alpha=2), torch.addmm(x.new_ones(5, 256), x, value, alpha=2)
     )
     assert same(t @ t.t(), value @ value.t())
+    assert same(t @ x.new_ones(256), value @ x.new_ones(256))
+    assert same(functional.linear(x.new_ones(256), t), functional.linear(x.new_ones(256), value))
     batch = quantized(weight(2, 128, 256), "int8_rowwise")
     y = weight(2, 5, 128, seed=3)
     assert same(torch.bmm(y, batch), torch.bmm(y, batch.dequantize()))
@@ -332,6 +337,16 @@ def test_embedding(scheme):
     index = torch.tensor([[0, 5, 127], [5, 5, 1]])
     assert same(functional.embedding(index, t), functional.embedding(index, t.dequantize()))
     assert same(functional.embedding(index, t, padding_idx=5), functional.embedding(index, t.dequantize()))
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "nvfp4"])
+def test_embedding_dequantizes_only_the_rows_it_needs(monkeypatch, scheme):
+    t, shapes, original = quantized(weight(128, 256), scheme), [], QuantizedTensor.dequantize
+    monkeypatch.setattr(
+        QuantizedTensor, "dequantize", lambda x, *given: shapes.append(x.shape) or original(x, *given)
+    )
+    functional.embedding(torch.tensor([[3], [7]]), t)
+    assert shapes == [(2, 256)]
 
 
 def test_memory_is_pinned_nowhere_without_a_gpu():
