@@ -260,9 +260,9 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     vector = bias.dim() <= 1
     if isinstance(right, QuantizedTensor) and plain and vector:
         return product(_dense(left), right, bias)
-    if isinstance(right, QuantizedTensor) and right.recipe.activation is not None:
+    if any(isinstance(x, QuantizedTensor) and x.recipe.activation is not None for x in (left, right)):
         raise ValueError(
-            f"{func} with {right!r}: alpha and beta 1 and a bias vector; use linear, or dequantize() first"
+            f"{func} of quantized inputs: a weight on the right, alpha and beta 1, a bias vector; use linear, or dequantize()"
         )
     return func(_dense(bias), _dense(left), _dense(right), **kwargs)  # type: ignore[no-any-return]
 

@@ -20,8 +20,13 @@ KINDS = (
 )
 
 
+#: On a machine with a GPU the tests of operations and products run there too.
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
 def weight(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def specified(dense, scheme, axis=-1):

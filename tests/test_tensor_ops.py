@@ -10,12 +10,18 @@ import reference
 from ao_lab import QuantizedTensor, Recipe, quantized
 from ao_lab.tensor_ops import OPERATIONS
 from reference import SCHEMES, Scales
-from tests.quantized_weights import KINDS, same, specified, weight
+from tests.quantized_weights import DEVICES, KINDS, same, specified, weight
 
 aten = torch.ops.aten
 
 # Operations. Each entry of the table is named by one of these tests; the last test looks.
 USED = set()
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def _on_every_device(request):
+    with torch.device(request.param):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +56,7 @@ def test_to_another_dtype_keeps_the_codes(scheme):
     assert torch.equal(half.codes, t.codes)
     q = reference.quantize(dense, scheme)
     assert same(half.dequantize(), reference.dequantize(q, "bfloat16"))
-    assert same(t.to("cpu", copy=True).dequantize(), t.dequantize())
+    assert same(t.to(t.device, copy=True).dequantize(), t.dequantize())
     with pytest.raises(TypeError, match="floating-point"):
         t.to(torch.int32)
 
