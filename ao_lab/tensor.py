@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -59,9 +60,17 @@ class Meta:
     #: The shape before `view(-1)`: the tensor shows one axis, the parts are those of this shape. Only views lead back.
     flat: tuple[int, ...] | None = None
 
+    @cached_property
+    def turned(self) -> Meta:
+        """Of the transposed tensor; made once, since every linear layer asks for it in every call."""
+        return replace(self, transposed=not self.transposed)
+
 
 class QuantizedTensor(torch.Tensor):
-    """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`."""
+    """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`.
+
+    torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import QuantizedTensor`).
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -173,7 +182,7 @@ class QuantizedTensor(torch.Tensor):
     def turned(self) -> QuantizedTensor:
         """The last two axes the other way round, over the same parts: what `transpose(-2, -1)` gives, outside of dispatch."""
         self.check_shaped()
-        return self.remade(self.parts, swapped(tuple(self.shape)), transposed=not self.meta.transposed)
+        return QuantizedTensor(self.parts, self.meta.turned, swapped(tuple(self.shape)))
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -256,10 +265,10 @@ def from_quantized(
     q: Quantized, recipe: Recipe, dtype: torch.dtype, input_scales: Scales | None = None
 ) -> QuantizedTensor:
     """The tensor of stored parts (packed where codes are below 8 bits, scales plain)."""
-    static = (
-        {} if input_scales is None else {"input_scale": input_scales.scale, "input_zero": input_scales.zero}
-    )
-    parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero, **static}
+    parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero}
+    given = Scales(None) if input_scales is None else input_scales
+    for name, part in (("input_scale", given.scale), ("input_zero", given.zero)):
+        parts[name] = None if part is None else part.to(q.codes.device)
     meta = Meta(recipe, q.axis - len(q.shape), dtype)
     return QuantizedTensor(parts, meta, q.shape)
 
