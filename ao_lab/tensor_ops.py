@@ -82,8 +82,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         return target.copy_(source.dequantize(target.dtype))
     if not isinstance(source, QuantizedTensor):
         source = _like(target, source)
-    if (source.recipe, source.stored_shape) != (target.recipe, target.stored_shape):
-        raise ValueError(f"copy_ of {source!r} into {target!r}: recipes and shapes must be the same")
+    source = source.to_layout(target.meta.layout)
+    if _stored_as(source) != _stored_as(target):
+        raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
     for name in PARTS:
         ours, theirs = getattr(target, name), getattr(source, name)
         if (ours is None) != (theirs is None):
@@ -176,6 +177,8 @@ def _split_sizes(t: QuantizedTensor, sizes: Any, dim: int = 0) -> list[Quantized
     cuts = [0]
     for size in sizes:
         cuts.append(cuts[-1] + size)
+    if cuts[-1] != t.shape[dim]:
+        raise ValueError(f"split of axis {dim} of {t!r} into {list(sizes)}: these must sum to {t.shape[dim]}")
     return _pieces(t, dim, cuts)
 
 
@@ -323,6 +326,11 @@ def _like(t: QuantizedTensor, dense: torch.Tensor) -> QuantizedTensor:
     turned = dense.transpose(-2, -1) if t.meta.transposed else dense
     made = quantized(turned, t.recipe, axis=t.meta.axis, input_scales=t.input_scales).to_layout(t.meta.layout)
     return made.turned() if t.meta.transposed else made
+
+
+def _stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
+    """What two tensors must have in common for one's parts to be the other's."""
+    return t.recipe, t.stored_shape, t.meta.axis, t.meta.transposed
 
 
 def _stored_dim(t: QuantizedTensor, dim: int) -> int:

@@ -44,7 +44,10 @@ def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
             f"select along axis {dim} of shape {tuple(t.shape)}: only axes in front of the last two; "
             f"slice it instead, or dequantize()"
         )
-    index = index % t.stored_shape[dim]
+    length = t.stored_shape[dim]
+    if not -length <= index < length:
+        raise IndexError(f"entry {index} of axis {dim} with {length} entries")
+    index = index % length
     one = cut(t, dim, index, index + 1)
     parts = {name: _without(part, dim, name, one) for name, part in one.parts.items()}
     return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
@@ -74,6 +77,8 @@ def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
         raise ValueError(
             "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
         )
+    if any(t.input_scale is not first.input_scale for t in tensors):
+        raise ValueError("cat of QuantizedTensors with static scales of their own; dequantize() them first")
     if is_flat(first) or first.outer is not None or first.scale.dim() == 0:
         raise ValueError(f"cat in {first.scheme.name}: its scales span the whole tensor; dequantize() first")
     size = block_sizes(first)[dim]

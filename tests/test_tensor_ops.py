@@ -86,6 +86,11 @@ def test_copy_into_another_recipe_is_refused():
     t = quantized(weight(32, 64), "int8_rowwise")
     with pytest.raises(ValueError, match="must be the same"):
         t.copy_(quantized(weight(32, 64), "fp8_rowwise"))
+    square = quantized(weight(64, 64), "int8_rowwise")
+    with pytest.raises(ValueError, match="axes must be the same"):
+        square.copy_(square.t())
+    with pytest.raises(ValueError, match="axes must be the same"):
+        square.copy_(quantized(weight(64, 64), "int8_rowwise", axis=0))
     with pytest.raises(ValueError, match="input_scale"):
         t.copy_(quantized(weight(32, 64), "int8_rowwise", input_scales=Scales(torch.tensor(0.5))))
 
@@ -219,6 +224,15 @@ def test_experts(scheme):
             assert same(made.dequantize(), t.dequantize()[picked])
 
 
+def test_places_that_there_are_not():
+    t = quantized(weight(3, 128, 256), "int8_rowwise")
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            t.select(0, index)
+    with pytest.raises(ValueError, match="must sum to 128"):
+        t.split_with_sizes([64, 32], 1)
+
+
 def test_experts_of_flat_blocks():
     t = quantized(weight(3, 128, 256), "nf4")
     assert same(t[1].dequantize(), t.dequantize()[1])
@@ -287,6 +301,11 @@ def test_cat_that_cannot_keep_the_scales_is_refused():
         torch.cat([nv, nv])
     with pytest.raises(ValueError, match="different recipes"):
         torch.cat([row, other])
+    static = [
+        quantized(weight(32, 64), "int8_rowwise", input_scales=Scales(torch.tensor(s))) for s in (0.5, 0.25)
+    ]
+    with pytest.raises(ValueError, match="static scales of their own"):
+        torch.cat(static)
     with pytest.raises(TypeError, match="dense"):
         torch.cat([row, weight(32, 64)])
 
