@@ -24,7 +24,8 @@ from ao_lab.checkpoint_files import Files, read_files, write_files
 from ao_lab.export_config import quantization_config
 from ao_lab.exports import EXPORTS, written
 from ao_lab.recipes import Recipe
-from ao_lab.tensor import PARTS, QuantizedTensor, described, from_quantized, meta_from
+from ao_lab.tensor import QuantizedTensor, from_quantized
+from ao_lab.tensor_meta import PARTS, described, meta_from
 from reference.errors import choice
 
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
@@ -179,7 +180,7 @@ def _own(model: nn.Module) -> Stored:
 
 
 def _record(t: QuantizedTensor, **fields: Any) -> dict[str, Any]:
-    return {**described(t), "shape": list(t.shape), **fields}
+    return {**described(t.meta), "shape": list(t.shape), **fields}
 
 
 def _state(model: nn.Module, stored: Stored) -> Tensors:

@@ -19,7 +19,8 @@ from ao_lab.layers import candidates, is_linear
 from ao_lab.products import chosen
 from ao_lab.recipes import Recipe
 from ao_lab.report import ATTRIBUTE, Report, described_layer
-from ao_lab.tensor import DTYPES, QuantizedTensor, quantized
+from ao_lab.tensor import QuantizedTensor, quantized
+from ao_lab.tensor_meta import DTYPES
 from reference.blocks import Blocks
 
 Filter = Callable[[nn.Module, str], bool]

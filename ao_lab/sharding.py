@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ao_lab.tensor import PARTS, QuantizedTensor
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_meta import PARTS
 
 #: Parts with rows, if they have any axes.
 ROWS = ("codes", "scale", "zero", "outer")

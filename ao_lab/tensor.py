@@ -2,7 +2,7 @@
 
 It holds what `reference.quantize` makes of a weight: codes (packed below 8 bits), scale, outer scale, zero point, and beside
 them a `Recipe`, static scales of the layer's input if there are any, and where these lie (`Layout`). To autograd, modules and
-tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor_ops`), and what is not in
+tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor_table`), and what is not in
 the table raises and says what is.
 
 The parts are kept as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
@@ -12,8 +12,7 @@ moves nothing, and packed codes can be transposed. `axis` (negative) is the bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -21,49 +20,9 @@ import torch
 
 import fast
 from ao_lab.recipes import Recipe, named
+from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from
 from reference import Quantized, Scales, Scheme
-from reference.quantize import with_plain_scales, with_tiled_scales
-from reference.record_text import scheme_fields, scheme_from
 from reference.schemes import scheme_of
-
-#: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.
-PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the parts lie: a change of the canonical `Quantized` and its inverse."""
-
-    forward: Callable[[Quantized], Quantized]
-    inverse: Callable[[Quantized], Quantized]
-
-
-def _same(q: Quantized) -> Quantized:
-    return q
-
-
-#: "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them (`reference.tile_scales`).
-LAYOUTS = {"plain": Layout(_same, _same), "tiled": Layout(with_tiled_scales, with_plain_scales)}
-
-
-@dataclass(frozen=True)
-class Meta:
-    """All of a `QuantizedTensor` that is no tensor; comparable, for guards of compiled programs."""
-
-    recipe: Recipe
-    axis: int
-    dtype: torch.dtype
-    transposed: bool = False
-    layout: str = "plain"
-    #: The shape before `view(-1)`: the tensor shows one axis, the parts are those of this shape. Only views lead back.
-    flat: tuple[int, ...] | None = None
-
-    @cached_property
-    def turned(self) -> Meta:
-        """Of the transposed tensor; made once, since every linear layer asks for it in every call."""
-        return replace(self, transposed=not self.transposed)
 
 
 class QuantizedTensor(torch.Tensor):
@@ -215,11 +174,12 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from ao_lab.tensor_ops import OPERATIONS
+        from ao_lab.tensor_table import operations
 
-        function = OPERATIONS.get(func)
+        table = operations()
+        function = table.get(func)
         if function is None:
-            names = ", ".join(sorted({str(op).removeprefix("aten.") for op in OPERATIONS}))
+            names = ", ".join(sorted({str(op).removeprefix("aten.") for op in table}))
             raise NotImplementedError(
                 f"{func} of a QuantizedTensor ({_first(args).scheme.name}); dequantize() it, or use one of {names}"
             )
@@ -232,7 +192,7 @@ class QuantizedTensor(torch.Tensor):
             for name, part in self.parts.items()
             if part is not None
         ]
-        text = repr((described(self), tuple(self.shape), self.requires_grad, inner))
+        text = repr((described(self.meta), tuple(self.shape), self.requires_grad, inner))
         return sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -243,7 +203,13 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
         is_parameter = getattr(self, "_is_param", False)
-        return rebuilt, (self.parts, described(self), tuple(self.shape), is_parameter, self.requires_grad)
+        return rebuilt, (
+            self.parts,
+            described(self.meta),
+            tuple(self.shape),
+            is_parameter,
+            self.requires_grad,
+        )
 
 
 def quantized(
@@ -271,44 +237,6 @@ def from_quantized(
         parts[name] = None if part is None else part.to(q.codes.device)
     meta = Meta(recipe, q.axis - len(q.shape), dtype)
     return QuantizedTensor(parts, meta, q.shape)
-
-
-def described(x: QuantizedTensor) -> dict[str, Any]:
-    """Everything but the parts and the shape, as plain values."""
-    recipe, meta = x.recipe, x.meta
-    return {
-        "version": VERSION,
-        "weight": scheme_fields(recipe.weight),
-        "activation": None if recipe.activation is None else scheme_fields(recipe.activation),
-        "kernel": recipe.kernel,
-        "accumulation": recipe.accumulation,
-        "axis": meta.axis,
-        "dtype": str(meta.dtype).removeprefix("torch."),
-        "transposed": meta.transposed,
-        "layout": meta.layout,
-        "flat": None if meta.flat is None else list(meta.flat),
-    }
-
-
-def meta_from(fields: Mapping[str, Any]) -> Meta:
-    """The description that `described` took apart; ValueError for one of a later version."""
-    if fields["version"] > VERSION:
-        raise ValueError(
-            f"a QuantizedTensor of version {fields['version']}; this ao_lab reads up to {VERSION}: install a newer one"
-        )
-    activation = fields["activation"]
-    recipe = Recipe(
-        weight=scheme_from(fields["weight"]),
-        activation=None if activation is None else scheme_from(activation),
-        kernel=fields["kernel"],
-        accumulation=fields["accumulation"],
-    )
-    dtype = getattr(torch, fields["dtype"])
-    flat = fields["flat"]
-    layout = fields["layout"]
-    return Meta(
-        recipe, fields["axis"], dtype, fields["transposed"], layout, None if flat is None else tuple(flat)
-    )
 
 
 def rebuilt(
@@ -349,4 +277,4 @@ def _first(args: Any) -> QuantizedTensor:
 
 torch.serialization.add_safe_globals([rebuilt])
 
-__all__ = ["LAYOUTS", "PARTS", "Layout", "Meta", "QuantizedTensor", "from_quantized", "quantized"]
+__all__ = ["QuantizedTensor", "from_quantized", "quantized"]

@@ -1,51 +1,18 @@
-"""The operations of `QuantizedTensor`: one table, from an operator of ATen to the function that computes it.
-
-A function takes the operator, its arguments and its keyword arguments. Views share the parts. Products are chosen in
-`ao_lab.products`; whatever changes values (arithmetic, activation functions) is not here: dequantize first.
-"""
+"""Operations of `QuantizedTensor` that move, cut, copy and view it. Views share the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ao_lab import tensor_pieces as pieces
-from ao_lab.products import grouped_product, product
-from ao_lab.tensor import PARTS, QuantizedTensor, quantized
+from ao_lab.tensor import QuantizedTensor, quantized
+from ao_lab.tensor_meta import PARTS
+from ao_lab.tensor_table import operation, view
 
 aten = torch.ops.aten
-Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-#: The table.
-OPERATIONS: dict[Any, Operation] = {}
-
-
-def operation(*operators: Any) -> Callable[[Operation], Operation]:
-    """Enter a function into the table."""
-
-    def enter(function: Operation) -> Operation:
-        OPERATIONS.update(dict.fromkeys(operators, function))
-        return function
-
-    return enter
-
-
-def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter a function of the tensor and the other arguments whose results share its memory."""
-
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            made = function(*args, **kwargs)
-            return return_and_correct_aliasing(func, args, kwargs, made)  # type: ignore[no-untyped-call]
-
-        operation(*operators)(run)
-        return function
-
-    return enter
 
 
 @view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
@@ -224,70 +191,6 @@ def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     return made
 
 
-@operation(aten._grouped_mm.default)
-def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    x, weight = args[0], args[1]
-    if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
-    return grouped_product(x, weight, func, *args[2:], **kwargs)
-
-
-@operation(aten.mm.default, aten.bmm.default)
-def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
-    left, right = args
-    if isinstance(right, QuantizedTensor):
-        return product(_dense(left), right)
-    if left.recipe.activation is not None and left.block_axis == -1:
-        return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
-    made: torch.Tensor = func(left.dequantize(), right)
-    return made
-
-
-@operation(aten.mv.default)
-def _mv(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A layer of a vector."""
-    left, right = args
-    if not isinstance(left, QuantizedTensor):
-        raise TypeError(f"mv of a dense matrix and {right!r}; dequantize() it first")
-    if left.recipe.activation is not None and left.block_axis == -1:
-        return product(right[None], left.turned())[0]
-    made: torch.Tensor = func(left.dequantize(), right)
-    return made
-
-
-@operation(aten.addmm.default, aten.baddbmm.default)
-def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    bias, left, right = args
-    plain = kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
-    vector = bias.dim() <= 1
-    if isinstance(right, QuantizedTensor) and plain and vector:
-        return product(_dense(left), right, bias)
-    if any(isinstance(x, QuantizedTensor) and x.recipe.activation is not None for x in (left, right)):
-        raise ValueError(
-            f"{func} of quantized inputs: a weight on the right, alpha and beta 1, a bias vector; use linear, or dequantize()"
-        )
-    return func(_dense(bias), _dense(left), _dense(right), **kwargs)  # type: ignore[no-any-return]
-
-
-@operation(aten.linear.default)
-def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    x, weight = _dense(args[0]), args[1]
-    bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    y = product(x.reshape(-1, x.shape[-1]), weight.turned(), bias)
-    return y.reshape((*x.shape[:-1], weight.shape[0]))
-
-
-@operation(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Only the rows that are asked for are dequantized, where a row can be."""
-    weight, index = args[0], args[1]
-    found = pieces.rows(weight, index)
-    if found is None:
-        return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
-    return found.dequantize().reshape((*index.shape, weight.shape[1]))
-
-
 @operation(aten.is_pinned.default)
 def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return all(part.is_pinned() for part in args[0].parts.values() if part is not None)
@@ -308,10 +211,6 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     pairs = [(getattr(first, name), getattr(second, name)) for name in PARTS]
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
-def _dense(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def _zeros(t: QuantizedTensor, shape: Any, options: dict[str, Any]) -> QuantizedTensor:
@@ -343,6 +242,3 @@ def _stored_dim(t: QuantizedTensor, dim: int) -> int:
 def _pieces(t: QuantizedTensor, dim: int, cuts: list[int]) -> list[QuantizedTensor]:
     place = _stored_dim(t, dim)
     return [pieces.cut(t, place, start, end) for start, end in pairwise(cuts)]
-
-
-__all__ = ["OPERATIONS", "operation", "view"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ao_lab import QuantizedTensor, Recipe, quantized
-from ao_lab.tensor import described, meta_from
+from ao_lab.tensor_meta import described, meta_from
 from reference import SCHEMES, Scales
 from tests.quantized_weights import KINDS, same, specified, weight
 
@@ -98,11 +98,11 @@ def test_descriptions_survive_as_plain_values(scheme):
     ):
         t = QuantizedTensor({"codes": torch.zeros(4, 4)}, replace(plain, **changes), (4, 4))
         assert t.meta != plain
-        assert meta_from(json.loads(json.dumps(described(t)))) == t.meta
+        assert meta_from(json.loads(json.dumps(described(t.meta)))) == t.meta
 
 
 def test_a_later_version_is_refused():
-    fields = described(quantized(weight(4, 64), "mxfp4"))
+    fields = described(quantized(weight(4, 64), "mxfp4").meta)
     with pytest.raises(ValueError, match="version 99"):
         meta_from({**fields, "version": 99})
 
