@@ -1,8 +1,11 @@
 """Weights for tests of `QuantizedTensor`, and what the specification makes of them."""
 
+from contextlib import contextmanager
+
 import torch
 
 import reference
+from ao_lab.tensor_table import operations
 
 # One of each kind: groups, rows, tensor, two-dimensional blocks, zero points, two levels, flat blocks, odd bits.
 KINDS = (
@@ -38,3 +41,31 @@ def specified(dense, scheme, axis=-1):
 def same(a, b):
     """Bit for bit."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+aten = torch.ops.aten
+#: The operations of `ao_lab.tensor_layers`, and the test file that has them; test_tensor_ops has the others.
+LAYERS = {
+    aten._grouped_mm.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+    aten.embedding.default,
+}
+
+
+@contextmanager
+def recorded_operations(monkeypatch, used):
+    """Adds to `used` every operation that is looked up in the table."""
+
+    class Recorded(dict):
+        def get(self, op, default=None):
+            used.add(op)
+            return super().get(op, default)
+
+    recorded = Recorded(operations())
+    monkeypatch.setattr("ao_lab.tensor_table.operations", lambda: recorded)
+    yield
