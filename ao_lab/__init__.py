@@ -15,6 +15,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
+    from ao_lab.checkpoints import Saved as Saved
+    from ao_lab.checkpoints import load_pretrained as load_pretrained
+    from ao_lab.checkpoints import save_pretrained as save_pretrained
+    from ao_lab.configs import SchemeConfig as SchemeConfig
+    from ao_lab.configs_float import (
+        Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
+    )
+    from ao_lab.configs_float import (
+        Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
+    )
+    from ao_lab.configs_float import (
+        Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+    )
+    from ao_lab.configs_float import Float8WeightOnlyConfig as Float8WeightOnlyConfig
+    from ao_lab.configs_float import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
+    from ao_lab.configs_float import MXWeightOnlyConfig as MXWeightOnlyConfig
+    from ao_lab.configs_float import NF4WeightOnlyConfig as NF4WeightOnlyConfig
+    from ao_lab.configs_float import (
+        NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
+    )
+    from ao_lab.configs_float import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
+    from ao_lab.configs_integer import Int4WeightOnlyConfig as Int4WeightOnlyConfig
+    from ao_lab.configs_integer import (
+        Int8DynamicActivationInt8WeightConfig as Int8DynamicActivationInt8WeightConfig,
+    )
+    from ao_lab.configs_integer import (
+        Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
+    )
+    from ao_lab.configs_integer import (
+        Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
+    )
+    from ao_lab.configs_integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
+    from ao_lab.configs_integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+    from ao_lab.fqn import FqnToConfig as FqnToConfig
+    from ao_lab.granularity import MappingType as MappingType
+    from ao_lab.granularity import PerAxis as PerAxis
+    from ao_lab.granularity import PerBlock as PerBlock
+    from ao_lab.granularity import PerGroup as PerGroup
+    from ao_lab.granularity import PerRow as PerRow
+    from ao_lab.granularity import PerTensor as PerTensor
+    from ao_lab.granularity import PerToken as PerToken
+    from ao_lab.quantize_model import quantize_ as quantize_
+    from ao_lab.recipes import Recipe as Recipe
+    from ao_lab.report import Layer as Layer
+    from ao_lab.report import Report as Report
+    from ao_lab.report import explain as explain
+    from ao_lab.tensor import QuantizedTensor as QuantizedTensor
+    from ao_lab.tensor import quantized as quantized
     from reference import FORMATS as FORMATS
     from reference import SCHEMES as SCHEMES
     from reference import choose_scales as choose_scales
@@ -44,6 +92,35 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "SCHEMES",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8StaticActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "Layer",
+    "MXDynamicActivationMXWeightConfig",
+    "MXWeightOnlyConfig",
+    "MappingType",
+    "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4WeightOnlyConfig",
+    "PerAxis",
+    "PerBlock",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "QuantizedTensor",
+    "Recipe",
+    "Report",
+    "Saved",
+    "SchemeConfig",
     "__version__",
     "choose_scales",
     "compress",
@@ -51,17 +128,22 @@ __all__ = [
     "decompress",
     "dequantize",
     "encode",
+    "explain",
     "fake_quantize",
     "fake_quantize_vjp",
     "jax",
+    "load_pretrained",
     "matmul",
     "matmul_error_bound",
     "pack",
     "prune",
     "quantize",
+    "quantize_",
     "quantize_both",
+    "quantized",
     "rms_norm",
     "rms_norm_quantize",
+    "save_pretrained",
     "swiglu",
     "swiglu_quantize",
     "testing",
@@ -71,6 +153,52 @@ __all__ = [
 ]
 
 SUBMODULES = ("jax", "testing")
+#: Modules of what is not in the specification, and their names. They import torch.
+NAMES = {
+    "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
+    "configs": ("SchemeConfig",),
+    "configs_float": (
+        "Float8DynamicActivationFloat8WeightConfig",
+        "Float8DynamicActivationInt4WeightConfig",
+        "Float8StaticActivationFloat8WeightConfig",
+        "Float8WeightOnlyConfig",
+        "MXDynamicActivationMXWeightConfig",
+        "MXWeightOnlyConfig",
+        "NF4WeightOnlyConfig",
+        "NVFP4DynamicActivationNVFP4WeightConfig",
+        "NVFP4WeightOnlyConfig",
+    ),
+    "configs_integer": (
+        "Int4WeightOnlyConfig",
+        "Int8DynamicActivationInt8WeightConfig",
+        "Int8DynamicActivationIntxWeightConfig",
+        "Int8StaticActivationInt8WeightConfig",
+        "Int8WeightOnlyConfig",
+        "IntxWeightOnlyConfig",
+    ),
+    "fqn": ("FqnToConfig",),
+    "granularity": (
+        "MappingType",
+        "PerAxis",
+        "PerBlock",
+        "PerGroup",
+        "PerRow",
+        "PerTensor",
+        "PerToken",
+    ),
+    "quantize_model": ("quantize_",),
+    "recipes": ("Recipe",),
+    "report": (
+        "Layer",
+        "Report",
+        "explain",
+    ),
+    "tensor": (
+        "QuantizedTensor",
+        "quantized",
+    ),
+}
+HOMES = {name: module for module, names in NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -79,6 +207,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
     if name in SUBMODULES:
         return importlib.import_module(f"ao_lab.{name}")
+    if name in HOMES:
+        value = getattr(importlib.import_module(f"ao_lab.{HOMES[name]}"), name)
+        globals()[name] = value
+        return value
     from ao_lab.dispatch import dispatched
 
     value = getattr(importlib.import_module("reference"), name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,6 +42,14 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class Layout(StrEnum):
+    """How quantized weights are stored."""
+
+    AUTO = "auto"
+    COMPRESSED_TENSORS = "compressed-tensors"
+    OURS = "ao_lab"
 
 
 @app.command()
@@ -84,6 +93,43 @@ def reproduce(
     from ao_lab.cli_reproduce import run_experiments
 
     run_experiments(tables or [], scale.value, device.value if device else None, as_json)
+
+
+@app.command()
+def quantize(
+    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
+    config: Annotated[
+        str, typer.Option(help="A configuration such as Int4WeightOnlyConfig, or a scheme such as mxfp4.")
+    ],
+    activation: Annotated[
+        str | None,
+        typer.Option(help="Scheme of the layers' inputs; none, or the configuration's own, without."),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A parameter of the configuration, such as group_size=32.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")
+    ] = None,
+    layout: Annotated[
+        Layout, typer.Option(help="auto: compressed-tensors where it can say it.")
+    ] = Layout.AUTO,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a model of transformers; the result loads there and in vLLM."""
+    from ao_lab.cli_quantize import run_quantize
+
+    run_quantize(
+        model_dir,
+        out_dir,
+        config,
+        activation=activation,
+        options=option or [],
+        skip=["lm_head"] if skip is None else skip,
+        layout=layout.value,
+        as_json=as_json,
+    )
 
 
 @app.command()

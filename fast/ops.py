@@ -2,7 +2,7 @@
 
 Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer the
 public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A scheme travels by
-name; a record of one's own (`dataclasses.replace`) is registered under a name that its fields make unique.
+name, a record of one's own (`dataclasses.replace`) with all its fields, so that a saved program runs in another process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from reference import Quantized, Scales
 from reference.blocks import Blocks
 from reference.pack import packed_shape
 from reference.quantize import with_plain_scales, with_tiled_scales
-from reference.schemes import Scheme, record_of
+from reference.record_text import record_of
+from reference.schemes import Scheme
 from reference.storage import storage_dtype
 from reference.tiled_scales import check_tiled
 

@@ -199,7 +199,8 @@ def _float(name: str, exponent: int, mantissa: int, bias: int, specials: str) ->
 
 
 def _integers() -> list[Format]:
-    pairs = [(bits, signed) for signed in (True, False) for bits in range(2, 9)]
+    # One bit has no signed integers but -1 and 0.
+    pairs = [(bits, signed) for signed in (True, False) for bits in range(2 if signed else 1, 9)]
     return [Format(name=f"{'' if s else 'u'}int{b}", kind="int", bits=b, signed=s) for b, s in pairs]
 
 

@@ -13,9 +13,9 @@ dequantization stops at the largest finite value. A NaN or an infinity makes its
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from hashlib import sha256
 
 from reference.errors import choice, lookup
 from reference.formats import FORMATS, Format
@@ -135,14 +135,18 @@ class Scheme:
 
     def __post_init__(self) -> None:
         check_scheme(self)
-        text = repr([(field.name, getattr(self, field.name)) for field in fields(self)])
-        key = f"{self.name}#{sha256(text.encode()).hexdigest()[:16]}"
+        # While the records below are made, there is nothing yet to compare them with: their names are theirs.
+        known = not SCHEMES or SCHEMES.get(self.name) == self
+        key = self.name if known else json.dumps(asdict(self), separators=(",", ":"))
         object.__setattr__(self, "_key", key)
         RECORDS[key] = self
 
     @property
     def key(self) -> str:
-        """The name with a digest of all fields: what a record is called where only text can travel (`record_of`)."""
+        """What stands for the record where only text can travel: its name, or all fields of a record of one's own as JSON.
+
+        `reference.record_text.record_of` finds the record again, in any process.
+        """
         return self._key  # type: ignore[attr-defined, no-any-return]
 
     @cached_property
@@ -259,12 +263,6 @@ def scheme_of(scheme: str | Scheme) -> Scheme:
     return scheme if isinstance(scheme, Scheme) else lookup(scheme, load_schemes(), "scheme")
 
 
-def record_of(name: str) -> Scheme:
-    """The record of a name or of a key; ValueError where there is none."""
-    found = RECORDS.get(name)
-    return found if found is not None else scheme_of(name)
-
-
 __all__ = [
     "MX_ELEMENTS",
     "SCHEMES",
@@ -275,6 +273,5 @@ __all__ = [
     "load_schemes",
     "mx_name",
     "mx_scheme",
-    "record_of",
     "scheme_of",
 ]

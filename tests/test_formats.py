@@ -52,7 +52,7 @@ SPECIALS = {
 
 def test_every_format_of_the_issue_exists() -> None:
     integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9)}
-    assert set(FORMATS) == {*PUBLISHED, *integers, "int8_nan", "mxint8", "nf4", "nf4_torchao"}
+    assert set(FORMATS) == {*PUBLISHED, *integers, "uint1", "int8_nan", "mxint8", "nf4", "nf4_torchao"}
     assert all(name == fmt.name for name, fmt in FORMATS.items())
 
 

@@ -1,0 +1,249 @@
+"""Which function computes a product with a `QuantizedTensor`: the one place that decides.
+
+A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is the first that can, in the
+order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothing is measured here.
+
+* ``int8``: `torch._int_mm`, exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one
+  rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
+* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
+* ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
+  back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
+* ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
+
+A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products (those
+that autograd makes for the input's gradient) take the operands as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.tensor import QuantizedTensor
+from reference import Quantized, Scales, Scheme
+from reference.quantize import unpacked, with_plain_scales
+
+Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
+Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
+
+#: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
+LONGEST_INT8 = 65536
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+#: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
+FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
+
+    run: Product
+    refuses: Refusal
+
+
+def product(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
+    return PRODUCTS[chosen(w, x.dtype)].run(x, w, bias)
+
+
+def grouped_product(
+    x: torch.Tensor, w: QuantizedTensor, func: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N): kernel "dequantize"."""
+    if sums_along_blocks(w) and w.recipe.kernel not in ("auto", "dequantize"):
+        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    made: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return made
+
+
+def chosen(w: QuantizedTensor, dtype: torch.dtype) -> str:
+    """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot."""
+    if not sums_along_blocks(w):
+        return "dequantize"
+    wanted = w.recipe.kernel
+    if wanted != "auto":
+        reason = PRODUCTS[wanted].refuses(w, dtype)
+        if reason is not None:
+            able = ", ".join(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+            raise ValueError(f"kernel {wanted!r} does not take {w.recipe}: {reason}; these do: {able}")
+        return wanted
+    return next(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+
+
+def sums_along_blocks(w: QuantizedTensor) -> bool:
+    """Whether the product's sum, over the axis before the last, runs along the blocks."""
+    return w.block_axis == -2
+
+
+def quantized_input(x: torch.Tensor, w: QuantizedTensor, scheme: Scheme) -> Quantized:
+    """The input in its scheme: static scales where the weight brings them, else found anew."""
+    return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
+
+
+def _dequantized(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    x, dense = _rounded(x, w), w.dequantize(x.dtype)
+    if x.dim() == 2:
+        return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
+    return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
+
+
+def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
+    """The input as its scheme represents it; itself where it has none."""
+    scheme = w.recipe.activation
+    if scheme is None or not sums_along_blocks(w):
+        return x
+    return fast.dequantize(quantized_input(x, w, scheme), x.dtype)
+
+
+def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    inputs = quantized_input(x, w, _activation(w))
+    weight = w.codes.view(torch.int8)
+    sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
+    if inputs.zero is not None:
+        sums = sums - inputs.zero.to(torch.int32) * weight.sum(1, dtype=torch.int32)
+    y = sums.to(torch.float32) * inputs.scale * _row(w.scale)
+    total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
+    return total.to(x.dtype)
+
+
+def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch._int_mm`, with rows of zeros where the GPU wants more of them."""
+    count = a.shape[0]
+    if a.is_cuda and count < FEWEST_ROWS:
+        a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))
+    return torch._int_mm(a, b)[:count]
+
+
+def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    scheme = w.recipe.activation
+    if scheme is None or scheme.element != "int8" or w.scheme.element != "int8":
+        return "both operands must be int8"
+    if not (_one_scale(scheme) and _one_scale(w.scheme)) or w.zero is not None:
+        return "each row must have one float32 scale, and the weight no zero point"
+    if len(w.shape) != 2:
+        return "the weight must be a matrix"
+    if w.shape[0] > LONGEST_INT8:
+        return f"sums longer than {LONGEST_INT8} may overflow int32"
+    if w.is_cuda and any(length % STEP_INT8 for length in w.shape):
+        return f"its lengths must be multiples of {STEP_INT8} on a GPU"
+    return None
+
+
+def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
+        return _dequantized(x, w, bias)
+    inputs = quantized_input(x, w, _activation(w))
+    a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
+    scale_a, scale_b = inputs.scale, _row(w.scale)
+    if scale_a.dim() != scale_b.dim():
+        scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
+    scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+
+
+def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    scheme = w.recipe.activation
+    if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
+        return "both operands must be float8_e4m3fn or float8_e5m2"
+    if not (_one_scale(scheme) and _one_scale(w.scheme)):
+        return "each row must have one float32 scale for decoding"
+    if len(w.shape) != 2:
+        return "the weight must be a matrix"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it does not write {dtype}"
+    return _refuses_scaled_mm_on_gpu(w, scheme, dtype) if w.is_cuda else None
+
+
+def _refuses_scaled_mm_on_gpu(w: QuantizedTensor, scheme: Scheme, dtype: torch.dtype) -> str | None:
+    if (capability := _capability(w.device.index or 0)) < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]} has no float8 product, 8.9 has"
+    if any(length % STEP_FLOAT8 for length in w.shape):
+        return f"its lengths must be multiples of {STEP_FLOAT8} on a GPU"
+    if scheme.element == w.scheme.element == "float8_e5m2":
+        return "GPUs multiply no float8_e5m2 by float8_e5m2"
+    rowwise = "tensor" not in (scheme.scale.block, w.scheme.scale.block)
+    if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
+        return f"on a GPU it writes bfloat16, not {dtype}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _reference(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        raise ValueError("kernel 'reference' runs on the host and cannot be traced; use kernel='dequantize'")
+    scheme = w.recipe.activation
+    left: Any = x if scheme is None else quantized_input(x, w, scheme)
+    options: dict[str, Any] = {"accumulation": w.recipe.accumulation, "out_dtype": x.dtype, "bias": bias}
+    return fast.matmul(left, as_right_operand(w), **options)
+
+
+def as_right_operand(w: QuantizedTensor) -> Any:
+    """The weight (K, N) as `reference.matmul` takes it: a `Quantized` of that shape, or dense float32 where there is none."""
+    q = unpacked(with_plain_scales(w.quantized))
+    if not w.meta.transposed:
+        return q
+    if str(q.scheme.scale.block).startswith("flat:"):
+        return w.dequantize(torch.float32)
+    turned: dict[str, Any] = {name: _turned(getattr(q, name)) for name in ("codes", "scale", "zero")}
+    return replace(q, **turned, shape=tuple(w.shape), axis=len(w.shape) - 2)
+
+
+def _turned(part: torch.Tensor | None) -> torch.Tensor | None:
+    return part if part is None or part.dim() < 2 else part.transpose(-2, -1).contiguous()
+
+
+def _activation(w: QuantizedTensor) -> Scheme:
+    scheme = w.recipe.activation
+    if scheme is None:
+        raise ValueError(f"{w.recipe} has no scheme for its input")
+    return scheme
+
+
+def _one_scale(scheme: Scheme) -> bool:
+    """Whether every row has one float32 scale that multiplies codes, and nothing else but a zero point."""
+    scale = scheme.scale
+    plain = scale.storage == "float32" and scale.stored == "decode" and scheme.outer is None
+    return (
+        plain
+        and scale.block in (-1, "tensor")
+        and scheme.dequantize != "target"
+        and (scheme.zero is None or scheme.zero.rule == "code")
+    )
+
+
+def _row(scale: torch.Tensor) -> torch.Tensor:
+    """A weight's stored scales (N, 1) as a row; one over the whole tensor as it is."""
+    return scale if scale.dim() == 0 else scale.t()
+
+
+#: Every kernel by name, the preferred first.
+PRODUCTS = {
+    "int8": Kernel(_int8, _refuses_int8),
+    "scaled_mm": Kernel(_scaled_mm, _refuses_scaled_mm),
+    "dequantize": Kernel(_dequantized, _refuses_nothing),
+    "reference": Kernel(_reference, _refuses_nothing),
+}
+
+__all__ = [
+    "PRODUCTS",
+    "Kernel",
+    "Scales",
+    "as_right_operand",
+    "chosen",
+    "grouped_product",
+    "product",
+    "sums_along_blocks",
+]

@@ -1,0 +1,93 @@
+"""Recipes: how one layer runs, as data.
+
+A `Recipe` names the scheme of the weight, the scheme of the activations (None: they are not quantized) and which function
+computes the product (`ao_lab.products`). Configurations (`ao_lab.configs`) are other names of recipes; everything behind
+`quantize_` reads recipes alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from reference.errors import choice
+from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
+
+#: What `Recipe.kernel` may say; `ao_lab.products` has the functions.
+KERNELS = ("auto", "int8", "scaled_mm", "dequantize", "reference")
+ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a layer runs."""
+
+    weight: Scheme
+    #: Scheme of the input, found anew for each input unless the weight brings static scales; None: left as it is.
+    activation: Scheme | None = None
+    #: "auto", or the one function that must compute the product.
+    kernel: str = "auto"
+    #: Tier of `reference.matmul` where the kernel is "reference".
+    accumulation: str = "exact"
+
+    def __post_init__(self) -> None:
+        choice(self.kernel, KERNELS, "kernel")
+        choice(self.accumulation, ACCUMULATIONS, "accumulation")
+
+    def __str__(self) -> str:
+        inputs = "" if self.activation is None else f" x {self.activation.name}"
+        return self.weight.name + inputs
+
+
+#: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
+INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+
+
+def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "float32") -> Scheme:
+    """The house's integers of `bits` bits in any block: the record that has this name, or a new one by the same rules.
+
+    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" keeps
+    scales in bfloat16, as other programs do that load a checkpoint in bfloat16.
+    """
+    choice(storage, ("float32", "bfloat16"), "storage of scales")
+    ends = ("_asymmetric" if asymmetric and bits > 1 else "") + ("_bf16" if storage == "bfloat16" else "")
+    name = f"int{bits}_{block_name(block)}{ends}"
+    if name in SCHEMES:
+        return SCHEMES[name]
+    model = SCHEMES["int4_g32_asymmetric" if asymmetric or bits == 1 else "int4_g32"]
+    target = 2.0**bits - 1 if model.zero is not None else 2.0 ** (bits - 1) - 1
+    scale = replace(model.scale, block=block, target=target, storage=storage)
+    if bits > 1:
+        return replace(model, name=name, element=f"int{bits}", scale=scale)
+    # Two levels, the block's minimum and maximum: code * (max - min) + min.
+    ends_of_range = replace(scale, statistic="minmax")
+    return replace(
+        model, name=name, element="uint1", scale=ends_of_range, zero=Zero(rule="value", storage="float32")
+    )
+
+
+def block_name(block: Block) -> str:
+    """How the names of house schemes call a block."""
+    if isinstance(block, tuple):
+        return "x".join(map(str, block))
+    return {"-1": "rowwise", "tensor": "tensorwise"}.get(str(block), f"g{block}")
+
+
+def named(scheme: str | Scheme | None) -> Scheme | None:
+    """The record of a name, also of integers in blocks that no record has yet; records and None pass through."""
+    found = INTEGER.fullmatch(scheme) if isinstance(scheme, str) and scheme not in SCHEMES else None
+    if found is None:
+        return None if scheme is None else scheme_of(scheme)
+    bits, group, rows, _, asymmetric, bf16 = found.groups()
+    block: Block = int(group) if group else -1 if rows else "tensor"
+    return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
+
+
+__all__ = [
+    "ACCUMULATIONS",
+    "KERNELS",
+    "Recipe",
+    "block_name",
+    "integer_scheme",
+    "named",
+]

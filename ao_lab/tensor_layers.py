@@ -1,0 +1,82 @@
+"""Operations of `QuantizedTensor` that layers are made of: products, chosen in `ao_lab.products`, and lookups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ao_lab import tensor_pieces as pieces
+from ao_lab.products import grouped_product, product
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_table import operation
+
+aten = torch.ops.aten
+
+
+@operation(aten._grouped_mm.default)
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, weight = args[0], args[1]
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
+    return grouped_product(x, weight, func, *args[2:], **kwargs)
+
+
+@operation(aten.mm.default, aten.bmm.default)
+def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
+    left, right = args
+    if isinstance(right, QuantizedTensor):
+        return product(_dense(left), right)
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
+
+
+@operation(aten.mv.default)
+def _mv(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A layer of a vector."""
+    left, right = args
+    if not isinstance(left, QuantizedTensor):
+        raise TypeError(f"mv of a dense matrix and {right!r}; dequantize() it first")
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right[None], left.turned())[0]
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
+
+
+@operation(aten.addmm.default, aten.baddbmm.default)
+def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    bias, left, right = args
+    plain = kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
+    vector = bias.dim() <= 1
+    if isinstance(right, QuantizedTensor) and plain and vector:
+        return product(_dense(left), right, bias)
+    if any(isinstance(x, QuantizedTensor) and x.recipe.activation is not None for x in (left, right)):
+        raise ValueError(
+            f"{func} of quantized inputs: a weight on the right, alpha and beta 1, a bias vector; use linear, or dequantize()"
+        )
+    return func(_dense(bias), _dense(left), _dense(right), **kwargs)  # type: ignore[no-any-return]
+
+
+@operation(aten.linear.default)
+def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, weight = _dense(args[0]), args[1]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    y = product(x.reshape(-1, x.shape[-1]), weight.turned(), bias)
+    return y.reshape((*x.shape[:-1], weight.shape[0]))
+
+
+@operation(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Only the rows that are asked for are dequantized, where a row can be."""
+    weight, index = args[0], args[1]
+    found = pieces.rows(weight, index)
+    if found is None:
+        return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+    return found.dequantize().reshape((*index.shape, weight.shape[1]))
+
+
+def _dense(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x

@@ -1,0 +1,53 @@
+"""The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
+
+`ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up. A function takes
+the operator, its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is
+not here: dequantize first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+OPERATIONS: dict[Any, Operation] = {}
+
+
+@lru_cache(maxsize=1)
+def operations() -> dict[Any, Operation]:
+    """The table, filled."""
+    for name in ("ao_lab.tensor_ops", "ao_lab.tensor_layers"):
+        importlib.import_module(name)
+    return OPERATIONS
+
+
+def operation(*operators: Any) -> Callable[[Operation], Operation]:
+    """Enter a function into the table."""
+
+    def enter(function: Operation) -> Operation:
+        OPERATIONS.update(dict.fromkeys(operators, function))
+        return function
+
+    return enter
+
+
+def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a function of the tensor and the other arguments whose results share its memory."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            made = function(*args, **kwargs)
+            return return_and_correct_aliasing(func, args, kwargs, made)  # type: ignore[no-untyped-call]
+
+        operation(*operators)(run)
+        return function
+
+    return enter
+
+
+__all__ = ["OPERATIONS", "operation", "operations", "view"]

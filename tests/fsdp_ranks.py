@@ -1,0 +1,85 @@
+"""Two processes that share a model by FSDP2, its linear layers quantized; run by test_sharding.
+
+    python tests/fsdp_ranks.py RANKS
+
+Prints "equal" where outputs, gradients and the gathered state are those of one process.
+"""
+
+import copy
+import os
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SCHEMES = ("int4_g32_asymmetric", "fp8_tensorwise", "nvfp4", "nf4")
+
+
+class Adapted(nn.Module):
+    """A frozen layer and what trains beside it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def model(scheme):
+    from ao_lab import SchemeConfig, quantize_
+
+    torch.manual_seed(0)
+    made = nn.Sequential(Adapted(256), nn.SiLU(), Adapted(256))
+    quantize_(made, SchemeConfig(scheme=scheme), lambda module, name: name.endswith("base"))
+    return made
+
+
+def run(rank, ranks, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    for scheme in SCHEMES:
+        compare(scheme, mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(scheme, mesh):
+    one = model(scheme)
+    many = copy.deepcopy(one)
+    for layer in (many[0], many[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(many, mesh=mesh)
+    shard = many[0].base.weight.to_local()
+    assert shard.codes.shape[0] == one[0].base.weight.codes.shape[0] // mesh.size(), scheme
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        expected, got = one(x), many(x)
+        assert torch.equal(got, expected), scheme
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
+            if a.requires_grad:
+                # The same gradient on every rank, averaged over the ranks.
+                assert torch.equal(b.grad.full_tensor(), a.grad), (scheme, name)
+        for both in (one, many):
+            both.zero_grad()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    mp.spawn(run, args=(int(sys.argv[1]), free), nprocs=int(sys.argv[1]))
+    print("equal")

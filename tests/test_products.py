@@ -1,0 +1,199 @@
+"""Products of a `QuantizedTensor` and quantized inputs: which function computes them, and its distance from the exact sum."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import fast
+import reference
+from ao_lab import Recipe, quantized
+from ao_lab.products import PRODUCTS, as_right_operand, chosen
+from ao_lab.recipes import integer_scheme
+from reference import SCHEMES, Scales
+from tests.quantized_weights import DEVICES
+from tests.quantized_weights import weight as numbers
+
+INT8 = ("int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric")
+FLOAT8 = ("fp8_rowwise", "fp8_tensorwise")
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def device(request):
+    with torch.device(request.param):
+        yield request.param
+
+
+def weight_of(scheme, activation, kernel="auto", shape=(48, 128), dtype=torch.float32, **options):
+    named = SCHEMES[activation] if isinstance(activation, str) else activation
+    recipe = Recipe(weight=SCHEMES[scheme], activation=named, kernel=kernel, **options)
+    return quantized(numbers(*shape, dtype=dtype), recipe)
+
+
+def host(x, w, accumulation, **options):
+    """`reference.matmul` of the input and the weight as the product sees them."""
+    inputs = reference.quantize(x, w.recipe.activation, scales=w.input_scales)
+    out = str(x.dtype).removeprefix("torch.")
+    return reference.matmul(
+        inputs, as_right_operand(w.turned()), accumulation=accumulation, out_dtype=out, **options
+    )
+
+
+@pytest.mark.parametrize("activation", INT8)
+@pytest.mark.parametrize("scheme", INT8[:2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_is_the_reference_bit_for_bit(scheme, activation, dtype, bias):
+    """Exact integer sums, then scales and bias in float32: one block of the blocked tier."""
+    w, x = weight_of(scheme, activation, dtype=dtype), numbers(9, 128, seed=1, dtype=dtype)
+    added = numbers(48, seed=2, dtype=dtype) if bias else None
+    assert chosen(w.turned(), dtype) == "int8"
+    expected = host(x, w, "blocked", block=128, bias=added)
+    assert torch.equal(functional.linear(x, w, added), expected)
+
+
+@pytest.mark.parametrize("activation", INT8[:2])
+def test_int8_with_static_scales(activation):
+    named = SCHEMES["int8_tensorwise"] if activation == INT8[0] else integer_scheme(8, "tensor", True)
+    zero = None if named.zero is None else torch.tensor(-7, dtype=torch.int8)
+    static = Scales(torch.tensor(0.02), None, zero)
+    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=named)
+    w, x = quantized(numbers(48, 128), recipe, input_scales=static), numbers(9, 128, seed=1)
+    assert chosen(w.turned(), x.dtype) == "int8"
+    assert torch.equal(functional.linear(x, w), host(x, w, "blocked", block=128))
+    # Static means that other rows change nothing.
+    assert torch.equal(functional.linear(torch.cat([x, 9 * x]), w)[:9], functional.linear(x, w))
+
+
+@pytest.mark.parametrize("activation", FLOAT8)
+@pytest.mark.parametrize("scheme", FLOAT8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias):
+    if device == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("on a GPU it writes bfloat16")
+    w, x = weight_of(scheme, activation, dtype=dtype), numbers(9, 128, seed=1, dtype=dtype)
+    added = numbers(48, seed=2, dtype=dtype) if bias else None
+    assert chosen(w.turned(), dtype) == "scaled_mm"
+    got = functional.linear(x, w, added).double()
+    operands = reference.quantize(x, activation), as_right_operand(w.turned())
+    out = str(dtype).removeprefix("torch.")
+    exact = reference.dequantize(operands[0]).double() @ reference.dequantize(operands[1]).double()
+    exact = exact if added is None else exact + added.double()
+    # Tensor cores add float8 products with fewer bits than float32 has.
+    tier = {"accumulation": "blocked", "block": 1} if device == "cpu" else {"accumulation": "hopper_fp8"}
+    bound = fast.matmul_error_bound(*operands, out_dtype=out, bias=added, **tier)
+    assert ((got - exact).abs() <= bound.double() + 2.0**-40).all()
+    assert torch.equal(got.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int8_rowwise", "fp8_rowwise", "mxfp4", "nvfp4", "int4_g32", "nf4", "mxfp8_e4m3"]
+)
+@pytest.mark.parametrize("activation", [None, "int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "nvfp4"])
+def test_kernels_by_name(scheme, activation):
+    x, added = numbers(5, 128, seed=1), numbers(48, seed=2)
+    emulated = weight_of(scheme, activation, "dequantize")
+    inputs = x if activation is None else reference.dequantize(reference.quantize(x, activation))
+    assert torch.equal(
+        functional.linear(x, emulated, added), functional.linear(inputs, emulated.dequantize(), added)
+    )
+    exact = weight_of(scheme, activation, "reference")
+    expected = reference.matmul(inputs, emulated.dequantize().t().contiguous(), bias=added)
+    assert torch.equal(functional.linear(x, exact, added), expected)
+
+
+def test_accumulation_of_the_reference():
+    w, x = (
+        weight_of("fp8_rowwise", "fp8_rowwise", "reference", accumulation="hopper_fp8"),
+        numbers(5, 128, seed=1),
+    )
+    assert torch.equal(functional.linear(x, w), host(x, w, "hopper_fp8"))
+
+
+def test_a_kernel_that_cannot_says_which_can():
+    w = weight_of("mxfp4", "mxfp8_e4m3", "int8")
+    with pytest.raises(
+        ValueError, match=r"'int8' does not take mxfp4 x mxfp8_e4m3: both operands .* dequantize, reference"
+    ):
+        functional.linear(numbers(2, 128), w)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "name", "reason"),
+    [
+        ("int8_g32", "int8_rowwise", "int8", "one float32 scale"),
+        ("int8_rowwise_asymmetric", "int8_rowwise", "int8", "zero point"),
+        ("int8_rowwise", None, "int8", "int8"),
+        ("fp8_1x128", "fp8_1x128", "scaled_mm", "one float32 scale"),
+        ("torchao.fp8_rowwise_training", "fp8_rowwise", "scaled_mm", "decoding"),
+        ("mxfp8_e4m3", "mxfp8_e4m3", "scaled_mm", "one float32 scale"),
+        ("int8_rowwise", "fp8_rowwise", "scaled_mm", "float8"),
+    ],
+)
+def test_refusals(scheme, activation, name, reason):
+    w = weight_of(scheme, activation).turned()
+    assert reason in PRODUCTS[name].refuses(w, torch.float32)
+    assert chosen(w, torch.float32) == "dequantize"
+
+
+def test_sums_that_may_overflow_are_left_to_floats():
+    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
+    w = quantized(torch.ones(1, 65537), recipe)
+    assert chosen(w.turned(), torch.float32) == "dequantize"
+    longest = quantized(
+        torch.full((1, 65536), -1.0),
+        Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise_asymmetric"]),
+    )
+    assert chosen(longest.turned(), torch.float32) == "int8"
+    assert functional.linear(torch.ones(1, 65536), longest).item() == pytest.approx(-65536, rel=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["int8_rowwise", "fp8_rowwise"])
+def test_gradients_meet_the_weight_alone(activation):
+    scheme = activation
+    w = weight_of(scheme, activation)
+    x, g = numbers(5, 128, seed=1).requires_grad_(), numbers(5, 48, seed=2)
+    functional.linear(x, w).backward(g)
+    assert torch.equal(x.grad, g @ w.dequantize())
+
+
+@pytest.mark.parametrize("activation", ["int8_rowwise", "fp8_rowwise"])
+def test_batches_and_experts(activation):
+    recipe = Recipe(weight=SCHEMES[activation], activation=SCHEMES[activation])
+    w, x = quantized(numbers(3, 48, 128), recipe), numbers(3, 5, 128, seed=1)
+    inputs = reference.dequantize(reference.quantize(x, activation))
+    assert torch.equal(torch.bmm(x, w.mT), torch.bmm(inputs, w.dequantize().mT))
+    assert chosen(w[1].turned(), torch.float32) in ("int8", "scaled_mm")
+    with pytest.raises(ValueError, match="matrix"):
+        torch.bmm(x, w.with_recipe(kernel="int8" if activation == "int8_rowwise" else "scaled_mm").mT)
+
+
+@pytest.mark.parametrize("activation", ["int8_rowwise", "fp8_rowwise"])
+def test_a_weight_on_the_left_quantizes_its_inputs_too(activation):
+    w, x = weight_of(activation, activation), numbers(128, 5, seed=1)
+    assert torch.equal(w @ x, functional.linear(x.t().contiguous(), w).t())
+    assert torch.equal(w @ x[:, 0].contiguous(), (w @ x[:, :1])[:, 0])
+    assert torch.equal(functional.linear(x[:, 0].contiguous(), w), (w @ x[:, :1])[:, 0])
+    alone = weight_of(activation, None)
+    assert torch.equal(alone @ x, alone.dequantize() @ x)
+    batch = quantized(numbers(3, 48, 128), w.recipe)
+    columns = numbers(3, 128, 1, seed=2)
+    inputs = reference.dequantize(reference.quantize(columns.mT.contiguous(), activation))
+    assert torch.equal(torch.bmm(batch, columns), torch.bmm(inputs, batch.dequantize().mT).mT)
+
+
+def test_scaled_sums_beside_quantized_inputs_are_refused():
+    w, x = weight_of("int8_rowwise", "int8_rowwise"), numbers(5, 128, seed=1)
+    with pytest.raises(ValueError, match="alpha and beta"):
+        torch.addmm(numbers(48), x, w.t(), alpha=2)
+    with pytest.raises(ValueError, match="a weight on the right"):
+        torch.addmm(numbers(5), w, x.t())
+
+
+def test_empty_inputs():
+    for scheme, activation in (
+        ("int8_rowwise", "int8_rowwise"),
+        ("fp8_rowwise", "fp8_rowwise"),
+        ("mxfp4", None),
+    ):
+        assert functional.linear(torch.zeros(0, 128), weight_of(scheme, activation)).shape == (0, 48)

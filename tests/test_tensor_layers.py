@@ -1,0 +1,102 @@
+"""Products with a `QuantizedTensor` and lookups in one give the bits that the dequantized tensor gives."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import reference
+from ao_lab import QuantizedTensor, Recipe, quantized
+from reference import SCHEMES
+from tests.quantized_weights import DEVICES, KINDS, LAYERS, recorded_operations, same, specified, weight
+
+USED = set()
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def _recorded_on_every_device(request, monkeypatch):
+    with torch.device(request.param), recorded_operations(monkeypatch, USED):
+        yield
+
+
+@pytest.mark.parametrize("activation", [None, "fp8_rowwise"])
+def test_grouped_products(activation):
+    """Tokens sorted by expert, as mixtures of experts multiply them."""
+    recipe = Recipe(weight=SCHEMES["mxfp8_e4m3"], activation=activation and SCHEMES[activation])
+    t = quantized(weight(3, 64, 128), recipe)
+    x, ends = weight(10, 128, seed=1), torch.tensor([4, 4, 10], dtype=torch.int32)
+    inputs = x if activation is None else specified(x, activation)
+    made = torch._grouped_mm(x, t.mT, offs=ends)
+    assert same(made, torch._grouped_mm(inputs, t.dequantize().mT, offs=ends))
+    with pytest.raises(ValueError, match="multiplies no groups"):
+        torch._grouped_mm(x, t.with_recipe(kernel="reference").mT, offs=ends)
+    with pytest.raises(TypeError, match="first operand"):
+        torch._grouped_mm(t, x.view(1, 10, 128).mT, offs=ends)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_is_that_of_the_dequantized_weight(scheme, bias):
+    dense, x = weight(128, 256), weight(2, 7, 256, seed=1)
+    added = weight(128, seed=2) if bias else None
+    t, value = quantized(dense, scheme), specified(dense, scheme)
+    assert same(functional.linear(x, t, added), functional.linear(x, value, added))
+    with torch.inference_mode():
+        assert same(functional.linear(x, t, added), functional.linear(x, value, added))
+    half = x.to(torch.bfloat16)
+    value = reference.dequantize(reference.quantize(dense, scheme), "bfloat16")
+    assert same(functional.linear(half, t), functional.linear(half, value))
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_products(scheme):
+    t, x = quantized(weight(128, 256), scheme), weight(5, 128, seed=1)
+    value = t.dequantize()
+    assert same(x @ t, x @ value)
+    assert same(t @ x.new_ones(256, 3), value @ x.new_ones(256, 3))
+    assert same(torch.addmm(value[0], x, t), torch.addmm(value[0], x, value))
+    assert same(
+        torch.addmm(x.new_ones(5, 256), x, t, alpha=2), torch.addmm(x.new_ones(5, 256), x, value, alpha=2)
+    )
+    assert same(t @ t.t(), value @ value.t())
+    assert same(t @ x.new_ones(256), value @ x.new_ones(256))
+    assert same(functional.linear(x.new_ones(256), t), functional.linear(x.new_ones(256), value))
+    batch = quantized(weight(2, 128, 256), "int8_rowwise")
+    y = weight(2, 5, 128, seed=3)
+    assert same(torch.bmm(y, batch), torch.bmm(y, batch.dequantize()))
+    assert same(y @ batch, y @ batch.dequantize())
+    added = y.new_ones(2, 5, 256)
+    assert same(torch.baddbmm(added, y, batch), torch.baddbmm(added, y, batch.dequantize()))
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_gradient_of_the_input(scheme):
+    t = quantized(weight(128, 256), scheme)
+    gradients = []
+    for w in (t, t.dequantize()):
+        x = weight(6, 256, seed=1).requires_grad_()
+        functional.linear(x, w).square().sum().backward()
+        gradients.append(x.grad)
+    assert same(*gradients)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_embedding(scheme):
+    t = quantized(weight(128, 256), scheme)
+    index = torch.tensor([[0, 5, 127], [5, 5, 1]])
+    assert same(functional.embedding(index, t), functional.embedding(index, t.dequantize()))
+    assert same(functional.embedding(index, t, padding_idx=5), functional.embedding(index, t.dequantize()))
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "nvfp4"])
+def test_embedding_dequantizes_only_the_rows_it_needs(monkeypatch, scheme):
+    t, shapes, original = quantized(weight(128, 256), scheme), [], QuantizedTensor.dequantize
+    monkeypatch.setattr(
+        QuantizedTensor, "dequantize", lambda x, *given: shapes.append(x.shape) or original(x, *given)
+    )
+    functional.embedding(torch.tensor([[3], [7]]), t)
+    assert shapes == [(2, 256)]
+
+
+def test_every_operation_was_tested():
+    """Runs last in this file."""
+    assert set() == LAYERS - USED
