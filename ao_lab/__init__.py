@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     from ao_lab.granularity import PerRow as PerRow
     from ao_lab.granularity import PerTensor as PerTensor
     from ao_lab.granularity import PerToken as PerToken
+    from ao_lab.native import NativeParts as NativeParts
+    from ao_lab.native import from_native as from_native
+    from ao_lab.native import native_dtype as native_dtype
+    from ao_lab.native import to_native as to_native
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -110,6 +114,7 @@ __all__ = [
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
+    "NativeParts",
     "PerAxis",
     "PerBlock",
     "PerGroup",
@@ -131,10 +136,12 @@ __all__ = [
     "explain",
     "fake_quantize",
     "fake_quantize_vjp",
+    "from_native",
     "jax",
     "load_pretrained",
     "matmul",
     "matmul_error_bound",
+    "native_dtype",
     "pack",
     "prune",
     "quantize",
@@ -148,6 +155,7 @@ __all__ = [
     "swiglu_quantize",
     "testing",
     "tile_scales",
+    "to_native",
     "unpack",
     "untile_scales",
 ]
@@ -186,6 +194,7 @@ NAMES = {
         "PerTensor",
         "PerToken",
     ),
+    "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (

@@ -166,7 +166,9 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
                 assert after is None if before is None else after == before
             elif before.data_ptr() in moves:
                 assert after == moves[before.data_ptr()]
-            elif any(before is given for given in (X, BOTH, WEIGHT, LONG, MANY, MATRIX, WORDS, CODES, PACKED)):
+            elif any(
+                before is given for given in (X, BOTH, WEIGHT, LONG, MANY, MATRIX, WORDS, CODES, PACKED)
+            ):
                 assert after == before.data_ptr()
 
 
