@@ -57,16 +57,13 @@ def read_files(folder: Path) -> Files:
 
 
 def _apart(tensors: Tensors) -> Tensors:
-    """The tensors on the host, none a view of another's memory, which safetensors refuses."""
+    """The tensors on the host, none in another's memory, which safetensors refuses: pieces of a weight share its scale."""
     made: Tensors = {}
     places: set[int] = set()
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        if storage.data_ptr() in places or storage.nbytes() != _size(plain):
-            plain = plain.clone()
-        places.add(storage.data_ptr())
-        made[name] = plain
+        made[name] = plain.clone() if plain.data_ptr() in places else plain
+        places.add(plain.data_ptr())
     return made
 
 

@@ -329,3 +329,17 @@ def test_conventions_without_a_format(scheme):
     assert export_of(Recipe(weight=SCHEMES[scheme])) is None
     with pytest.raises(ValueError, match="no format"):
         written(quantized(torch.randn(4, 128), scheme))
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "ao_lab"])
+def test_pieces_of_one_weight_share_its_scale(tmp_path, layout):
+    model = small_model()
+    mlp = model.model.layers[0].mlp
+    both = quantized(
+        torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]), "fp8_tensorwise"
+    )
+    for layer, piece in zip((mlp.gate_proj, mlp.up_proj), both.chunk(2), strict=True):
+        layer.weight = nn.Parameter(piece, requires_grad=False)
+    assert mlp.gate_proj.weight.scale.data_ptr() == mlp.up_proj.weight.scale.data_ptr()
+    save_pretrained(model, tmp_path, layout=layout)
+    assert same_state(load_pretrained(tmp_path, small_model()), model)
