@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from reference import FORMATS, SCHEMES, Format, Quantized, Scheme
+from reference import FORMATS, Format, Quantized, Scheme
 from reference.quantize import check_quantized
+from reference.schemes import scheme_of
 from reference.storage import storage_dtype
 
 #: torch's dtype of a format, where a code is a whole element.
@@ -74,9 +75,7 @@ def from_native(
     shape: that of the tensor, which packed codes do not say; else the codes'. Raises ValueError or TypeError, as `dequantize`
     does, where the arrays are not what the scheme stores.
     """
-    record = SCHEMES[scheme] if isinstance(scheme, str) and scheme in SCHEMES else scheme
-    if not isinstance(record, Scheme):
-        raise ValueError(f"unknown scheme {scheme!r}; ao-lab schemes lists them")
+    record = scheme_of(scheme)
     given = NativeParts(*parts)
     if shape is None and packed:
         raise ValueError("from_native of packed codes needs shape=, that of the tensor")
