@@ -143,8 +143,8 @@ def blocks_kernel(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
     )  # fmt: skip
-    if WIDE and JOB.packed:
-        # Packed codes of many blocks are more bytes than int32 counts.
+    if WIDE and (JOB.packed or JOB.pairs):
+        # Packed codes of many blocks are more bytes than int32 counts, and pairs of numbers may be more than that.
         block = block.to(tl.int64)
     if JOB.level == "averages":
         leave_averages(x, statistic, at, inside, block, exists, RULE)
