@@ -47,6 +47,8 @@ RECORDS = (
     record("far beyond six bits", "mxfp6_e3m2", {"target": 57344.0}),
     record("far beyond six bits, by ratio", "fp8_1x128", {"block": 32}, element="float6_e2m3fn"),
     record("a codebook under powers of two", "mxfp4", element="nf4"),
+    record("NaN by arithmetic", "mxfp4", nan="ieee"),
+    record("NaN by arithmetic, 8 bits", "mxfp8_e4m3", nan="ieee"),
     record("values in the dtype", "int8_g32", dequantize="target"),
     record("values that overflow", "int8_g32_asymmetric", dequantize="ieee"),
     record("blocks of less than a word", "int4_g32", {"block": 4}),
