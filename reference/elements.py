@@ -50,6 +50,12 @@ def _shifted(ns: Namespace, split: Array, scale: Array, scheme: Scheme, random_b
         exponent = ns.where(exponent == -E8M0_BIAS, scheme.smallest_exponent, exponent)
     if fmt.kind == "int":
         return _shifted_integer(ns, split, exponent, scheme, random_bits)
+    if fmt.kind == "codebook":
+        # Exact, or below 2**-126.
+        inverse = ns.where(exponent == E8M0_BIAS, SMALLEST_NORMAL >> 1, (E8M0_BIAS - exponent) << 23)
+        return encode_bits(
+            ns, Arithmetic(ns, "float32").multiply(split, inverse), fmt, "nearest_even", "saturate"
+        )
     if scheme.rounding == "nearest_even":
         shifted = _shifted_magnitude(ns, split & MAGNITUDE, exponent, infinite=scheme.nan != "block")
         return nearest_even_codes(ns, split, shifted, fmt, scheme.overflow)

@@ -90,7 +90,7 @@ def fake_quantize_vjp(
     split = blocks.split(ns, float32_bits(ns, x, name))
     learned = given is not None and given.scale is not None
     chosen = (
-        usable(ns, given_scales(ns, given, blocks, scheme), scheme)
+        usable(ns, given_scales(ns, given, blocks, scheme), scheme, name)
         if learned
         else choose(ns, split, blocks, scheme, name, given)
     )

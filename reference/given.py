@@ -43,8 +43,8 @@ def _given_double(ns: Namespace, given: Scales, blocks: Blocks, scheme: Scheme, 
     return Chosen(given, scale, scale, None, None)
 
 
-def usable(ns: Namespace, chosen: Chosen, scheme: Scheme) -> Chosen:
-    """Given scales as a house scheme divides by them: raised to its floors, so that a scale of 0 makes no NaN.
+def usable(ns: Namespace, chosen: Chosen, scheme: Scheme, dtype: str) -> Chosen:
+    """Given scales as a house scheme divides x of this dtype by them: raised to its floors, so that a scale of 0 makes no NaN.
 
     A NaN or infinite scale makes its block NaN; a negative one counts as the floor.
     """
@@ -52,8 +52,8 @@ def usable(ns: Namespace, chosen: Chosen, scheme: Scheme) -> Chosen:
         return chosen
     outer = chosen.outer
     if outer is not None and scheme.outer is not None:
-        outer = floored(ns, outer, scheme.outer, "float32")
-    return replace(chosen, scale=floored(ns, chosen.scale, scheme.scale, "float32"), outer=outer)
+        outer = floored(ns, outer, scheme.outer, dtype)
+    return replace(chosen, scale=floored(ns, chosen.scale, scheme.scale, dtype), outer=outer)
 
 
 def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> Scales | None:

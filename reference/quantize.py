@@ -136,7 +136,7 @@ def _quantize(
     if given is None or given.scale is None:
         chosen = choose(ns, split, blocks, scheme, name, given)
     else:
-        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme)
+        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme, name)
     words = block_words(ns, blocks, x, random_bits)
     codes = element_codes(ns, split, chosen, scheme, name, words)
     codes = codes_of(ns, blocks.join(ns, codes), scheme.format.bits)

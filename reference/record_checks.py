@@ -63,6 +63,10 @@ def _check_floor(floor: tuple[str, float | str], fmt: Format | None) -> None:
     choice(kind, FLOORS, "floor")
     if isinstance(value, str):
         choice(value, ("tiny", "eps"), "the floor's value, if it is a name,")
+        if kind == "stored" and fmt is not None:
+            raise ValueError(
+                f"a floor on the stored scale is a value of its storage {fmt.name}; {value!r} is a name"
+            )
         return
     if not (isfinite(value) and value > 0):
         raise ValueError(f"a floor is a positive number, got {value!r}")
@@ -100,6 +104,10 @@ def _check_levels(record: Scheme) -> None:
             f"scales of rule {record.scale.rule!r} take no outer scale; use rule 'ratio' or outer=None"
         )
     double = outer is not None and outer.statistic != "absmax_elements"
+    if double and storage == "float32":
+        raise ValueError(
+            "an outer scale over the scales needs scales that are codes, as nf4's int8_nan; got float32"
+        )
     if storage != "float32" and FORMATS[storage].kind == "int" and not double:
         raise ValueError(f"scales stored as integers ({storage}) need an outer scale over them, as nf4 has")
 
@@ -108,6 +116,10 @@ def _check_zero(record: Scheme, fmt: Format) -> None:
     if fmt.kind != "int" or record.scale.rule in POWER_RULES:
         raise ValueError(
             f"a zero point needs an integer element and a ratio scale; got {fmt.name}, {record.scale.rule}"
+        )
+    if fmt.fraction_bits:
+        raise ValueError(
+            f"a zero point counts integers, and {fmt.name} has a binary point; use int{fmt.bits}"
         )
     low, high = fmt.integer_range
     if record.zero is not None and record.zero.rule == "code" and not (low >= -128 and high <= 127):

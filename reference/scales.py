@@ -84,7 +84,7 @@ def choose(
     kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
     scale = floored(ns, load(ns, kept, record.storage), record, dtype)
     kept = store(ns, scale, record.storage)
-    zero, kept_zero = _zero_point(ns, span, exact, scheme, unit)
+    zero, kept_zero = _zero_point(ns, span, exact, scheme, unit, dtype)
     exposed = Scales(
         blocks.expose(kept, ns), kept_outer, None if kept_zero is None else blocks.expose(kept_zero, ns)
     )
@@ -218,13 +218,13 @@ def floored(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
 
 
 def _zero_point(
-    ns: Namespace, span: Range, exact: Array, scheme: Scheme, unit: Arithmetic
+    ns: Namespace, span: Range, exact: Array, scheme: Scheme, unit: Arithmetic, dtype: str
 ) -> tuple[Array | None, Array | None]:
     if scheme.zero is None:
         return None, None
     low, high = scheme.format.integer_range
-    scale = _floor(ns, exact, scheme.scale, "scale", unit.dtype)
-    scale = _floor(ns, scale, scheme.scale, "stored", unit.dtype)
+    scale = _floor(ns, exact, scheme.scale, "scale", dtype)
+    scale = _floor(ns, scale, scheme.scale, "stored", dtype)
     if scheme.zero.rule == "value":
         middle = unit.constant((low + high + 1) / 2, scale)
         bits = unit.add(span.low, unit.multiply(scale, middle))

@@ -59,6 +59,8 @@ RANGED = (
 PRODUCED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "mxfp6_e2m3", "int8_rowwise", "int4_g32_asymmetric")
 # Rows of two pieces, and of three: see `row_pieces`.
 IN_PIECES = (1536, 3584)
+# Rows of a power of two that, one after the other, are as long as a row of pieces.
+JOINED = ((3, 512), (7, 1024))
 # Elements of a launch, at least.
 LAUNCH = 1 << 16
 #: Given outer scales: ordinary ones, and both sides of where `hot.choose_under_outer` calls a scale ordinary.
@@ -233,6 +235,9 @@ def compare_producers() -> None:
             )
             for name in ("fp8_rowwise", "fp8_rowwise_e5m2"):
                 compare_produced(rows, rows.flip(0), name)
+        for shape in JOINED:
+            rows = x.flatten()[: shape[0] * shape[1]].reshape(shape)
+            compare_produced(rows, rows.flip(0), "fp8_rowwise")
         print("produced", dtype, *PRODUCED, flush=True)
 
 

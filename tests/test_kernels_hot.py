@@ -1,4 +1,4 @@
-"""The hot paths of the kernels with their inline assembly, emulated; `interpreted_hot` says what is compared."""
+"""Hot paths of kernels with their inline assembly, emulated; `interpreted_hot` and `interpreted_records` say which."""
 
 import platform
 
@@ -19,3 +19,7 @@ GROUPS = {
 @pytest.mark.parametrize("group", GROUPS)
 def test_hot_paths_agree_with_the_reference(group):
     assert len(lines_of("tests/interpreted_hot.py", group)) == GROUPS[group]
+
+
+def test_records_at_the_edges_of_the_sequences_agree():
+    assert len(lines_of("tests/interpreted_records.py")) == 19

@@ -21,7 +21,8 @@ SCALE_FIELDS = [
     ({"target": 0}, "target"), ({"target": float("nan")}, "target"), ({"target": 1e-50}, "target"),
     ({"target": 1e60}, "target"), ({"floor": ("scael", 1.0)}, "floor is one of"),
     ({"floor": ("stored", 0.0)}, "positive number"), ({"floor": ("scale", "small")}, "tiny"),
-    ({"storage": "float8_e4m3fn"}, "value of its storage"), ({"rule": "floor"}, "ratio_pow2"),
+    ({"storage": "float8_e4m3fn"}, "value of its storage"),
+    ({"storage": "float8_e4m3fn", "floor": ("stored", "eps")}, "'eps' is a name"), ({"rule": "floor"}, "ratio_pow2"),
     ({"rule": "flor"}, "rule is one of"), ({"statistic": "max"}, "statistic is one of"),
 ]  # fmt: skip
 
@@ -57,6 +58,8 @@ def with_scale(name, **fields):
         (lambda: replace(SCHEMES["mxfp4"], element="float4"), "nearest are"),
         (lambda: with_scale("mxfp4", storage="float8_e4m3fn"), "float8_e8m0fnu"),
         (lambda: with_scale("fp8_rowwise", storage="int8"), "outer scale"),
+        (lambda: with_scale("nf4", storage="float32"), "scales that are codes"),
+        (lambda: replace(SCHEMES["int8_g32_asymmetric"], element="mxint8"), "binary point; use int8"),
     ],
 )
 def test_scheme_fields(make, words):

@@ -143,8 +143,8 @@ def blocks_kernel(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
     )  # fmt: skip
-    if WIDE and JOB.packed:
-        # Packed codes of many blocks are more bytes than int32 counts.
+    if WIDE and (JOB.packed or JOB.pairs):
+        # Packed codes of many blocks are more bytes than int32 counts, and pairs of numbers may be more than that.
         block = block.to(tl.int64)
     if JOB.level == "averages":
         leave_averages(x, statistic, at, inside, block, exists, RULE)
@@ -207,7 +207,7 @@ def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, J
     elif MINMAX:
         return largest, bound(low, largest, RULE.with_zero, True), bound(high, largest, RULE.with_zero, False)
     else:
-        return largest, largest, largest
+        return largest, float_of(largest), float_of(largest)
 
 
 @triton.jit
@@ -224,6 +224,8 @@ def _quantize_tile(
             e = floored(s, RULE.level)
     elif JOB.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE)
+        if RULE.codes_from == "exact":
+            e = s
         kept = s
     else:
         divisor_outer = g_outer
@@ -236,7 +238,9 @@ def _quantize_tile(
         v = floats(later, RULE.native)
     else:
         v = widened(tile, RULE.signs_nan)
-    if RULE.hot != "" and JOB.source != "given" and (JOB.codes or JOB.output != ""):
+    # The sequences make values as the house does.
+    VALUES: tl.constexpr = JOB.output != "" and RULE.dequantize == "float32"
+    if RULE.hot != "" and JOB.source != "given" and (JOB.codes or VALUES):
         if JOB.codes:
             m = multiplier(s, kept, z, RULE)
             store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)

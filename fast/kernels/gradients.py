@@ -84,7 +84,7 @@ def _sloped(
     call, scheme = Recording({"g": g, **asked_tensors(x, given, words)}), of.scheme
     if of.rule.two_level:
         ns = namespace_of(x)
-        chosen = usable(ns, given_scales(ns, given, of.blocks, scheme), scheme)
+        chosen = usable(ns, given_scales(ns, given, of.blocks, scheme), scheme, of.dtype)
         divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
         made = {"scale": _flat_floats(chosen.scale), "divisor": _flat_floats(divisor)}
         scheme = passes.first_level(scheme)

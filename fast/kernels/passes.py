@@ -196,7 +196,7 @@ def packs(of: Asked) -> bool:
     place, bits = of.place, of.scheme.format.bits
     if bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
         return False
-    unit = {4: 2, 2: 4, 6: 16}.get(bits, 8)
+    unit = {2: 4, 6: 16}.get(bits, 8)
     length, last = place.integers[3], of.blocks.shape[-1]
     whole = prod(of.blocks.shape) % length == 0
     return whole and length == place.size and length % unit == 0 and last * bits % 8 == 0

@@ -137,8 +137,10 @@ def _values(fmt: Format) -> tuple[float, ...]:
     return tuple(float(v) for v in fmt.values) if fmt.kind == "codebook" else ()
 
 
-def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = True) -> Level:
-    """The constants of one level of scales."""
+def level_of(
+    record: Scale, dtype: str, element: Format, *, hardware: bool = True, quick: bool = False
+) -> Level:
+    """The constants of one level of scales. quick: see `_is_quick`; of records whose exact scales nobody divides by."""
     compute = dtype if record.compute == "input" else "float32"
     floor, kind = 0, ""
     if record.floor is not None:
@@ -159,7 +161,7 @@ def level_of(record: Scale, dtype: str, element: Format, *, hardware: bool = Tru
         nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=_kept_as(record.storage),
         even_carry=1 << (22 - element_mantissa(element)), element_min=_in_dtype(element.min, compute),
         steps=_runs(record.rule), one_over_target=_in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
-        quick=hardware and _is_quick(record), inverse=float(np.float32(1) / np.float32(record.target)),
+        quick=hardware and quick and _is_quick(record), inverse=float(np.float32(1) / np.float32(record.target)),
         simple_power=_is_simple(record.rule, (target >> 23) - 127),
         carry=_carry(record.rule, target & 0x7FFFFF, 1 << (22 - element_mantissa(element))),
         storage_element=None if record.storage == "float32" else _part(_storage(record.storage, hardware), hardware),
@@ -175,11 +177,19 @@ def _in_dtype(value: float, dtype: str) -> float:
 
 
 def _is_quick(record: Scale) -> bool:
-    """Whether `words.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target."""
+    """Whether `words.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target.
+
+    Only in records where infinity poisons a block: the quotient of infinity is NaN.
+    """
     plain = record.rule == "ratio" and record.stored == "decode" and record.compute == "float32"
-    kind, floor = record.floor or ("", 0.0)
-    floors = kind == "stored" and float(floor) >= 2.0**-126 and record.storage == "float32"
+    floors = _is_raised(record, 2.0**-126) and record.storage == "float32"
     return plain and floors and record.statistic != "minmax_split" and record.target in QUOTIENTS
+
+
+def _is_raised(record: Scale, least: float) -> bool:
+    """Whether stored scales are raised to `least` or more. "tiny" and "eps" of no dtype lie below 2**-126."""
+    kind, value = record.floor or ("", 0.0)
+    return kind == "stored" and (2.0**-126 if isinstance(value, str) else value) >= least
 
 
 def _is_simple(rule: str, target_exponent: int) -> bool:
@@ -229,11 +239,13 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
     house = scheme.nan == "block"
     overflow, nan = ("mark", "ieee") if marking else (scheme.overflow, scheme.nan)
     nearest = not marking and scheme.rounding == "nearest_even" and scheme.overflow == "saturate"
+    quick = house and scheme.codes_from == "stored"
     return Rule(
         dtype=dtype, kind=fmt.kind, bits=fmt.bits, fraction_bits=fmt.fraction_bits,
         element=_part(element_of(fmt, scheme.rounding, overflow, hardware=hardware), hardware),
-        level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware), hardware),
-        outer=None if outer is None else _part(level_of(outer, dtype, fmt, hardware=hardware), hardware),
+        level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware, quick=quick), hardware),
+        outer=None if outer is None
+        else _part(level_of(outer, dtype, fmt, hardware=hardware, quick=quick), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
         two_level=is_two_level(scheme), group=outer.block if outer is not None and is_two_level(scheme) else 1,
         power_of_two=scheme.scale.power_of_two, with_zero=scheme.scale.statistic != "minmax",
@@ -289,10 +301,18 @@ def _has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
 
 
 def _is_ranged(scheme: Scheme, hot: str) -> bool:
-    """Whether `ranges.scale_of_range` makes scales and zero points; from a target of 4 on no reciprocal is below 2**-126."""
+    """Whether `ranges.scale_of_range` makes scales and zero points.
+
+    From a target of 4 on no reciprocal is below 2**-126; up to the span of the codes no zero point lies beyond them.
+    """
     scale, zero = scheme.scale, scheme.zero
     coded = hot == "int" and zero is not None and zero.rule == "code"
-    return coded and scale.statistic == "minmax_with_zero" and _is_quick(scale) and scale.target >= 4
+    return (
+        coded
+        and scale.statistic == "minmax_with_zero"
+        and _is_quick(scale)
+        and 4 <= scale.target <= 2**scheme.format.bits - 1
+    )
 
 
 def _has_sequence(fmt: Format) -> bool:
@@ -311,6 +331,8 @@ def _hot(scheme: Scheme, nearest: bool) -> str:
         return ""
     if scheme.smallest_exponent is not None or not scheme.negative_zero or scheme.arithmetic != "float32":
         return ""
+    if not _has_reciprocals(scheme):
+        return ""
     if fmt.kind == "int" and fmt.signed and fmt.specials == "none":
         return (
             ""
@@ -321,7 +343,17 @@ def _hot(scheme: Scheme, nearest: bool) -> str:
         return "codebook" if _fills_codebook(scheme) else ""
     if scheme.outer is not None and not _under_outer(scheme):
         return ""
+    if fmt.bits == 6 and scheme.scale.target > fmt.max:
+        # Far beyond the largest code the conversions of 8 bits, which stand in, reach bits that codes of 6 do not have.
+        return ""
     return ocp_name(fmt)
+
+
+def _has_reciprocals(scheme: Scheme) -> bool:
+    """Whether codes come from scales that multiply them too, each with a finite reciprocal."""
+    scale = scheme.scale
+    finite = scheme.codes_from == "stored" and _is_raised(scale, 2.0**-126)
+    return scale.stored == "decode" and (finite or scale.power_of_two)
 
 
 def _fills_codebook(scheme: Scheme) -> bool:
@@ -329,15 +361,7 @@ def _fills_codebook(scheme: Scheme) -> bool:
     scale = scheme.scale
     plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
     kept = scale.stored == "decode" and scale.compute == "float32" and scale.target == 1.0
-    floor = scale.floor is not None and scale.floor[0] == "stored" and float(scale.floor[1]) >= 2.0**-126
-    return (
-        plain
-        and kept
-        and floor
-        and scheme.outer is None
-        and scheme.poison_code == 0
-        and has_cubic(scheme.format)
-    )
+    return plain and kept and scheme.outer is None and scheme.poison_code == 0 and has_cubic(scheme.format)
 
 
 def _under_outer(scheme: Scheme) -> bool:
@@ -369,9 +393,7 @@ def _under_outer(scheme: Scheme) -> bool:
 def _outer_is_ordinary(scheme: Scheme) -> bool:
     """Whether an outer scale that comes from a tensor is raised to 2**-112 and below 2**117."""
     outer = scheme.outer
-    if outer is None or outer.floor is None or outer.floor[0] != "stored":
-        return False
-    return float(outer.floor[1]) >= 2.0**-112 and 2.0**128 / outer.target <= 2.0**117
+    return outer is not None and _is_raised(outer, 2.0**-112) and 2.0**128 / outer.target <= 2.0**117
 
 
 def _never_saturates(scheme: Scheme) -> bool:

@@ -52,12 +52,16 @@ def element_codes(v, scale, outer, zero, words, RULE: tl.constexpr):
 
 @triton.jit
 def power_multiplier(scale, RULE: tl.constexpr):
-    """2**-e of an e8m0 scale 2**e as float32; NaN for NaN. 2**127 for the smallest scale, unless the record says else."""
+    """2**-e of an e8m0 scale 2**e as float32. 2**127 for the smallest scale, unless the record says else.
+
+    NaN for NaN, but where arithmetic decides: there its exponent is shifted by, like any other.
+    """
     exponent = bits_of(scale) >> 23
     if RULE.smallest_exponent is not None:
         exponent = tl.where(exponent == 0, RULE.smallest_exponent + 127, exponent)
     inverse = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
-    return float_of(tl.where(exponent == 255, 0x7FC00000, inverse))
+    nan: tl.constexpr = 0x00200000 if RULE.nan == "ieee" else 0x7FC00000
+    return float_of(tl.where(exponent == 255, nan, inverse))
 
 
 @triton.jit

@@ -208,7 +208,8 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Fi
     """A launch over rows under one scale, where those come in pieces."""
     rows, length = gate.shape
     apart = pieces(length, None)
-    if into is None or apart is None or not takes_row_pieces(into):
+    # Rows of a power of two have been joined, and belong to several scales.
+    if into is None or into.length != length or apart is None or not takes_row_pieces(into):
         return None
     strides = _strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
