@@ -20,7 +20,7 @@ HALVES = ("bfloat16", "float16")
 #: In registers with and without filling, in parts, one element, more rows than a tile, none.
 NORM_SHAPES = ((64, 256), (7, 4096), (5, 14336), (3, 16384), (3, 5120), (2, 5, 160), (4, 100), (1, 32), (33, 1), (513, 33),
                (2, 16385), (2, 65536 + 160), (1, 1 << 20), (256,), (0, 32), (3, 0))  # fmt: skip
-GATE_SHAPES = ((64, 256), (3, 4096), (5, 14336), (7, 4097), (3, 5, 96), (1, 1), (), (0, 32), (12345,))
+GATE_SHAPES = ((64, 256), (3, 512), (7, 2048), (3, 4096), (5, 14336), (7, 4097), (3, 5, 96), (1, 1), (), (0, 32), (12345,))
 
 
 def jobs(settings: Settings) -> list[Job]:
