@@ -160,7 +160,11 @@ def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return "the weight must be a matrix"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it does not write {dtype}"
-    return _refuses_scaled_mm_on_gpu(w, scheme, dtype) if w.is_cuda else None
+    if w.is_cuda:
+        return _refuses_scaled_mm_on_gpu(w, scheme, dtype)
+    if -1 in (scheme.scale.block, w.scheme.scale.block) and not _cpu_scales_rows():
+        return f"torch {torch.__version__} takes one scale for each operand on a CPU, 2.13 one for each row"
+    return None
 
 
 def _refuses_scaled_mm_on_gpu(w: QuantizedTensor, scheme: Scheme, dtype: torch.dtype) -> str | None:
@@ -174,6 +178,17 @@ def _refuses_scaled_mm_on_gpu(w: QuantizedTensor, scheme: Scheme, dtype: torch.d
     if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
         return f"on a GPU it writes bfloat16, not {dtype}"
     return None
+
+
+@lru_cache(maxsize=1)
+def _cpu_scales_rows() -> bool:
+    """Whether torch's float8 product on CPUs takes a scale for each row: some versions fail an assertion there."""
+    a, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)

@@ -211,7 +211,7 @@ def compare_formats() -> None:
 def compare_packing() -> None:
     """Every width: whole groups of codes and what they leave, rows of whole bytes and others, addresses of every kind."""
     generator = torch.Generator().manual_seed(4)
-    for name in ("int2", "int3", "float4_e2m1fn", "int5", "float6_e2m3fn", "int7"):
+    for name in ("uint1", "int2", "int3", "float4_e2m1fn", "int5", "float6_e2m3fn", "int7"):
         for shape in PACKED:
             codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
             packed = reference.pack(codes, name)

@@ -15,7 +15,7 @@ GROUPS = {
     "mx": (39, {"gradient", "packed", "tiled"}),
     "integers": (38, {"gradient", "packed"}),
     "two levels": (20, {"gradient", "packed", "outer", "tiled"}),
-    "formats": (19, {"stochastic", "packed"}),
+    "formats": (20, {"stochastic", "packed"}),
     "both": (9, {"both"}),
 }
 

@@ -146,10 +146,15 @@ def _launch(
 
 
 def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, bits: int) -> bool:
-    """Whether `codes` codes in rows of `length` are one stream of words: no bits between rows, and aligned addresses."""
-    return (length * bits % 8 == 0 or length == codes) and (
-        source.data_ptr() | target.data_ptr()
-    ) % ALIGNMENT == 0
+    """Whether `codes` codes in rows of `length` are one stream of words: no bits between rows, and aligned addresses.
+
+    Single bits are left to the kernels that take a byte at a time.
+    """
+    return (
+        bits > 1
+        and (length * bits % 8 == 0 or length == codes)
+        and (source.data_ptr() | target.data_ptr()) % ALIGNMENT == 0
+    )
 
 
 def pack_octets(call: Recording, length: int, bits: int) -> int:
