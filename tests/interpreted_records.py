@@ -52,6 +52,10 @@ RECORDS = (
     record("values in the dtype", "int8_g32", dequantize="target"),
     record("values that overflow", "int8_g32_asymmetric", dequantize="ieee"),
     record("blocks of less than a word", "int4_g32", {"block": 4}),
+    record(
+        "one bit", "int4_g32_asymmetric", {"target": 1.0, "statistic": "minmax", "storage": "bfloat16"}, element="uint1",
+        zero=Zero(rule="value", storage="bfloat16"),
+    ),
 )  # fmt: skip
 
 
@@ -87,6 +91,9 @@ def main() -> None:
             for packed in (False, True):
                 wanted = reference.quantize(x, scheme, packed=packed)
                 assert_same_bits(quantizer.quantize(x, scheme, -1, None, None, packed), wanted)
+                values = quantizer.dequantize(wanted, "bfloat16")
+                if values is not None:
+                    assert_same_bits(values, reference.dequantize(wanted, "bfloat16"))
             fake = reference.fake_quantize(x, scheme)
             assert_same_bits(quantizer.fake_quantize(x, scheme, -1, None), fake)
             wanted = reference.quantize(x, scheme, scales=given_of(x, scheme))

@@ -192,9 +192,9 @@ def code_buffer(of: Asked, packed: bool) -> Buffer:
 
 
 def packs(of: Asked) -> bool:
-    """Whether the kernel can read and write packed codes: whole bytes per block, blocks along the last axis."""
+    """Whether the kernel can read and write packed codes: of 2 to 7 bits, whole bytes per block, blocks along the last axis."""
     place, bits = of.place, of.scheme.format.bits
-    if bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
+    if bits == 1 or bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
         return False
     unit = {2: 4, 6: 16}.get(bits, 8)
     length, last = place.integers[3], of.blocks.shape[-1]
