@@ -76,3 +76,15 @@ def test_scales_for_both_on_another_device_are_left_to_the_reference():
     scale = fast.quantize(x, "fp8_tensorwise").scales
     other = replace(scale, scale=scale.scale.to("meta"))
     assert fused_both(x, scheme, (scale, other), False) is None
+
+
+def test_short_groups_of_scales_are_refused_by_gradients_too():
+    x = normals(4, 32, 5, dtype=torch.float32)
+    with pytest.raises(ValueError, match="full blocks of 256"):
+        fast.fake_quantize_vjp(x, x, "torchao.nf4")
+    with pytest.raises(ValueError, match="full blocks of 256"):
+        passes.masking(
+            passes.asked(
+                "float32", SCHEMES["torchao.nf4"], Blocks.of((4, 32, 5), SCHEMES["torchao.nf4"].scale, -1)
+            )
+        )

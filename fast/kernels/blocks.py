@@ -89,16 +89,26 @@ def all_of(SIZE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TURNED: tl.constexpr):
+    """Places in a block, (1, SIZE), row by row; TURNED: of a rectangle with rows of INNER, column by column."""
+    i = tl.arange(0, SIZE)[None, :]
+    if TURNED:
+        HEIGHT: tl.constexpr = SIZE // INNER
+        i = i % HEIGHT * INNER + i // HEIGHT
+    return i
+
+
+@triton.jit
 def _places(
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, REVERSE: tl.constexpr,
-    SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """(offsets (P, SIZE), which exist, index of the scale (P, 1), block number, which exist, first chunk)."""
+    """(offsets (P, SIZE), which exist, block number (P, 1), which exist, first chunk). TURNED: see `in_block`."""
     program = tl.program_id(0)
     if REVERSE:
         program = tl.num_programs(0) - 1 - program
-    i = tl.arange(0, SIZE)[None, :]
+    i = in_block(SIZE, INNER, TURNED)
     p = tl.arange(0, P)[:, None]
     chunk = 0
     if CHUNKED and SHAPE == "flat":

@@ -179,6 +179,7 @@ def _masked(last: Pass, of: Asked, rule: Rule) -> Pass:
 def _two_level_masking(of: Asked) -> Plan:
     """`masking` where scales are quantized themselves: by the scales that the codes come from."""
     if of.scheme.codes_from == "exact":
+        scale_buffers(of)  # refuses short groups of scales where the record does
         return masking(replace(of, scheme=first_level(of.scheme)))
     plan = _with_second_level(of, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
     last = _masked(plan.passes[-1], of, rule_of(of.scheme, of.dtype, of.hardware, True))

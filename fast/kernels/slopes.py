@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
-from fast.kernels.blocks import _places, loaded_scales
+from fast.kernels.blocks import _places, in_block, loaded_scales
 from fast.kernels.scaled import element_codes
 from fast.kernels.scales import loaded_scale
 from fast.kernels.trees import MOST_LEVELS, tree_sum
@@ -28,13 +28,14 @@ def slopes_kernel(
 ):  # fmt: skip
     """dx of a tile, and the sums of its blocks or, CHUNKED or SPLIT, of its parts of a block.
 
-    MARKING: the rule under which codes show what saturates. TURNED: blocks are read down their columns. SPLIT: rectangles that
-    are parts of blocks, of their "rows" or "columns". divisor: float32 scales that made the codes, beside the `scale` of their
-    values, where scales are quantized themselves; None elsewhere.
+    MARKING: the rule under which codes show what saturates. TURNED: blocks are read down their columns (transposed in
+    registers before the sums, they had others on a GPU). SPLIT: rectangles that are parts of blocks, of their "rows" or
+    "columns". divisor: float32 scales that made the codes, beside the `scale` of their values, where scales are quantized
+    themselves; None elsewhere.
     """
     at, inside, block, exists, _ = _places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P,
+        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TURNED,
     )  # fmt: skip
     near, belongs = at, inside
     if MASKED:
@@ -54,6 +55,7 @@ def slopes_kernel(
             SIZE,
             INNER,
             P,
+            TURNED,
         )
     part = block
     if CHUNKED:
@@ -86,13 +88,11 @@ def slopes_kernel(
     dy = widened(dy)
     value = counted(element_codes(v, d, o, z, drawn, RULE), z, RULE)
     slopes = dy * _slope(v, value, lost, s, o, z, RULE)
-    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.native, TURNED, INNER)
+    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.native)
     if RULE.zero == "value":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.native, TURNED, INNER)
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.native)
     elif RULE.zero == "code":
-        _leave(
-            dzero, part, exists, tl.where(belongs & lost, dy * negated(s), 0.0), RULE.native, TURNED, INNER
-        )
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy * negated(s), 0.0), RULE.native)
 
 
 @triton.jit
@@ -109,9 +109,10 @@ def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
 def _filled(
     at, block, exists, columns, rows, length, limit, chunks, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """(offsets, which belong to a block): a short block goes on with its last element, what lies beyond a block is none."""
-    i = tl.arange(0, SIZE)[None, :]
+    i = in_block(SIZE, INNER, TURNED)
     if CHUNKED:
         i = i + _chunk(columns, chunks, SHAPE, P) * SIZE
     if SHAPE == "flat":
@@ -145,11 +146,8 @@ def _slope(v, value, lost, scale, outer, zero, RULE: tl.constexpr):
 
 
 @triton.jit
-def _leave(sums, part, exists, v, NATIVE: tl.constexpr, TURNED: tl.constexpr, INNER: tl.constexpr):
+def _leave(sums, part, exists, v, NATIVE: tl.constexpr):
     """Store the sums of the rows of (P, SIZE)."""
-    if TURNED:
-        cut = tl.reshape(v, (v.shape[0], v.shape[1] // INNER, INNER))
-        v = tl.reshape(tl.permute(cut, (0, 2, 1)), (v.shape[0], v.shape[1]))
     tl.store(sums + part, canonical(added(v, NATIVE)), mask=exists)
 
 
