@@ -213,7 +213,7 @@ def test_no_gradient_flows_through_codes(kernels_everywhere):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_kernels_read_before_they_write(name):
     """XLA hands over inputs, then outputs; in every plan the kernel's arguments have that order."""
-    from ao_lab.jax.launches import ARRAYS
+    from ao_lab.jax.launches import POINTERS
     from fast.kernels import passes
 
     scheme = SCHEMES[name]
@@ -227,7 +227,7 @@ def test_kernels_read_before_they_write(name):
         for one in (one for plan in [*plans, passes.masking(of)] for one in plan.passes):
             order = [
                 argument in one.writes
-                for argument in ARRAYS
+                for argument in POINTERS
                 if argument in {**one.reads, **one.writes, **one.updates}
             ]
             assert order == sorted(order)
