@@ -151,6 +151,8 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "CudaWatch", FakeWatch)
     monkeypatch.setattr(run, "PLAN", made.plan)
     monkeypatch.setattr(run, "host_time", lambda *arguments, **options: 1e-6)
+    # Calls from JAX have a test of their own, of a size for a CPU.
+    monkeypatch.setattr(run.jax_calls, "installed", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "fast", reference)
     places = Places(tmp_path / "cache", tmp_path / "reports")
     found, written = command.complete(with_peers=False, places=places)
