@@ -72,8 +72,13 @@ def test_torchao_runs_where_it_has_something(name):
     if is_kernel(found[0]):
         assert case.scheme == "fp8_1x128"
         return
-    made = found[0](*found[1](case.make(reference, SHAPE, "cpu", 0)))
-    assert made is not None
+    call, arguments = found[0], found[1](case.make(reference, SHAPE, "cpu", 0))
+    if name == "dequantize.int3_g128.packed":
+        # torchao packs no integers of three bits: it refuses ours, and the peer's row says so.
+        with pytest.raises(AssertionError, match="divisible"):
+            call(*arguments)
+        return
+    assert call(*arguments) is not None
 
 
 def test_torchao_decodes_to_our_values():
