@@ -10,6 +10,7 @@ from reference.encode import decode, encode
 from reference.error_bound import matmul_error_bound
 from reference.fake_quantize import fake_quantize, fake_quantize_vjp
 from reference.formats import FORMATS, Format
+from reference.linear import linear
 from reference.matmul import matmul
 from reference.normalize import rms_norm, rms_norm_quantize
 from reference.pack import pack, packed_shape, unpack
@@ -43,6 +44,7 @@ __all__ = [
     "encode",
     "fake_quantize",
     "fake_quantize_vjp",
+    "linear",
     "matmul",
     "matmul_error_bound",
     "pack",

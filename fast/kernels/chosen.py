@@ -37,6 +37,8 @@ def choose(
             z = zero_point(low, e, RULE)
     if RULE.zero == "code" and JOB.scales:
         tl.store(zero + block, z.to(tl.int8), mask=writes)
+    elif RULE.zero == "value" and JOB.scales and RULE.zero_storage == "float32":
+        tl.store(zero + block, z, mask=writes)
     elif RULE.zero == "value" and JOB.scales:
         tl.store(zero + block, (bits_of(z) >> 16).to(tl.uint16), mask=writes)
     if JOB.tiled:

@@ -321,7 +321,18 @@ def finished(product, scale, DTYPE: tl.constexpr):
 def loaded_values(
     codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """What the codes of a tile count in units of the scale, read as words where they are packed."""
+    """What the codes of a tile count in units of the scale, less the zero point."""
+    value = loaded_numbers(codes, at, inside, block, exists, RULE, PACKED, SIZE)
+    if RULE.zero == "code":
+        value = value - zero.to(tl.float32)
+    return value
+
+
+@triton.jit
+def loaded_numbers(
+    codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """What the codes of a tile count in units of the scale, read as words where they are packed; zero points are left out."""
     if PACKED and RULE.bits == 4:
         words = _load_words(codes, block, exists, SIZE // 8)
         if RULE.kind == "int":
@@ -351,8 +362,6 @@ def loaded_values(
             value = codebook_values(code.to(tl.int32), RULE.element)
         else:
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if RULE.zero == "code":
-        value = value - zero.to(tl.float32)
     if RULE.fraction_bits != 0:
         value = value * (1.0 / (1 << RULE.fraction_bits))
     return value

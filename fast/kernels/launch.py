@@ -37,7 +37,9 @@ class Fixed:
     def __init__(
         self, kernel: Any, grid: int | Grid, tail: tuple[Any, ...], warps: int, **options: Any
     ) -> None:
-        self.kernel, self.tail, self.warps, self.options = kernel, tail, warps, options
+        self.kernel, self.tail, self.warps = kernel, tail, warps
+        # Sums of products are rounded as the reference rounds them, unless a kernel says that it promises less.
+        self.options = {"enable_fp_fusion": False, **options}
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.compiled: dict[int, Any] = {}
         self.calls: dict[int, Call] = {}
@@ -61,9 +63,7 @@ class Fixed:
             self.kernel[self.grid](*pointers, *self.tail)
             return
         with torch.cuda.device(device):
-            compiled = self.kernel[self.grid](
-                *pointers, *self.tail, num_warps=self.warps, enable_fp_fusion=False, **self.options
-            )
+            compiled = self.kernel[self.grid](*pointers, *self.tail, num_warps=self.warps, **self.options)
         if compiled is not None and not any(p is not None and p.data_ptr() % ALIGNMENT for p in pointers):
             self.compiled[device] = compiled
 

@@ -78,6 +78,8 @@ def loaded_zero(kept, RULE: tl.constexpr):
     """A kept zero point as int32 code or float32."""
     if RULE.zero == "code":
         return kept.to(tl.int32)
+    elif RULE.zero_storage == "float32":
+        return canonical(kept)
     else:
         v = float_of(kept.to(tl.int32) << 16)
         return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))

@@ -1,0 +1,189 @@
+"""y = W x + bias for a stored weight W (N, K) of 4-bit integers and one vector x of 16-bit numbers, in Gluon.
+
+At the copy rate there are about 7 issue slots for a 4-bit code, and the floating-point way of `vector_product` takes 5. Here two
+codes become a pair of 16-bit numbers by one mask and one addition, and the tensor core (`mma.m16n8k16`) multiplies and adds.
+
+Memory is read as it lies: a warp takes 32 * WORDS words of a row, a lane WORDS neighbouring ones, and the inputs of the same
+places. The instruction's 16 rows are eight parts of K, twice: lane (g, t) holds the t-th quarter of part g of a row n, and of
+the next row n + 1. Its eight columns are the inputs of the eight parts, so of the products only the diagonal means anything: a
+part of W by its own inputs. It costs seven eighths of the tensor core's work, of which there is plenty, and no data moves
+between lanes. The order of K is free where both operands have the same one: codes j and j + 4 of a word make a pair, and the
+inputs are paired likewise.
+
+WORDS is chosen so that a part lies in one block. Its sum, from zero, is multiplied by the block's scale and added, in float32.
+Zero points are subtracted from the codes, exactly: |c - z| <= 23. Layouts are explicit, since the assembly depends on them.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+def _decoded(word: str, out: str, offset: str, kind: str) -> str:
+    """Assembly: the eight codes of a word, plus what `offset` takes away, as four pairs of 16-bit numbers.
+
+    A nibble in the lowest bits of the pattern of 128 (float16: 1024) adds itself; two's complement is offset by flipping bit 3.
+    """
+    magic, add = ("0x43084308", "bf16x2") if kind == "bf16" else ("0x64086408", "f16x2")
+    text = ""
+    for j in range(4):
+        text += f"shr.u32 v, {word}, {4 * j}; " if j else f"mov.b32 v, {word}; "
+        text += f"lop3.b32 {out}{j}, v, 0x000F000F, {magic}, 0x6A; "
+    return text + "".join(f"add.rn.{add} {out}{j}, {out}{j}, {offset}; " for j in range(4))
+
+
+def _products(words: int, kind: str) -> gl.constexpr:
+    """Assembly for the words of two rows: sums of parts, scaled and added.
+
+    Operands, 2 * words registers each, those of the first row first: totals out; totals in; words; four pairs of inputs; offsets;
+    scales; and which of a lane's two columns may be on the diagonal. Totals are in the first register of each row.
+    """
+    count = 2 * words
+    totals, codes, inputs, offsets, scales, odd = (count * i for i in (1, 2, 3, 7, 8, 9))
+    text = "{ .reg .b32 v, l<4>, h<4>; .reg .f32 c<4>; .reg .pred p; "
+    text += f"setp.ne.s32 p, ${odd}, 0; "
+    text += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
+    for word in range(words):
+        text += _decoded(f"${codes + word}", "l", f"${offsets}", kind)
+        text += _decoded(f"${codes + words + word}", "h", f"${offsets + words}", kind)
+        b = [f"${inputs + count * pair + word}" for pair in range(4)]
+        for j in (0, 2):
+            text += (
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, "
+                f"{{l{j}, h{j}, l{j + 1}, h{j + 1}}}, {{{b[j]}, {b[j + 1]}}}, {{c0, c1, c2, c3}}; "
+            )
+    text += "selp.f32 c0, c1, c0, p; selp.f32 c2, c3, c2, p; "
+    for i in range(count):
+        sum_of = {0: "c0", words: "c2"}.get(i)
+        moved = f"mov.f32 ${i}, ${totals + i}; "
+        text += moved if sum_of is None else f"fma.rn.f32 ${i}, {sum_of}, ${scales + i}, ${totals + i}; "
+    return gl.constexpr(text + "}")
+
+
+def _operands(words: int) -> gl.constexpr:
+    kinds = ["=&f", "f", "r", "r", "r", "r", "r", "r", "f", "r"]
+    return gl.constexpr(",".join(kind for kind in kinds for _ in range(2 * words)))
+
+
+OPERANDS_1, OPERANDS_2, OPERANDS_4 = (_operands(words) for words in (1, 2, 4))
+BF16_1, BF16_2, BF16_4 = (_products(words, "bf16") for words in (1, 2, 4))
+F16_1, F16_2, F16_4 = (_products(words, "f16") for words in (1, 2, 4))
+
+
+@gluon.constexpr_function
+def _alone(axis, rank, layout):
+    """The layout of one axis of a tile."""
+    for other in reversed(range(rank)):
+        layout = layout if other == axis else gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _axis(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Numbers along one axis of a tile."""
+    i = gl.arange(0, COUNT, layout=_alone(AXIS, RANK, LAYOUT))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            i = gl.expand_dims(i, other)
+    return i
+
+
+@gluon.jit
+def _spread(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
+    """A number of each lane, or of each lane and word, for the whole tile: no data moves."""
+    v = gl.convert_layout(v, FROM, assert_trivial=True)
+    v = gl.broadcast(v, gl.zeros(SHAPE, gl.int32, FROM))[0]
+    return gl.convert_layout(v, TILE, assert_trivial=True)
+
+
+@gluon.jit
+def _paired(x):
+    """Eight inputs of each word (..., 4 pairs of neighbours) as the four pairs of its codes."""
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], x.shape[3], 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $4, $6, 0x5410; prmt.b32 $1, $4, $6, 0x7632; prmt.b32 $2, $5, $7, 0x5410; prmt.b32 $3, $5, $7, 0x7632;",
+        "=&r,=&r,=&r,=&r,r,r,r,r", [x0, x1, x2, x3], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def nibble_kernel(
+    x, codes, scale, zero, bias, y, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr,
+    ALONG: gl.constexpr, UNROLL: gl.constexpr, WIDE: gl.constexpr, BRAIN: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG: warps over
+    rows, and along K; BRAIN: bfloat16, not float16; HALF: scales are bfloat16."""
+    SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
+    INPUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, WORDS, 4], [1, 1, 32, 1, 1], [ALONG, DOWN, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    TEXT: gl.constexpr = (
+        (BF16_1 if WORDS == 1 else BF16_2 if WORDS == 2 else BF16_4)
+        if BRAIN else (F16_1 if WORDS == 1 else F16_2 if WORDS == 2 else F16_4)
+    )  # fmt: skip
+    OPERANDS: gl.constexpr = OPERANDS_1 if WORDS == 1 else OPERANDS_2 if WORDS == 2 else OPERANDS_4
+    # Elements that the warps along K take at once.
+    STEP: gl.constexpr = 256 * WORDS * ALONG
+    first = gl.program_id(0) * ROWS
+    row = _row(first + _axis(ROWS, 1, 4, TILE), rows, WIDE)
+    word = (_axis(ALONG, 0, 4, TILE) * 32 + _axis(32, 2, 4, TILE)) * WORDS + _axis(WORDS, 3, 4, TILE)
+    words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 8) + word)
+    pair = (_axis(ALONG, 0, 5, INPUT) * 32 + _axis(32, 2, 5, INPUT)) * WORDS + _axis(WORDS, 3, 5, INPUT)
+    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * pair + _axis(4, 4, 5, INPUT))
+    lane = _axis(32, 2, 4, LANES)
+    odd = _spread(lane // 4 % 2, SHAPE, LANES, TILE)
+    start = (_axis(ALONG, 0, 4, LANES) * 32 + lane) * (8 * WORDS)
+    blocks = _row(first + _axis(ROWS, 1, 4, LANES), rows, WIDE) * per_row
+    STEADY: gl.constexpr = STEP % BLOCK == 0
+    total = gl.zeros(SHAPE, gl.float32, TILE)
+    for turn in range(0, LENGTH, STEP * UNROLL):
+        for part in gl.static_range(UNROLL):
+            w = gl.load(words + turn // 8 + part * STEP // 8)
+            b0, b1, b2, b3 = _paired(gl.load(inputs + turn // 2 + part * STEP // 2))
+            # Blocks of which every step has a whole number lie at fixed distances.
+            if STEADY:
+                at = blocks + start // BLOCK + turn // BLOCK + part * STEP // BLOCK
+            else:
+                at = blocks + (start + turn + part * STEP) // BLOCK
+            s = gl.load(scale + at)
+            if HALF:
+                s = (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
+            # The patterns of -128 (float16: -1024) less a number below 16.
+            offset = at.to(gl.int32) * 0 + (0xC308C308 - (1 << 32) if BRAIN else 0xE408E408 - (1 << 32))
+            if zero is not None:
+                offset += gl.load(zero + at).to(gl.int32) * 0x10001
+            total = gl.inline_asm_elementwise(
+                TEXT, OPERANDS,
+                [
+                    total, w, _spread(b0, SHAPE, TILE, TILE), _spread(b1, SHAPE, TILE, TILE), _spread(b2, SHAPE, TILE, TILE),
+                    _spread(b3, SHAPE, TILE, TILE), _spread(offset, SHAPE, LANES, TILE), _spread(s, SHAPE, LANES, TILE), odd,
+                ],
+                dtype=gl.float32, is_pure=True, pack=2 * WORDS,
+            )  # fmt: skip
+    at = _axis(32, 2, 4, TILE)
+    total = gl.where(at % 4 == at // 8, total, 0.0)
+    made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
+    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+    if bias is not None:
+        made += gl.load(bias + n, mask=n < rows, other=0.0).to(gl.float32)
+    gl.store(y + n, _narrow(made, BRAIN), mask=n < rows)
+
+
+@gluon.jit
+def _row(row, rows, WIDE: gl.constexpr):
+    """Rows of W; beyond the last one, the last."""
+    row = gl.minimum(row, rows - 1)
+    return row.to(gl.int64) if WIDE else row
+
+
+@gluon.jit
+def _narrow(v, BRAIN: gl.constexpr):
+    """float32 as the output's dtype, NaN canonical."""
+    nan: gl.constexpr = 0x7FC0 if BRAIN else 0x7E00
+    kind: gl.constexpr = gl.bfloat16 if BRAIN else gl.float16
+    bits = v.to(kind).to(gl.int16, bitcast=True)
+    return gl.where(v != v, gl.to_tensor(nan).to(gl.int16), bits).to(kind, bitcast=True)

@@ -1,0 +1,61 @@
+"""`linear`: inputs times the transpose of a stored weight, as a layer computes it; `matmul` has the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from reference.arrays import Array, namespace_of
+from reference.matmul import matmul
+from reference.quantize import Quantized, dequantize, unpacked, with_plain_scales
+
+
+def linear(
+    x: Array | Quantized,
+    w: Quantized,
+    bias: Array | None = None,
+    *,
+    accumulation: str = "exact",
+    out_dtype: str | None = None,
+    **options: Any,
+) -> Array:
+    """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N), in `out_dtype`, or in x's (float32 for a `Quantized`).
+
+    w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`. ``exact`` is the product
+    of what w stands for in float32, rounded once. Raises ValueError for a weight of other axes, inputs of another length and
+    a bias of another shape, TypeError for a weight that is no `Quantized`; else as `matmul` does.
+    """
+    check_linear(x, w, bias)
+    if out_dtype is None:
+        out_dtype = "float32" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
+    right = transposed(w)
+    return matmul(x, right, accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
+
+
+def check_linear(x: Any, w: Any, bias: Any) -> None:
+    """Raise as `linear` does where shapes do not go together."""
+    if not isinstance(w, Quantized):
+        raise TypeError(f"linear takes a Quantized weight, got {type(w).__name__}; quantize it first")
+    if len(w.shape) != 2 or w.axis != 1:
+        raise ValueError(
+            f"linear takes a weight (N, K) with blocks along axis 1, got shape {tuple(w.shape)}, axis {w.axis}; "
+            f"quantize(weight, scheme, axis=-1) of a matrix"
+        )
+    shape = tuple(x.shape)
+    if not shape or shape[-1] != w.shape[1]:
+        raise ValueError(f"linear of inputs {shape} and a weight {tuple(w.shape)}: the last axes must be the same")
+    if bias is not None and tuple(bias.shape) != (w.shape[0],):
+        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}, the weight asks for {(w.shape[0],)}")
+
+
+def transposed(w: Quantized) -> Any:
+    """The weight (N, K) as `matmul` takes it, (K, N): a `Quantized`, or float32 values where blocks are of the flattened tensor."""
+    q = unpacked(with_plain_scales(w))
+    if str(q.scheme.scale.block).startswith("flat:"):
+        return _swapped(dequantize(q))
+    parts: dict[str, Any] = {name: _swapped(getattr(q, name)) for name in ("codes", "scale", "zero")}
+    return replace(q, **parts, shape=q.shape[::-1], axis=0)
+
+
+def _swapped(part: Any) -> Any:
+    return part if part is None or len(part.shape) < 2 else part.swapaxes(0, 1)
