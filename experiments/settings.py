@@ -32,6 +32,8 @@ class Settings:
     schemes: tuple[str, ...] = ()
     shape: tuple[int, int] = (512, 1024)
     text: Corpus | None = None
+    #: Names of configurations, where an experiment can measure a part of itself (`decode`); without, all.
+    only: tuple[str, ...] = ()
 
     @cached_property
     def corpus(self) -> Corpus:
