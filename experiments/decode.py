@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.decode_configs import BASE, BFLOAT16, TORCHAO, Config, chosen, missing, version_of
+from experiments.decode_configs import BASE, TORCHAO, Config, chosen, missing, version_of
 from experiments.decode_model import LLAMA_8B, TINY, Llama, Shape, random_llama
 from experiments.decoding import Decoding, Plan
 from experiments.kernels.check import Wrong
@@ -40,8 +40,8 @@ from experiments.settings import Settings
 EXPERIMENT = "decode"
 TITLE = "Generating with a quantized Llama-3.1-8B"
 KIND = "decode"
-#: Largest relative change of logits: by a scheme (4 bits change them by 0.2), and by compiling a step.
-SCHEME_LIMIT, COMPILED_LIMIT = 0.6, 0.3
+#: Largest relative change of logits: by a scheme (4 bits change those of 32 random layers by 0.46), and by compiling a step.
+SCHEME_LIMIT, COMPILED_LIMIT = 0.7, 0.3
 GPU_PLAN = Plan()
 TINY_PLAN = Plan(new=4, rounds=1, backend="aot_eager", graph=False)
 #: What torchao recommends for the compiler; its `quantize_` sets it for good, here it is undone after each model.
@@ -281,4 +281,4 @@ def stored_bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ["BFLOAT16", "EXPERIMENT", "TITLE", "Bench", "measure", "run", "subject"]
+__all__ = ["EXPERIMENT", "KIND", "TITLE", "Bench", "measure", "run", "subject"]

@@ -85,6 +85,7 @@ INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
 FLOAT8_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
 INT4 = "int4_g64_asymmetric_bf16"
 
+LIBRARY = f"{BFLOAT16}, library products"
 BASE = Config(setting=BASELINE, method=BFLOAT16, tuned=True)
 OUR_CONFIGS = {
     "int8wo": ours("Int8WeightOnlyConfig"),
@@ -110,7 +111,7 @@ CONFIGS = (
     BASE,
     *(Config(setting=OURS, method=name, make=make) for name, make in OUR_CONFIGS.items()),
     *(Config(setting=TORCHAO, method=name, make=make, tuned=True) for name, make in TORCHAO_CONFIGS.items()),
-    Config(setting=BASELINE, method=f"{BFLOAT16}, library products"),
+    Config(setting=BASELINE, method=LIBRARY),
     # As one program the baseline compiles for minutes; a check that layer by layer loses nothing.
     Config(setting=BASELINE, method=f"{BFLOAT16}, compiled whole", tuned=True, whole=True, always=False),
 )

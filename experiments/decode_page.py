@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.decode import KIND, TITLE
-from experiments.decode_configs import BASELINE, BFLOAT16, OURS, TORCHAO
+from experiments.decode_bars import missed, published_speedup
+from experiments.decode_configs import BASELINE, BFLOAT16, LIBRARY, OURS, TORCHAO
 from experiments.decode_model import LLAMA_8B
 from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, scatter_panels
@@ -59,7 +60,7 @@ def section(where: Where, results: Results) -> Section:
     drawings = [plot(where, results)] if exact else []
     tables = [speed_table(results, exact), memory_table(results)]
     if exact:
-        paragraphs.insert(len(TEXT), BESIDE)
+        paragraphs = [*verdict(results), *paragraphs, BESIDE]
         tables.append(published_table())
     return Section(f"{title} ({where})", paragraphs, drawings, tables)
 
@@ -94,10 +95,18 @@ def failures(results: Results) -> list[str]:
     return [f"**Without numbers: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
-def ratio_published(method: str, metric: str = "tokens/s") -> float | None:
-    """The published speed over that of the same table's bfloat16."""
-    base, value = published(BFLOAT16).get(metric), published(method).get(metric)
-    return None if base is None or value is None else value / base
+def verdict(results: Results) -> list[str]:
+    """Which of our configurations miss a bar, and whether bfloat16 was at its best."""
+    ours = [method for setting, method in lines_of(results) if setting == OURS]
+    found = {method: missed(results, method) for method in ours}
+    late = [f"{method} ({'; '.join(words)})" for method, words in found.items() if words]
+    made = [f"**Missed bars: {len(late)} configurations.** " + ", ".join(late) + "."] if late else []
+    better = results.value(BASELINE, LIBRARY, "speedup over bfloat16")
+    if better is not None and better > 1:
+        made.append(
+            f"**Bfloat16 is {better:.3f} times as fast by library products**: divide speedups by that."
+        )
+    return made
 
 
 def speed_table(results: Results, exact: bool) -> Table:
@@ -121,7 +130,7 @@ def speed_table(results: Results, exact: bool) -> Table:
     for setting, method in lines_of(results):
         line = cells(results, setting, method, metrics)
         if exact:
-            line += [number(published(method).get("tokens/s"), 1), number(ratio_published(method), 2)]
+            line += [number(published(method).get("tokens/s"), 1), number(published_speedup(method), 2)]
         made.append([method, setting, *line])
     return Table("Speed", columns, made, stale(results))
 
