@@ -141,7 +141,7 @@ def test_what_the_gate_refuses():
     logits = torch.tensor([[1.0, 2.0]])
     assert gate(logits, None, 0.1, "") == (0.0, "ratio")
     assert gate(logits * 1.05, logits, 0.1, "")[0] == pytest.approx(0.05)
-    with pytest.raises(Wrong, match="differ by 0.200"):
+    with pytest.raises(Wrong, match=r"differ by 0\.200"):
         gate(logits * 1.2, logits, 0.1, "from bfloat16's")
     with pytest.raises(Wrong, match="not finite"):
         gate(torch.tensor([[1.0, torch.nan]]), logits, 0.1, "")
@@ -223,7 +223,7 @@ def test_parts_are_chosen_by_name():
     assert chosen(()) == [config for config in CONFIGS if config.always]
     assert {config.setting for config in chosen(("int8wo",))} == {"ours", "torchao"}
     assert {config.method for config in chosen(("baseline",))} >= {"bfloat16, compiled whole"}
-    with pytest.raises(ValueError, match="unknown configuration int7; there are .*int8wo"):
+    with pytest.raises(ValueError, match=r"unknown configuration int7; there are .*int8wo"):
         chosen(("int7",))
 
 
