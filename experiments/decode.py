@@ -16,7 +16,7 @@ import copy
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +47,8 @@ TINY_PLAN = Plan(new=4, rounds=1, backend="aot_eager", graph=False)
 #: What torchao recommends for the compiler; its `quantize_` sets it for good, here it is undone after each model.
 TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
 OTHERWISE = {"fx_graph_cache": True, "triton.unique_kernel_names": True}
+#: Seconds after which no further configuration is begun: a run that ends publishes what it has.
+SECONDS = 480.0
 #: Programs that one function may have at once, where models are not captured and so stay compiled.
 PROGRAMS = 64
 GB = 1e9
@@ -72,6 +74,7 @@ class Bench:
     base: Decoding | None = None
     logits: Tensor | None = None
     found: Values = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
 
     @classmethod
     def of(cls, settings: Settings) -> Bench:
@@ -98,19 +101,20 @@ def measure(bench: Bench, configs: Sequence[Config], journal: Journal) -> list[R
     """Rows of these configurations, one after the other."""
     failed: list[Row] = []
     table = table_name(KIND, bench.settings.scale, bench.shape.name)
+    deadline = bench.clock() + SECONDS
     torch.manual_seed(bench.settings.seed)
     with bar("decoding", len(configs)) as step:
         for config in configs:
             if not journal.finished(table, config.setting, config.method):
-                rows = rows_of(bench, config)
-                keep(journal, failed, rows)
+                keep(journal, failed, rows_of(bench, config, deadline))
             step(f"{config.method}, {config.setting}")
     return journal.rows + failed
 
 
-def rows_of(bench: Bench, config: Config) -> list[Row]:
+def rows_of(bench: Bench, config: Config, deadline: float) -> list[Row]:
     """Rows of one configuration, each beside the number that was published for it; of a failure, what went wrong."""
-    reason = missing(config)
+    late = f"not run: the {SECONDS:.0f} s of a run were over" if bench.clock() > deadline else None
+    reason = missing(config) or late
     values = status(reason) if reason else attempt(partial(measured, bench, config))
     beside = published(config.method) if is_exact(bench.settings) else {}
     data = bench.shape.name

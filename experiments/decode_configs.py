@@ -109,9 +109,9 @@ TORCHAO_CONFIGS = {
 }
 CONFIGS = (
     BASE,
+    Config(setting=BASELINE, method=LIBRARY),
     *(Config(setting=OURS, method=name, make=make) for name, make in OUR_CONFIGS.items()),
     *(Config(setting=TORCHAO, method=name, make=make, tuned=True) for name, make in TORCHAO_CONFIGS.items()),
-    Config(setting=BASELINE, method=LIBRARY),
     # As one program the baseline compiles for minutes; a check that layer by layer loses nothing.
     Config(setting=BASELINE, method=f"{BFLOAT16}, compiled whole", tuned=True, whole=True, always=False),
 )

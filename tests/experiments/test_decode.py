@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 import ao_lab
-from experiments import decode, decode_configs, decoding
+from experiments import decode, decode_configs, decoding, ptq
 from experiments.decode import Bench, Memory, gate, measure, stored_bytes
 from experiments.decode_configs import BASE, CONFIGS, OURS, Config, chosen
 from experiments.decode_model import LLAMA_8B, TINY, Llama, frequencies, random_llama
 from experiments.decoding import Decoding, Plan, sample
 from experiments.kernels.check import Wrong
 from experiments.ptq import all_tasks
+from experiments.results import family
 from experiments.rows import Journal, read
-from experiments.settings import settings_for
+from experiments.settings import SERVED, settings_for
 from tests.experiments import tiny
 
 PLAN = Plan(new=6, rounds=1, backend="aot_eager", graph=False)
@@ -219,6 +220,17 @@ def test_a_peer_that_is_not_installed_is_said(tmp_path, monkeypatch):
     assert row.metric == "status: missing: torchao is not installed"
 
 
+def test_a_run_that_is_late_begins_nothing_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "measured", lambda bench, config: {"tokens/s": (1.0, "")})
+    clock = iter([0.0, decode.SECONDS - 1, decode.SECONDS + 1])
+    rows = measure(replace(bench(tmp_path), clock=lambda: next(clock)), [BASE, INT8], Journal())
+    assert [row.metric for row in rows] == [
+        "tokens/s",
+        "status: ok",
+        "status: not run: the 480 s of a run were over",
+    ]
+
+
 def test_parts_are_chosen_by_name():
     assert chosen(()) == [config for config in CONFIGS if config.always]
     assert {config.setting for config in chosen(("int8wo",))} == {"ours", "torchao"}
@@ -243,6 +255,13 @@ def test_accuracy_is_measured_of_every_configuration(tmp_path):
     for make in decode_configs.OUR_CONFIGS.values():
         recipe = make().recipe()
         assert (recipe.weight.name, recipe.activation and recipe.activation.name) in tasks
+
+
+def test_a_scheme_without_a_record_is_measured(tmp_path):
+    rows = ptq.run(replace(tiny.settings(tmp_path, ()), served=SERVED))
+    found = {(row.setting, row.method): row.value for row in rows if row.metric == "bits per weight"}
+    assert found["weights", SERVED[0]] == 4 + 24 / 64
+    assert family(SERVED[0]) == "integer"
 
 
 class FakeCuda:
