@@ -16,9 +16,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--scale", choices=("quick", "full"), default="quick")
     parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--only", action="append", default=[], help="a configuration of decode; several times"
+    )
     arguments = parser.parse_args(argv)
     try:
-        made = reproduce(arguments.tables, scale=arguments.scale, device=arguments.device)
+        made = reproduce(
+            arguments.tables, scale=arguments.scale, device=arguments.device, only=arguments.only
+        )
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2

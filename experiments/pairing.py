@@ -10,7 +10,8 @@ is named here, one record each, and appears in the `setting` of every row that u
 
 from __future__ import annotations
 
-from reference import SCHEMES, Scheme
+from ao_lab.recipes import named
+from reference import Scheme
 
 ACTIVATIONS = {
     "fp8_128x128": "fp8_1x128",
@@ -38,7 +39,7 @@ def activation_scheme(weight_scheme: str) -> str:
     """The activations' scheme; ValueError where a weight-only scheme has no partner yet."""
     if weight_scheme in ACTIVATIONS:
         return ACTIVATIONS[weight_scheme]
-    if weights_only_by_nature(SCHEMES[weight_scheme]):
+    if weights_only_by_nature(named(weight_scheme)):
         raise ValueError(
             f"scheme {weight_scheme!r} is for weights only (its blocks mix tokens, or its zero point is a float): "
             "name the scheme of the activations in experiments.pairing.ACTIVATIONS"

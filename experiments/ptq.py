@@ -80,7 +80,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 def all_tasks(settings: Settings) -> list[Task]:
     """Baselines, then every scheme; each with float32 activations and with quantized ones."""
     made = [Task(method, None) for method in PLAIN] + [Task("bfloat16", "bfloat16")]
-    for scheme in settings.schemes:
+    for scheme in (*settings.schemes, *settings.served):
         made += [Task(scheme, None), Task(scheme, activation_scheme(scheme))]
     return made
 

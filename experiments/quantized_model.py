@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import fast
+from ao_lab.recipes import named
 from experiments.model import LanguageModel
 from experiments.storage import Stored, stored, stored_plain
-from reference import SCHEMES, Scheme
+from reference import Scheme
 
 #: Formats that are a plain cast: the baselines.
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +61,7 @@ def quantized_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Stored]:
     if scheme in PLAIN:
         cast = weight.to(PLAIN[scheme])
         return cast.float(), stored_plain(cast)
-    q = fast.quantize(weight, scheme)
+    q = fast.quantize(weight, named(scheme))
     return fast.dequantize(q), stored(q)
 
 
@@ -68,10 +69,11 @@ def rounding(scheme: str) -> Round:
     """The function that takes an input (batch, time, features) through a scheme and back, sequence by sequence."""
     if scheme in PLAIN:
         return lambda x: x.to(PLAIN[scheme]).to(x.dtype)
-    if not spans_rows(SCHEMES[scheme]):
-        return lambda x: fast.fake_quantize(x, scheme)
+    record = named(scheme)
+    if not spans_rows(record):
+        return lambda x: fast.fake_quantize(x, record)
     # A scale over the whole batch would let each sequence see the others.
-    return lambda x: torch.stack([fast.fake_quantize(sequence, scheme) for sequence in x])
+    return lambda x: torch.stack([fast.fake_quantize(sequence, record) for sequence in x])
 
 
 def spans_rows(scheme: Scheme) -> bool:

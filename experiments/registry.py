@@ -10,7 +10,7 @@ import difflib
 import importlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Where an experiment is written, whether it runs when none is named, and whether it uses the corpus and the model."""
+    """Where an experiment is written, whether it runs when none is named, whether it uses the corpus and the model, and which
+    experiment it is a part of: naming that one runs this one too."""
 
     measure: str
     page: str
     always: bool = True
     trained: bool = True
+    part_of: str = ""
 
 
 EXPERIMENTS = {
@@ -36,6 +38,8 @@ EXPERIMENTS = {
     "speed": Experiment("experiments.speed", "experiments.speed_page", always=False, trained=False),
     # Times kernels on a GPU; `ao-lab bench` is the comfortable way.
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.page", always=False, trained=False),
+    # Speed and memory of a quantized model; on a CPU a tiny stand-in goes the same way.
+    "decode": Experiment("experiments.decode", "experiments.decode_page", trained=False, part_of="ptq"),
 }
 
 Made = list[tuple[str, str]]
@@ -46,20 +50,24 @@ def reproduce(
     scale: str = "quick",
     device: str | None = None,
     places: Places | None = None,
+    only: Sequence[str] = (),
 ) -> Made:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. Rows that this clone measured with the same code are not measured again. ValueError for an unknown
-    name, scale or device; progress goes to stderr.
+    where torch sees one. only: configurations of `decode` to measure, beside those that this clone measured before. Rows that
+    this clone measured with the same code are not measured again. ValueError for an unknown name, scale or device; progress
+    goes to stderr.
     """
     names = chosen(tables)
     from experiments.pages import write_pages
     from experiments.places import Places
     from experiments.settings import settings_for
 
+    if only and names != ["decode"]:
+        raise ValueError("only the table 'decode' can be measured in parts; name it alone")
     places = places or Places.default()
-    settings = settings_for(scale, device, places.cache)
+    settings = replace(settings_for(scale, device, places.cache), only=tuple(only))
     made: Made = []
     for name in names:
         made += run_one(name, settings, places)
@@ -74,7 +82,9 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
             hint = f"the nearest are {', '.join(near)}; " if near else ""
             raise ValueError(f"unknown table {name!r}; {hint}the tables are {', '.join(EXPERIMENTS)}")
     return [
-        name for name, experiment in EXPERIMENTS.items() if (name in tables if tables else experiment.always)
+        name
+        for name, experiment in EXPERIMENTS.items()
+        if (name in tables or experiment.part_of in tables if tables else experiment.always)
     ]
 
 

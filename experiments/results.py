@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ao_lab.recipes import INTEGER, named
 from experiments.rows import Row, table_parts
 from reference import SCHEMES, Scheme
 
@@ -85,7 +86,7 @@ FAMILIES = ("plain", "FP8", "MX", "NVFP4", "integer", "NF4")
 
 def family(method: str) -> str:
     """The family of a scheme, for colours: read from its record."""
-    scheme: Scheme | None = SCHEMES.get(method)
+    scheme: Scheme | None = SCHEMES.get(method) or (named(method) if INTEGER.fullmatch(method) else None)
     if scheme is None:
         return "plain"
     if scheme.format.kind == "codebook":

@@ -16,6 +16,8 @@ from experiments.train import FULL, QUICK, Trained, TrainSettings, cache_key, tr
 from reference import SCHEMES
 
 SCALES = ("quick", "full")
+#: What the 4-bit configuration of `decode` stores, which published tables have.
+SERVED = ("int4_g64_asymmetric_bf16",)
 DEVICES = ("cpu", "cuda")
 
 
@@ -30,8 +32,12 @@ class Settings:
     train: TrainSettings = QUICK
     exam: ExamSettings = field(default_factory=ExamSettings)
     schemes: tuple[str, ...] = ()
+    #: Schemes that no registry has and models are served in; `ptq` measures these as well.
+    served: tuple[str, ...] = ()
     shape: tuple[int, int] = (512, 1024)
     text: Corpus | None = None
+    #: Names of configurations, where an experiment can measure a part of itself (`decode`); without, all.
+    only: tuple[str, ...] = ()
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -93,9 +99,16 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         )
     schemes = tuple(SCHEMES)
     if scale == "quick":
-        return Settings(scale=scale, device=device, cache=cache, schemes=schemes)
+        return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
     # A better model is asked harder questions: shorter continuations are harder to tell apart.
     exam = ExamSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
     return Settings(
-        scale=scale, device=device, cache=cache, schemes=schemes, train=FULL, exam=exam, shape=(2048, 4096)
+        scale=scale,
+        device=device,
+        cache=cache,
+        schemes=schemes,
+        served=SERVED,
+        train=FULL,
+        exam=exam,
+        shape=(2048, 4096),
     )

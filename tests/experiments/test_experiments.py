@@ -119,7 +119,10 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="the nearest are ptq; the tables are formats, ptq, speed"):
         registry.chosen(["pqt"])
     assert registry.chosen(None) == [name for name, made in EXPERIMENTS.items() if made.always]
-    assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq"]
+    assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
+    assert registry.chosen(["decode"]) == ["decode"]
+    with pytest.raises(ValueError, match="only the table 'decode'"):
+        registry.reproduce(["ptq"], only=["int8wo"])
     with pytest.raises(ValueError, match="quick, full"):
         settings_for("medium", "cpu", tmp_path)
     with pytest.raises(ValueError, match="cpu, cuda"):
