@@ -6,6 +6,8 @@ order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothin
 * ``int8``: `torch._int_mm`, exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one
   rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
+* ``fused``: `fast.linear`, for weights alone, on a GPU: codes are decoded on the way to the products of one row, or of a few;
+  within `reference.matmul_error_bound` of the exact product. For more rows the same as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
@@ -17,7 +19,7 @@ that autograd makes for the input's gradient) take the operands as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +27,10 @@ import torch
 
 import fast
 from ao_lab.tensor import QuantizedTensor
+from fast.device import OLDEST
+from fast.linear import fuses
 from reference import Quantized, Scales, Scheme
+from reference.linear import transposed
 from reference.quantize import unpacked, with_plain_scales
 
 Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
@@ -98,6 +103,21 @@ def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
     if scheme is None or not sums_along_blocks(w):
         return x
     return fast.dequantize(quantized_input(x, w, scheme), x.dtype)
+
+
+def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return fast.linear(x, w.quantized, bias)
+
+
+def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
+    if not w.is_cuda or (capability := _capability(w.device.index or 0)) < OLDEST:
+        found = "on a CPU" if not w.is_cuda else f"of compute capability {capability[0]}.{capability[1]}"
+        return f"its kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later, this weight is {found}"
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return "the weight must be a matrix, stored as (out, in), its scales plain"
+    return None if fuses(w.quantized, dtype) else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
 
 
 def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
@@ -207,17 +227,7 @@ def _reference(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -
 
 def as_right_operand(w: QuantizedTensor) -> Any:
     """The weight (K, N) as `reference.matmul` takes it: a `Quantized` of that shape, or dense float32 where there is none."""
-    q = unpacked(with_plain_scales(w.quantized))
-    if not w.meta.transposed:
-        return q
-    if str(q.scheme.scale.block).startswith("flat:"):
-        return w.dequantize(torch.float32)
-    turned: dict[str, Any] = {name: _turned(getattr(q, name)) for name in ("codes", "scale", "zero")}
-    return replace(q, **turned, shape=tuple(w.shape), axis=len(w.shape) - 2)
-
-
-def _turned(part: torch.Tensor | None) -> torch.Tensor | None:
-    return part if part is None or part.dim() < 2 else part.transpose(-2, -1).contiguous()
+    return transposed(w.quantized) if w.meta.transposed else unpacked(with_plain_scales(w.quantized))
 
 
 def _activation(w: QuantizedTensor) -> Scheme:
@@ -248,6 +258,7 @@ def _row(scale: torch.Tensor) -> torch.Tensor:
 PRODUCTS = {
     "int8": Kernel(_int8, _refuses_int8),
     "scaled_mm": Kernel(_scaled_mm, _refuses_scaled_mm),
+    "fused": Kernel(_fused, _refuses_fused),
     "dequantize": Kernel(_dequantized, _refuses_nothing),
     "reference": Kernel(_reference, _refuses_nothing),
 }

@@ -14,7 +14,7 @@ from reference.errors import choice
 from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
 
 #: What `Recipe.kernel` may say; `ao_lab.products` has the functions.
-KERNELS = ("auto", "int8", "scaled_mm", "dequantize", "reference")
+KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
 ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
 
 

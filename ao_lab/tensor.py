@@ -25,6 +25,9 @@ from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
 
+LINEAR = torch.nn.functional.linear
+
+
 class QuantizedTensor(torch.Tensor):
     """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`.
 
@@ -56,7 +59,22 @@ class QuantizedTensor(torch.Tensor):
         made.meta = meta
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """F.linear goes straight to its product where nothing differentiates or traces it; all else goes the ordinary way.
+
+        Through the dispatcher a linear layer is a transposition and a product, each longer than a small kernel.
+        """
+        if func is LINEAR and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            from ao_lab.tensor_layers import straight_linear
+
+            made = straight_linear(*args, **(kwargs or {}))
+            if made is not None:
+                return made
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @property
     def recipe(self) -> Recipe:
@@ -88,7 +106,13 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout."""
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout. The parts stay the same objects."""
+        known: Quantized | None = self.__dict__.get("_quantized")
+        if known is None:
+            known = self.__dict__["_quantized"] = self._stored()
+        return known
+
+    def _stored(self) -> Quantized:
         axis = self.meta.axis % len(self.stored_shape)
         tiled = self.meta.layout == "tiled"
         packed = self.scheme.format.bits < 8

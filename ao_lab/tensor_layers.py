@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from ao_lab import tensor_pieces as pieces
-from ao_lab.products import grouped_product, product
+from ao_lab.products import PRODUCTS, chosen, grouped_product, product
 from ao_lab.tensor import QuantizedTensor
 from ao_lab.tensor_table import operation
+from fast.device import PLAIN
 
 aten = torch.ops.aten
 
@@ -66,6 +67,48 @@ def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     y = product(x.reshape(-1, x.shape[-1]), weight.turned(), bias)
     return y.reshape((*x.shape[:-1], weight.shape[0]))
+
+
+def straight_linear(
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """F.linear outside of the dispatcher; None where that has something to say: other subclasses, modes, transforms, autocast."""
+    plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if not plain or type(weight) is not QuantizedTensor or watched(x):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        settled = weight.__dict__.get("_settled")
+        known = None if settled is None else settled.get(x.dtype)
+        if known is None:
+            known = _settled(weight, x.dtype)
+        if known is None:
+            return None
+        run, turned = known
+        if x.dim() == 2:
+            return run(x, turned, bias)
+        return run(x.reshape(-1, x.shape[-1]), turned, bias).reshape((*x.shape[:-1], turned.shape[1]))
+
+
+def watched(x: torch.Tensor) -> bool:
+    """Whether somebody listens to the dispatcher, or would change the inputs there."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
+    """The product and the transposed weight of inputs of a dtype, kept with the weight: recipe, shape and device stay its own.
+
+    None for weights that the dispatcher has to look at (of other shapes, or parts of no memory).
+    """
+    if len(weight.shape) != 2 or weight.meta.flat is not None or type(weight.codes) is not torch.Tensor:
+        return None
+    turned = weight.turned()
+    known = PRODUCTS[chosen(turned, dtype)].run, turned
+    weight.__dict__.setdefault("_settled", {})[dtype] = known
+    return known
 
 
 @operation(aten.embedding.default)

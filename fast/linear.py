@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 
 import reference
-from fast import ready
-from fast.device import has_kernels
+from fast import ops, ready
+from fast.device import has_kernels, is_traced
 from fast.quantize import dequantize
 from fast.tensors import require_tensor
 from reference import Quantized
@@ -20,24 +21,32 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
 
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
     bfloat16 or float16; the result is within `reference.matmul_error_bound` (accumulation "blocked", any order) of the exact
-    product, where |c - z| counts as |c| + |z| under a zero point. Other calls on a GPU multiply in float32 what `dequantize`
-    gives. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
+    product, where |c - z| counts as |c| + |z| under a zero point. Where no kernel takes them (more rows, weights that
+    `fuses` refuses), torch multiplies what `dequantize` gives in x's dtype. CPU tensors run `reference.linear`: exact, and
+    slow. Arguments and errors are those of `reference.linear`.
     """
     key, known = _call(require_tensor(x, "linear"), w, bias)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    x = x.detach()
     check_linear(x, w, bias)
+    if is_traced(x) or is_traced(w.codes):
+        return ops.linear(x, w, bias)
+    x = x.detach()
     if not has_kernels(x):
         return require_tensor(reference.linear(x, w, bias), "linear")
     from fast.kernels import linear as kernels
 
     made = kernels.linear(x, w, bias, key)
-    if made is not None:
-        return made
-    added = None if bias is None else bias.to(torch.float32)
-    dense = dequantize(w, torch.float32)
-    return torch.nn.functional.linear(x.to(torch.float32), dense, added).to(x.dtype)
+    return torch.nn.functional.linear(x, dequantize(w, x.dtype), bias) if made is None else made
+
+
+def fuses(w: Quantized, dtype: torch.dtype) -> bool:
+    """Whether a kernel multiplies one row of a dtype by a stored weight on a GPU of `device.OLDEST` or later."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from fast.kernels.linear import launch_for
+
+    return launch_for(w, 1, dtype) is not None
 
 
 def _call(x: torch.Tensor, w: Any, bias: Any) -> tuple[Any, Any]:

@@ -114,6 +114,31 @@ def _dequantize_fake(
     return codes.new_empty(shape, dtype=dtype)
 
 
+@torch.library.custom_op("ao_lab::linear", mutates_args=())
+def linear_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    outer: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: list[int],
+    scheme: str,
+    packed: bool,
+) -> torch.Tensor:
+    """Inputs times the transpose of the weight that codes and scales stand for."""
+    import fast
+
+    return fast.linear(x, Quantized(codes, scale, outer, zero, tuple(shape), 1, record_of(scheme), packed), bias)
+
+
+@linear_op.register_fake
+def _linear_fake(
+    x: torch.Tensor, codes: Any, scale: Any, outer: Any, zero: Any, bias: Any, shape: list[int], scheme: str, packed: bool
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
 @torch.library.custom_op("ao_lab::fake_quantize", mutates_args=())
 def fake_quantize_op(
     x: torch.Tensor,
@@ -246,3 +271,12 @@ def fake_quantize(x: torch.Tensor, scheme: Any, axis: int, scales: Any, random_b
 
 
 __all__ = ["dequantize", "fake_quantize", "quantize"]
+
+
+def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    """`fast.linear`, recorded."""
+    q = with_plain_scales(w)
+    made: torch.Tensor = linear_op(
+        x, q.codes, q.scale, q.outer, q.zero, bias, list(q.shape), record_name(q.scheme), q.packed
+    )
+    return made

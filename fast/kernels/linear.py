@@ -1,53 +1,62 @@
-"""`linear` for CUDA tensors: which of the two kernels, its tile, and which weights they do not take.
+"""`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-One row goes to `vector_product`, up to MOST_ROWS rows of 16-bit inputs to `tile_product`. For more rows the product is bound
-by the tensor cores, and a dense weight that is made once per call costs little beside it: the caller dequantizes.
+One row is bound by reading the weight: `nibble_product` takes 4-bit integers, `byte_product` 8-bit elements, `vector_product` all
+else. Up to MOST_ROWS rows of 16-bit inputs go to `tile_product`. Beyond, the tensor cores are the limit, and a dense weight
+that is made for the call costs little beside it: the caller dequantizes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fast.kernels.byte_product import byte_kernel
 from fast.kernels.geometry import INT32, ceil_div
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.nibble_product import nibble_kernel
 from fast.kernels.replay import NAMES, Recording, picked
-from fast.kernels.rule import Rule, rule_of
+from fast.kernels.rule import Rule, ocp_name, rule_of
 from fast.kernels.tile_product import tile_kernel
 from fast.kernels.vector_product import vector_kernel
 from reference import Quantized
 from reference.blocks import Blocks
+from reference.formats import FORMATS
 from reference.schemes import Scheme
 
 MOST_ROWS = 128
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-POINTERS = ("x", "codes", "scale", "outer", "zero", "bias", "y")
-NIBBLE_POINTERS = ("x", "codes", "scale", "zero", "bias", "y")
-# Codes of a row that a warp reads at once, 16 bytes a thread, and those of a thread.
-VECTOR_BYTES, THREAD_BYTES = 512, 16
-VECTOR_ROWS, VECTOR_WARPS = 8, 4
+STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
+# Warps that keep an H200 busy, and the most of them that share a row.
+BUSY, ALONG = 3500, 8
+# What 32 lanes of 16 bytes read of a row, and of `vector_product` a program.
+BYTES, THREAD_BYTES, VECTOR_ROWS, VECTOR_WARPS = 512, 16, 8, 2
 SMALLEST_STEP = 32
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A stored weight as the kernels see it: see `vector_product` for the names."""
+    """A stored weight (rows, length) as kernels see it."""
 
     rule: Rule
+    element: str
+    #: How scales are kept.
+    storage: str
     packed: bool
+    #: Elements of a block along K, 0 for one scale a row, -1 for one in all; rows of a block; blocks in a row of them.
     block: int
     high: int
     per_row: int
     rows: int
     length: int
-    #: How scales are kept.
-    storage: str
-    #: The largest power of two that divides both a block along K (rows without) and K.
-    step: int
+
+    @property
+    def step(self) -> int:
+        """The largest power of two that divides a block along K, and K."""
+        return power_in(self.length) if self.block <= 0 else min(power_in(self.length), power_in(self.block))
 
     @property
     def wide(self) -> bool:
@@ -57,123 +66,144 @@ class Weight:
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = None) -> torch.Tensor | None:
     """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: of the call; see `ready`."""
-    weight = weight_of(w.scheme, w.shape, w.axis, w.packed, w.tiled)
-    count = x.numel() // max(x.shape[-1], 1)
-    if weight is None or refusal(weight, count, x.dtype) or not together(x, w.codes, w.scale, w.outer, w.zero, bias):
+    parts = (w.codes, w.scale, w.outer, w.zero)
+    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype)
+    if launch is None or not together(x, *parts, bias):
         return None
-    call = Recording({"x": x, **dict(zip(POINTERS[1:5], (w.codes, w.scale, w.outer, w.zero), strict=True)), "bias": bias})
-    call.empty("y", (*x.shape[:-1], weight.rows), x.dtype)
-    call.launch(*launch_of(weight, NAMES[x.dtype], count))
+    names = dict(zip(("codes", "scale", "outer", "zero"), parts, strict=True))
+    call = Recording({"x": x, **names, "bias": bias})
+    call.empty("y", (*x.shape[:-1], w.shape[0]), x.dtype)
+    call.launch(launch, [name for name in launch.kernel.arg_names if name in (*call.inputs, "y")])
     call.remember(key, w.scheme, picked("y"))
     return call.tensors["y"]
 
 
-def refusal(weight: Weight, count: int, dtype: torch.dtype) -> str | None:
-    """Why no kernel multiplies `count` rows of a dtype by a weight; None where one does."""
-    if dtype not in FLOATS or count == 0 or not weight.rows:
-        return f"inputs are {', '.join(map(str, FLOATS))}, and not empty"
-    if count == 1:
+def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> Fixed | None:
+    """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
+    weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
+    if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None
-    if count > MOST_ROWS or dtype == torch.float32:
-        return f"kernels for several rows take 16-bit inputs, up to {MOST_ROWS} rows"
-    return None if weight.rule.kind != "codebook" and weight.rule.zero != "value" else "its numbers have more than 8 bits"
+    return _launch(weight, count, NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)
-def weight_of(
-    scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool, tiled: bool
-) -> Weight | None:
-    """The weight of these descriptions; None where the kernels do not take it."""
-    block = scheme.scale.block
-    plain = scheme.scale.stored == "decode" and scheme.dequantize == "float32" and not tiled
-    if len(shape) != 2 or axis != 1 or not plain or scheme.format.bits > 8:
+def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
+    """The first of the kernels that takes a weight."""
+    if count > 1:
+        exact = weight.rule.kind != "codebook" and weight.rule.zero != "value"
+        return tile_launch(weight, dtype, count) if exact and dtype != "float32" else None
+    if is_of_nibbles(weight) and dtype != "float32":
+        return nibble_launch(weight, dtype)
+    return byte_launch(weight, dtype) if is_of_bytes(weight) else vector_launch(weight, dtype)
+
+
+@lru_cache(maxsize=4096)
+def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> Weight | None:
+    """A weight's description; None where it is no matrix with blocks along K, or where its values are no products of a scale."""
+    plain = scheme.scale.stored == "decode" and scheme.dequantize == "float32" and 1 < scheme.format.bits <= 8
+    if len(shape) != 2 or axis != 1 or not plain:
         return None
     rows, length = shape
-    low, high = (block[1], block[0]) if isinstance(block, tuple) else (_along_rows(block), 1)
-    if low is None or (low > 0 and length % low):
+    block, high = _block_of(scheme, length)
+    if block > 0 and length % block or block < -1 or not length:
         return None
-    step = _power_in(length) if low <= 0 else min(_power_in(length), _power_in(low))
-    if low <= 0 and scheme.zero is not None:
-        low = length if low == 0 else -2  # a row is a block; one zero point for all is not
-    if low == -2 or step < min(SMALLEST_STEP, low if low > 0 else SMALLEST_STEP):
-        return None
-    per_row = Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if low > 0 and not _is_flat(scheme) else 0
-    per_row = length // low if _is_flat(scheme) else per_row
-    return Weight(rule_of(scheme, "float32", not interpreted()), packed, low, high, per_row, rows, length, scheme.scale.storage, step)
+    flat = str(scheme.scale.block).startswith("flat:")
+    per_row = length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
+    rule = rule_of(scheme, "float32", not interpreted())
+    made = Weight(rule, scheme.element, scheme.scale.storage, packed, block, high, per_row, rows, length)
+    return made if made.step >= min(SMALLEST_STEP, block if block > 0 else SMALLEST_STEP) else None
 
 
-def _is_flat(scheme: Scheme) -> bool:
-    return str(scheme.scale.block).startswith("flat:")
-
-
-def _along_rows(block: Any) -> int | None:
-    """Elements of a block along K; 0 for a row, -1 for the matrix."""
+def _block_of(scheme: Scheme, length: int) -> tuple[int, int]:
+    """Elements of a block along K and its rows, as in `Weight`; -2 for what has no place there."""
+    block = scheme.scale.block
+    if isinstance(block, tuple):
+        return block[1], block[0]
     if block == "tensor":
-        return -1
-    if isinstance(block, str):
-        return int(block.removeprefix("flat:"))
-    return 0 if block == -1 else int(block)
+        return -1 if scheme.zero is None else -2, 1
+    if block == -1:
+        # With a zero point a row is a block like any other.
+        return 0 if scheme.zero is None else length, 1
+    return int(str(block).removeprefix("flat:")), 1
 
 
-def _power_in(n: int) -> int:
+def power_in(n: int) -> int:
     """The largest power of two that divides n."""
     return n & -n
 
 
-@lru_cache(maxsize=4096)
-def launch_of(weight: Weight, dtype: str, count: int) -> tuple[Fixed, tuple[str, ...]]:
-    """The launch for `count` rows, and the names of its pointers."""
-    if count == 1 and dtype != "float32" and is_of_nibbles(weight):
-        return nibble_launch(weight, dtype), NIBBLE_POINTERS
-    made = vector_launch(weight, dtype) if count == 1 else tile_launch(weight, dtype, count)
-    return made, POINTERS
+def _one_level(weight: Weight) -> bool:
+    return weight.storage in STORAGES and not weight.rule.has_outer and not weight.rule.two_level and not interpreted()
 
 
 def is_of_nibbles(weight: Weight) -> bool:
-    """Whether `nibble_product` takes a weight: packed signed 4-bit integers in blocks of 32 or more."""
+    """Whether `nibble_product` takes a weight: packed two's complement of 4 bits in blocks of 32 or more along K."""
     rule = weight.rule
     integers = rule.bits == 4 and rule.kind == "int" and rule.low == -8 and not rule.fraction_bits
-    scales = weight.storage in ("float32", "bfloat16") and not rule.has_outer and not rule.two_level
-    blocks = weight.block >= 0 and weight.high == 1 and weight.step >= 32
-    return weight.packed and integers and scales and blocks and weight.length % 256 == 0 and not interpreted()
+    blocks = weight.block >= 0 and weight.high == 1 and weight.step >= 32 and weight.length % 256 == 0
+    return weight.packed and integers and blocks and rule.zero != "value" and _one_level(weight)
+
+
+def is_of_bytes(weight: Weight) -> bool:
+    """Whether `byte_product` takes a weight: two's complement, e4m3 or e5m2 of 8 bits, in blocks of 16 or more along K."""
+    rule = weight.rule
+    kinds = (rule.kind == "int" and rule.low < 0) or ocp_name(FORMATS.get(weight.element, rule)) in ("e4m3", "e5m2")
+    blocks = weight.step >= 16 and weight.length % BYTES == 0
+    return rule.bits == 8 and kinds and blocks and rule.zero != "value" and _one_level(weight)
 
 
 def nibble_launch(weight: Weight, dtype: str) -> Fixed:
-    """The launch for one row and 4-bit integers."""
-    words = min(4, weight.step // 32, _power_in(weight.length // 256))
-    return Fixed(*nibble_arguments(weight, dtype, words, 8, 4, 1, 1))
-
-
-def nibble_arguments(weight: Weight, dtype: str, words: int, rows: int, down: int, along: int, unroll: int) -> Any:
+    """One row, 4-bit integers: two rows of the weight a warp where scales are many or rows few, else four."""
+    words = min(4, weight.step // 32, power_in(weight.length // 256))
+    rows = 4 if words == 4 and weight.rows > 2 * BUSY else 2
+    along = _along(weight, rows, weight.length // (256 * words))
+    unroll = 2 if words < 4 and weight.length % (512 * words * along) == 0 else 1
     tail = (
-        weight.rows, max(weight.per_row, 1), weight.length, weight.block or weight.length, words, rows, down, along, unroll,
-        weight.wide, dtype == "bfloat16", weight.storage == "bfloat16",
+        weight.rows, weight.per_row, weight.length, weight.block or weight.length, words, rows, 1, along, unroll, weight.wide,
+        weight.storage, dtype, True,
     )  # fmt: skip
-    return nibble_kernel, ceil_div(weight.rows, rows), tail, down * along
+    return Fixed(nibble_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
 
 
-@lru_cache(maxsize=4096)
+def byte_launch(weight: Weight, dtype: str) -> Fixed:
+    """One row, 8-bit elements."""
+    rows = 4
+    along = _along(weight, rows, weight.length // BYTES)
+    kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
+    tail = (
+        weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
+        1.0 / (1 << weight.rule.fraction_bits), rows, 1, along, 1, weight.wide, dtype, True,
+    )  # fmt: skip
+    return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
+
+
+def _along(weight: Weight, rows: int, steps: int) -> int:
+    """Warps that share the rows of a program, so that there are enough in all; they take `steps` steps along K."""
+    along = 1
+    while along < min(ALONG, power_in(steps)) and ceil_div(weight.rows, rows) * along < BUSY:
+        along *= 2
+    return along
+
+
 def vector_launch(weight: Weight, dtype: str) -> Fixed:
-    """The launch for one row."""
+    """One row, any other weight."""
     codes_a_byte = 8 // weight.rule.bits if weight.packed and weight.rule.bits in (2, 4) else 1
-    size = min(VECTOR_BYTES * codes_a_byte, _power_in(weight.length))
+    size = min(BYTES * codes_a_byte, power_in(weight.length))
     sub = min(THREAD_BYTES * codes_a_byte, weight.step, size)
     tail = (
         weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high, weight.wide,
-        VECTOR_ROWS, size, sub, 4,
+        VECTOR_ROWS, size, sub,
     )  # fmt: skip
     return Fixed(vector_kernel, ceil_div(weight.rows, VECTOR_ROWS), tail, VECTOR_WARPS, enable_fp_fusion=True)
 
 
-@lru_cache(maxsize=4096)
 def tile_launch(weight: Weight, dtype: str, count: int) -> Fixed:
-    """The launch for several rows."""
-    tall = 16 if count <= 16 else 32 if count <= 32 else 64 if count <= 64 else 128
-    size = min(64, _power_in(weight.length)) if weight.block <= 0 else min(128, weight.step)
+    """Several rows."""
+    tall = next(tall for tall in (16, 32, 64, 128) if count <= tall)
+    size = min(64, power_in(weight.length)) if weight.block <= 0 else min(128, weight.step)
     rows = 64
     tail = (
         count, weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high,
         weight.wide, tall, rows, size, 4,
     )  # fmt: skip
-    grid = (ceil_div(weight.rows, rows), ceil_div(count, tall), 1)
-    return Fixed(tile_kernel, grid, tail, 4, enable_fp_fusion=True)
+    return Fixed(tile_kernel, ceil_div(weight.rows, rows), tail, 4, enable_fp_fusion=True)

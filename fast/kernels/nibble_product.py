@@ -17,6 +17,8 @@ Zero points are subtracted from the codes, exactly: |c - z| <= 23. Layouts are e
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from fast.kernels.lanes import after_others, narrowed, numbered, row_of, spread, stored_scale
+
 
 def _decoded(word: str, out: str, offset: str, kind: str) -> str:
     """Assembly: the eight codes of a word, plus what `offset` takes away, as four pairs of 16-bit numbers.
@@ -69,32 +71,6 @@ BF16_1, BF16_2, BF16_4 = (_products(words, "bf16") for words in (1, 2, 4))
 F16_1, F16_2, F16_4 = (_products(words, "f16") for words in (1, 2, 4))
 
 
-@gluon.constexpr_function
-def _alone(axis, rank, layout):
-    """The layout of one axis of a tile."""
-    for other in reversed(range(rank)):
-        layout = layout if other == axis else gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _axis(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Numbers along one axis of a tile."""
-    i = gl.arange(0, COUNT, layout=_alone(AXIS, RANK, LAYOUT))
-    for other in gl.static_range(RANK):
-        if other != AXIS:
-            i = gl.expand_dims(i, other)
-    return i
-
-
-@gluon.jit
-def _spread(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
-    """A number of each lane, or of each lane and word, for the whole tile: no data moves."""
-    v = gl.convert_layout(v, FROM, assert_trivial=True)
-    v = gl.broadcast(v, gl.zeros(SHAPE, gl.int32, FROM))[0]
-    return gl.convert_layout(v, TILE, assert_trivial=True)
-
-
 @gluon.jit
 def _paired(x):
     """Eight inputs of each word (..., 4 pairs of neighbours) as the four pairs of its codes."""
@@ -111,16 +87,18 @@ def _paired(x):
 def nibble_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr,
-    ALONG: gl.constexpr, UNROLL: gl.constexpr, WIDE: gl.constexpr, BRAIN: gl.constexpr, HALF: gl.constexpr,
+    ALONG: gl.constexpr, UNROLL: gl.constexpr, WIDE: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG: warps over
-    rows, and along K; BRAIN: bfloat16, not float16; HALF: scales are bfloat16."""
+    rows, and along K; STORAGE: of scales; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, WORDS, 4], [1, 1, 32, 1, 1], [ALONG, DOWN, 1, 1, 1], [4, 3, 2, 1, 0]
     )
+    BRAIN: gl.constexpr = DTYPE == "bfloat16"
     TEXT: gl.constexpr = (
         (BF16_1 if WORDS == 1 else BF16_2 if WORDS == 2 else BF16_4)
         if BRAIN else (F16_1 if WORDS == 1 else F16_2 if WORDS == 2 else F16_4)
@@ -129,29 +107,28 @@ def nibble_kernel(
     # Elements that the warps along K take at once.
     STEP: gl.constexpr = 256 * WORDS * ALONG
     first = gl.program_id(0) * ROWS
-    row = _row(first + _axis(ROWS, 1, 4, TILE), rows, WIDE)
-    word = (_axis(ALONG, 0, 4, TILE) * 32 + _axis(32, 2, 4, TILE)) * WORDS + _axis(WORDS, 3, 4, TILE)
+    row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
+    word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * WORDS + numbered(WORDS, 3, 4, TILE)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 8) + word)
-    pair = (_axis(ALONG, 0, 5, INPUT) * 32 + _axis(32, 2, 5, INPUT)) * WORDS + _axis(WORDS, 3, 5, INPUT)
-    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * pair + _axis(4, 4, 5, INPUT))
-    lane = _axis(32, 2, 4, LANES)
-    odd = _spread(lane // 4 % 2, SHAPE, LANES, TILE)
-    start = (_axis(ALONG, 0, 4, LANES) * 32 + lane) * (8 * WORDS)
-    blocks = _row(first + _axis(ROWS, 1, 4, LANES), rows, WIDE) * per_row
+    pair = (numbered(ALONG, 0, 5, INPUT) * 32 + numbered(32, 2, 5, INPUT)) * WORDS + numbered(WORDS, 3, 5, INPUT)
+    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * pair + numbered(4, 4, 5, INPUT))
+    lane = numbered(32, 2, 4, LANES)
+    odd = spread(lane // 4 % 2, SHAPE, LANES, TILE)
+    start = (numbered(ALONG, 0, 4, LANES) * 32 + lane) * (8 * WORDS)
+    blocks = row_of(first + numbered(ROWS, 1, 4, LANES), rows, WIDE) * per_row
     STEADY: gl.constexpr = STEP % BLOCK == 0
+    after_others(LATE)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     for turn in range(0, LENGTH, STEP * UNROLL):
         for part in gl.static_range(UNROLL):
-            w = gl.load(words + turn // 8 + part * STEP // 8)
+            w = gl.load(words + turn // 8 + part * STEP // 8, eviction_policy="evict_first")
             b0, b1, b2, b3 = _paired(gl.load(inputs + turn // 2 + part * STEP // 2))
             # Blocks of which every step has a whole number lie at fixed distances.
             if STEADY:
                 at = blocks + start // BLOCK + turn // BLOCK + part * STEP // BLOCK
             else:
                 at = blocks + (start + turn + part * STEP) // BLOCK
-            s = gl.load(scale + at)
-            if HALF:
-                s = (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
+            s = stored_scale(scale, at, STORAGE)
             # The patterns of -128 (float16: -1024) less a number below 16.
             offset = at.to(gl.int32) * 0 + (0xC308C308 - (1 << 32) if BRAIN else 0xE408E408 - (1 << 32))
             if zero is not None:
@@ -159,31 +136,15 @@ def nibble_kernel(
             total = gl.inline_asm_elementwise(
                 TEXT, OPERANDS,
                 [
-                    total, w, _spread(b0, SHAPE, TILE, TILE), _spread(b1, SHAPE, TILE, TILE), _spread(b2, SHAPE, TILE, TILE),
-                    _spread(b3, SHAPE, TILE, TILE), _spread(offset, SHAPE, LANES, TILE), _spread(s, SHAPE, LANES, TILE), odd,
+                    total, w, spread(b0, SHAPE, TILE, TILE), spread(b1, SHAPE, TILE, TILE), spread(b2, SHAPE, TILE, TILE),
+                    spread(b3, SHAPE, TILE, TILE), spread(offset, SHAPE, LANES, TILE), spread(s, SHAPE, LANES, TILE), odd,
                 ],
                 dtype=gl.float32, is_pure=True, pack=2 * WORDS,
             )  # fmt: skip
-    at = _axis(32, 2, 4, TILE)
+    at = numbered(32, 2, 4, TILE)
     total = gl.where(at % 4 == at // 8, total, 0.0)
     made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
     n = first + gl.arange(0, ROWS, layout=made.type.layout)
     if bias is not None:
         made += gl.load(bias + n, mask=n < rows, other=0.0).to(gl.float32)
-    gl.store(y + n, _narrow(made, BRAIN), mask=n < rows)
-
-
-@gluon.jit
-def _row(row, rows, WIDE: gl.constexpr):
-    """Rows of W; beyond the last one, the last."""
-    row = gl.minimum(row, rows - 1)
-    return row.to(gl.int64) if WIDE else row
-
-
-@gluon.jit
-def _narrow(v, BRAIN: gl.constexpr):
-    """float32 as the output's dtype, NaN canonical."""
-    nan: gl.constexpr = 0x7FC0 if BRAIN else 0x7E00
-    kind: gl.constexpr = gl.bfloat16 if BRAIN else gl.float16
-    bits = v.to(kind).to(gl.int16, bitcast=True)
-    return gl.where(v != v, gl.to_tensor(nan).to(gl.int16), bits).to(kind, bitcast=True)
+    gl.store(y + n, narrowed(made, DTYPE), mask=n < rows)

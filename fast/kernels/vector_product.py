@@ -22,7 +22,7 @@ def vector_kernel(
     x, codes, scale, outer, zero, bias, y, rows, per_row,
     LENGTH: tl.constexpr,
     RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SUB: tl.constexpr, UNROLL: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a row,
     -1 for one in all; HIGH: rows of a block; SUB: neighbours that are added before they are scaled."""
@@ -30,7 +30,7 @@ def vector_kernel(
     row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)[:, None]
     row = row.to(tl.int64) if WIDE else row
     total = tl.zeros((ROWS, SIZE // SUB), tl.float32)
-    for k in tl.range(0, LENGTH, SIZE, loop_unroll_factor=UNROLL):
+    for k in range(0, LENGTH, SIZE):
         c = row_numbers(codes, row, k, LENGTH, RULE, PACKED, SIZE)
         v = tl.load(x + k + tl.arange(0, SIZE)).to(tl.float32)
         t = tl.sum(tl.reshape(c * v[None, :], (ROWS, SIZE // SUB, SUB)), axis=2)

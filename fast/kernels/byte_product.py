@@ -1,0 +1,108 @@
+"""y = W x + bias for a stored weight W (N, K) of 8-bit elements and one vector x, in Gluon.
+
+Bound by the memory, if enough of it is asked for at once: a lane takes 16 neighbouring codes of each of its rows, the inputs of
+the same places once for all rows, and multiplies and adds in float32 (see `vector_product` for the formula). Codes are decoded
+a word at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
+Layouts are explicit: no number changes its lane before the sums of a row do.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from fast.kernels.lanes import after_others, narrowed, numbered, row_of, spread, stored_scale
+
+
+def _integers() -> gl.constexpr:
+    """Assembly: $0 = $1 + the word $2 of four two's complement bytes times $3 to $6."""
+    text = "{ .reg .b32 w, t; .reg .f32 f; xor.b32 w, $2, 0x80808080; mov.f32 $0, $1; "
+    for i in range(4):
+        text += f"prmt.b32 t, w, 0x4B000000, 0x744{i}; mov.b32 f, t; add.rn.f32 f, f, 0fCB000080; "
+        text += f"fma.rn.f32 $0, f, ${3 + i}, $0; "
+    return gl.constexpr(text + "}")
+
+
+def _floats(kind: str) -> gl.constexpr:
+    """Assembly: the same for four codes of e4m3 or e5m2."""
+    text = "{ .reg .b16 a<2>, h<4>; .reg .b32 p<2>; .reg .f32 f; mov.b32 {a0, a1}, $2; mov.f32 $0, $1; "
+    for half in range(2):
+        text += f"cvt.rn.f16x2.{kind}x2 p{half}, a{half}; mov.b32 {{h{2 * half}, h{2 * half + 1}}}, p{half}; "
+    for i in range(4):
+        text += f"cvt.f32.f16 f, h{i}; fma.rn.f32 $0, f, ${3 + i}, $0; "
+    return gl.constexpr(text + "}")
+
+
+TEXT_INT, TEXT_E4M3, TEXT_E5M2 = _integers(), _floats("e4m3"), _floats("e5m2")
+
+
+@gluon.jit
+def _inputs(pointers):
+    """Sixteen neighbouring inputs of each lane (..., 16), float32: the first to fourth of each word."""
+    v = gl.load(pointers).to(gl.float32)
+    even, odd = gl.split(gl.reshape(v, [v.shape[0], v.shape[1], v.shape[2], 4, 2, 2]))
+    v0, v2 = gl.split(even)
+    v1, v3 = gl.split(odd)
+    return v0, v1, v2, v3
+
+
+@gluon.jit
+def byte_kernel(
+    x, codes, scale, zero, bias, y, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr, ALONG: gl.constexpr, UNROLL: gl.constexpr,
+    WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """ROWS numbers of y. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one scale a row, -1
+    for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of every code; DOWN, ALONG:
+    warps over rows, and along K; LATE: launched before the kernel in front of it has ended."""
+    SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, DOWN, 1], [2, 1, 0])
+    INPUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 16], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0]
+    )
+    TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
+    STEP: gl.constexpr = 512 * ALONG
+    first = gl.program_id(0) * ROWS
+    row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
+    word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
+    words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 4) + word)
+    inputs = x + ((numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT))
+    start = (numbered(ALONG, 0, 3, LANES) * 32 + numbered(32, 2, 3, LANES)) * 16
+    blocks = row_of(first + numbered(ROWS, 1, 3, LANES), rows, WIDE) // HIGH * per_row
+    after_others(LATE)
+    total = gl.zeros(SHAPE, gl.float32, TILE)
+    scaled = gl.zeros([ALONG, ROWS, 32], gl.float32, LANES)
+    for turn in range(0, LENGTH, STEP * UNROLL):
+        for part in gl.static_range(UNROLL):
+            w = gl.load(words + turn // 4 + part * STEP // 4, eviction_policy="evict_first")
+            v0, v1, v2, v3 = _inputs(inputs + turn + part * STEP)
+            added = gl.zeros(SHAPE, gl.float32, TILE) if BLOCK > 0 else total
+            added = gl.inline_asm_elementwise(
+                TEXT, "=&f,f,r,f,f,f,f",
+                [
+                    added, w, spread(v0, SHAPE, TILE, TILE), spread(v1, SHAPE, TILE, TILE), spread(v2, SHAPE, TILE, TILE),
+                    spread(v3, SHAPE, TILE, TILE),
+                ],
+                dtype=gl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+            if BLOCK > 0:
+                at = blocks + (start + turn + part * STEP) // BLOCK
+                sums = gl.convert_layout(gl.sum(added, axis=3), LANES, assert_trivial=True)
+                if zero is not None:
+                    whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
+                    sums = sums - gl.load(zero + at).to(gl.float32) * whole
+                scaled += sums * stored_scale(scale, at, STORAGE)
+            else:
+                total = added
+    if BLOCK > 0:
+        made = gl.sum(gl.sum(scaled, axis=2), axis=0)
+    else:
+        made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
+    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+    inside = n < rows
+    if BLOCK <= 0:
+        made = made * stored_scale(scale, gl.minimum(n, rows - 1) if BLOCK == 0 else n * 0, STORAGE)
+    made = made * FACTOR
+    if bias is not None:
+        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + n, narrowed(made, DTYPE), mask=inside)

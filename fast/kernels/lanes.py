@@ -1,0 +1,72 @@
+"""What kernels in Gluon share: numbers along the axes of a tile, the same for many, rows, and the output's dtype."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+@gluon.constexpr_function
+def _alone(axis, rank, layout):
+    """The layout of one axis of a tile."""
+    for other in reversed(range(rank)):
+        layout = layout if other == axis else gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def numbered(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 to COUNT - 1 along one axis of a tile."""
+    i = gl.arange(0, COUNT, layout=_alone(AXIS, RANK, LAYOUT))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            i = gl.expand_dims(i, other)
+    return i
+
+
+@gluon.jit
+def spread(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
+    """Numbers of some axes of a tile for the whole tile; raises at compile time if that moved data between lanes."""
+    v = gl.convert_layout(v, FROM, assert_trivial=True)
+    v = gl.broadcast(v, gl.zeros(SHAPE, gl.int32, FROM))[0]
+    return gl.convert_layout(v, TILE, assert_trivial=True)
+
+
+@gluon.jit
+def row_of(row, rows, WIDE: gl.constexpr):
+    """Rows of a weight, beyond the last one the last; WIDE: as 64 bits."""
+    row = gl.minimum(row, rows - 1)
+    return row.to(gl.int64) if WIDE else row
+
+
+@gluon.jit
+def after_others(LATE: gl.constexpr):
+    """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch)."""
+    if LATE:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def stored_scale(scale, at, STORAGE: gl.constexpr):
+    """Scales as float32, kept as float32, bfloat16 or e8m0."""
+    s = gl.load(scale + at)
+    if STORAGE == "bfloat16":
+        return (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    elif STORAGE == "float8_e8m0fnu":
+        # 2**-127 is a subnormal float32, and the last code is NaN.
+        e = s.to(gl.int32)
+        return gl.where(e == 0, 0x00400000, gl.where(e == 255, 0x7FC00000, e << 23)).to(gl.float32, bitcast=True)
+    else:
+        return s
+
+
+@gluon.jit
+def narrowed(v, DTYPE: gl.constexpr):
+    """float32 as the output's dtype, NaN canonical."""
+    if DTYPE == "float32":
+        return gl.where(v != v, gl.to_tensor(0x7FC00000).to(gl.float32, bitcast=True), v)
+    else:
+        nan: gl.constexpr = 0x7FC0 if DTYPE == "bfloat16" else 0x7E00
+        kind: gl.constexpr = gl.bfloat16 if DTYPE == "bfloat16" else gl.float16
+        bits = v.to(kind).to(gl.int16, bitcast=True)
+        return gl.where(v != v, gl.to_tensor(nan).to(gl.int16), bits).to(kind, bitcast=True)
