@@ -12,7 +12,8 @@ from math import prod
 
 import torch
 
-from ao_lab.tensor import QuantizedTensor, swapped
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_meta import swapped
 
 Part = torch.Tensor | None
 
