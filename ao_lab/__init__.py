@@ -65,6 +65,11 @@ if TYPE_CHECKING:
     from ao_lab.report import Layer as Layer
     from ao_lab.report import Report as Report
     from ao_lab.report import explain as explain
+    from ao_lab.sizes import LayerSize as LayerSize
+    from ao_lab.sizes import ModelSize as ModelSize
+    from ao_lab.sizes import Size as Size
+    from ao_lab.sizes import model_size as model_size
+    from ao_lab.sizes import weight_size as weight_size
     from ao_lab.tensor import QuantizedTensor as QuantizedTensor
     from ao_lab.tensor import quantized as quantized
     from reference import FORMATS as FORMATS
@@ -108,9 +113,11 @@ __all__ = [
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
     "Layer",
+    "LayerSize",
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
     "MappingType",
+    "ModelSize",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
@@ -126,6 +133,7 @@ __all__ = [
     "Report",
     "Saved",
     "SchemeConfig",
+    "Size",
     "__version__",
     "choose_scales",
     "compress",
@@ -141,6 +149,7 @@ __all__ = [
     "load_pretrained",
     "matmul",
     "matmul_error_bound",
+    "model_size",
     "native_dtype",
     "pack",
     "prune",
@@ -158,6 +167,7 @@ __all__ = [
     "to_native",
     "unpack",
     "untile_scales",
+    "weight_size",
 ]
 
 SUBMODULES = ("jax", "testing")
@@ -202,6 +212,7 @@ NAMES = {
         "Report",
         "explain",
     ),
+    "sizes": ("LayerSize", "ModelSize", "Size", "model_size", "weight_size"),
     "tensor": (
         "QuantizedTensor",
         "quantized",

@@ -1,0 +1,157 @@
+"""Sizes of quantized weights and models, from shapes alone: on the meta device as well, and before anything is quantized.
+
+A size is that of the stored tensors (codes, scales of both levels, zero points), the bytes that `save_pretrained` writes for a
+weight, and what it takes in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ao_lab.configs import Config
+from ao_lab.exports import export_of
+from ao_lab.fqn import FqnToConfig, Patterns
+from ao_lab.layers import candidates
+from ao_lab.quantize_model import Filter, Filtered
+from ao_lab.recipes import Recipe, named
+from ao_lab.stored_parts import own_specs
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_meta import DTYPES, Meta
+from reference import Scheme
+from reference.blocks import Blocks
+from reference.errors import choice
+from reference.schemes import scheme_of
+
+LAYOUTS = ("ao_lab", "compressed-tensors")
+SCALES = ("scale", "outer", "weight_scale", "weight_global_scale", "input_scale")
+ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of one weight: of its codes (or numbers, where it is dense), scales and zero points."""
+
+    codes: int
+    scales: int = 0
+    zeros: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.codes + self.scales + self.zeros
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One parameter of a model: its name, the class of its module, its scheme ("" where it stays dense) and its size."""
+
+    name: str
+    kind: str
+    scheme: str
+    size: Size
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Every parameter that can be quantized, each once, and the bytes of all other parameters and buffers."""
+
+    layers: tuple[LayerSize, ...]
+    rest: int
+
+    def of(self, accepts: Callable[[LayerSize], bool]) -> Size:
+        """The sum over some layers."""
+        sizes = [layer.size for layer in self.layers if accepts(layer)]
+        return Size(
+            *(sum(part) for part in zip(*((s.codes, s.scales, s.zeros) for s in sizes), strict=True)) or (0,)
+        )
+
+    @property
+    def linear(self) -> Size:
+        """The weights of linear layers, as published tables count: without embeddings, norms and biases."""
+        return self.of(lambda layer: layer.kind == "Linear")
+
+    @property
+    def bytes(self) -> int:
+        """The whole model."""
+        return self.of(lambda layer: True).bytes + self.rest
+
+
+def weight_size(
+    shape: Sequence[int], recipe: Recipe | Scheme | str, *, layout: str = "ao_lab", axis: int = -1
+) -> Size:
+    """The size of a weight of this shape in a scheme, stored in a layout.
+
+    ValueError where the scheme's blocks do not divide the shape, or where compressed-tensors has no format for the recipe.
+    """
+    choice(layout, LAYOUTS, "layout")
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    size = tuple(shape)
+    if layout == "ao_lab":
+        specs = own_specs(Meta(recipe, axis - len(size) if axis >= 0 else axis, torch.float32), size)
+    else:
+        export = export_of(recipe)
+        if export is None or axis not in (-1, len(size) - 1):
+            raise ValueError(
+                f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
+            )
+        specs = export.specs(recipe.weight, size)
+    sums = [sum(spec.bytes for name, spec in specs.items() if name in names) for names in (SCALES, ZEROS)]
+    return Size(sum(spec.bytes for spec in specs.values()) - sum(sums), *sums)
+
+
+def model_size(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None = None) -> ModelSize:
+    """The size of a model that `quantize_(model, config, filter_fn)` would make; nothing is computed, nothing changed.
+
+    Weights that modules share count once. What the configuration does not reach, or cannot, counts as it is.
+    """
+    decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
+    layers: dict[int, LayerSize] = {}
+    for path, module, name, parameter in candidates(model):
+        full = f"{path}.{name}" if path else name
+        wanted, _ = decide(path, module, full)
+        recipe = None if wanted is None or not _divides(parameter, wanted) else wanted.recipe()
+        known = layers.get(id(parameter))
+        if known is None or (recipe is not None and not known.scheme):
+            scheme = str(recipe.weight.name) if recipe is not None else _scheme(parameter)
+            size = (
+                _dense(parameter)
+                if recipe is None or wanted is None
+                else _quantized(parameter, recipe, wanted)
+            )
+            layers[id(parameter)] = LayerSize(full, type(module).__name__, scheme, size)
+    others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
+    return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
+
+
+def _divides(parameter: torch.Tensor, config: Config) -> bool:
+    """Whether `quantize_` would change a parameter."""
+    if isinstance(parameter, QuantizedTensor) or parameter.dtype not in DTYPES:
+        return False
+    try:
+        Blocks.of(tuple(parameter.shape), config.recipe().weight.scale, config.axis)
+    except ValueError:
+        return False
+    return True
+
+
+def _quantized(parameter: torch.Tensor, recipe: Recipe, config: Config) -> Size:
+    return weight_size(tuple(parameter.shape), recipe, axis=config.axis)
+
+
+def _scheme(t: torch.Tensor) -> str:
+    return t.scheme.name if isinstance(t, QuantizedTensor) else ""
+
+
+def _dense(t: torch.Tensor) -> Size:
+    """A tensor as it is."""
+    if isinstance(t, QuantizedTensor):
+        return weight_size(t.stored_shape, t.recipe, axis=t.meta.axis)
+    return Size(t.numel() * t.element_size())
+
+
+__all__ = ["LayerSize", "ModelSize", "Size", "model_size", "weight_size"]
