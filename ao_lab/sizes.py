@@ -65,9 +65,7 @@ class ModelSize:
     def of(self, accepts: Callable[[LayerSize], bool]) -> Size:
         """The sum over some layers."""
         sizes = [layer.size for layer in self.layers if accepts(layer)]
-        return Size(
-            *(sum(part) for part in zip(*((s.codes, s.scales, s.zeros) for s in sizes), strict=True)) or (0,)
-        )
+        return Size(sum(s.codes for s in sizes), sum(s.scales for s in sizes), sum(s.zeros for s in sizes))
 
     @property
     def linear(self) -> Size:
