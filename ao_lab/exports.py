@@ -230,11 +230,14 @@ def _packed(q: Quantized) -> Quantized:
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     unsigned = ((codes ^ (1 << (bits - 1))) & ((1 << bits) - 1)).contiguous()
     data = unsigned if bits == 8 else fast.pack(unsigned, f"uint{bits}")
-    return torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES))
+    # Flat first: the stride of an axis of length 1 may be anything, which view(dtype) minds.
+    return padded.reshape(-1).view(torch.int32).reshape(*data.shape[:-1], -1)
 
 
 def _unwords(words: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    data = words.contiguous().view(torch.uint8)[..., : -(-shape[-1] * bits // 8)].contiguous()
+    rows = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
+    data = rows[..., : -(-shape[-1] * bits // 8)].contiguous()
     unsigned = data if bits == 8 else fast.unpack(data, f"uint{bits}", shape)
     return unsigned ^ (1 << (bits - 1))
 

@@ -315,6 +315,16 @@ def test_reciprocals_that_round_wrongly():
         written(nvfp4_with_outer(float.fromhex(NONE)))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+def test_zero_points_of_few_rows(rows):
+    """One scale a row: the words of zero points are the transposed column."""
+    t = quantized(torch.randn(rows, 64), "int8_rowwise_asymmetric")
+    export, tensors = written(t)
+    assert export == "pack-quantized"
+    assert tensors["weight_zero_point"].shape == (-(-rows // 4), 1)
+    assert torch.equal(value_read(export_of(t.recipe), tensors, t.quantized), t.dequantize(torch.bfloat16))
+
+
 def test_blocks_that_are_nan_stay_with_us():
     dense = torch.randn(4, 64)
     dense[0, 0] = torch.nan
