@@ -25,14 +25,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Files:
-    """All tensors of a folder by name, and the metadata of its files."""
-
-    tensors: Tensors
-    metadata: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class Folder:
     """What a folder holds, before it is read: what each tensor is, its file, and the metadata of all files."""
 
@@ -96,12 +88,6 @@ def look_at(folder: Path) -> Folder:
     if index is not None:
         _check_index(index, places, folder)
     return Folder(folder, specs, places, _joined(headers))
-
-
-def read_files(folder: Path) -> Files:
-    """The tensors of a folder; raises as `look_at` and `Folder.read`."""
-    found = look_at(folder)
-    return Files(found.read(found.specs), found.metadata)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -174,4 +160,4 @@ def _shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-__all__ = ["Files", "Folder", "look_at", "read_files", "write_files"]
+__all__ = ["Folder", "look_at", "write_files"]

@@ -15,8 +15,7 @@ from torch import nn
 from ao_lab.configs import Config
 from ao_lab.exports import export_of
 from ao_lab.fqn import FqnToConfig, Patterns
-from ao_lab.layers import candidates
-from ao_lab.quantize_model import Filter, Filtered
+from ao_lab.layers import candidates, is_linear
 from ao_lab.recipes import Recipe, named
 from ao_lab.stored_parts import own_specs
 from ao_lab.tensor import QuantizedTensor
@@ -26,6 +25,8 @@ from reference.blocks import Blocks
 from reference.errors import choice
 from reference.schemes import scheme_of
 
+Filter = Callable[[nn.Module, str], bool]
+Decide = Callable[[str, nn.Module, str], tuple[Config | None, str]]
 LAYOUTS = ("ao_lab", "compressed-tensors")
 SCALES = ("scale", "outer", "weight_scale", "weight_global_scale", "input_scale")
 ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
@@ -107,7 +108,7 @@ def model_size(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter
 
     Weights that modules share count once. What the configuration does not reach, or cannot, counts as it is.
     """
-    decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
+    decide = Patterns(config) if isinstance(config, FqnToConfig) else _filtered(config, filter_fn)
     layers: dict[int, LayerSize] = {}
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
@@ -124,6 +125,12 @@ def model_size(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter
             layers[id(parameter)] = LayerSize(full, type(module).__name__, scheme, size)
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
+
+
+def _filtered(config: Config, filter_fn: Filter | None) -> Decide:
+    """One configuration for the modules that a function accepts."""
+    accepts = filter_fn or (lambda module, path: is_linear(module))
+    return lambda path, module, full: (config if accepts(module, path) else None, "")
 
 
 def _divides(parameter: torch.Tensor, config: Config) -> bool:

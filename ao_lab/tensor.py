@@ -20,7 +20,8 @@ import torch
 
 import fast
 from ao_lab.recipes import Recipe, named
-from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape, swapped
+from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
+from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 

@@ -12,8 +12,7 @@ from math import prod
 
 import torch
 
-from ao_lab.tensor import QuantizedTensor
-from ao_lab.tensor_meta import swapped
+from ao_lab.tensor import QuantizedTensor, swapped
 
 Part = torch.Tensor | None
 

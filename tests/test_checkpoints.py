@@ -20,7 +20,7 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.checkpoint_files import INDEX, read_files
+from ao_lab.checkpoint_files import INDEX, look_at
 from ao_lab.export_config import quantization_config
 from ao_lab.exports import export_of, value_read, written
 from ao_lab.recipes import named
@@ -209,7 +209,7 @@ def test_our_layout_holds_everything(tmp_path):
     ]
     assert other.experts.recipe.kernel == "dequantize"
     assert torch.equal(other(TOKENS), model(TOKENS))
-    names = set(read_files(tmp_path).tensors)
+    names = set(look_at(tmp_path).specs)
     assert {"experts.codes", "experts.scale", "lm_head.weight.input_scale", "model.norm.weight"} <= names
 
 

@@ -18,7 +18,7 @@ from ao_lab.evaluation import (
 )
 from ao_lab.texts import built_in, text_of
 
-#: Logarithms are float32, of logits below 16: 2**-24 of their size, and a mean of them no more.
+#: Logarithms are float32, below 16 here and within 2**-20; perplexity per word takes the exponential of some nine.
 CLOSE = 16 * 2.0**-20
 ALL = ("perplexity", "accuracy", "agreement")
 
