@@ -30,6 +30,10 @@ LARGEST_BUFFERS = 2**30
 Tensors = dict[str, torch.Tensor]
 
 
+class TooManyParameters(ValueError):
+    """A configuration describes more than the files can fill."""
+
+
 def built(folder: Path, specs: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> nn.Module:
     """The model of the folder's configuration, its parameters without memory; ValueError unless it has these shapes."""
     fields = configuration(folder)
@@ -76,6 +80,8 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
     try:
         config = AutoConfig.for_model(**fields)
         made: nn.Module = build(config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False)
+    except TooManyParameters:
+        raise
     except Exception as error:
         # transformers, its validators and torch raise what they like for numbers that make no model.
         raise ValueError(
@@ -94,7 +100,7 @@ def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > most:
-            raise ValueError(
+            raise TooManyParameters(
                 f"{path} describes a model of more than {most} parameters; the files hold fewer; fetch it again"
             )
         if parameter is None or parameter.is_meta:

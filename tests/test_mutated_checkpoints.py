@@ -4,9 +4,8 @@ import random
 import resource
 import shutil
 import signal
-import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -233,22 +232,38 @@ def test_without_a_check_it_is_noticed(bases, tmp_path, monkeypatch, name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "without", "field"),
+    ("field", "message"),
     [
-        ("parameters_without_memory", lambda *args: nullcontext(), {"num_hidden_layers": 10**5}),
-        ("_plain", lambda value, path: value, {"num_labels": 4 * 10**6}),
+        (
+            {"num_hidden_layers": 10**5},
+            "describes a model of more than [0-9]+ parameters; the files hold fewer",
+        ),
+        ({"num_labels": 4 * 10**6}, "num_labels is a count, got 4000000"),
+        ({"vocab_size": 2**40}, r"lm_head\.weight .*has shape"),
     ],
 )
-def test_configurations_without_bounds_are_noticed(bases, tmp_path, monkeypatch, name, without, field):
-    """Too many layers, or too many labels."""
+def test_configurations_do_not_decide_how_much_is_built(bases, tmp_path, field, message):
+    """Layers, labels, rows of tables: refused before there are as many objects, or that much memory."""
     case = Case(bases["built"][0], tmp_path / "model")
     case.put_json("config.json", case.json("config.json") | field)
     case.write()
-    assert outcome(case, bases["built"]) == ("error", "")
-    monkeypatch.setattr(checkpoint_models, name, without)
-    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 1)
-    with limits():
-        assert "TooLong" in outcome(case, bases["built"])[1]
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(case.folder)
+
+
+def test_at_most_as_many_parameters_as_files_can_fill(bases, tmp_path):
+    """Counted: building stops there."""
+    case = Case(bases["built"][0], tmp_path / "model")
+    case.put_json("config.json", case.json("config.json") | {"num_hidden_layers": 10**5})
+    case.write()
+    made = []
+    hook = nn.modules.module.register_module_parameter_registration_hook(lambda *given: made.append(given[1]))
+    try:
+        with pytest.raises(ValueError, match="the files hold fewer"):
+            load_pretrained(case.folder)
+    finally:
+        hook.remove()
+    assert len(made) < 200
 
 
 def test_pipes_are_not_waited_for(bases, tmp_path, monkeypatch):
