@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ao_lab.granularity import PerRow as PerRow
     from ao_lab.granularity import PerTensor as PerTensor
     from ao_lab.granularity import PerToken as PerToken
+    from ao_lab.model_card import write_card as write_card
     from ao_lab.native import NativeParts as NativeParts
     from ao_lab.native import from_native as from_native
     from ao_lab.native import native_dtype as native_dtype
@@ -168,6 +169,7 @@ __all__ = [
     "unpack",
     "untile_scales",
     "weight_size",
+    "write_card",
 ]
 
 SUBMODULES = ("jax", "testing")
@@ -204,6 +206,7 @@ NAMES = {
         "PerTensor",
         "PerToken",
     ),
+    "model_card": ("write_card",),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),

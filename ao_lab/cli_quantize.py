@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Files of the model's folder that are made anew, and so not copied.
 REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
-CARD = "README.md"
 
 
 def run_quantize(
@@ -37,7 +36,7 @@ def run_quantize(
     model = loaded(source)
     before = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     from ao_lab.checkpoints import save_pretrained
-    from ao_lab.model_card import model_card
+    from ao_lab.model_card import write_card
     from ao_lab.quantize_model import quantize_
 
     try:
@@ -50,8 +49,7 @@ def run_quantize(
         ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
         + [f"--option {option}" for option in options]
     )
-    card = model_card(target, base_model=str(source), command=command, notes=saved.reasons)
-    (target / CARD).write_text(card)
+    write_card(target, base_model=str(source), command=command, notes=saved.reasons)
     show(report, saved, before, as_json)
 
 

@@ -85,6 +85,19 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
+def write_card(
+    folder: str | Path,
+    *,
+    base_model: str | None = None,
+    command: str | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
+    path = Path(folder) / CARD
+    path.write_text(model_card(folder, base_model=base_model, command=command, notes=notes))
+    return path
+
+
 def with_results(text: str, results: Mapping[str, Any]) -> str:
     """A card with its results replaced; one without a place for them gets it at its end."""
     section = results_section(results)
@@ -242,4 +255,4 @@ def number(value: int) -> str:
     return f"{value:,}"
 
 
-__all__ = ["CARD", "CONFIG", "RESULTS", "model_card", "with_results"]
+__all__ = ["CARD", "CONFIG", "RESULTS", "model_card", "with_results", "write_card"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ao_lab import FqnToConfig, SchemeConfig, quantize_, save_pretrained
+from ao_lab import FqnToConfig, SchemeConfig, quantize_, save_pretrained, write_card
 from ao_lab.model_card import base_name, model_card, with_results
 from tests.test_checkpoints import LLAMA, small_model
 
@@ -106,6 +106,14 @@ def test_results_are_shown_and_replaced(tmp_path):
     assert "| accuracy | next-token accuracy | 0.5 |" in again
     assert with_results(again, RESULTS) == card
     assert "## Results" in with_results("# A card of one's own\n", RESULTS)
+
+
+def test_a_card_is_written(tmp_path):
+    saved(tmp_path / "little")
+    path = write_card(tmp_path / "little", base_model="owner/base")
+    assert path.read_text() == model_card(tmp_path / "little", base_model="owner/base")
+    with pytest.raises(FileNotFoundError, match="neither"):
+        write_card(tmp_path)
 
 
 def test_terms_of_the_base_stay(tmp_path):
