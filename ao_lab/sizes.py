@@ -103,32 +103,36 @@ def weight_size(
     return Size(sum(spec.bytes for spec in specs.values()) - sum(sums), *sums)
 
 
-def model_size(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None = None) -> ModelSize:
-    """The size of a model that `quantize_(model, config, filter_fn)` would make; nothing is computed, nothing changed.
+def model_size(
+    model: nn.Module, config: Config | FqnToConfig | None = None, filter_fn: Filter | None = None
+) -> ModelSize:
+    """The size of a model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
 
-    Weights that modules share count once. What the configuration does not reach, or cannot, counts as it is.
+    Nothing is computed, nothing changed. Weights that modules share count once. What the configuration does not reach, or
+    cannot change, counts as it is.
     """
-    decide = Patterns(config) if isinstance(config, FqnToConfig) else _filtered(config, filter_fn)
+    decide = _decision(config, filter_fn)
     layers: dict[int, LayerSize] = {}
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
-        wanted, _ = decide(path, module, full)
-        recipe = None if wanted is None or not _divides(parameter, wanted) else wanted.recipe()
+        wanted = decide(path, module, full)[0]
+        changed = wanted if wanted is not None and _divides(parameter, wanted) else None
         known = layers.get(id(parameter))
-        if known is None or (recipe is not None and not known.scheme):
-            scheme = str(recipe.weight.name) if recipe is not None else _scheme(parameter)
-            size = (
-                _dense(parameter)
-                if recipe is None or wanted is None
-                else _quantized(parameter, recipe, wanted)
-            )
+        if known is None or (changed is not None and not known.scheme):
+            size, scheme = _dense(parameter), _scheme(parameter)
+            if changed is not None:
+                recipe = changed.recipe()
+                size = weight_size(tuple(parameter.shape), recipe, axis=changed.axis)
+                scheme = recipe.weight.name
             layers[id(parameter)] = LayerSize(full, type(module).__name__, scheme, size)
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
 
 
-def _filtered(config: Config, filter_fn: Filter | None) -> Decide:
-    """One configuration for the modules that a function accepts."""
+def _decision(config: Config | FqnToConfig | None, filter_fn: Filter | None) -> Decide:
+    """Which configuration a parameter gets."""
+    if isinstance(config, FqnToConfig):
+        return Patterns(config)
     accepts = filter_fn or (lambda module, path: is_linear(module))
     return lambda path, module, full: (config if accepts(module, path) else None, "")
 
@@ -142,10 +146,6 @@ def _divides(parameter: torch.Tensor, config: Config) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _quantized(parameter: torch.Tensor, recipe: Recipe, config: Config) -> Size:
-    return weight_size(tuple(parameter.shape), recipe, axis=config.axis)
 
 
 def _scheme(t: torch.Tensor) -> str:

@@ -72,7 +72,7 @@ def test_files_are_as_large_as_computed(tmp_path, scheme, activation, layout):
     assert saved.bytes == data + heads
     if layout == "ao_lab":
         assert computed.bytes == data
-        assert model_size(model, config, lambda module, name: False).bytes == data
+        assert model_size(model).bytes == data
 
 
 @given(
@@ -135,7 +135,7 @@ def test_what_scales_and_zero_points_take(llama, scheme, scale, zero):
 
 
 def test_dense_models_and_what_stays(llama):
-    nothing = model_size(llama, SchemeConfig(scheme="int8_rowwise"), lambda module, name: False)
+    nothing = model_size(llama)
     assert nothing.linear.bytes / 1e9 == pytest.approx(PUBLISHED["bfloat16"], rel=0.01)
     assert nothing.linear == Size(2 * WEIGHTS)
     everything = [*llama.parameters(), *llama.buffers()]
