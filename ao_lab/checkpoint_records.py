@@ -27,13 +27,15 @@ from reference.quantize import check_quantized
 
 KEY = "ao_lab"
 OWN = "ao_lab"
-#: Fields of a record beside those of `described`, and the types of all plain ones.
-FIELDS: dict[str, Any] = {
+#: Types of the plain fields of `described`, and its schemes.
+DESCRIPTION: dict[str, Any] = {
     "version": int, "kernel": str, "accumulation": str, "axis": int, "dtype": str, "transposed": bool, "layout": str,
-    "flat": tuple[int, ...] | None, "shape": tuple[int, ...], "format": str, "parts": tuple[str, ...],
+    "flat": tuple[int, ...] | None,
 }  # fmt: skip
-OPTIONAL: dict[str, Any] = {"outer": float | None}
 SCHEMES_OF = ("weight", "activation")
+#: Fields of one weight; "recipe" is the place of its description in the list of them.
+FIELDS: dict[str, Any] = {"recipe": int, "shape": tuple[int, ...], "format": str, "parts": tuple[str, ...]}
+OPTIONAL: dict[str, Any] = {"outer": float | None}
 #: Blocks may reach beyond a short axis, which is filled up; never so far that the filler is what takes the memory.
 LONGEST_BLOCK = 4096
 Tensors = dict[str, torch.Tensor]
@@ -76,11 +78,14 @@ def read_records(folder: Folder) -> Records:
     where = f"the records of {folder.path}"
     given = parsed_object(folder.metadata[KEY], where)
     fields = {name: given.get(name, {}) for name in ("weights", "shared", "dense")}
-    if set(given) - set(fields) or not all(isinstance(part, dict) for part in fields.values()):
+    recipes = given.get("recipes")
+    objects = all(isinstance(part, dict) for part in fields.values()) and isinstance(recipes, list)
+    if set(given) - {*fields, "recipes"} or not objects or recipes is None:
         raise ValueError(
-            f"{where} are the objects {', '.join(fields)}, got {shown(list(given))}; fetch the folder again"
+            f"{where} are a list, recipes, and objects, {', '.join(fields)}; got {shown(list(given))}; fetch the folder again"
         )
-    weights = {name: _weight(name, record, folder) for name, record in fields["weights"].items()}
+    metas = [_description(index, recipe, folder) for index, recipe in enumerate(recipes)]
+    weights = {name: _weight(name, record, metas, folder) for name, record in fields["weights"].items()}
     made = Records(weights, dense_names(weights, folder), fields["shared"])
     _check_names(made, where)
     _check_dense(fields["dense"], made, folder)
@@ -89,9 +94,9 @@ def read_records(folder: Folder) -> Records:
 
 def whole_weights(folder: Folder, records: Records) -> Tensors:
     """The state of a model, quantized weights whole; what their numbers say beside the records is checked here."""
-    state = folder.read(records.dense)
+    tensors = folder.read(folder.specs)
+    state = {name: tensors[name] for name in records.dense}
     for name, weight in records.weights.items():
-        tensors = folder.read(weight.names.values())
         try:
             made = weight.made({part: tensors[full] for part, full in weight.names.items()})
             check_quantized_tensor(made)
@@ -128,11 +133,14 @@ def _sizes(block: Any) -> tuple[int, ...]:
     return block if isinstance(block, tuple) else (block,)
 
 
-def _weight(name: str, record: Any, folder: Folder) -> Weight:
+def _weight(name: str, record: Any, metas: list[Meta], folder: Folder) -> Weight:
     """One record; every error names the folder and the weight."""
     where = f"the record of {shown(name)} in {folder.path}"
     try:
-        meta, shape = _description(record)
+        _check_fields(record, FIELDS, OPTIONAL)
+        if not 0 <= record["recipe"] < len(metas):
+            raise ValueError(f"recipe is one of {len(metas)}, got {record['recipe']}")
+        meta, shape = metas[record["recipe"]], tuple(record["shape"])
         _check_description(meta, shape)
         check_recipe(meta, stored_shape(meta, shape))
         weight = (_own if record["format"] == OWN else _exported)(name, record, meta, shape)
@@ -159,27 +167,36 @@ def check_specs(weight: Weight, folder: Folder) -> None:
             )
 
 
-def _description(record: Any) -> tuple[Meta, tuple[int, ...]]:
-    """The description in a record, its types checked."""
-    if not isinstance(record, dict):
-        raise ValueError(f"it is an object, got {shown(record)}")
-    known = {*FIELDS, *OPTIONAL, *SCHEMES_OF}
-    wrong = [f"lacks {name}" for name in (*FIELDS, *SCHEMES_OF) if name not in record]
-    wrong += [f"has an unknown field {shown(name)}" for name in record if name not in known]
+def _description(index: int, given: Any, folder: Folder) -> Meta:
+    """One description, which many weights may have, its types checked."""
+    try:
+        _check_fields(given, DESCRIPTION | dict.fromkeys(SCHEMES_OF, None), {})
+        check_scheme_fields(given["weight"], "weight")
+        if given["activation"] is not None:
+            check_scheme_fields(given["activation"], "activation")
+        if given["dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
+            raise ValueError(
+                f"dtype is one of torch's floating-point types that weights have, got {shown(given['dtype'])}"
+            )
+        if given["version"] < 1:
+            raise ValueError(f"version is a count from 1, got {given['version']}")
+        return meta_from(given)
+    except (ValueError, TypeError) as error:
+        where = f"recipe {index} of the records of {folder.path}"
+        raise ValueError(f"{where}: {error}; fetch or write the folder again") from error
+
+
+def _check_fields(given: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """ValueError where an object lacks fields, has others, or has them of another type (None: not looked at here)."""
+    if not isinstance(given, dict):
+        raise ValueError(f"it is an object, got {shown(given)}")
+    wrong = [f"lacks {name}" for name in needed if name not in given]
+    wrong += [f"has an unknown field {shown(name)}" for name in given if name not in {*needed, *optional}]
     if wrong:
         raise ValueError(f"it {wrong[0]}")
-    for name, hint in (FIELDS | OPTIONAL).items():
-        check_value(record.get(name), hint, name)
-    check_scheme_fields(record["weight"], "weight")
-    if record["activation"] is not None:
-        check_scheme_fields(record["activation"], "activation")
-    if record["dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
-        raise ValueError(
-            f"dtype is one of torch's floating-point types that weights have, got {shown(record['dtype'])}"
-        )
-    if record["version"] < 1:
-        raise ValueError(f"version is a count from 1, got {record['version']}")
-    return meta_from(record), tuple(record["shape"])
+    for name, hint in {**needed, **optional}.items():
+        if hint is not None and name in given:
+            check_value(given[name], hint, name)
 
 
 def _check_description(meta: Meta, shape: tuple[int, ...]) -> None:

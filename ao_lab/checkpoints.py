@@ -51,13 +51,20 @@ class Stored:
     """Tensors by name, the records of quantized weights among them, and the configuration."""
 
     tensors: Tensors = field(default_factory=dict)
-    #: By the weight's name: `described`, its shape, and where it lies.
+    #: By the weight's name: the place of its description, its shape, and where it lies.
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Names of one and the same tensor: the other name of each.
     shared: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    #: Descriptions as JSON, once each, and their places in the list of them.
+    recipes: dict[str, int] = field(default_factory=dict)
     #: dtypes of the tensors that are not quantized.
     dense: dict[str, str] = field(default_factory=dict)
+
+    def record(self, name: str, t: QuantizedTensor, **fields: Any) -> None:
+        """What is to be known of a quantized weight; its description, which many share, by its place."""
+        place = self.recipes.setdefault(json.dumps(described(t.meta)), len(self.recipes))
+        self.records[name] = {"recipe": place, "shape": list(t.shape), **fields}
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor as it is."""
@@ -90,7 +97,8 @@ def save_pretrained(
     given = dict(config) if config is not None else _config_of(model)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    records = {"weights": stored.records, "shared": stored.shared, "dense": stored.dense}
+    recipes = [json.loads(text) for text in stored.recipes]
+    records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
     files = write_files(folder, stored.tensors, metadata, max_shard_bytes)
     text = json.dumps({**given, QUANTIZATION: stored.config}, indent=2, default=str) + "\n"
@@ -176,7 +184,7 @@ def _compressed(model: nn.Module, reasons: list[str]) -> Stored | None:
         layers[path] = (fmt, value.recipe, value.input_scale is not None)
         stored.tensors.update({f"{path}.{key}": tensor for key, tensor in tensors.items()})
         outer = None if value.outer is None else value.outer.item()
-        stored.records[name] = _record(value, format=fmt, parts=list(tensors), outer=outer)
+        stored.record(name, value, format=fmt, parts=list(tensors), outer=outer)
     if reasons:
         return None
     try:
@@ -196,12 +204,8 @@ def _own(model: nn.Module) -> Stored:
             continue
         parts = {part: getattr(value, part) for part in PARTS if getattr(value, part) is not None}
         stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
-        stored.records[name] = _record(value, format="ao_lab", parts=list(parts))
+        stored.record(name, value, format="ao_lab", parts=list(parts))
     return stored
-
-
-def _record(t: QuantizedTensor, **fields: Any) -> dict[str, Any]:
-    return {**described(t.meta), "shape": list(t.shape), **fields}
 
 
 def _state(model: nn.Module, stored: Stored) -> Tensors:

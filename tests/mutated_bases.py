@@ -29,6 +29,7 @@ SCHEMES = {
     "nvfp4": ("nvfp4", None, "compressed-tensors"),
     "ours int4": ("int4_g32_asymmetric", "int8_rowwise", "ao_lab"),
     "ours nvfp4": ("nvfp4", "nvfp4", "ao_lab"),
+    "ours int8": ("int8_rowwise", None, "ao_lab"),
     "ours nf4": ("nf4", None, "ao_lab"),
 }
 

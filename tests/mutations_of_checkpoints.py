@@ -174,6 +174,7 @@ def record_block(rng, case):
     records = case.records()
     name = rng.choice(list(records["weights"]))
     record = records["weights"][name]
+    recipe = records["recipes"][record["recipe"]]
     number = rng.choice(
         [
             0,
@@ -192,16 +193,18 @@ def record_block(rng, case):
     )
     where = rng.choice(["block", "shape", "flat", "axis", "partial", "activation"])
     if where == "block":
-        record["weight"]["scale"]["block"] = number
+        recipe["weight"]["scale"]["block"] = number
     elif where == "partial":
-        record["weight"]["scale"] |= {"block": rng.choice([10**12, 2**30]), "partial": True}
+        recipe["weight"]["scale"] |= {"block": rng.choice([10**12, 2**30]), "partial": True}
     elif where == "activation":
-        record["activation"] = json.loads(json.dumps(record["weight"]))
-        record["activation"]["scale"] |= {"block": 10**12, "partial": True}
+        recipe["activation"] = json.loads(json.dumps(recipe["weight"]))
+        recipe["activation"]["scale"] |= {"block": 10**12, "partial": True}
     elif where == "axis":
-        record["axis"] = rng.choice([0, 1, 5, -3, -2, -(10**9)])
+        recipe["axis"] = rng.choice([0, 1, 5, -3, -2, -(10**9)])
     else:
-        record[where] = rng.choice([[2**60, 2**60], [0, 0], [-1, 64], [64], [2**31], []])
+        (record if where == "shape" else recipe)[where] = rng.choice(
+            [[2**60, 2**60], [0, 0], [-1, 64], [64], [2**31], []]
+        )
     case.put_records(records)
 
 
@@ -246,13 +249,16 @@ def record_other(rng, case):
     name = rng.choice(names)
     field, values = rng.choice([
         ("format", ["ao_lab", "int-quantized", "nvfp4-pack-quantized", "pack-quantized", "dense", "os.system"]),
+        ("recipe", [1, -1, 10**9, 2**62, True]),
         ("kernel", ["int8", "scaled_mm", "reference", "os.system"]),
         ("version", [2, 10**9, 0]),
         ("dtype", ["float64", "int8", "load", "nn", "float8_e4m3fn"]),
         ("layout", ["tiled", "plain", "x"]),
         ("transposed", [True]),
     ])  # fmt: skip
-    records["weights"][name][field] = rng.choice(values)
+    record = records["weights"][name]
+    holder = record if field in record else records["recipes"][record["recipe"]]
+    holder[field] = rng.choice(values)
     case.put_records(records)
 
 

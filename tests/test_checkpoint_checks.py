@@ -129,7 +129,7 @@ def test_a_kernel_that_does_not_take_a_weight(bases, tmp_path):
     """Found when it is loaded, not when it is first used."""
     case = Case(bases["mxfp4"][0], tmp_path / "model")
     records = case.records()
-    records["weights"]["0.weight"]["kernel"] = "int8"
+    records["recipes"][0]["kernel"] = "int8"
     case.put_records(records)
     case.write()
     with pytest.raises(ValueError, match=r"0\.weight of .*kernel 'int8' does not take mxfp4"):
