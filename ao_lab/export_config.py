@@ -68,6 +68,10 @@ def check_groups(given: Mapping[str, Any], weights: Iterable[tuple[str, Recipe]]
             )
             for (kind, _), wanted in known.items()
         ]
+        if not wrong:
+            raise ValueError(
+                f"{where}: {shown(name)} is there, and the records name no weights; fetch it again"
+            )
         if all(wrong):
             got = arguments.get(wrong[0], fmt)
             raise ValueError(

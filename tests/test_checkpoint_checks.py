@@ -155,6 +155,40 @@ def test_configuration_and_records_say_the_same(bases, tmp_path, change, message
         load_pretrained(case.folder, small_model())
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "value", "message"),
+    [
+        ("recipes", "transposed", 0, "transposed is bool, got 0"),
+        ("recipes", "axis", -1.0, "axis is int"),
+        ("recipes", "version", 2, "version 2; this ao_lab reads up to 1"),
+        ("recipes", "dtype", "int8", "dtype is one of"),
+        ("recipes", "kernel", "os.system", "kernel is one of"),
+        ("recipes", "activation", {}, "activation lacks name"),
+        ("weights", "recipe", 1, "recipe is one of 1, got 1"),
+        ("weights", "shape", [2**40, 2**40], "is int32 of shape"),
+        ("weights", "parts", ["codes"], "parts are weight_packed"),
+        ("weights", "format", "dense", "format dense does not hold"),
+    ],
+)
+def test_fields_of_records(bases, tmp_path, place, field, value, message):
+    case = Case(bases["int4"][0], tmp_path / "model")
+    records = case.records()
+    records[place][0 if place == "recipes" else "0.weight"][field] = value
+    case.put_records(records)
+    case.write()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_pretrained(case.folder, small_model())
+    assert str(case.folder) in str(caught.value)
+
+
+def test_records_without_weights(bases, tmp_path):
+    case = Case(bases["int4"][0], tmp_path / "model")
+    case.put_records(case.records() | {"weights": {}})
+    case.write()
+    with pytest.raises(ValueError, match="the records name no weights"):
+        load_pretrained(case.folder, small_model())
+
+
 def test_patterns_of_a_configuration_are_not_matched(bases, tmp_path):
     """They are for other readers; here one that takes for ever takes no time."""
     case = Case(bases["int4"][0], tmp_path / "model")
