@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ao_lab.granularity import PerRow as PerRow
     from ao_lab.granularity import PerTensor as PerTensor
     from ao_lab.granularity import PerToken as PerToken
+    from ao_lab.model_card import write_card as write_card
     from ao_lab.native import NativeParts as NativeParts
     from ao_lab.native import from_native as from_native
     from ao_lab.native import native_dtype as native_dtype
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
     from ao_lab.report import Layer as Layer
     from ao_lab.report import Report as Report
     from ao_lab.report import explain as explain
+    from ao_lab.sizes import LayerSize as LayerSize
+    from ao_lab.sizes import ModelSize as ModelSize
+    from ao_lab.sizes import Size as Size
+    from ao_lab.sizes import model_size as model_size
+    from ao_lab.sizes import weight_size as weight_size
     from ao_lab.tensor import QuantizedTensor as QuantizedTensor
     from ao_lab.tensor import quantized as quantized
     from reference import FORMATS as FORMATS
@@ -108,9 +114,11 @@ __all__ = [
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
     "Layer",
+    "LayerSize",
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
     "MappingType",
+    "ModelSize",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
@@ -126,6 +134,7 @@ __all__ = [
     "Report",
     "Saved",
     "SchemeConfig",
+    "Size",
     "__version__",
     "choose_scales",
     "compress",
@@ -141,6 +150,7 @@ __all__ = [
     "load_pretrained",
     "matmul",
     "matmul_error_bound",
+    "model_size",
     "native_dtype",
     "pack",
     "prune",
@@ -158,6 +168,8 @@ __all__ = [
     "to_native",
     "unpack",
     "untile_scales",
+    "weight_size",
+    "write_card",
 ]
 
 SUBMODULES = ("jax", "testing")
@@ -194,6 +206,7 @@ NAMES = {
         "PerTensor",
         "PerToken",
     ),
+    "model_card": ("write_card",),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
@@ -202,6 +215,7 @@ NAMES = {
         "Report",
         "explain",
     ),
+    "sizes": ("LayerSize", "ModelSize", "Size", "model_size", "weight_size"),
     "tensor": (
         "QuantizedTensor",
         "quantized",

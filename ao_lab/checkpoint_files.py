@@ -1,24 +1,53 @@
-"""A folder's safetensors files: one, or shards with the index that transformers reads."""
+"""A folder's safetensors files: one, or shards with the index that transformers reads.
+
+Reading is in two steps. `look_at` checks headers and index and says which tensors there are; nothing of them is read. `Folder.
+read` maps the tensors that are asked for. Only files named model*.safetensors and the index are opened, whatever else (pickles,
+for instance) lies beside them, and an index can name files of its own folder alone.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ao_lab.safetensors_header import Header, Spec, read_header
+from ao_lab.strict_json import read_object, shown
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Names of shards: plain ones, so that none leads out of the folder.
+SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Files:
-    """All tensors of a folder by name, and the metadata of its first file."""
+class Folder:
+    """What a folder holds, before it is read: what each tensor is, its file, and the metadata of all files."""
 
-    tensors: Tensors
+    path: Path
+    specs: Mapping[str, Spec]
+    places: Mapping[str, Path]
     metadata: Mapping[str, str]
+
+    def read(self, names: Iterable[str]) -> Tensors:
+        """These tensors; ValueError where the library that maps them finds what the headers did not say."""
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.places[name], []).append(name)
+        made: Tensors = {}
+        for path, wanted in by_file.items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    made.update({name: file.get_tensor(name) for name in wanted})
+            except SafetensorError as error:
+                raise ValueError(f"{path} cannot be read: {shown(str(error))}; fetch it again") from error
+        return made
 
 
 def write_files(folder: Path, tensors: Tensors, metadata: dict[str, str], limit: int) -> list[Path]:
@@ -38,22 +67,66 @@ def write_files(folder: Path, tensors: Tensors, metadata: dict[str, str], limit:
     return [folder / name for name in names]
 
 
-def read_files(folder: Path) -> Files:
-    """The tensors of a folder; FileNotFoundError where there are none."""
-    from safetensors import safe_open
+def look_at(folder: Path) -> Folder:
+    """What a folder holds; FileNotFoundError where there are no tensors, ValueError where files and index disagree."""
+    index = _index(folder) if (folder / INDEX).exists() else None
+    if index is None and not (folder / SINGLE).exists():
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote"
+        )
+    names = [SINGLE] if index is None else sorted(set(index.values()))
+    headers = {folder / name: read_header(folder / name) for name in names}
+    specs: dict[str, Spec] = {}
+    places: dict[str, Path] = {}
+    for path, header in headers.items():
+        for name, spec in header.tensors.items():
+            if name in places:
+                raise ValueError(
+                    f"tensor {shown(name)} is in {places[name].name} and in {path}; one of them is stale"
+                )
+            specs[name], places[name] = spec, path
+    if index is not None:
+        _check_index(index, places, folder)
+    return Folder(folder, specs, places, _joined(headers))
 
-    names = [SINGLE]
-    if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    elif not (folder / SINGLE).is_file():
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
-    tensors: Tensors = {}
-    metadata: dict[str, str] = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            metadata = metadata or dict(file.metadata() or {})
-            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (no mapping)
-    return Files(tensors, metadata)
+
+def _index(folder: Path) -> dict[str, str]:
+    """The file's name of each tensor."""
+    path = folder / INDEX
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(
+            f"{path} has no weight_map from tensors to files, got {shown(found)}; fetch it again"
+        )
+    for name, file in found.items():
+        if not isinstance(file, str) or not SHARD.fullmatch(file):
+            raise ValueError(
+                f"{path}: weight_map of {shown(name)} is the plain name of a .safetensors file in the same folder, got "
+                f"{shown(file)}; fetch the index again"
+            )
+    return found
+
+
+def _check_index(index: Mapping[str, str], places: Mapping[str, Path], folder: Path) -> None:
+    wrong = [name for name, file in index.items() if name not in places or places[name].name != file]
+    extra = [name for name in places if name not in index]
+    if wrong or extra:
+        name = (wrong or extra)[0]
+        what = f"puts it into {index[name]}" if wrong else "does not name it"
+        where = f"is in {places[name].name}" if name in places else "is in no file"
+        raise ValueError(f"tensor {shown(name)} {where}, but {folder / INDEX} {what}; fetch the folder again")
+
+
+def _joined(headers: Mapping[Path, Header]) -> dict[str, str]:
+    """The metadata of all files; ValueError where two say different things."""
+    made: dict[str, str] = {}
+    for path, header in headers.items():
+        for key, value in header.metadata.items():
+            if made.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{path}: metadata {shown(key)} is another than in the other files; fetch them again"
+                )
+    return made
 
 
 def _apart(tensors: Tensors) -> Tensors:
@@ -87,4 +160,4 @@ def _shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-__all__ = ["Files", "read_files", "write_files"]
+__all__ = ["Folder", "look_at", "write_files"]

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint_files import Files, read_files, write_files
-from ao_lab.export_config import quantization_config
-from ao_lab.exports import EXPORTS, written
+from ao_lab.checkpoint_files import Folder, look_at, write_files
+from ao_lab.checkpoint_models import CONFIG, QUANTIZATION, built, check_kinds, check_state, fill
+from ao_lab.checkpoint_records import KEY, Records, read_records, whole_weights
+from ao_lab.export_config import check_groups, quantization_config
+from ao_lab.exports import written
 from ao_lab.recipes import Recipe
-from ao_lab.tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor_meta import PARTS, described, meta_from
+from ao_lab.strict_json import read_object, shown
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_meta import PARTS, described
 from reference.errors import choice
 
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
-CONFIG, QUANTIZATION = "config.json", "quantization_config"
 OURS = {"quant_method": "ao_lab", "version": 1}
 Tensors = dict[str, torch.Tensor]
 
@@ -49,11 +51,25 @@ class Stored:
     """Tensors by name, the records of quantized weights among them, and the configuration."""
 
     tensors: Tensors = field(default_factory=dict)
-    #: By the weight's name: `described`, its shape, and where it lies.
+    #: By the weight's name: the place of its description, its shape, and where it lies.
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Names of one and the same tensor: the other name of each.
     shared: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    #: Descriptions as JSON, once each, and their places in the list of them.
+    recipes: dict[str, int] = field(default_factory=dict)
+    #: dtypes of the tensors that are not quantized.
+    dense: dict[str, str] = field(default_factory=dict)
+
+    def record(self, name: str, t: QuantizedTensor, **fields: Any) -> None:
+        """What is to be known of a quantized weight; its description, which many share, by its place."""
+        place = self.recipes.setdefault(json.dumps(described(t.meta)), len(self.recipes))
+        self.records[name] = {"recipe": place, "shape": list(t.shape), **fields}
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor as it is."""
+        self.tensors[name] = tensor
+        self.dense[name] = str(tensor.dtype).removeprefix("torch.")
 
 
 def save_pretrained(
@@ -81,7 +97,9 @@ def save_pretrained(
     given = dict(config) if config is not None else _config_of(model)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", "ao_lab": json.dumps({"weights": stored.records, "shared": stored.shared})}
+    recipes = [json.loads(text) for text in stored.recipes]
+    records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
+    metadata = {"format": "pt", KEY: json.dumps(records)}
     files = write_files(folder, stored.tensors, metadata, max_shard_bytes)
     text = json.dumps({**given, QUANTIZATION: stored.config}, indent=2, default=str) + "\n"
     (folder / CONFIG).write_text(text)
@@ -91,48 +109,59 @@ def save_pretrained(
 def load_pretrained(
     directory: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model of a folder that `save_pretrained` wrote, its weights quantized as they were.
+    """The model of a folder that `save_pretrained` wrote, its weights quantized as they were; or of torchao's safetensors.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
-    describes, in `dtype`. ValueError where names or shapes do not fit, or where no record says what the tensors mean.
+    describes, in `dtype`. Files, records, configuration and shapes are compared with each other before a tensor is read, and
+    the model is changed at the very end, all of it or nothing. ValueError that names the file and the rule where something does
+    not fit, or where no record says what the tensors mean; FileNotFoundError where files are missing. Nothing is executed.
     """
-    folder = Path(directory)
-    files = read_files(folder)
-    if "ao_lab" not in files.metadata:
-        raise ValueError(
-            f"{folder} holds no records of ao_lab; transformers' from_pretrained reads folders of other writers"
-        )
-    header = json.loads(files.metadata["ao_lab"])
-    state = loaded_state(files, header["weights"])
-    for name, other in header["shared"].items():
-        state[name] = state[other]
-    target = model if model is not None else _built(folder, dtype)
-    _fill(target, state)
+    folder = look_at(Path(directory))
+    records = records_of(folder)
+    _check_configuration(folder.path, records)
+    shapes = records.shapes(folder)
+    target = model if model is not None else built(folder.path, shapes, dtype)
+    check_state(target, shapes, str(folder.path))
+    check_kinds(target, {name: folder.specs[name] for name in records.dense}, str(folder.path))
+    fill(target, whole_weights(folder, records))
     return target
 
 
-def loaded_state(files: Files, records: Mapping[str, dict[str, Any]]) -> Tensors:
-    """All tensors of a folder by the names of the model, quantized ones whole."""
-    tensors = dict(files.tensors)
-    made: Tensors = {name: _whole(name, record, tensors) for name, record in records.items()}
-    return {**tensors, **made}
+def records_of(folder: Folder) -> Records:
+    """What the metadata of a folder says of its tensors, ours or torchao's; ValueError where it says nothing."""
+    if KEY in folder.metadata:
+        return read_records(folder)
+    from ao_lab.torchao_files import TORCHAO_KEY, read_torchao_records
+
+    if TORCHAO_KEY in folder.metadata:
+        return read_torchao_records(folder)
+    raise ValueError(
+        f"{folder.path} holds no records of ao_lab; transformers' from_pretrained reads folders of other writers"
+    )
 
 
-def _whole(name: str, record: dict[str, Any], tensors: Tensors) -> QuantizedTensor:
-    """One quantized weight; the tensors that it is made of are taken out."""
-    meta, shape = meta_from(record), tuple(record["shape"])
-    if record["format"] == "ao_lab":
-        return QuantizedTensor({part: tensors.pop(f"{name}.{part}") for part in record["parts"]}, meta, shape)
-    export = next(export for export in EXPORTS if export.name == record["format"])
-    path = name.removesuffix("weight")
-    found = {key: tensors.pop(path + key) for key in record["parts"]}
-    q = export.read(found, meta.recipe.weight, shape)
-    parts = from_quantized(q, meta.recipe, meta.dtype).parts
-    if record["outer"] is not None:
-        parts["outer"] = torch.tensor(record["outer"], dtype=torch.float32)
-    for part, key in (("input_scale", "input_scale"), ("input_zero", "input_zero_point")):
-        parts[part] = found[key].reshape(()) if key in found else None
-    return QuantizedTensor(parts, meta, shape)
+def _check_configuration(path: Path, records: Records) -> None:
+    """config.json, where there is one, says the same of quantized weights as the records do."""
+    if not (path / CONFIG).exists():
+        return
+    given = read_object(path / CONFIG, nonfinite=True).get(QUANTIZATION)
+    if given is None:
+        return
+    where = f"{QUANTIZATION} of {path / CONFIG}"
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is an object, got {shown(given)}; fetch it again")
+    methods = {weight.method for weight in records.weights.values()}
+    method = given.get("quant_method")
+    if not isinstance(method, str) or (methods and methods != {method}):
+        raise ValueError(
+            f"{where}: quant_method is {shown(method)}, the files hold {', '.join(sorted(methods))}; fetch it again"
+        )
+    if method == OURS["quant_method"] and given.get("version") != OURS["version"]:
+        raise ValueError(
+            f"{where}: version is {OURS['version']}, got {shown(given.get('version'))}; install another ao_lab"
+        )
+    if method == "compressed-tensors":
+        check_groups(given, [(w.format, w.meta.recipe) for w in records.weights.values()], where)
 
 
 def _compressed(model: nn.Module, reasons: list[str]) -> Stored | None:
@@ -143,7 +172,7 @@ def _compressed(model: nn.Module, reasons: list[str]) -> Stored | None:
     for name, value in _state(model, stored).items():
         path = name.removesuffix(".weight")
         if not isinstance(value, QuantizedTensor):
-            stored.tensors[name] = value
+            stored.keep(name, value)
             continue
         try:
             if path not in linears or path == name:
@@ -155,7 +184,7 @@ def _compressed(model: nn.Module, reasons: list[str]) -> Stored | None:
         layers[path] = (fmt, value.recipe, value.input_scale is not None)
         stored.tensors.update({f"{path}.{key}": tensor for key, tensor in tensors.items()})
         outer = None if value.outer is None else value.outer.item()
-        stored.records[name] = _record(value, format=fmt, parts=list(tensors), outer=outer)
+        stored.record(name, value, format=fmt, parts=list(tensors), outer=outer)
     if reasons:
         return None
     try:
@@ -171,16 +200,12 @@ def _own(model: nn.Module) -> Stored:
     stored = Stored(config=OURS)
     for name, value in _state(model, stored).items():
         if not isinstance(value, QuantizedTensor):
-            stored.tensors[name] = value
+            stored.keep(name, value)
             continue
         parts = {part: getattr(value, part) for part in PARTS if getattr(value, part) is not None}
         stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
-        stored.records[name] = _record(value, format="ao_lab", parts=list(parts))
+        stored.record(name, value, format="ao_lab", parts=list(parts))
     return stored
-
-
-def _record(t: QuantizedTensor, **fields: Any) -> dict[str, Any]:
-    return {**described(t.meta), "shape": list(t.shape), **fields}
 
 
 def _state(model: nn.Module, stored: Stored) -> Tensors:
@@ -212,45 +237,4 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return made
 
 
-def _built(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    """An empty model of the folder's configuration, by transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = json.loads((folder / CONFIG).read_text())
-    fields.pop(QUANTIZATION)
-    if "model_type" not in fields:
-        raise ValueError(
-            f"{folder / CONFIG} describes no model of transformers; give load_pretrained a model to fill"
-        )
-    config = AutoConfig.for_model(**fields)
-    build: Any = AutoModelForCausalLM.from_config
-    made: nn.Module = build(config, dtype=dtype or config.dtype or torch.float32)
-    return made.eval()
-
-
-def _fill(model: nn.Module, state: Tensors) -> None:
-    """Give every parameter and buffer of the model its tensor; ValueError where names or shapes do not fit."""
-    expected = dict(model.state_dict(keep_vars=True))
-    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
-    if missing or unknown:
-        raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
-    for name, value in state.items():
-        if value.shape != expected[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, the model's {tuple(expected[name].shape)}"
-            )
-    parameters: dict[int, nn.Parameter] = {}
-    for name, value in state.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        if leaf in owner._buffers:
-            owner._buffers[leaf] = value
-        else:
-            old = expected[name]
-            trains = old.requires_grad and not isinstance(value, QuantizedTensor)
-            owner._parameters[leaf] = parameters.setdefault(
-                id(value), nn.Parameter(value, requires_grad=trains)
-            )
-
-
-__all__ = ["Saved", "load_pretrained", "loaded_state", "save_pretrained"]
+__all__ = ["Saved", "load_pretrained", "records_of", "save_pretrained"]

@@ -132,6 +132,50 @@ def quantize(
     )
 
 
+@app.command("eval")
+def evaluate(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A folder of ao-lab quantize, of torchao, or of transformers.")
+    ],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks",
+            help="perplexity, accuracy, agreement, weights, or tasks of lm-evaluation-harness; commas or several times.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Windows of text (and examples of each task of the harness).")
+    ] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; part of the source of sympy without.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write eval.json, and the results into the card.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity, accuracy and distance from the base model, offline; tasks of lm-evaluation-harness where it is."""
+    from ao_lab.cli_eval import run_eval
+
+    run_eval(
+        model_dir,
+        [name for given in tasks or [] for name in given.split(",") if name],
+        limit=limit,
+        length=length,
+        text=text,
+        against=against,
+        device=device.value if device else None,
+        save=save,
+        as_json=as_json,
+    )
+
+
 @app.command()
 def bench(
     kernels: Annotated[

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ao_lab.report import Report
 
 #: Files of the model's folder that are made anew, and so not copied.
-REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-CARD = "README.md"
+REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
 
 
 def run_quantize(
@@ -37,6 +36,7 @@ def run_quantize(
     model = loaded(source)
     before = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     from ao_lab.checkpoints import save_pretrained
+    from ao_lab.model_card import write_card
     from ao_lab.quantize_model import quantize_
 
     try:
@@ -45,7 +45,11 @@ def run_quantize(
     except ValueError as error:
         raise WrongInput(str(error)) from error
     copy_the_rest(source, target)
-    (target / CARD).write_text(card(source, name, report, saved))
+    command = " ".join(
+        ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
+        + [f"--option {option}" for option in options]
+    )
+    write_card(target, base_model=str(source), command=command, notes=saved.reasons)
     show(report, saved, before, as_json)
 
 
@@ -115,32 +119,6 @@ def copy_the_rest(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(REMADE) and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
-
-
-def card(source: Path, name: str, report: Report, saved: Saved) -> str:
-    """The model card: what it was made of, how, and who can read it."""
-    schemes = sorted({layer.scheme for layer in report.changed})
-    readable = saved.layout == "compressed-tensors"
-    serve = (
-        "It loads in transformers (`CompressedTensorsConfig(dequantize=True)`) with the weights that ao_lab computes, bit for "
-        "bit in bfloat16, and serves with `vllm serve FOLDER`."
-        if readable
-        else "Only `ao_lab.load_pretrained(FOLDER)` reads it. Why not compressed-tensors: "
-        + "; ".join(saved.reasons[:3])
-    )
-    lines = [
-        f"# {source.resolve().name}, quantized",
-        "",
-        f"Made of `{source.resolve().name}` by `ao-lab quantize --config {name}`, with round-to-nearest weights and no "
-        "calibration data.",
-        "",
-        f"* Layers quantized: {len(report.changed)} of {len(report.layers)}, in {', '.join(schemes)}.",
-        f"* Bytes of weights: {saved.bytes}.",
-        f"* Layout: {saved.layout}. {serve}",
-        "* Accuracy was not measured; measure it on your task before you rely on it.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def show(report: Report, saved: Saved, before: int, as_json: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ao_lab.recipes import Recipe
+from ao_lab.strict_json import shown
 from reference import Scheme
 
 #: Storage of scales as compressed-tensors names it; float32 is its default.
@@ -44,6 +45,40 @@ def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: l
     }
 
 
+def check_groups(given: Mapping[str, Any], weights: Iterable[tuple[str, Recipe]], where: str) -> None:
+    """ValueError where a folder's configuration describes weights as none of these (format, recipe) are stored.
+
+    Readers of compressed-tensors go by the configuration, `load_pretrained` by its records: they must mean one thing. Which
+    layers a group is for (`targets`, `ignore`) is not looked at; no pattern of a file is ever matched.
+    """
+    known = {(fmt, recipe.weight.key): weight_arguments(recipe.weight) for fmt, recipe in weights}
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError(f"{where} has no config_groups, got {shown(groups)}; fetch it again")
+    for name, group in groups.items():
+        arguments = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(group.get("targets"), list):
+            raise ValueError(
+                f"{where}: {shown(name)} names targets and describes weights, got {shown(group)}; fetch it again"
+            )
+        fmt = group.get("format") or given.get("format")
+        wrong = [
+            next(
+                (key for key in wanted if arguments.get(key) != wanted[key]), "format" if kind != fmt else ""
+            )
+            for (kind, _), wanted in known.items()
+        ]
+        if not wrong:
+            raise ValueError(
+                f"{where}: {shown(name)} is there, and the records name no weights; fetch it again"
+            )
+        if all(wrong):
+            got = arguments.get(wrong[0], fmt)
+            raise ValueError(
+                f"{where}: {shown(name)} is of no weight of the files: {wrong[0]} is {shown(got)}; fetch it again"
+            )
+
+
 def weight_arguments(scheme: Scheme) -> dict[str, Any]:
     """QuantizationArgs of a weight."""
     return {**_arguments(scheme, "channel"), "dynamic": False}
@@ -78,4 +113,4 @@ def _arguments(scheme: Scheme, row: str) -> dict[str, Any]:
     return made if storage is None else {**made, "scale_dtype": storage, "zp_dtype": storage}
 
 
-__all__ = ["input_arguments", "quantization_config", "weight_arguments"]
+__all__ = ["check_groups", "input_arguments", "quantization_config", "weight_arguments"]

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 
 import fast
+from ao_lab.native import native_dtype
 from ao_lab.recipes import Recipe
+from ao_lab.stored_parts import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
 from ao_lab.tensor import QuantizedTensor
 from reference import Quantized, Scheme
 from reference.blocks import Blocks
 from reference.quantize import unpacked
 
 Tensors = dict[str, torch.Tensor]
-WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Export:
     write: Callable[[Quantized], Tensors]
     #: Of tensors, the scheme and the weight's shape.
     read: Callable[[Tensors, Scheme, tuple[int, ...]], Quantized]
+    #: dtype and shape of every tensor.
+    specs: Callable[[Scheme, tuple[int, ...]], Specs]
 
 
 def export_of(recipe: Recipe) -> Export | None:
@@ -154,7 +157,7 @@ def _holds_nvfp4(recipe: Recipe) -> bool:
 
 def _write_bytes(q: Quantized) -> Tensors:
     """One byte per element."""
-    dtype = torch.int8 if q.scheme.format.kind == "int" else torch.float8_e4m3fn
+    dtype = native_dtype(q.scheme.format) or torch.int8
     return {"weight": q.codes.view(dtype), "weight_scale": _channels(_scale(q)), **_zero(q, _channels)}
 
 
@@ -227,18 +230,23 @@ def _packed(q: Quantized) -> Quantized:
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     unsigned = ((codes ^ (1 << (bits - 1))) & ((1 << bits) - 1)).contiguous()
     data = unsigned if bits == 8 else fast.pack(unsigned, f"uint{bits}")
-    return torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES))
+    # Flat first: the stride of an axis of length 1 may be anything, which view(dtype) minds.
+    return padded.reshape(-1).view(torch.int32).reshape(*data.shape[:-1], -1)
 
 
 def _unwords(words: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    data = words.contiguous().view(torch.uint8)[..., : -(-shape[-1] * bits // 8)].contiguous()
+    rows = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
+    data = rows[..., : -(-shape[-1] * bits // 8)].contiguous()
     unsigned = data if bits == 8 else fast.unpack(data, f"uint{bits}", shape)
     return unsigned ^ (1 << (bits - 1))
 
 
 def _write_packed(q: Quantized) -> Tensors:
     """Packed float codes are the bytes that we store; e4m3 scales have their dtype, the outer scale is inverted."""
-    scale = q.scale.view(torch.float8_e4m3fn) if q.scheme.scale.storage == "float8_e4m3fn" else q.scale
+    # Readers expect e4m3 scales in their dtype and e8m0 scales as bytes.
+    storage = q.scheme.scale.storage
+    scale = q.scale if storage == "float8_e8m0fnu" else q.scale.view(native_dtype(storage) or q.scale.dtype)
     made = {"weight_packed": q.codes, "weight_scale": scale}
     if q.outer is None:
         return made
@@ -256,13 +264,13 @@ def _read_packed(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Qu
 
 
 EXPORTS = (
-    Export("int-quantized", _holds_int, _write_bytes, _read_bytes),
-    Export("pack-quantized", _holds_packed, _write_words, _read_words),
-    Export("float-quantized", _holds_float, _write_bytes, _read_bytes),
-    Export("mxfp8-quantized", _holds_mx("float8_e4m3fn"), _write_bytes, _read_bytes),
-    Export("mxfp6-pack-quantized", _holds_mx("float6_e2m3fn"), _write_packed, _read_packed),
-    Export("mxfp4-pack-quantized", _holds_mx("float4_e2m1fn"), _write_packed, _read_packed),
-    Export("nvfp4-pack-quantized", _holds_nvfp4, _write_packed, _read_packed),
+    Export("int-quantized", _holds_int, _write_bytes, _read_bytes, byte_specs),
+    Export("pack-quantized", _holds_packed, _write_words, _read_words, word_specs),
+    Export("float-quantized", _holds_float, _write_bytes, _read_bytes, byte_specs),
+    Export("mxfp8-quantized", _holds_mx("float8_e4m3fn"), _write_bytes, _read_bytes, byte_specs),
+    Export("mxfp6-pack-quantized", _holds_mx("float6_e2m3fn"), _write_packed, _read_packed, packed_specs),
+    Export("mxfp4-pack-quantized", _holds_mx("float4_e2m1fn"), _write_packed, _read_packed, packed_specs),
+    Export("nvfp4-pack-quantized", _holds_nvfp4, _write_packed, _read_packed, packed_specs),
 )
 
 __all__ = ["EXPORTS", "Export", "export_of", "value_read", "written"]

@@ -20,7 +20,8 @@ import torch
 
 import fast
 from ao_lab.recipes import Recipe, named
-from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from
+from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
+from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
@@ -89,8 +90,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape as stored: before `view(-1)`, and the last two axes swapped where the tensor is transposed."""
-        shape = tuple(self.shape) if self.meta.flat is None else self.meta.flat
-        return swapped(shape) if self.meta.transposed else shape
+        return stored_shape(self.meta, tuple(self.shape))
 
     @property
     def block_axis(self) -> int:
@@ -273,11 +273,6 @@ def rebuilt(
     """What `QuantizedTensor.__reduce_ex__` took apart."""
     made = QuantizedTensor(parts, meta_from(fields), shape)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
-
-
-def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its last two axes swapped."""
-    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:

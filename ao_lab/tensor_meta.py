@@ -54,6 +54,17 @@ class Meta:
         return replace(self, transposed=not self.transposed)
 
 
+def stored_shape(meta: Meta, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the parts of a tensor that shows `shape`: before `view(-1)`, in the stored orientation."""
+    shape = shape if meta.flat is None else meta.flat
+    return swapped(shape) if meta.transposed else shape
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two axes swapped."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
 def described(meta: Meta) -> dict[str, Any]:
     """A description as plain values, for files."""
     recipe = meta.recipe
@@ -92,4 +103,14 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
     )
 
 
-__all__ = ["DTYPES", "LAYOUTS", "PARTS", "Layout", "Meta", "described", "meta_from"]
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "PARTS",
+    "Layout",
+    "Meta",
+    "described",
+    "meta_from",
+    "stored_shape",
+    "swapped",
+]

@@ -64,7 +64,7 @@ def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> 
         raise TypeError(f"scales is a Scales or an array, got {type(scales).__name__}; see choose_scales")
     given = scales if isinstance(scales, Scales) else Scales(scales)
     only_outer = given.scale is None and given.outer is not None and not _is_double(scheme)
-    for part, want in _expected(scheme, blocks).items():
+    for part, want in kept_parts(scheme, blocks).items():
         want = None if only_outer and part != "outer" else want
         _check_part(ns, getattr(given, part), want, part, scheme, "x's")
     return given
@@ -72,7 +72,7 @@ def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> 
 
 def check_kept(ns: Namespace, kept: Any, scheme: Scheme, blocks: Blocks, tiled: bool) -> None:
     """ValueError unless `kept` (a `Scales` or `Quantized`) has every scale as `quantize` keeps it."""
-    expected = _expected(scheme, blocks)
+    expected = kept_parts(scheme, blocks)
     if tiled:
         rows, columns = blocks.scale_shape
         expected["scale"] = ("uint8", (tiled_size((rows, columns)),))
@@ -84,8 +84,8 @@ def _is_double(scheme: Scheme) -> bool:
     return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
 
 
-def _expected(scheme: Scheme, blocks: Blocks) -> dict[str, Part]:
-    """Scale, outer scale and zero point as they are kept."""
+def kept_parts(scheme: Scheme, blocks: Blocks) -> dict[str, Part]:
+    """Scale, outer scale and zero point as they are kept: what `quantize` makes of a tensor in these blocks."""
     double = _is_double(scheme)
     groups = scale_groups(blocks, scheme.outer, scheme).scale_shape if double and scheme.outer else ()
     zero: Part = ("float32", ()) if double else None

@@ -20,7 +20,7 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.checkpoint_files import INDEX, read_files
+from ao_lab.checkpoint_files import INDEX, look_at
 from ao_lab.export_config import quantization_config
 from ao_lab.exports import export_of, value_read, written
 from ao_lab.recipes import named
@@ -209,7 +209,7 @@ def test_our_layout_holds_everything(tmp_path):
     ]
     assert other.experts.recipe.kernel == "dequantize"
     assert torch.equal(other(TOKENS), model(TOKENS))
-    names = set(read_files(tmp_path).tensors)
+    names = set(look_at(tmp_path).specs)
     assert {"experts.codes", "experts.scale", "lm_head.weight.input_scale", "model.norm.weight"} <= names
 
 
@@ -313,6 +313,16 @@ def test_reciprocals_that_round_wrongly():
     assert not torch.equal(tensors["weight_global_scale"], exact["weight_global_scale"])
     with pytest.raises(ValueError, match="other numbers"):
         written(nvfp4_with_outer(float.fromhex(NONE)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+def test_zero_points_of_few_rows(rows):
+    """One scale a row: the words of zero points are the transposed column."""
+    t = quantized(torch.randn(rows, 64), "int8_rowwise_asymmetric")
+    export, tensors = written(t)
+    assert export == "pack-quantized"
+    assert tensors["weight_zero_point"].shape == (-(-rows // 4), 1)
+    assert torch.equal(value_read(export_of(t.recipe), tensors, t.quantized), t.dequantize(torch.bfloat16))
 
 
 def test_blocks_that_are_nan_stay_with_us():

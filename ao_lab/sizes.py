@@ -1,0 +1,162 @@
+"""Sizes of quantized weights and models, from shapes alone: on the meta device as well, and before anything is quantized.
+
+A size is that of the stored tensors (codes, scales of both levels, zero points), the bytes that `save_pretrained` writes for a
+weight, and what it takes in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ao_lab.configs import Config
+from ao_lab.exports import export_of
+from ao_lab.fqn import FqnToConfig, Patterns
+from ao_lab.layers import candidates, is_linear
+from ao_lab.recipes import Recipe, named
+from ao_lab.stored_parts import own_specs
+from ao_lab.tensor import QuantizedTensor
+from ao_lab.tensor_meta import DTYPES, Meta
+from reference import Scheme
+from reference.blocks import Blocks
+from reference.errors import choice
+from reference.schemes import scheme_of
+
+Filter = Callable[[nn.Module, str], bool]
+Decide = Callable[[str, nn.Module, str], tuple[Config | None, str]]
+LAYOUTS = ("ao_lab", "compressed-tensors")
+SCALES = ("scale", "outer", "weight_scale", "weight_global_scale", "input_scale")
+ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of one weight: of its codes (or numbers, where it is dense), scales and zero points."""
+
+    codes: int
+    scales: int = 0
+    zeros: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.codes + self.scales + self.zeros
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One parameter of a model: its name, the class of its module, its scheme ("" where it stays dense) and its size."""
+
+    name: str
+    kind: str
+    scheme: str
+    size: Size
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Every parameter that can be quantized, each once, and the bytes of all other parameters and buffers."""
+
+    layers: tuple[LayerSize, ...]
+    rest: int
+
+    def of(self, accepts: Callable[[LayerSize], bool]) -> Size:
+        """The sum over some layers."""
+        sizes = [layer.size for layer in self.layers if accepts(layer)]
+        return Size(sum(s.codes for s in sizes), sum(s.scales for s in sizes), sum(s.zeros for s in sizes))
+
+    @property
+    def linear(self) -> Size:
+        """The weights of linear layers, as published tables count: without embeddings, norms and biases."""
+        return self.of(lambda layer: layer.kind == "Linear")
+
+    @property
+    def bytes(self) -> int:
+        """The whole model."""
+        return self.of(lambda layer: True).bytes + self.rest
+
+
+def weight_size(
+    shape: Sequence[int], recipe: Recipe | Scheme | str, *, layout: str = "ao_lab", axis: int = -1
+) -> Size:
+    """The size of a weight of this shape in a scheme, stored in a layout.
+
+    ValueError where the scheme's blocks do not divide the shape, or where compressed-tensors has no format for the recipe.
+    """
+    choice(layout, LAYOUTS, "layout")
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    size = tuple(shape)
+    if layout == "ao_lab":
+        specs = own_specs(Meta(recipe, axis - len(size) if axis >= 0 else axis, torch.float32), size)
+    else:
+        export = export_of(recipe)
+        if export is None or axis not in (-1, len(size) - 1):
+            raise ValueError(
+                f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
+            )
+        specs = export.specs(recipe.weight, size)
+    sums = [sum(spec.bytes for name, spec in specs.items() if name in names) for names in (SCALES, ZEROS)]
+    return Size(sum(spec.bytes for spec in specs.values()) - sum(sums), *sums)
+
+
+def model_size(
+    model: nn.Module, config: Config | FqnToConfig | None = None, filter_fn: Filter | None = None
+) -> ModelSize:
+    """The size of a model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
+
+    Nothing is computed, nothing changed. Weights that modules share count once. What the configuration does not reach, or
+    cannot change, counts as it is.
+    """
+    decide = _decision(config, filter_fn)
+    layers: dict[int, LayerSize] = {}
+    for path, module, name, parameter in candidates(model):
+        full = f"{path}.{name}" if path else name
+        wanted = decide(path, module, full)[0]
+        changed = wanted if wanted is not None and _divides(parameter, wanted) else None
+        known = layers.get(id(parameter))
+        if known is None or (changed is not None and not known.scheme):
+            size, scheme = _dense(parameter), _scheme(parameter)
+            if changed is not None:
+                recipe = changed.recipe()
+                size = weight_size(tuple(parameter.shape), recipe, axis=changed.axis)
+                scheme = recipe.weight.name
+            layers[id(parameter)] = LayerSize(full, type(module).__name__, scheme, size)
+    others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
+    return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
+
+
+def _decision(config: Config | FqnToConfig | None, filter_fn: Filter | None) -> Decide:
+    """Which configuration a parameter gets."""
+    if isinstance(config, FqnToConfig):
+        return Patterns(config)
+    accepts = filter_fn or (lambda module, path: is_linear(module))
+    return lambda path, module, full: (config if accepts(module, path) else None, "")
+
+
+def _divides(parameter: torch.Tensor, config: Config) -> bool:
+    """Whether `quantize_` would change a parameter."""
+    if isinstance(parameter, QuantizedTensor) or parameter.dtype not in DTYPES:
+        return False
+    try:
+        Blocks.of(tuple(parameter.shape), config.recipe().weight.scale, config.axis)
+    except ValueError:
+        return False
+    return True
+
+
+def _scheme(t: torch.Tensor) -> str:
+    return t.scheme.name if isinstance(t, QuantizedTensor) else ""
+
+
+def _dense(t: torch.Tensor) -> Size:
+    """A tensor as it is."""
+    if isinstance(t, QuantizedTensor):
+        return weight_size(t.stored_shape, t.recipe, axis=t.meta.axis)
+    return Size(t.numel() * t.element_size())
+
+
+__all__ = ["LayerSize", "ModelSize", "Size", "model_size", "weight_size"]
