@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
+    from ao_lab.calibration import calibrate as calibrate
     from ao_lab.checkpoints import Saved as Saved
     from ao_lab.checkpoints import load_pretrained as load_pretrained
     from ao_lab.checkpoints import save_pretrained as save_pretrained
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     )
     from ao_lab.configs_float import (
         Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
-    )
-    from ao_lab.configs_float import (
-        Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
     )
     from ao_lab.configs_float import Float8WeightOnlyConfig as Float8WeightOnlyConfig
     from ao_lab.configs_float import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
@@ -43,11 +41,14 @@ if TYPE_CHECKING:
     from ao_lab.configs_integer import (
         Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
     )
-    from ao_lab.configs_integer import (
-        Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
-    )
     from ao_lab.configs_integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
     from ao_lab.configs_integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+    from ao_lab.configs_static import (
+        Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+    )
+    from ao_lab.configs_static import (
+        Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
+    )
     from ao_lab.fqn import FqnToConfig as FqnToConfig
     from ao_lab.granularity import MappingType as MappingType
     from ao_lab.granularity import PerAxis as PerAxis
@@ -60,6 +61,10 @@ if TYPE_CHECKING:
     from ao_lab.native import from_native as from_native
     from ao_lab.native import native_dtype as native_dtype
     from ao_lab.native import to_native as to_native
+    from ao_lab.observers import AbsMax as AbsMax
+    from ao_lab.observers import MinMax as MinMax
+    from ao_lab.observers import MovingAverage as MovingAverage
+    from ao_lab.observers import Percentile as Percentile
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -96,6 +101,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "SCHEMES",
+    "AbsMax",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
     "Float8StaticActivationFloat8WeightConfig",
@@ -111,6 +117,8 @@ __all__ = [
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
     "MappingType",
+    "MinMax",
+    "MovingAverage",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
@@ -121,12 +129,14 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "Percentile",
     "QuantizedTensor",
     "Recipe",
     "Report",
     "Saved",
     "SchemeConfig",
     "__version__",
+    "calibrate",
     "choose_scales",
     "compress",
     "decode",
@@ -163,12 +173,12 @@ __all__ = [
 SUBMODULES = ("jax", "testing")
 #: Modules of what is not in the specification, and their names. They import torch.
 NAMES = {
+    "calibration": ("calibrate",),
     "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
     "configs": ("SchemeConfig",),
     "configs_float": (
         "Float8DynamicActivationFloat8WeightConfig",
         "Float8DynamicActivationInt4WeightConfig",
-        "Float8StaticActivationFloat8WeightConfig",
         "Float8WeightOnlyConfig",
         "MXDynamicActivationMXWeightConfig",
         "MXWeightOnlyConfig",
@@ -180,9 +190,12 @@ NAMES = {
         "Int4WeightOnlyConfig",
         "Int8DynamicActivationInt8WeightConfig",
         "Int8DynamicActivationIntxWeightConfig",
-        "Int8StaticActivationInt8WeightConfig",
         "Int8WeightOnlyConfig",
         "IntxWeightOnlyConfig",
+    ),
+    "configs_static": (
+        "Float8StaticActivationFloat8WeightConfig",
+        "Int8StaticActivationInt8WeightConfig",
     ),
     "fqn": ("FqnToConfig",),
     "granularity": (
@@ -195,6 +208,7 @@ NAMES = {
         "PerToken",
     ),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
+    "observers": ("AbsMax", "MinMax", "MovingAverage", "Percentile"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (
