@@ -128,7 +128,7 @@ def prepared(change: Change) -> dict[str, Observer]:
 
 def watches(module: nn.Module) -> list[Watch]:
     """The watches among a module's hooks."""
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Watch)]  # type: ignore[misc]
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Watch)]
 
 
 def unwatch(module: nn.Module) -> None:

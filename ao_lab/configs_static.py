@@ -18,13 +18,15 @@ from ao_lab.recipes import integer_scheme
 from reference import Scales, Scheme
 from reference.errors import choice
 
+#: Torchao's: watch inputs; take the scales that were found.
+STEPS = ("prepare", "convert")
+
 
 @dataclass(frozen=True)
 class StaticConfig(Config):
     """What both have: a scale, or how it is found."""
 
     statistic: Any = field(default="minmax", kw_only=True)
-    STEPS: ClassVar[tuple[str, ...]] = ("prepare", "convert")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,10 +36,10 @@ class StaticConfig(Config):
                 f"{type(self).__name__}: a static scale is one number for all inputs, not {scheme and scheme.name}; tokens, "
                 f"channels and blocks of inputs to come have no scales yet: use PerTensor, or a Dynamic configuration"
             )
-        if self.step is not None:
-            choice(self.step, self.STEPS, f"{type(self).__name__}: step")
+        if (step := getattr(self, "step", None)) is not None:
+            choice(step, STEPS, f"{type(self).__name__}: step")
         scale, zero = self.given
-        if scale is not None and self.step == "prepare":
+        if scale is not None and self.prepares:
             raise ValueError('step="prepare" finds act_quant_scale; leave one of the two out')
         if (scheme.zero is not None and scale is not None) != (zero is not None):
             raise ValueError(

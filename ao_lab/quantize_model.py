@@ -134,8 +134,8 @@ def _observers(
     missing = [name for change in waiting for name in change.layers if name not in known]
     if missing:
         raise ValueError(
-            f"{_some(missing)} needs calibration: give act_quant_scale, or forward_loop=, a function that runs data through the "
-            f"model, or call quantize_ with step='prepare', run data, and call it again with step='convert'"
+            f"{_some(missing)} needs calibration: give act_quant_scale, or forward_loop=, a function that runs data through "
+            f"the model, or call quantize_ with step='prepare', run data, and call it again with step='convert'"
         )
     needed = {name: known[name] for change in waiting for name in change.layers}
     _check_seen(needed)
@@ -151,8 +151,8 @@ def _check_seen(observers: Mapping[str, Observer]) -> None:
     if obstacles:
         told = "; ".join(f"{reason} by {_some(names)}" for reason, names in obstacles.items())
         raise ValueError(
-            f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and outside "
-            f"of compiled programs), or leave them out by filter_fn"
+            f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
+            f"outside of compiled programs), or leave them out by filter_fn"
         )
 
 
@@ -161,7 +161,9 @@ def _prepare(plan: Plan, making: dict[int, Change]) -> None:
     for key, change in plan.changes.items():
         if key not in making:
             prepare(change)
-            plan.reasons.update(dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it"))
+            plan.reasons.update(
+                dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it")
+            )
 
 
 def _keep_report(model: nn.Module, plan: Plan) -> None:

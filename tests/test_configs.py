@@ -138,7 +138,9 @@ def test_parameters_are_those_of_torchao(name):
     ours = inspect.signature(getattr(ao_lab, name)).parameters
     wanted = list(inspect.signature(theirs).parameters)
     assert list(ours)[: len(wanted)] == wanted
-    static = {"Int8Stati": ["statistic", "step"], "Float8Stati": ["statistic"]}.get(name.partition("cActivation")[0], [])
+    static = {"Int8Stati": ["statistic", "step"], "Float8Stati": ["statistic"]}.get(
+        name.partition("cActivation")[0], []
+    )
     keywords = [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]
     assert keywords == ["scheme", "activation_scheme", "kernel", "axis", *static]
 
@@ -201,7 +203,7 @@ def test_blocks():
         ("Float8StaticActivationFloat8WeightConfig", {"activation_scheme": "mxfp8_e4m3"}, "not mxfp8_e4m3"),
         ("Float8StaticActivationFloat8WeightConfig", {"activation_scheme": "nvfp4"}, "not nvfp4"),
         ("Float8StaticActivationFloat8WeightConfig", {"granularity": BLOCKS}, "not fp8_1x128"),
-        ("Float8StaticActivationFloat8WeightConfig", {"act_quant_scale": STATIC, "step": "prepare"}, "leave one of the two out"),
+        ("Float8StaticActivationFloat8WeightConfig", {"act_quant_scale": STATIC, "step": "prepare"}, "one of the two"),
         ("MXWeightOnlyConfig", {"weight_dtype": torch.int8}, "an MX element"),
         ("MXDynamicActivationMXWeightConfig", {"block_size": 16}, "block_size is 32"),
         ("MXDynamicActivationMXWeightConfig", {"scaling_mode": "even"}, "scaling_mode is one of"),

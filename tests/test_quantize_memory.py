@@ -80,7 +80,11 @@ def test_live_bytes_stay_near_the_model():
 def storages():
     found = {}
     for value in gc.get_objects():
-        if issubclass(type(value), torch.Tensor) and not isinstance(value, QuantizedTensor) and not value.is_meta:
+        if (
+            issubclass(type(value), torch.Tensor)
+            and not isinstance(value, QuantizedTensor)
+            and not value.is_meta
+        ):
             storage = value.untyped_storage()
             found[storage.data_ptr()] = storage
     return list(found.values())

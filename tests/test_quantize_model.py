@@ -232,7 +232,10 @@ def test_one_matrix_is_no_batch_of_experts():
     model = nn.Sequential(nn.Linear(64, 64))
     model.positions = nn.Parameter(torch.zeros(1, 16, 64))
     report = quantize_(model, Int8WeightOnlyConfig(), lambda m, name: True)
-    assert [(layer.name, layer.changed) for layer in report.layers] == [("positions", False), ("0.weight", True)]
+    assert [(layer.name, layer.changed) for layer in report.layers] == [
+        ("positions", False),
+        ("0.weight", True),
+    ]
     assert "no batch of experts" in report.left[0].reason
 
 
