@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from ao_lab.report import Layer as Layer
     from ao_lab.report import Report as Report
     from ao_lab.report import explain as explain
+    from ao_lab.streaming import quantize_pretrained as quantize_pretrained
     from ao_lab.tensor import QuantizedTensor as QuantizedTensor
     from ao_lab.tensor import quantized as quantized
     from reference import FORMATS as FORMATS
@@ -157,6 +158,7 @@ __all__ = [
     "quantize",
     "quantize_",
     "quantize_both",
+    "quantize_pretrained",
     "quantized",
     "rms_norm",
     "rms_norm_quantize",
@@ -216,6 +218,7 @@ NAMES = {
         "Report",
         "explain",
     ),
+    "streaming": ("quantize_pretrained",),
     "tensor": (
         "QuantizedTensor",
         "quantized",

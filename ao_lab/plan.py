@@ -72,9 +72,14 @@ class Plan:
 
 
 def planned(
-    model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None, device: Device = None
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device = None,
+    *,
+    streamed: bool = False,
 ) -> Plan:
-    """The plan; raises as `quantize_` says."""
+    """The plan; raises as `quantize_` says. `streamed`: numbers for weights on the meta device are to come."""
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
             f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
@@ -83,7 +88,7 @@ def planned(
     if isinstance(config, FqnToConfig) and filter_fn is not None:
         raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
     decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
-    plan, matched, check = Plan(), 0, Checks(device)
+    plan, matched, check = Plan(), 0, Checks(device, streamed)
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
@@ -121,8 +126,9 @@ class Filtered:
 class Checks:
     """What shapes, dtypes and devices say about a weight, asked once for all weights that are alike."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, streamed: bool) -> None:
+        self.device = "cpu" if streamed and device is None else device
+        self.streamed = streamed
         self.mode = FakeTensorMode()
         self.known: dict[tuple[object, ...], str | None] = {}
 
@@ -138,7 +144,7 @@ class Checks:
         if parameter.dim() == 3 and parameter.shape[0] == 1:
             return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
         device = parameter.device if self.device is None else torch.device(self.device)
-        if parameter.is_meta and device.type != "meta":
+        if parameter.is_meta and device.type != "meta" and not self.streamed:
             raise ValueError(
                 f"on the meta device there are no numbers to quantize on {device}; leave device out, or load the weights "
                 f"first (ao_lab.quantize_pretrained does both)"

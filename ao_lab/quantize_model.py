@@ -64,7 +64,7 @@ def quantize_(
         if device is not None and making:
             model.to(device)
     finally:
-        _keep_report(model, plan)
+        keep_report(model, plan)
     return report_of(model)
 
 
@@ -121,16 +121,21 @@ def _observers(
     forward_loop: ForwardLoop | None,
     given: Mapping[str, Observer] | None,
 ) -> Mapping[str, Observer]:
-    """The observer of each weight that needs one, by the full names of its layers; ValueError where one has not seen enough."""
+    """`required_observers`, after the data have run where there is a loop."""
     if forward_loop is not None and given is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
-    waiting = [change for change in making.values() if change.layers and change.config.observer() is not None]
     if forward_loop is not None:
-        known: Mapping[str, Observer] = calibrated(Plan(making), model, forward_loop)
-    elif given is not None:
-        known = given
-    else:
-        known = {name: watch for change in waiting for name, watch in prepared(change).items()}
+        given = calibrated(Plan(making), model, forward_loop)
+    return required_observers(Plan(making), given)
+
+
+def required_observers(plan: Plan, given: Mapping[str, Observer] | None = None) -> Mapping[str, Observer]:
+    """The observer of each weight that needs one: of those given, or of those that step "prepare" has left with the model.
+
+    By the full names of its layers; ValueError where one is missing, or has not seen enough.
+    """
+    waiting = [c for c in plan.changes.values() if c.layers and c.config.observer() is not None]
+    known = given or {name: watch for change in waiting for name, watch in prepared(change).items()}
     missing = [name for change in waiting for name in change.layers if name not in known]
     if missing:
         raise ValueError(
@@ -166,7 +171,7 @@ def _prepare(plan: Plan, making: dict[int, Change]) -> None:
             )
 
 
-def _keep_report(model: nn.Module, plan: Plan) -> None:
+def keep_report(model: nn.Module, plan: Plan) -> None:
     """Keep with the model why each layer is as it is now."""
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     reasons = {
@@ -191,4 +196,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-__all__ = ["Progress", "made_parameter", "made_weight", "quantize_", "report_of"]
+__all__ = [
+    "Progress",
+    "keep_report",
+    "made_parameter",
+    "made_weight",
+    "quantize_",
+    "report_of",
+    "required_observers",
+]
