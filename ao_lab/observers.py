@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import reference
+from ao_lab.chunked import quantized_by_rows
 from ao_lab.recipes import Recipe
-from ao_lab.tensor import QuantizedTensor, quantized
+from ao_lab.tensor import QuantizedTensor
 from reference import Scales, Scheme
 from reference.errors import choice
 
@@ -195,7 +196,7 @@ class InputScales:
 
     def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
         """The weight, rounded to nearest, with the input's scales."""
-        return quantized(dense, recipe, axis=axis, input_scales=self.scales())
+        return quantized_by_rows(dense, recipe, axis=axis, input_scales=self.scales())
 
 
 def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from ao_lab.calibration import ForwardLoop, calibrated, prepare, prepared, unwatch
+from ao_lab.chunked import quantized_by_rows
 from ao_lab.configs import Config
 from ao_lab.fqn import FqnToConfig
 from ao_lab.layers import candidates
 from ao_lab.observers import Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.report import ATTRIBUTE, Report, described_layer
-from ao_lab.tensor import QuantizedTensor, quantized
+from ao_lab.tensor import QuantizedTensor
 
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -110,7 +111,7 @@ def made_weight(
         made = observer.weight(dense, change.recipe, change.config.axis)
     else:
         static = change.config.input_scales() if change.recipe.activation is not None else None
-        made = quantized(dense, change.recipe, axis=change.config.axis, input_scales=static)
+        made = quantized_by_rows(dense, change.recipe, axis=change.config.axis, input_scales=static)
     return made.turned() if change.turned else made
 
 
