@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.configs import Config
 from ao_lab.fqn import FqnToConfig, Patterns
-from ao_lab.layers import candidates, is_linear, is_turned
+from ao_lab.layers import candidates, is_linear, is_turned, unusable
 from ao_lab.products import chosen
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import QuantizedTensor, quantized
@@ -141,8 +141,6 @@ class Checks:
             return ALREADY
         if parameter.dtype not in DTYPES:
             return f"{parameter.dtype} is not a floating-point type that can be quantized"
-        if parameter.dim() == 3 and parameter.shape[0] == 1:
-            return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
         device = parameter.device if self.device is None else torch.device(self.device)
         if parameter.is_meta and device.type != "meta" and not self.streamed:
             raise ValueError(
@@ -178,7 +176,7 @@ def _entered(
     recipe, turned = config.recipe(), is_turned(module)
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
-    obstacle = check.obstacle(parameter, recipe, config.axis, turned)
+    obstacle = unusable(module, name, parameter) or check.obstacle(parameter, recipe, config.axis, turned)
     if obstacle is not None:
         return obstacle
     change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned))
