@@ -41,7 +41,7 @@ def unusable(module: nn.Module, name: str, parameter: torch.Tensor) -> str | Non
 
 
 def looks_up(table: nn.Embedding) -> bool:
-    """Whether an embedding's forward is that of nn.Embedding, or calls it or torch's lookup; True where it has no code to see."""
+    """Whether an embedding's forward is that of nn.Embedding, or calls it or torch's lookup; True where no code can be seen."""
     forward = inspect.unwrap(type(table).forward)
     code = getattr(forward, "__code__", None)
     return forward is nn.Embedding.forward or code is None or bool({"super", "embedding"} & {*code.co_names})

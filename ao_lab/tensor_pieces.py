@@ -129,7 +129,9 @@ def repeated(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
     t = t.to_layout("plain") if t.meta.layout != "plain" else t
     if is_flat(t):
         if t.recipe.activation is not None:
-            raise ValueError(f"expand of {t!r} to a batch: its blocks are of the flattened tensor; dequantize() first")
+            raise ValueError(
+                f"expand of {t!r} to a batch: its blocks are of the flattened tensor; dequantize() first"
+            )
         return t.dequantize().expand(*lead, *t.shape)
     parts = dict(t.parts)
     for name in ("codes", "scale", "zero"):
