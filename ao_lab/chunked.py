@@ -2,13 +2,15 @@
 
 The reference computes on integers of 32 bits and needs about twenty times the memory of a bfloat16 weight. Rows whose blocks
 lie inside them are quantized on their own and put together. A scale over the whole tensor is found first, of its extremes
-alone, and given to each piece. Schemes whose scales depend on the order of all elements (NF4's second level, flat blocks) are
-quantized at once, and so is everything on a GPU, where kernels need no such memory.
+alone, and given to each piece. Scales that are quantized themselves (NF4's) are found exactly in pieces, and then quantized all
+at once. Everything on a GPU is quantized at once: kernels need no such memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -28,11 +30,15 @@ def quantized_by_rows(
 ) -> QuantizedTensor:
     """`quantized`, bit for bit."""
     cuts = cuts_of(recipe.weight, tuple(x.shape), axis)
-    if x.device.type != "cpu" or x.numel() <= PIECE or cuts is None:
+    if x.device.type != "cpu" or x.numel() <= PIECE:
+        return quantized(x, recipe, axis=axis, input_scales=input_scales)
+    if cuts is None and has_scaled_scales(recipe.weight):
+        return from_quantized(_in_two_levels(x, recipe.weight, axis), recipe, x.dtype, input_scales)
+    if cuts is None:
         return quantized(x, recipe, axis=axis, input_scales=input_scales)
     scheme, shape, packed = recipe.weight, tuple(x.shape), recipe.weight.format.bits < 8
     rows = x.reshape(-1, shape[-1]) if cuts.tall else x
-    split = rows.split(max(PIECE * len(rows) // x.numel() // cuts.step * cuts.step, cuts.step))
+    split = torch.split(rows, max(PIECE * len(rows) // x.numel() // cuts.step * cuts.step, cuts.step))
     given = scales_of_all(split, scheme)
     pieces = [fast.quantize(piece, scheme, axis=axis, scales=given, packed=packed) for piece in split]
     codes, scale, zero = (_joined([getattr(piece, name) for piece in pieces], shape, cuts) for name in PARTS)
@@ -79,6 +85,31 @@ def scales_of_all(pieces: Sequence[torch.Tensor], scheme: Scheme) -> Scales | No
     sample = ends.new_zeros(max(int(str(scheme.scale.block)), 2))
     sample[:2] = torch.stack(torch.aminmax(ends))
     return Scales(outer=fast.choose_scales(sample, scheme).outer)
+
+
+def has_scaled_scales(scheme: Scheme) -> bool:
+    """Whether blocks are of the flattened tensor, and their scales, the largest magnitudes, are quantized themselves (NF4)."""
+    scale, outer = scheme.scale, scheme.outer
+    flat = isinstance(scale.block, str) and scale.block.startswith("flat:")
+    plain = (scale.statistic, scale.target, scale.stored) == ("absmax", 1.0, "decode")
+    return flat and plain and outer is not None and scheme.codes_from == "exact"
+
+
+def _in_two_levels(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized:
+    """Codes and exact scales in pieces; then the scales, as a tensor whose blocks of one are their own largest magnitudes."""
+    first = replace(scheme, outer=None, codes_from="stored", scale=replace(scheme.scale, storage="float32"))
+    length = int(str(scheme.scale.block).removeprefix("flat:"))
+    rows = x.reshape(-1, x.shape[-1])
+    step = length // gcd(length, rows.shape[1])
+    split = torch.split(rows, max(PIECE // rows.shape[1] // step * step, step))
+    pieces = [fast.quantize(piece, first, packed=scheme.format.bits < 8) for piece in split]
+    exact = torch.cat([piece.scale for piece in pieces]).to(x.dtype)
+    scales = fast.choose_scales(exact, replace(scheme, scale=replace(scheme.scale, block="flat:1")))
+    codes = torch.cat([piece.codes for piece in pieces]).reshape(*x.shape[:-1], -1)
+    place = axis % x.dim()
+    return Quantized(
+        codes, scales.scale, scales.outer, scales.zero, tuple(x.shape), place, scheme, pieces[0].packed
+    )
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

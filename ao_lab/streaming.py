@@ -101,12 +101,12 @@ def parameters_on_meta() -> Iterator[None]:
     Memory that a parameter asks for is let go before anything is written to it.
     """
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return parameter
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    hook: Any = register_module_parameter_registration_hook(on_meta)  # type: ignore[no-untyped-call]
+    hook: Any = register_module_parameter_registration_hook(on_meta)
     try:
         yield
     finally:

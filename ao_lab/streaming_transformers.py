@@ -145,7 +145,7 @@ def model_class(fields: Mapping[str, Any]) -> Any:
 def hf_config() -> Any:
     """The class of configurations by which transformers finds our quantizer."""
     from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -155,7 +155,7 @@ def hf_config() -> Any:
         def __init__(self, job: Job) -> None:
             self.job = job
 
-        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
             """Transformers keeps exceptions as text; the first is kept whole."""
             try:
                 return self.job.arrived(input_dict)
@@ -169,20 +169,27 @@ def hf_config() -> Any:
 
         is_trainable = False
 
+        @property
+        def job(self) -> Job:
+            """What this one works at."""
+            carrier: Any = self.quantization_config
+            made: Job = carrier.job
+            return made
+
         def is_serializable(self) -> bool:
             """`ao_lab.save_pretrained` saves it."""
             return False
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-            self.quantization_config.job.start(model)
+            self.job.start(model)
 
         def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
             """As the plan says."""
-            return bool(self.quantization_config.job.changes(param_name))
+            return bool(self.job.changes(param_name))
 
         def get_quantize_ops(self) -> Any:
             """What quantizes them."""
-            return Quantize(self.quantization_config.job)
+            return Quantize(self.job)
 
     @register_quantization_config(METHOD)
     class Configuration(QuantizationConfigMixin):
