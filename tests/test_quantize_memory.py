@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ao_lab.quantize_model as module
+import reference
 from ao_lab import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -16,9 +17,12 @@ from ao_lab import (
     QuantizedTensor,
     SchemeConfig,
     explain,
+    load_pretrained,
     quantize_,
+    save_pretrained,
 )
 from ao_lab.products import PRODUCTS
+from ao_lab.streaming import parameters_on_meta
 from experiments.model import LanguageModel, ModelSettings
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -197,9 +201,33 @@ def test_meta_weights_have_the_parts_of_real_ones_and_are_filled(config):
             assert empty.dequantize().shape == parameter.shape
     assert model(TOKENS.to("meta")).shape == real(TOKENS).shape
     model.load_state_dict(real.state_dict(), assign=True)
-    if all(buffer.device.type == "cpu" for buffer in model.buffers()):
-        assert torch.equal(model(TOKENS), real(TOKENS))
     assert same_weights(model, real)
+
+
+def test_meta_weights_are_made_of_shapes_alone(monkeypatch):
+    """By the operators' own shapes: nothing is computed."""
+
+    def computes(*given, **options):
+        raise AssertionError("numbers were asked for")
+
+    with torch.device("meta"):
+        model = nn.Linear(4096, 4096)
+    monkeypatch.setattr(reference, "quantize", computes)
+    monkeypatch.setattr(reference, "dequantize", computes)
+    quantize_(model, Int4WeightOnlyConfig())
+    assert model.weight.dequantize().shape == (4096, 4096)
+
+
+def test_a_saved_model_fills_one_without_numbers(tmp_path):
+    real = language_model()
+    quantize_(real, Int4WeightOnlyConfig())
+    save_pretrained(real, tmp_path)
+    with parameters_on_meta():
+        empty = LanguageModel(ModelSettings(layers=2)).eval()
+    quantize_(empty, Int4WeightOnlyConfig())
+    load_pretrained(tmp_path, empty)
+    assert same_weights(empty, real)
+    assert torch.equal(empty(TOKENS), real(TOKENS))
 
 
 def test_meta_weights_become_empty_ones():
