@@ -18,6 +18,7 @@ import torch
 import fast
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import QuantizedTensor, from_quantized, quantized
+from fast.device import is_traced
 from reference import Quantized, Scales, Scheme
 
 #: Elements of a piece: its integers fit into a processor's last cache.
@@ -30,7 +31,7 @@ def quantized_by_rows(
 ) -> QuantizedTensor:
     """`quantized`, bit for bit."""
     cuts = cuts_of(recipe.weight, tuple(x.shape), axis)
-    if x.device.type != "cpu" or x.numel() <= PIECE:
+    if x.device.type != "cpu" or is_traced(x) or x.numel() <= PIECE:
         return quantized(x, recipe, axis=axis, input_scales=input_scales)
     if cuts is None and has_scaled_scales(recipe.weight):
         return from_quantized(_in_two_levels(x, recipe.weight, axis), recipe, x.dtype, input_scales)

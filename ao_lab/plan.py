@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.configs import Config
@@ -129,7 +130,7 @@ class Checks:
     def __init__(self, device: Device, streamed: bool) -> None:
         self.device = "cpu" if streamed and device is None else device
         self.streamed = streamed
-        self.mode = FakeTensorMode()
+        self.mode = detect_fake_mode() or FakeTensorMode()
         self.known: dict[tuple[object, ...], str | None] = {}
 
     def obstacle(self, parameter: torch.Tensor, recipe: Recipe, axis: int, turned: bool) -> str | None:

@@ -145,8 +145,8 @@ def model_class(fields: Mapping[str, Any]) -> Any:
 def hf_config() -> Any:
     """The class of configurations by which transformers finds our quantizer."""
     from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     class Quantize(ConversionOps):

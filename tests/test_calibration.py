@@ -330,3 +330,14 @@ def test_a_method_of_ones_own_makes_the_weight():
     assert observers["weight"].names == [("weight", "Linear", (3, 64))]
     quantize_(layer, Config(), observers=observers)
     assert torch.equal(layer.weight, expected)
+
+
+def test_steps_of_torchao_are_understood():
+    steps = pytest.importorskip("torchao.quantization.quantize_.common.quantization_step").QuantizationStep
+    layer = nn.Linear(64, 64)
+    quantize_(layer, Float8StaticActivationFloat8WeightConfig(step=steps.PREPARE))
+    layer(torch.full((2, 64), 448.0))
+    quantize_(layer, Float8StaticActivationFloat8WeightConfig(step=steps.CONVERT))
+    assert layer.weight.input_scale == 1
+    with pytest.raises(ValueError, match="step is one of"):
+        Float8StaticActivationFloat8WeightConfig(step=steps.PREPARE_FOR_LOADING)

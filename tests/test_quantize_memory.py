@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import ao_lab.quantize_model as module
 import reference
@@ -24,6 +25,7 @@ from ao_lab import (
 from ao_lab.products import PRODUCTS
 from ao_lab.streaming import parameters_on_meta
 from experiments.model import LanguageModel, ModelSettings
+from tests.gpu import validate_quantize
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -254,3 +256,24 @@ def test_checks_leave_no_trace():
     quantize_(model, config)
     assert type(model.weight.codes) is torch.Tensor
     assert PRODUCTS["int8"].refuses(model.weight.turned(), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "config", [Int4WeightOnlyConfig(), SchemeConfig(scheme="fp8_tensorwise"), SchemeConfig(scheme="nf4")]
+)
+def test_fake_tensors_are_quantized_as_such(config):
+    """As tracers and planners of memory have them, large ones too."""
+    with FakeTensorMode():
+        model = nn.Linear(2048, 2048)
+        quantize_(model, config)
+        assert isinstance(model.weight.codes, FakeTensor)
+        assert model(torch.randn(2, 2048)).shape == (2, 2048)
+
+
+def test_the_measurement_for_gpus_runs(monkeypatch, capsys):
+    """tests/gpu/validate_quantize.py, on small shapes: one line for each configuration, with the bits of the host."""
+    monkeypatch.setattr(
+        "sys.argv", ["validate_quantize.py", "--device", "cpu", "--layers", "1", "--divide", "32"]
+    )
+    assert validate_quantize.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(validate_quantize.CONFIGS)
