@@ -69,12 +69,9 @@ class Job:
         return made
 
     def finish(self, model: nn.Module) -> None:
-        """Weights that had to wait, or had no tensor of their own; ValueError where one is still without numbers."""
+        """Weights that had to wait, or had no tensor of their own."""
         if self.loading is None:
             raise RuntimeError("transformers has loaded the model without asking for its quantization")
-        empty = [name for name, value in model.named_parameters() if value.is_meta]
-        if empty:
-            raise ValueError(f"the folder has no weights for {empty[:5]}")
         plan = self.loading.plan
         if any(not isinstance(change.parameter, QuantizedTensor) for change in plan.changes.values()):
             last = planned(model, self.config, self.filter_fn, self.device)
@@ -104,10 +101,13 @@ def read_by_transformers(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            model: Any = load(folder, **given)
+            model, told = load(folder, output_loading_info=True, **given)
         finally:
             if job.error is not None:
                 raise job.error
+    # Transformers would go on with random numbers.
+    if told["missing_keys"]:
+        raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
     forget(model)
     job.finish(model)
     return model  # type: ignore[no-any-return]

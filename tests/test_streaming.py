@@ -193,6 +193,16 @@ def test_folders_that_cannot_be_read(folders, tmp_path):
         quantize_pretrained(tmp_path, INT8)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_that_the_folder_lacks_are_not_made_up(folders, tmp_path):
+    model = loaded(folders["llama"])
+    state = {name: p for name, p in model.state_dict().items() if "up_proj" not in name}
+    safetensors.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folders["llama"] / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"no weights for \['model\.layers\.0\.mlp\.up_proj\.weight'"):
+        quantize_pretrained(tmp_path, INT8)
+
+
 def build(**changes):
     torch.manual_seed(1)
     return LanguageModel(ModelSettings(layers=2, **changes))
