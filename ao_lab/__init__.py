@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
+    from ao_lab.calibration import calibrate as calibrate
     from ao_lab.checkpoints import Saved as Saved
     from ao_lab.checkpoints import load_pretrained as load_pretrained
     from ao_lab.checkpoints import save_pretrained as save_pretrained
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     )
     from ao_lab.configs_float import (
         Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
-    )
-    from ao_lab.configs_float import (
-        Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
     )
     from ao_lab.configs_float import Float8WeightOnlyConfig as Float8WeightOnlyConfig
     from ao_lab.configs_float import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
@@ -43,11 +41,14 @@ if TYPE_CHECKING:
     from ao_lab.configs_integer import (
         Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
     )
-    from ao_lab.configs_integer import (
-        Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
-    )
     from ao_lab.configs_integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
     from ao_lab.configs_integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+    from ao_lab.configs_static import (
+        Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+    )
+    from ao_lab.configs_static import (
+        Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
+    )
     from ao_lab.fqn import FqnToConfig as FqnToConfig
     from ao_lab.granularity import MappingType as MappingType
     from ao_lab.granularity import PerAxis as PerAxis
@@ -61,6 +62,10 @@ if TYPE_CHECKING:
     from ao_lab.native import from_native as from_native
     from ao_lab.native import native_dtype as native_dtype
     from ao_lab.native import to_native as to_native
+    from ao_lab.observers import AbsMax as AbsMax
+    from ao_lab.observers import MinMax as MinMax
+    from ao_lab.observers import MovingAverage as MovingAverage
+    from ao_lab.observers import Percentile as Percentile
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
     from ao_lab.sizes import Size as Size
     from ao_lab.sizes import model_size as model_size
     from ao_lab.sizes import weight_size as weight_size
+    from ao_lab.streaming import quantize_pretrained as quantize_pretrained
     from ao_lab.tensor import QuantizedTensor as QuantizedTensor
     from ao_lab.tensor import quantized as quantized
     from reference import FORMATS as FORMATS
@@ -102,6 +108,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "SCHEMES",
+    "AbsMax",
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
     "Float8StaticActivationFloat8WeightConfig",
@@ -118,7 +125,9 @@ __all__ = [
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",
     "MappingType",
+    "MinMax",
     "ModelSize",
+    "MovingAverage",
     "NF4WeightOnlyConfig",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4WeightOnlyConfig",
@@ -129,6 +138,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "Percentile",
     "QuantizedTensor",
     "Recipe",
     "Report",
@@ -136,6 +146,7 @@ __all__ = [
     "SchemeConfig",
     "Size",
     "__version__",
+    "calibrate",
     "choose_scales",
     "compress",
     "decode",
@@ -157,6 +168,7 @@ __all__ = [
     "quantize",
     "quantize_",
     "quantize_both",
+    "quantize_pretrained",
     "quantized",
     "rms_norm",
     "rms_norm_quantize",
@@ -175,12 +187,12 @@ __all__ = [
 SUBMODULES = ("jax", "testing")
 #: Modules of what is not in the specification, and their names. They import torch.
 NAMES = {
+    "calibration": ("calibrate",),
     "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
     "configs": ("SchemeConfig",),
     "configs_float": (
         "Float8DynamicActivationFloat8WeightConfig",
         "Float8DynamicActivationInt4WeightConfig",
-        "Float8StaticActivationFloat8WeightConfig",
         "Float8WeightOnlyConfig",
         "MXDynamicActivationMXWeightConfig",
         "MXWeightOnlyConfig",
@@ -192,9 +204,12 @@ NAMES = {
         "Int4WeightOnlyConfig",
         "Int8DynamicActivationInt8WeightConfig",
         "Int8DynamicActivationIntxWeightConfig",
-        "Int8StaticActivationInt8WeightConfig",
         "Int8WeightOnlyConfig",
         "IntxWeightOnlyConfig",
+    ),
+    "configs_static": (
+        "Float8StaticActivationFloat8WeightConfig",
+        "Int8StaticActivationInt8WeightConfig",
     ),
     "fqn": ("FqnToConfig",),
     "granularity": (
@@ -208,6 +223,7 @@ NAMES = {
     ),
     "model_card": ("write_card",),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
+    "observers": ("AbsMax", "MinMax", "MovingAverage", "Percentile"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (
@@ -216,6 +232,7 @@ NAMES = {
         "explain",
     ),
     "sizes": ("LayerSize", "ModelSize", "Size", "model_size", "weight_size"),
+    "streaming": ("quantize_pretrained",),
     "tensor": (
         "QuantizedTensor",
         "quantized",

@@ -230,7 +230,10 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
         return {}
     made: dict[str, Any] = config.to_dict()
     made["architectures"] = made.get("architectures") or [type(model).__name__]
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    try:
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    except NotImplementedError:  # a model without a table (Wav2Vec2)
+        return made
     if head is not None and table is not None and head.weight is not table.weight:
         # Quantizing one of two shared weights parts them.
         made["tie_word_embeddings"] = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from ao_lab.cli_output import WrongInput, print_json, print_table
 if TYPE_CHECKING:
     from ao_lab.checkpoints import Saved
     from ao_lab.configs import Config
+    from ao_lab.quantize_model import Progress
     from ao_lab.report import Report
 
 #: Files of the model's folder that are made anew, and so not copied.
@@ -30,17 +33,17 @@ def run_quantize(
     layout: str,
     as_json: bool,
 ) -> None:
-    """Load, quantize, save, and say what became of each layer."""
+    """Quantize weight by weight while they are read, save, and say what became of each layer."""
     config = config_of(name, activation, options)
     check_folders(source, target)
-    model = loaded(source)
-    before = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     from ao_lab.checkpoints import save_pretrained
     from ao_lab.model_card import write_card
-    from ao_lab.quantize_model import quantize_
+    from ao_lab.quantize_model import report_of
 
     try:
-        report = quantize_(model, config, kept_out(skip))
+        with progress_bar(as_json) as progress:
+            model = loaded(source, config, skip, progress)
+        report, before = report_of(model), stored_bytes(source, model)
         saved = save_pretrained(model, target, layout=layout)
     except ValueError as error:
         raise WrongInput(str(error)) from error
@@ -92,18 +95,40 @@ def check_folders(source: Path, target: Path) -> None:
         raise WrongInput(f"{target} is there already and not an empty folder; choose another one")
 
 
-def loaded(source: Path) -> Any:
-    """The model, in the dtype in which it was saved."""
+def loaded(source: Path, config: Config, skip: list[str], progress: Progress | None) -> Any:
+    """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
     import transformers
 
+    from ao_lab.streaming import quantize_pretrained
+
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     hide_progress()
-    if "quantization_config" in json.loads((source / "config.json").read_text()):
-        raise WrongInput(f"{source} is quantized already; start from the model that it was made of")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return load(source, dtype="auto", local_files_only=True).eval()
+    return quantize_pretrained(source, config, kept_out(skip), progress=progress)
+
+
+@contextmanager
+def progress_bar(as_json: bool) -> Iterator[Progress | None]:
+    """Shows weights as they are quantized, on a terminal's stderr; None where there is no terminal, and beside JSON."""
+    if as_json or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+def stored_bytes(source: Path, model: Any) -> int:
+    """Bytes of the folder's weights: of its safetensors files, or else what the model would take without quantization."""
+    from ao_lab.streaming import weight_files
+
+    try:
+        return sum(file.stat().st_size for file in weight_files(source))
+    except FileNotFoundError:
+        return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
 def kept_out(skip: list[str]) -> Any:

@@ -18,10 +18,13 @@ algorithm that is not here, raise ValueError unless they ask for what is done an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ao_lab.recipes import Recipe, named
 from reference import Scales, Scheme
+
+if TYPE_CHECKING:
+    from ao_lab.observers import Observer
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,17 @@ class Config:
         return Recipe(weight=weight, activation=activation, kernel=self.kernel)
 
     def input_scales(self) -> Scales | None:
-        """Static scales of the input; None where there are none."""
+        """Static scales of the input that are given; None where there are none."""
         return None
+
+    def observer(self) -> Observer | None:
+        """A new observer that has to see a layer's inputs before its weight is made; None where nothing has to."""
+        return None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether this is torchao's step "prepare": layers are watched, nothing is quantized yet."""
+        return getattr(self, "step", None) == "prepare"
 
     def _weight(self) -> Scheme:
         raise ValueError(f"{type(self).__name__} names no scheme; give scheme=")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ao_lab.configs import Config, dtype_name, operands, static_scales
+from ao_lab.configs import Config, dtype_name, operands
 from ao_lab.granularity import PerRow, PerTensor, block_of
 from ao_lab.recipes import block_name, integer_scheme
-from reference import SCHEMES, Scales, Scheme
+from reference import SCHEMES, Scheme
 from reference.errors import choice
 from reference.schemes import MX_ELEMENTS, mx_name
 
@@ -57,47 +57,6 @@ class Float8DynamicActivationFloat8WeightConfig(Config):
 
     def _activation(self) -> Scheme:
         return float8_scheme(self.activation_dtype, operands(self.granularity or PerTensor())[0])
-
-
-@dataclass(frozen=True)
-class Float8StaticActivationFloat8WeightConfig(Config):
-    """Float8 for weight and input; one scale for all inputs, known beforehand."""
-
-    step: Any = None
-    act_quant_scale: Any = None
-    activation_dtype: Any = "float8_e4m3fn"
-    weight_dtype: Any = "float8_e4m3fn"
-    granularity: Any = None
-    mm_config: Any = None
-    kernel_preference: Any = "auto"
-    set_inductor_config: bool = True
-    quantize_and_dequantize_output: bool = False
-    output_act_quant_scale: Any = None
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **NO_LAYOUT,
-        "step": (None, "convert"),
-        "mm_config": (None,),
-        "quantize_and_dequantize_output": (False,),
-        "output_act_quant_scale": (None,),
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.input_scales()
-
-    def input_scales(self) -> Scales:
-        """The given scale."""
-        if self.act_quant_scale is None:
-            raise ValueError(
-                "Float8StaticActivationFloat8WeightConfig needs act_quant_scale, the input's scale"
-            )
-        return static_scales(self.act_quant_scale)
-
-    def _weight(self) -> Scheme:
-        return float8_scheme(self.weight_dtype, operands(self.granularity or PerTensor())[1])
-
-    def _activation(self) -> Scheme:
-        return float8_scheme(self.activation_dtype, PerTensor())
 
 
 @dataclass(frozen=True)
@@ -206,7 +165,6 @@ def float8_scheme(dtype: Any, granularity: Any) -> Scheme:
 __all__ = [
     "Float8DynamicActivationFloat8WeightConfig",
     "Float8DynamicActivationInt4WeightConfig",
-    "Float8StaticActivationFloat8WeightConfig",
     "Float8WeightOnlyConfig",
     "MXDynamicActivationMXWeightConfig",
     "MXWeightOnlyConfig",

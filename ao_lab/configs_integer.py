@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ao_lab.configs import Config, dtype_name, operands, static_scales
-from ao_lab.granularity import GROUPS_OF_32, PER_ROW, ROWS, PerTensor, block_of, is_asymmetric
+from ao_lab.configs import Config, dtype_name, operands
+from ao_lab.granularity import GROUPS_OF_32, PER_ROW, ROWS, block_of, is_asymmetric
 from ao_lab.recipes import integer_scheme
-from reference import Scales, Scheme
+from reference import Scheme
 from reference.errors import choice
 
 
@@ -92,38 +92,6 @@ class Int8DynamicActivationInt8WeightConfig(Config):
 
 
 @dataclass(frozen=True)
-class Int8StaticActivationInt8WeightConfig(Config):
-    """8-bit integers for weight and input; one scale for all inputs, known beforehand."""
-
-    act_quant_scale: Any = None
-    act_quant_zero_point: Any = None
-    granularity: Any = PER_ROW
-    act_mapping_type: Any = "SYMMETRIC"
-    set_inductor_config: bool = True
-    version: int = 1
-    reduce_range: bool | None = False
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"reduce_range": (False, None)}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if is_asymmetric(self.act_mapping_type) != (self.act_quant_zero_point is not None):
-            raise ValueError("act_quant_zero_point belongs to act_mapping_type ASYMMETRIC, and to it alone")
-        self.input_scales()
-
-    def input_scales(self) -> Scales:
-        """The given scale, and zero point."""
-        if self.act_quant_scale is None:
-            raise ValueError("Int8StaticActivationInt8WeightConfig needs act_quant_scale, the input's scale")
-        return static_scales(self.act_quant_scale, self.act_quant_zero_point)
-
-    def _weight(self) -> Scheme:
-        return integer_scheme(8, block_of(operands(self.granularity)[1]), asymmetric=False)
-
-    def _activation(self) -> Scheme:
-        return integer_scheme(8, block_of(PerTensor()), is_asymmetric(self.act_mapping_type))
-
-
-@dataclass(frozen=True)
 class Int8DynamicActivationIntxWeightConfig(Config):
     """Integers of 1 to 8 bits for the weight, 8-bit integers with a zero point per token for the input."""
 
@@ -164,7 +132,6 @@ __all__ = [
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8DynamicActivationIntxWeightConfig",
-    "Int8StaticActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
 ]

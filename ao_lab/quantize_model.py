@@ -1,207 +1,208 @@
-"""`quantize_`: replace the weights of a model by `QuantizedTensor`s, in place, all or none.
+"""`quantize_`: replace the weights of a model by `QuantizedTensor`s, in place, one after the other.
 
-First a plan: which parameters, by which configuration, and why the others stay. Nothing has changed until it stands. Then layer
-by layer; where one fails, those before it get their weights back. A weight whose shape the blocks do not divide is left and
-reported; a filter or pattern that matches nothing, and a call that would change nothing, raise.
+First a plan (`ao_lab.plan`): which parameters, by which configuration, and why the others stay. All that can go wrong by names,
+shapes, dtypes, kernels or missing calibration is found while it is made, before anything changes.
+
+Then layer by layer, and each original is let go as soon as its quantized weight stands in every place that had it: peak
+memory is the model and what one layer needs. To give originals back after an error, all of them would have to be kept
+somewhere: twice the memory, on the host if not on the device. So they are not. What still may fail, memory or an
+interruption, leaves every weight either as it was or quantized, never between the two, and `explain(model)` says which; the
+same call again goes on with those that remain and ends with the same bits as a call that was never interrupted (where it
+calibrates: with the same `observers`; a forward_loop would see the inputs that quantized layers make).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from ao_lab.calibration import ForwardLoop, calibrated, prepare, prepared, unwatch
+from ao_lab.chunked import quantized_by_rows
 from ao_lab.configs import Config
-from ao_lab.fqn import FqnToConfig, Patterns
-from ao_lab.layers import candidates, is_linear
-from ao_lab.products import chosen
-from ao_lab.recipes import Recipe
+from ao_lab.fqn import FqnToConfig
+from ao_lab.layers import candidates
+from ao_lab.observers import Observer
+from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.report import ATTRIBUTE, Report, described_layer
-from ao_lab.tensor import QuantizedTensor, quantized
-from ao_lab.tensor_meta import DTYPES
-from reference.blocks import Blocks
+from ao_lab.tensor import QuantizedTensor
 
-Filter = Callable[[nn.Module, str], bool]
-
-
-@dataclass
-class Change:
-    """One weight to be replaced, wherever it is."""
-
-    parameter: torch.Tensor
-    config: Config
-    recipe: Recipe
-    #: (module, parameter's name) of every place that has it, by full name.
-    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-
-
-@dataclass
-class Plan:
-    """What is to be changed, and why each parameter (by full name) is as it will be."""
-
-    #: By the identity of the weight: what was shared stays shared.
-    changes: dict[int, Change] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+#: Told of each weight when it is quantized: its full name, how many are, of how many.
+Progress = Callable[[str, int, int], None]
 
 
 def quantize_(
     model: nn.Module,
     config: Config | FqnToConfig,
     filter_fn: Filter | None = None,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
+    *,
+    forward_loop: ForwardLoop | None = None,
+    observers: Mapping[str, Observer] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
 
-    filter_fn(module, name) says which modules; without it those are all nn.Linear. It may also accept nn.Embedding and
-    modules with batched weights (parameters with three axes). With `FqnToConfig`, which names modules itself, there is none.
-    `device`: where weights are quantized and stay; None: where they are.
+    filter_fn(module, name) says which modules; without it those are all nn.Linear (and transformers' Conv1D, the same with a
+    transposed weight). It may also accept nn.Embedding and modules with batched weights (parameters with three axes). With
+    `FqnToConfig`, which names modules itself, there is none.
+    `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. On the
+    meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
+    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration`;
+    `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
-    Raises ValueError where the filter or a pattern matches nothing and where nothing can be changed, TypeError for another
-    kind of config. After an error the model is as it was.
+    Raises ValueError where the filter or a pattern matches nothing, where nothing can be changed, where a kernel does not take
+    a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
+    After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
-    plan = planned(model, config, filter_fn)
-    done: list[tuple[nn.Module, str, torch.Tensor]] = []
+    plan = planned(model, config, filter_fn, device)
+    making = {key: change for key, change in plan.changes.items() if not change.config.prepares}
+    known = _observers(plan, making, model, forward_loop, observers)
+    _prepare(plan, making)
     try:
-        for change in plan.changes.values():
-            made = made_parameter(change, device)
-            for module, name in change.places.values():
-                done.append((module, name, change.parameter))
-                module._parameters[name] = made
+        _make_all(making, known, device, progress)
+        if device is not None and making:
+            model.to(device)
+    finally:
+        keep_report(model, plan)
+    return report_of(model)
+
+
+def _make_all(
+    making: dict[int, Change], known: Mapping[str, Observer], device: Device, progress: Progress | None
+) -> None:
+    """Make and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
+    done = 0
+    made: tuple[Change, nn.Parameter] | None = None
+    try:
+        for change in making.values():
+            observer = next((known[name] for name in change.layers if name in known), None)
+            made = change, made_parameter(change, device, observer)
+            change.put(made[1])
+            for module in change.layers.values():
+                unwatch(module)
+            done += 1
+            if progress is not None:
+                progress(next(iter(change.places)), done, len(making))
     except BaseException as error:
-        for module, name, parameter in done:
-            module._parameters[name] = parameter  # type: ignore[assignment]
-        error.add_note("quantize_ changed nothing: the layers before this one have their weights back")
+        if made is not None:
+            made[0].put(made[1])
+        error.add_note(
+            f"quantize_ stopped with {done} of {len(making)} weights quantized; the others are as they were. "
+            f"ao_lab.explain(model) lists both, and the same call goes on where this one stopped"
+        )
         raise
+
+
+def made_parameter(change: Change, device: Device, observer: Observer | None = None) -> nn.Parameter:
+    """The quantized weight; `observer`, where there is one, makes it."""
+    return nn.Parameter(made_weight(change, change.parameter, device, observer), requires_grad=False)
+
+
+def made_weight(
+    change: Change, parameter: torch.Tensor, device: Device, observer: Observer | None = None
+) -> QuantizedTensor:
+    """The quantized weight of a dense one that belongs where `change` says."""
+    dense = parameter.detach()
+    dense = dense if device is None else dense.to(device)
+    dense = dense.transpose(-2, -1).contiguous() if change.turned else dense
+    if observer is not None:
+        made = observer.weight(dense, change.recipe, change.config.axis)
+    else:
+        static = change.config.input_scales() if change.recipe.activation is not None else None
+        made = quantized_by_rows(dense, change.recipe, axis=change.config.axis, input_scales=static)
+    return made.turned() if change.turned else made
+
+
+def _observers(
+    plan: Plan,
+    making: dict[int, Change],
+    model: nn.Module,
+    forward_loop: ForwardLoop | None,
+    given: Mapping[str, Observer] | None,
+) -> Mapping[str, Observer]:
+    """`required_observers`, after the data have run where there is a loop."""
+    if forward_loop is not None and given is not None:
+        raise ValueError("observers have seen their data; leave forward_loop out")
+    if forward_loop is not None:
+        given = calibrated(Plan(making), model, forward_loop)
+    return required_observers(Plan(making), given)
+
+
+def required_observers(plan: Plan, given: Mapping[str, Observer] | None = None) -> Mapping[str, Observer]:
+    """The observer of each weight that needs one: of those given, or of those that step "prepare" has left with the model.
+
+    By the full names of its layers; ValueError where one is missing, or has not seen enough.
+    """
+    waiting = [c for c in plan.changes.values() if c.layers and c.config.observer() is not None]
+    known = given or {name: watch for change in waiting for name, watch in prepared(change).items()}
+    missing = [name for change in waiting for name in change.layers if name not in known]
+    if missing:
+        raise ValueError(
+            f"{_some(missing)} needs calibration: give act_quant_scale, or forward_loop=, a function that runs data through "
+            f"the model, or call quantize_ with step='prepare', run data, and call it again with step='convert'"
+        )
+    needed = {name: known[name] for change in waiting for name in change.layers}
+    _check_seen(needed)
+    return needed
+
+
+def _check_seen(observers: Mapping[str, Observer]) -> None:
+    """ValueError where an observer cannot make a weight yet."""
+    obstacles: dict[str, list[str]] = {}
+    for name, observer in observers.items():
+        if (obstacle := observer.obstacle()) is not None:
+            obstacles.setdefault(obstacle, []).append(name)
+    if obstacles:
+        told = "; ".join(f"{reason} by {_some(names)}" for reason, names in obstacles.items())
+        raise ValueError(
+            f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
+            f"outside of compiled programs), or leave them out by filter_fn"
+        )
+
+
+def _prepare(plan: Plan, making: dict[int, Change]) -> None:
+    """Watch the layers of step "prepare"."""
+    for key, change in plan.changes.items():
+        if key not in making:
+            prepare(change)
+            plan.reasons.update(
+                dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it")
+            )
+
+
+def keep_report(model: nn.Module, plan: Plan) -> None:
+    """Keep with the model why each layer is as it is now."""
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     reasons = {
         name: known.get(name, reason) if reason == ALREADY else reason
         for name, reason in plan.reasons.items()
     }
+    for change in plan.changes.values():
+        stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)
+        for name in change.places if stopped else ():
+            reasons[name] = "quantize_ stopped before it; call it again"
     report = Report(tuple(described_layer(*found, reasons) for found in candidates(model)))
     object.__setattr__(model, ATTRIBUTE, report)
+
+
+def report_of(model: nn.Module) -> Report:
+    """The report that `quantize_` has left."""
+    report: Report = getattr(model, ATTRIBUTE)
     return report
 
 
-ALREADY = "already quantized"
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def planned(model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None) -> Plan:
-    """The plan; raises as `quantize_` says."""
-    if not isinstance(config, (Config, FqnToConfig)):
-        raise TypeError(
-            f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
-            f"ao_lab has torchao's under the same names"
-        )
-    if isinstance(config, FqnToConfig) and filter_fn is not None:
-        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
-    plan, matched = Plan(), 0
-    for path, module, name, parameter in candidates(model):
-        full = f"{path}.{name}" if path else name
-        wanted, reason = decide(path, module, full)
-        matched += wanted is not None
-        if wanted is not None:
-            reason = _entered(plan, wanted, (full, module, name), parameter) or reason
-        plan.reasons[full] = reason
-    decide.check_all_matched(model)
-    _say_what_was_shared(plan, model)
-    if not plan.changes:
-        raise ValueError(_nothing(plan, matched))
-    return plan
-
-
-@dataclass
-class Filtered:
-    """One configuration for the modules that a function accepts."""
-
-    config: Config
-    filter_fn: Filter | None
-
-    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
-        """The configuration of a parameter (None: it stays) and the reason."""
-        kind = type(module).__name__
-        if self.filter_fn is None:
-            good = is_linear(module)
-            return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
-        good = self.filter_fn(module, path)
-        return (self.config, "accepted by filter_fn") if good else (None, "refused by filter_fn")
-
-    def check_all_matched(self, model: nn.Module) -> None:
-        """A filter that accepts nothing is found by the caller, which counts."""
-
-
-def _entered(
-    plan: Plan, config: Config, place: tuple[str, nn.Module, str], parameter: torch.Tensor
-) -> str | None:
-    """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
-    full, module, name = place
-    recipe = config.recipe()
-    if isinstance(module, nn.Embedding):
-        recipe = replace(recipe, activation=None, kernel="auto")
-    obstacle = why_not(parameter, recipe, config.axis)
-    if obstacle is not None:
-        return obstacle
-    change = plan.changes.setdefault(id(parameter), Change(parameter, config, recipe))
-    if (change.recipe.weight, change.config.axis) != (recipe.weight, config.axis):
-        names = " and ".join([*change.places, full])
-        raise ValueError(
-            f"{names} share one weight, but are to have {change.recipe} and {recipe}; give them one scheme"
-        )
-    if change.recipe.activation is None:
-        # An embedding ignores how inputs are quantized; a layer that shares its weight does not.
-        change.config, change.recipe = config, recipe
-    change.places[full] = (module, name)
-    return None
-
-
-def _say_what_was_shared(plan: Plan, model: nn.Module) -> None:
-    """Add to the reasons where a changed weight is elsewhere left as it was."""
-    owners: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
-    for key, change in plan.changes.items():
-        others = [name for name in owners[key] if name not in change.places]
-        for full in change.places if others else ():
-            verb = "stays" if len(others) == 1 else "stay"
-            plan.reasons[full] += f"; was shared with {', '.join(others)}, which {verb} dense"
-
-
-def why_not(parameter: torch.Tensor, recipe: Recipe, axis: int) -> str | None:
-    """Why a parameter cannot be quantized by a recipe; None where it can."""
-    if isinstance(parameter, QuantizedTensor):
-        return ALREADY
-    if parameter.dtype not in DTYPES:
-        return f"{parameter.dtype} is not a floating-point type that can be quantized"
-    if parameter.is_meta:
-        return "on the meta device there are no numbers; load the weights first"
-    try:
-        Blocks.of(tuple(parameter.shape), recipe.weight.scale, axis)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def made_parameter(change: Change, device: torch.device | str | int | None) -> nn.Parameter:
-    """The quantized weight; the kernel that its recipe names is asked whether it takes it."""
-    dense = change.parameter.detach()
-    dense = dense if device is None else dense.to(device)
-    static = change.config.input_scales() if change.recipe.activation is not None else None
-    made = quantized(dense, change.recipe, axis=change.config.axis, input_scales=static)
-    if change.recipe.kernel != "auto":
-        chosen(made if made.block_axis == -2 else made.turned(), made.dtype)
-    return nn.Parameter(made, requires_grad=False)
-
-
-def _nothing(plan: Plan, matched: int) -> str:
-    """Why a call would change nothing."""
-    if not plan.reasons:
-        return "quantize_: the model has no nn.Linear, no nn.Embedding and no batched weights"
-    first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
-    what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
-    return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
-
-
-__all__ = ["planned", "quantize_"]
+__all__ = [
+    "Progress",
+    "keep_report",
+    "made_parameter",
+    "made_weight",
+    "quantize_",
+    "report_of",
+    "required_observers",
+]

@@ -14,19 +14,17 @@ from torch import nn
 
 from ao_lab.configs import Config
 from ao_lab.exports import export_of
-from ao_lab.fqn import FqnToConfig, Patterns
-from ao_lab.layers import candidates, is_linear
+from ao_lab.fqn import FqnToConfig
+from ao_lab.layers import candidates
+from ao_lab.plan import Filter, planned
 from ao_lab.recipes import Recipe, named
 from ao_lab.stored_parts import own_specs
 from ao_lab.tensor import QuantizedTensor
-from ao_lab.tensor_meta import DTYPES, Meta
+from ao_lab.tensor_meta import Meta
 from reference import Scheme
-from reference.blocks import Blocks
 from reference.errors import choice
 from reference.schemes import scheme_of
 
-Filter = Callable[[nn.Module, str], bool]
-Decide = Callable[[str, nn.Module, str], tuple[Config | None, str]]
 LAYOUTS = ("ao_lab", "compressed-tensors")
 SCALES = ("scale", "outer", "weight_scale", "weight_global_scale", "input_scale")
 ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
@@ -109,43 +107,20 @@ def model_size(
     """The size of a model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
 
     Nothing is computed, nothing changed. Weights that modules share count once. What the configuration does not reach, or
-    cannot change, counts as it is.
+    cannot change, counts as it is. Raises as `quantize_` does where it would change nothing.
     """
-    decide = _decision(config, filter_fn)
+    changes = {} if config is None else planned(model, config, filter_fn, streamed=True).changes
     layers: dict[int, LayerSize] = {}
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
-        wanted = decide(path, module, full)[0]
-        changed = wanted if wanted is not None and _divides(parameter, wanted) else None
-        known = layers.get(id(parameter))
-        if known is None or (changed is not None and not known.scheme):
-            size, scheme = _dense(parameter), _scheme(parameter)
-            if changed is not None:
-                recipe = changed.recipe()
-                size = weight_size(tuple(parameter.shape), recipe, axis=changed.axis)
-                scheme = recipe.weight.name
-            layers[id(parameter)] = LayerSize(full, type(module).__name__, scheme, size)
+        change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
+        if change is not None:
+            shape = tuple(parameter.shape)[::-1] if change.turned else tuple(parameter.shape)
+            size = weight_size(shape, change.recipe, axis=change.config.axis)
+            scheme = change.recipe.weight.name
+        layers.setdefault(id(parameter), LayerSize(full, type(module).__name__, scheme, size))
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
-
-
-def _decision(config: Config | FqnToConfig | None, filter_fn: Filter | None) -> Decide:
-    """Which configuration a parameter gets."""
-    if isinstance(config, FqnToConfig):
-        return Patterns(config)
-    accepts = filter_fn or (lambda module, path: is_linear(module))
-    return lambda path, module, full: (config if accepts(module, path) else None, "")
-
-
-def _divides(parameter: torch.Tensor, config: Config) -> bool:
-    """Whether `quantize_` would change a parameter."""
-    if isinstance(parameter, QuantizedTensor) or parameter.dtype not in DTYPES:
-        return False
-    try:
-        Blocks.of(tuple(parameter.shape), config.recipe().weight.scale, config.axis)
-    except ValueError:
-        return False
-    return True
 
 
 def _scheme(t: torch.Tensor) -> str:

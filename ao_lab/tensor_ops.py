@@ -115,11 +115,13 @@ def _as_strided(t: QuantizedTensor, shape: Any, strides: Any, offset: int | None
 
 
 @view(aten.expand.default)
-def _expand(t: QuantizedTensor, shape: Any, implicit: bool = False) -> QuantizedTensor:
-    wanted = tuple(n if want == -1 else want for n, want in zip(t.shape, shape, strict=False))
-    if len(shape) != len(t.shape) or wanted != tuple(t.shape):
+def _expand(t: QuantizedTensor, shape: Any, implicit: bool = False) -> torch.Tensor:
+    """To its own shape, or to a batch of itself, as products with a batch ask for."""
+    rank = len(t.shape)
+    wanted = tuple(n if want == -1 else want for n, want in zip(t.shape, shape[-rank:], strict=False))
+    if wanted != tuple(t.shape):
         raise ValueError(f"expand of {t!r} to {tuple(shape)}: only to its own shape; dequantize() first")
-    return t.remade(t.parts)
+    return pieces.repeated(t, tuple(shape[:-rank])) if len(shape) > rank else t.remade(t.parts)
 
 
 @view(aten.slice.Tensor)

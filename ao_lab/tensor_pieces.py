@@ -123,6 +123,24 @@ def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     return t.remade(parts, wanted)
 
 
+def repeated(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """A batch of the same matrix, over the same parts; where its blocks are of the flattened tensor, a batch of its values."""
+    t.check_shaped()
+    t = t.to_layout("plain") if t.meta.layout != "plain" else t
+    if is_flat(t):
+        if t.recipe.activation is not None:
+            raise ValueError(
+                f"expand of {t!r} to a batch: its blocks are of the flattened tensor; dequantize() first"
+            )
+        return t.dequantize().expand(*lead, *t.shape)
+    parts = dict(t.parts)
+    for name in ("codes", "scale", "zero"):
+        part = parts[name]
+        # A scale over the whole tensor has no axes.
+        parts[name] = part if part is None or part.dim() == 0 else part.expand(*lead, *part.shape)
+    return t.remade(parts, (*lead, *t.shape))
+
+
 def is_flat(t: QuantizedTensor) -> bool:
     """Whether blocks are of the flattened tensor."""
     return str(t.scheme.scale.block).startswith("flat:")
@@ -227,4 +245,4 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return wanted
 
 
-__all__ = ["block_sizes", "cut", "is_flat", "joined", "picked", "rows", "viewed"]
+__all__ = ["block_sizes", "cut", "is_flat", "joined", "picked", "repeated", "rows", "viewed"]

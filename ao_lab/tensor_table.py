@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -42,6 +43,8 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made = function(*args, **kwargs)
+            if type(made) is torch.Tensor:  # dense: a copy, which shares nothing
+                return made
             return return_and_correct_aliasing(func, args, kwargs, made)  # type: ignore[no-untyped-call]
 
         operation(*operators)(run)

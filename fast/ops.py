@@ -7,7 +7,6 @@ name, a record of one's own (`dataclasses.replace`) with all its fields, so that
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from reference.blocks import Blocks
 from reference.pack import packed_shape
 from reference.quantize import with_plain_scales, with_tiled_scales
 from reference.record_text import record_of
+from reference.scales import scale_groups
 from reference.schemes import Scheme
 from reference.storage import storage_dtype
 from reference.tiled_scales import check_tiled
@@ -78,7 +78,7 @@ def _fresh_scales(x: torch.Tensor, record: Scheme, axis: int, with_outer: bool) 
     )
     made = [x.new_empty(shape, dtype=getattr(torch, storage_dtype(record.scale.storage)))]
     if record.outer is not None and double:
-        made.append(x.new_empty(Blocks.of((prod(shape),), record.outer, 0).scale_shape, dtype=torch.float32))
+        made.append(x.new_empty(scale_groups(blocks, record.outer, record).scale_shape, dtype=torch.float32))
         made.append(x.new_empty((), dtype=torch.float32))
     elif record.outer is not None and with_outer:
         made.append(x.new_empty((), dtype=torch.float32))

@@ -150,3 +150,16 @@ def test_folders_are_looked_at_first(capsys, folder, tmp_path):
         "quantized already"
         in complaint(capsys, tmp_path / "once", tmp_path / "twice", "--config", "mxfp4")[1]
     )
+
+
+def test_progress_is_for_terminals(capsys, folder, tmp_path, monkeypatch):
+    """On stderr, and neither beside JSON nor in a file."""
+    for number, (terminal, flags) in enumerate([(True, []), (True, ["--json"]), (False, [])]):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        assert (
+            main(["quantize", str(folder), str(tmp_path / str(number)), "--config", "int8_rowwise", *flags])
+            == 0
+        )
+        out, err = capsys.readouterr()
+        assert ("7/7" in err) == (terminal and not flags)
+        assert "7/7" not in out

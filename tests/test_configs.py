@@ -138,12 +138,11 @@ def test_parameters_are_those_of_torchao(name):
     ours = inspect.signature(getattr(ao_lab, name)).parameters
     wanted = list(inspect.signature(theirs).parameters)
     assert list(ours)[: len(wanted)] == wanted
-    assert [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY] == [
-        "scheme",
-        "activation_scheme",
-        "kernel",
-        "axis",
-    ]
+    static = {"Int8Stati": ["statistic", "step"], "Float8Stati": ["statistic"]}.get(
+        name.partition("cActivation")[0], []
+    )
+    keywords = [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]
+    assert keywords == ["scheme", "activation_scheme", "kernel", "axis", *static]
 
 
 def test_granularities_and_mappings_of_torchao_are_understood():
@@ -193,11 +192,18 @@ def test_blocks():
         ("Float8DynamicActivationFloat8WeightConfig", {"activation_value_lb": 1e-3}, "activation_value_lb"),
         ("Float8DynamicActivationFloat8WeightConfig", {"granularity": [PerRow()]}, "a pair"),
         ("Int8DynamicActivationInt8WeightConfig", {"weight_only_decode": True}, "weight_only_decode is False"),
-        ("Int8StaticActivationInt8WeightConfig", {}, "needs act_quant_scale"),
+        ("Int8StaticActivationInt8WeightConfig", {"granularity": [PerRow(), PerRow()]}, "use PerTensor"),
+        ("Int8StaticActivationInt8WeightConfig", {"activation_scheme": "int8_rowwise"}, "not int8_rowwise"),
+        ("Int8StaticActivationInt8WeightConfig", {"act_quant_scale": STATIC, "act_quant_zero_point": 3}, "ASYMMETRIC"),
+        ("Int8StaticActivationInt8WeightConfig", {"statistic": "median"}, "statistic is one of"),
+        ("Int8StaticActivationInt8WeightConfig", {"statistic": 3}, "a function that makes"),
+        ("Int8StaticActivationInt8WeightConfig", {"step": "prepare_for_loading"}, "step is one of"),
         ("Int8StaticActivationInt8WeightConfig", {"act_quant_scale": torch.ones(2)}, "one number"),
         ("Int8StaticActivationInt8WeightConfig", {"act_quant_scale": STATIC, "act_mapping_type": "ASYMMETRIC"}, "zero_point"),
-        ("Float8StaticActivationFloat8WeightConfig", {}, "needs act_quant_scale"),
-        ("Float8StaticActivationFloat8WeightConfig", {"act_quant_scale": STATIC, "step": "prepare"}, "step is"),
+        ("Float8StaticActivationFloat8WeightConfig", {"activation_scheme": "mxfp8_e4m3"}, "not mxfp8_e4m3"),
+        ("Float8StaticActivationFloat8WeightConfig", {"activation_scheme": "nvfp4"}, "not nvfp4"),
+        ("Float8StaticActivationFloat8WeightConfig", {"granularity": BLOCKS}, "not fp8_1x128"),
+        ("Float8StaticActivationFloat8WeightConfig", {"act_quant_scale": STATIC, "step": "prepare"}, "one of the two"),
         ("MXWeightOnlyConfig", {"weight_dtype": torch.int8}, "an MX element"),
         ("MXDynamicActivationMXWeightConfig", {"block_size": 16}, "block_size is 32"),
         ("MXDynamicActivationMXWeightConfig", {"scaling_mode": "even"}, "scaling_mode is one of"),

@@ -100,3 +100,27 @@ def test_embedding_dequantizes_only_the_rows_it_needs(monkeypatch, scheme):
 def test_every_operation_was_tested():
     """Runs last in this file."""
     assert set() == LAYERS - USED
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_a_weight_times_a_batch(scheme):
+    """W @ x with a batch of x, as Mamba does with a layer's weight: torch repeats the matrix, and multiplies batches."""
+    t, x = quantized(weight(64, 128), scheme), weight(3, 128, 5, seed=1)
+    assert same(t @ x, t.dequantize().expand(3, 64, 128) @ x)
+    repeated = t.expand(2, 3, 64, 128)
+    assert same(
+        repeated.dequantize() if isinstance(repeated, QuantizedTensor) else repeated,
+        t.dequantize().expand(2, 3, 64, 128),
+    )
+    with pytest.raises(ValueError, match="only to its own shape"):
+        t.expand(3, 128, 128)
+
+
+def test_a_weight_with_quantized_inputs_times_a_batch():
+    t, x = weight(64, 128), weight(3, 128, 5, seed=1)
+    made = quantized(t, Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["fp8_rowwise"]))
+    rounded = specified(x.mT.contiguous(), "fp8_rowwise")
+    assert same(made @ x, torch.bmm(rounded, made.dequantize().expand(3, 64, 128).mT).mT)
+    flat = quantized(t, Recipe(weight=SCHEMES["nf4"], activation=SCHEMES["fp8_rowwise"]))
+    with pytest.raises(ValueError, match="blocks are of the flattened tensor"):
+        flat.expand(3, 64, 128)
