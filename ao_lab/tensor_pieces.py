@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from ao_lab.tensor import QuantizedTensor, swapped
+from ao_lab.tensor_meta import PARTS
 
 Part = torch.Tensor | None
 
@@ -77,25 +78,28 @@ def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
         raise ValueError(
             "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
         )
-    if any(t.input_scale is not first.input_scale for t in tensors):
-        raise ValueError("cat of QuantizedTensors with static scales of their own; dequantize() them first")
-    if is_flat(first) or first.outer is not None or first.scale.dim() == 0:
-        raise ValueError(f"cat in {first.scheme.name}: its scales span the whole tensor; dequantize() first")
-    size = block_sizes(first)[dim]
-    inner = [t.stored_shape[dim] for t in tensors[:-1]]
-    whole = first.scheme.scale.block == -1 and dim == len(first.shape) + first.meta.axis
-    if len(tensors) > 1 and (
-        whole or any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner)
-    ):
+    size, inner = block_sizes(first)[dim], [t.stored_shape[dim] for t in tensors[:-1]]
+    if is_flat(first):
+        _check_flat_joined(first, tensors, dim)
+    elif any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner):
         raise ValueError(
             f"cat along axis {dim} in {first.scheme.name} cuts blocks of {size}; dequantize() first"
         )
-    parts: dict[str, Part] = dict(first.parts)
-    for name in ("codes", "scale", "zero"):
-        if parts[name] is not None:
-            parts[name] = torch.cat([getattr(t, name) for t in tensors], dim)
+    parts = {name: _joined_part(tensors, name, dim) for name in PARTS}
     shape = _with(first.stored_shape, dim, sum(t.stored_shape[dim] for t in tensors))
     return _stored(first, parts, shape)
+
+
+def scalars(t: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for the whole tensor, and so for each piece of it."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero")}
+    return {name: part for name, part in found.items() if part is not None and part.dim() == 0}
+
+
+def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for every piece along an axis."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not _has_pieces(t, name, dim)}
+    return {name: part for name, part in found.items() if part is not None}
 
 
 def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
@@ -181,8 +185,7 @@ def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tenso
 def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]) -> QuantizedTensor:
     """A cut of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
     row, size = prod(t.stored_shape[dim + 1 :]), int(str(t.scheme.scale.block)[5:])
-    group = t.scheme.outer.block if t.scheme.outer is not None else 1
-    step = size * (group if isinstance(group, int) and t.outer is not None and t.outer.dim() else 1)
+    step = _flat_step(t)
     first, last, total = start * row, end * row, prod(t.stored_shape)
     if (start, end) != (0, t.stored_shape[dim]) and (
         prod(t.stored_shape[:dim]) != 1 or first % step or (last % step and last != total)
@@ -210,6 +213,52 @@ def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) 
     return t.remade(parts, swapped(shape) if t.meta.transposed else shape)
 
 
+def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
+    """A part of tensors put together: in a row where each has its own, else the one that they share."""
+    first = getattr(tensors[0], name)
+    if _has_pieces(tensors[0], name, dim):
+        return torch.cat([getattr(t, name) for t in tensors], 0 if first.dim() == 1 else dim)
+    if not all(_is_same(first, getattr(t, name)) for t in tensors):
+        raise ValueError(
+            f"cat along axis {dim} in {tensors[0].scheme.name}: each piece has its own {name}, which has to hold for all; "
+            f"dequantize() first"
+        )
+    return first
+
+
+def _has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
+    """Whether a part of a piece along an axis is a piece of the whole's part."""
+    part = t.parts[name]
+    if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
+        return False
+    spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
+    return name == "codes" or not spans
+
+
+def _is_same(first: Part, other: Part) -> bool:
+    """Whether two pieces have the same part. Tracers, which have no values, take the same tensor alone."""
+    if first is other or first is None or other is None:
+        return first is other
+    return type(first) is torch.Tensor and first.shape == other.shape and torch.equal(first, other)
+
+
+def _check_flat_joined(first: QuantizedTensor, tensors: Sequence[QuantizedTensor], dim: int) -> None:
+    """ValueError where blocks of the flattened tensor are not those of the pieces, one after the other."""
+    step = _flat_step(first)
+    if any(prod(t.stored_shape[:dim]) != 1 or prod(t.stored_shape) % step for t in tensors[:-1]):
+        raise ValueError(
+            f"cat along axis {dim} in {first.scheme.name}: pieces of axis 0 that hold a multiple of {step} elements; "
+            f"dequantize() first"
+        )
+
+
+def _flat_step(t: QuantizedTensor) -> int:
+    """Elements of a block, and of a block of scales where these have one, of the flattened tensor."""
+    group = t.scheme.outer.block if t.scheme.outer is not None else 1
+    scaled = isinstance(group, int) and t.outer is not None and t.outer.dim()
+    return int(str(t.scheme.scale.block)[5:]) * (group if scaled else 1)  # type: ignore[operator]
+
+
 def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
@@ -227,4 +276,4 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return wanted
 
 
-__all__ = ["block_sizes", "cut", "is_flat", "joined", "picked", "rows", "viewed"]
+__all__ = ["axis_scales", "block_sizes", "cut", "is_flat", "joined", "picked", "rows", "scalars", "viewed"]

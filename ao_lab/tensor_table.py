@@ -1,7 +1,7 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
-`ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up. A function takes
-the operator, its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is
+`ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up,
+`ao_lab.tensor_collectives` what sends to other processes. A function takes the operator, its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is
 not here: dequantize first.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -23,6 +24,8 @@ def operations() -> dict[Any, Operation]:
     """The table, filled."""
     for name in ("ao_lab.tensor_ops", "ao_lab.tensor_layers"):
         importlib.import_module(name)
+    if torch.distributed.is_available():
+        importlib.import_module("ao_lab.tensor_collectives")
     return OPERATIONS
 
 
@@ -41,6 +44,10 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # A view of a tensor from outside inference mode is none of its tensors; torch makes it one where the view is made here.
+            if torch.is_inference_mode_enabled() and not args[0].is_inference():
+                with torch.inference_mode(False):
+                    return run(func, args, kwargs)
             made = function(*args, **kwargs)
             return return_and_correct_aliasing(func, args, kwargs, made)  # type: ignore[no-untyped-call]
 
