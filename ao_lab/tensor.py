@@ -11,6 +11,7 @@ moves nothing, and packed codes can be transposed. `axis` (negative) is the bloc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.compiled_shards import hash_local_tensors
 from ao_lab.recipes import Recipe, named
 from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from
 from reference import Quantized, Scales, Scheme
@@ -159,9 +161,11 @@ class QuantizedTensor(torch.Tensor):
 
         if out is not None:
             return refill(out, outputs, metadata)
-        return whole_weight(self, outputs, metadata, param_dtype), ()
+        return whole_weight(self, outputs, metadata, param_dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        if "torch.distributed.tensor" in sys.modules:
+            hash_local_tensors(QuantizedTensor)
         return [name for name in PARTS if getattr(self, name) is not None], self.meta
 
     @staticmethod

@@ -28,12 +28,11 @@ def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     if is_flat(t):
         return _cut_flat(t, dim, start, end, shape)
     _check_cut(t, dim, start, end)
-    size = block_sizes(t)[dim]
     parts = {
         **t.parts,
         "codes": _cut_codes(t, dim, start, end),
-        "scale": _cut_scale(t.scale, dim, start, end, size),
-        "zero": _cut_scale(t.zero, dim, start, end, size),
+        "scale": _cut_scale(t, "scale", dim, start, end),
+        "zero": _cut_scale(t, "zero", dim, start, end),
     }
     return _stored(t, parts, shape)
 
@@ -98,7 +97,7 @@ def scalars(t: QuantizedTensor) -> dict[str, torch.Tensor]:
 
 def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
     """Scales and zero points that hold for every piece along an axis."""
-    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not _has_pieces(t, name, dim)}
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not has_pieces(t, name, dim)}
     return {name: part for name, part in found.items() if part is not None}
 
 
@@ -132,6 +131,15 @@ def is_flat(t: QuantizedTensor) -> bool:
     return str(t.scheme.scale.block).startswith("flat:")
 
 
+def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
+    """Whether a part of a piece along an axis is a piece of the whole's part."""
+    part = t.parts[name]
+    if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
+        return False
+    spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
+    return name == "codes" or not spans
+
+
 def block_sizes(t: QuantizedTensor) -> list[int]:
     """Elements per block along every stored axis, 1 where blocks do not extend (whole axes and tensors: 1 too)."""
     block, rank = t.scheme.scale.block, len(t.shape)
@@ -154,7 +162,8 @@ def _check_cut(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     if start % size or not ends or not whole_bytes:
         raise ValueError(
             f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of {size} or a "
-            f"byte of packed codes; cut at multiples of {size}, or dequantize() first"
+            f"byte of packed codes; cut at multiples of {size} (among ranks: as many as divide {length // size}), or dequantize() "
+            f"first"
         )
 
 
@@ -169,13 +178,12 @@ def _cut_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tens
     return t.codes.narrow(dim, start * bits // 8, -(-end * bits // 8) - start * bits // 8)
 
 
-def _cut_scale(part: Part, dim: int, start: int, end: int, size: int) -> Part:
+def _cut_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
     """Scales or zero points of a cut; those of a whole axis or tensor hold for every piece."""
-    if part is None or part.dim() == 0:
+    part, size = t.parts[name], block_sizes(t)[dim]
+    if part is None or not has_pieces(t, name, dim):
         return part
-    return (
-        part if part.shape[dim] == 1 and size == 1 else _narrowed(part, dim, start // size, -(-end // size))
-    )
+    return _narrowed(part, dim, start // size, -(-end // size))
 
 
 def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
@@ -216,7 +224,7 @@ def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) 
 def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
     """A part of tensors put together: in a row where each has its own, else the one that they share."""
     first = getattr(tensors[0], name)
-    if _has_pieces(tensors[0], name, dim):
+    if has_pieces(tensors[0], name, dim):
         return torch.cat([getattr(t, name) for t in tensors], 0 if first.dim() == 1 else dim)
     if not all(_is_same(first, getattr(t, name)) for t in tensors):
         raise ValueError(
@@ -224,15 +232,6 @@ def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Par
             f"dequantize() first"
         )
     return first
-
-
-def _has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
-    """Whether a part of a piece along an axis is a piece of the whole's part."""
-    part = t.parts[name]
-    if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
-        return False
-    spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
-    return name == "codes" or not spans
 
 
 def _is_same(first: Part, other: Part) -> bool:
@@ -276,4 +275,4 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return wanted
 
 
-__all__ = ["axis_scales", "block_sizes", "cut", "is_flat", "joined", "picked", "rows", "scalars", "viewed"]
+__all__ = ["axis_scales", "block_sizes", "cut", "has_pieces", "is_flat", "joined", "picked", "rows", "scalars", "viewed"]
