@@ -40,6 +40,8 @@ def gathered_parts(
         )
     t = t.to_layout("plain")
     parts = {name: getattr(t, name) for name in PARTS if has_pieces(t, name, 0)}
+    if mesh.size() == 1:  # FSDP2 hands back the first alone; the others lie in the shard
+        parts = {"codes": t.codes}
     if whole[0] % mesh.size() == 0:
         return tuple(parts.values()), (tuple(parts), whole, False)
     _check_rows(t, mesh.size(), whole)

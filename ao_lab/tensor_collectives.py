@@ -48,8 +48,8 @@ def _each_part(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(functional._wrap_tensor_autograd.default)
 def _wrapped(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Itself: what this would wait for later has been waited for."""
-    return args[0]  # type: ignore[no-any-return]
+    """Waited for at once; torch would wait where a dense tensor is first used."""
+    return args[0].mapped(functional.wait_tensor)  # type: ignore[no-any-return]
 
 
 @operation(c10d.broadcast_.default, c10d.scatter_.default, c10d.allgather_.default)

@@ -275,4 +275,15 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return wanted
 
 
-__all__ = ["axis_scales", "block_sizes", "cut", "has_pieces", "is_flat", "joined", "picked", "rows", "scalars", "viewed"]
+__all__ = [
+    "axis_scales",
+    "block_sizes",
+    "cut",
+    "has_pieces",
+    "is_flat",
+    "joined",
+    "picked",
+    "rows",
+    "scalars",
+    "viewed",
+]
