@@ -5,8 +5,8 @@ codes and scales, never a dense weight. Scales over the whole weight (0-d) and s
 rank and stay where they are. Weights are frozen; what trains beside them (adapters, norms) is FSDP2's as always.
 
 Where ranks do not divide the rows, FSDP2 gathers tensors of the weight's own shape alone, the last shards filled up. Then the
-bytes of a row (its codes, scales and zero points) travel in as many byte tensors of that shape as hold them: one byte an element
-for weights of 4 bits, two for weights of 8 bits with scales. Ranks that divide the rows send less.
+bytes of a row (its codes, scales and zero points) travel in as many byte tensors of that shape as hold them: one byte an
+element for weights of 4 bits, two for weights of 8 bits with scales. Ranks that divide the rows send less.
 
 DTensor's shards and tensor parallelism need nothing of this; see `ao_lab.tensor_collectives`.
 """
@@ -57,7 +57,7 @@ def whole_weight(
     It lies over the memory of what was gathered, on a CPU over a copy: the reference reads tensors as NumPy arrays, and memory
     that NumPy has seen torch does not give back.
     """
-    names, whole, as_bytes = metadata
+    _, whole, as_bytes = metadata
     gathered = _received(t, outputs, metadata)
     on_cpu = t.device.type == "cpu"
     kept = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}

@@ -236,7 +236,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 def _zeros(
     t: QuantizedTensor, shape: Any, options: dict[str, Any], held: dict[str, torch.Tensor] | None = None
 ) -> QuantizedTensor:
-    """Zeros as t is stored, under copies of t's scales that hold for any shape (or `held`): pieces of t and these go together."""
+    """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together."""
     zeros = torch.zeros(
         tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
     )

@@ -8,7 +8,7 @@ may be. Axes here are those of the stored orientation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, lcm, prod
 
 import torch
 
@@ -160,10 +160,11 @@ def _check_cut(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     ends = end == length or t.scheme.scale.partial or end % size == 0
     whole_bytes = start * _bits(t, dim) % 8 == 0 and (end == length or end * _bits(t, dim) % 8 == 0)
     if start % size or not ends or not whole_bytes:
+        step = lcm(size, 8 // gcd(8, _bits(t, dim)))
         raise ValueError(
             f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of {size} or a "
-            f"byte of packed codes; cut at multiples of {size} (among ranks: as many as divide {length // size}), or dequantize() "
-            f"first"
+            f"byte of packed codes; cut at multiples of {step} (among ranks: as many as divide {-(-length // step)}), "
+            f"or dequantize() first"
         )
 
 
@@ -223,8 +224,8 @@ def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) 
 
 def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
     """A part of tensors put together: in a row where each has its own, else the one that they share."""
-    first = getattr(tensors[0], name)
-    if has_pieces(tensors[0], name, dim):
+    first: Part = getattr(tensors[0], name)
+    if first is not None and has_pieces(tensors[0], name, dim):
         return torch.cat([getattr(t, name) for t in tensors], 0 if first.dim() == 1 else dim)
     if not all(_is_same(first, getattr(t, name)) for t in tensors):
         raise ValueError(
@@ -254,8 +255,8 @@ def _check_flat_joined(first: QuantizedTensor, tensors: Sequence[QuantizedTensor
 def _flat_step(t: QuantizedTensor) -> int:
     """Elements of a block, and of a block of scales where these have one, of the flattened tensor."""
     group = t.scheme.outer.block if t.scheme.outer is not None else 1
-    scaled = isinstance(group, int) and t.outer is not None and t.outer.dim()
-    return int(str(t.scheme.scale.block)[5:]) * (group if scaled else 1)  # type: ignore[operator]
+    scaled = t.outer is not None and t.outer.dim() > 0
+    return int(str(t.scheme.scale.block)[5:]) * (group if scaled and isinstance(group, int) else 1)
 
 
 def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:

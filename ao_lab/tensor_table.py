@@ -1,8 +1,8 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
 `ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up,
-`ao_lab.tensor_collectives` what sends to other processes. A function takes the operator, its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is
-not here: dequantize first.
+`ao_lab.tensor_collectives` what sends to other processes. A function takes the operator, its arguments and its keyword
+arguments. Whatever changes values otherwise (arithmetic, activation functions) is not here: dequantize first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # A view of a tensor from outside inference mode is none of its tensors; torch makes it one where the view is made here.
+            # Torch fails to make views of an outer tensor where the subclass makes them of inference mode's kind.
             if torch.is_inference_mode_enabled() and not args[0].is_inference():
                 with torch.inference_mode(False):
                     return run(func, args, kwargs)

@@ -303,7 +303,7 @@ def test_cat_that_cannot_keep_the_scales_is_refused():
         torch.cat([made("int8_rowwise", 0), weight(32, 64)])
 
 
-@pytest.mark.parametrize("scheme", (*KINDS, "int8_rowwise_asymmetric"))
+@pytest.mark.parametrize("scheme", [*KINDS, "int8_rowwise_asymmetric"])
 def test_padding_adds_zeros_at_the_end(scheme):
     t = quantized(weight(128, 256), scheme)
     pad = torch.nn.functional.pad
