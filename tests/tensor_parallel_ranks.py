@@ -110,9 +110,10 @@ def check_placements(recipe, mesh):
             assert torch.equal(moved.full_tensor(), t), (recipe, place, target)
 
 
-def check_products(recipe, mesh):
+def check_products(recipe, mesh, input_scales=None):
     """Rows of the weight on each rank: the bits of one process. Columns: of the sum over slices."""
-    t = nn.Parameter(quantized(weight(256, 256), recipe), requires_grad=False)
+    made = quantized(weight(256, 256), recipe, input_scales=input_scales)
+    t = nn.Parameter(made, requires_grad=False)
     x, bias, ranks = weight(5, 256, seed=1), weight(256, seed=2), mesh.size()
     inputs = DTensor.from_local(x, mesh, [Replicate()])
     rows = distribute_tensor(t, mesh, [Shard(0)])
@@ -214,10 +215,11 @@ def check_beside_fsdp(one, mesh, index, expected):
 
 
 def check_uneven(mesh):
-    """Shards of 5 and 4, and of 1 and 0 rows; of 129 and 128 columns under scales that hold for whole rows."""
+    """Shards of 5 and 4, and of 1 and 0 rows or experts; of 129 and 128 columns under scales that hold for whole rows."""
     for scheme in ("int8_rowwise", "int4_g32_asymmetric", "nvfp4", "fp8_tensorwise"):
         for rows in (9, 1):
             check_restored(quantized(weight(rows, 64), scheme), mesh, 0)
+            check_restored(quantized(weight(rows, 8, 64), scheme), mesh, 0)
     for scheme in ("int8_rowwise", "int8_rowwise_asymmetric", "fp8_tensorwise"):
         check_restored(quantized(weight(16, 257), scheme), mesh, 1)
 
@@ -250,9 +252,11 @@ def check_collectives(mesh):
     group = mesh.get_group().group_name
     moved = torch.ops._dtensor.shard_dim_alltoall(t.chunk(ranks, 1)[rank], 1, 0, group)
     assert torch.equal(moved, t.chunk(ranks, 0)[rank])
-    turned = t[:, : 32 * ranks].t().contiguous()
-    dist.broadcast(turned, src=0)
-    assert torch.equal(turned, t[:, : 32 * ranks].t())
+    each = [quantized(weight(32, 128, seed=seed), "int4_g32_asymmetric") for seed in range(ranks)]
+    columns_of_own = each[rank][:, :64].t()
+    dist.broadcast(columns_of_own, src=0)
+    assert torch.equal(each[rank][:, :64], each[0][:, :64])
+    assert torch.equal(each[1][:, 64:], quantized(weight(32, 128, seed=1), "int4_g32_asymmetric")[:, 64:])
 
 
 def check_refusals(mesh):
@@ -309,6 +313,8 @@ def run(rank, ranks, port, directory):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 check_products(recipe, mesh)
+    static = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_tensorwise"])
+    check_products(static, mesh, Scales(torch.tensor(0.05)))
     for number, recipe in enumerate(MODELS):
         check_model(recipe, mesh, f"{directory}/{number}")
     dist.barrier()

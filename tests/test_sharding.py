@@ -69,6 +69,15 @@ def test_unequal_shards_send_no_more_than_they_need():
         assert len(sent) == count
 
 
+def test_unequal_shards_on_a_device_own_their_memory():
+    """FSDP2 frees between layers what it is told of, whole storages; here on the meta device in place of a GPU."""
+    shards = [shard.to("meta") for shard in quantized(weight(9, 64), "int8_rowwise").split(5)]
+    outputs, metadata = gathered(shards, (9, 64))
+    whole, own = whole_weight(shards[0], outputs, metadata, torch.float32)
+    assert [part is kept for part, kept in zip(own, (whole.codes, whole.scale), strict=True)] == [True, True]
+    assert [part.untyped_storage().nbytes() for part in own] == [9 * 64, 9 * 4]
+
+
 def test_unequal_shards_of_blocks_that_span_rows_are_refused():
     for scheme in ("fp8_128x128", "nf4"):
         t = quantized(weight(256, 256), scheme)
