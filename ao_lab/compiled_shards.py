@@ -1,8 +1,8 @@
 """torch.compile's cache of programs, where a `DTensor` holds a `QuantizedTensor`.
 
 torch asks every tensor subclass for a hash of what a compiled program may depend on, and a DTensor answers with its own shape,
-dtype and placements alone. Two models of equal shapes in two schemes would share a program: numbers of one read as the other's.
-So here a DTensor's hash gets that of a QuantizedTensor inside it.
+dtype and placements alone (2.13; pytorch issue 188390 is about devices). Two models of equal shapes in two schemes would share a
+program: numbers of one read as the other's. So here a DTensor's hash gets that of a QuantizedTensor inside it.
 """
 
 from __future__ import annotations

@@ -229,6 +229,10 @@ def quantized(
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
     if x.dtype not in DTYPES:
         raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(
+            "a DTensor is not quantized: quantize the model first, then parallelize or distribute it"
+        )
     q = fast.quantize(x.detach(), recipe.weight, axis=axis, packed=recipe.weight.format.bits < 8)
     return from_quantized(q, recipe, x.dtype, input_scales)
 

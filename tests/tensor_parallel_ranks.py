@@ -280,6 +280,8 @@ def check_refusals(mesh):
     refused(made.full_tensor, ValueError, "its own input_scale")
     other = [quantized(weight(32, 64), scheme) for scheme in ("int8_rowwise", "fp8_rowwise")]
     refused(lambda: dist.all_gather(other, other[0]), ValueError, "one recipe and one shape")
+    dense = distribute_tensor(weight(32, 64), mesh, [Shard(0)])
+    refused(lambda: quantized(dense, "int8_rowwise"), TypeError, "quantize the model first")
     refused(lambda: dist.all_reduce(own), NotImplementedError, "allreduce")
 
 
