@@ -1,8 +1,8 @@
 """torch.compile's cache of programs, where a `DTensor` holds a `QuantizedTensor`.
 
 torch asks every tensor subclass for a hash of what a compiled program may depend on, and a DTensor answers with its own shape,
-dtype and placements alone (2.13; pytorch issue 188390 is about devices). Two models of equal shapes in two schemes would share a
-program: numbers of one read as the other's. So here a DTensor's hash gets that of a QuantizedTensor inside it.
+dtype and placements alone (torch 2.13; pytorch issue 188390 is the same for devices). Two models of equal shapes in two schemes
+would share a program: numbers of one read as the other's. So here a DTensor's hash gets that of a QuantizedTensor inside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HASH = "_stable_hash_for_caching"
 
 
 def hash_local_tensors(kind: type) -> None:
-    """Let DTensors of quantized weights answer with their weights' hash too. Any number of times; `kind` is QuantizedTensor."""
+    """Let DTensors of quantized weights (`kind`) answer with their weights' hash too; once, however often it is called."""
     from torch.distributed.tensor import DTensor
 
     plain = getattr(DTensor, HASH, None)
