@@ -11,6 +11,7 @@ moves nothing, and packed codes can be transposed. `axis` (negative) is the bloc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.compiled_shards import hash_local_tensors
 from ao_lab.recipes import Recipe, named
 from ao_lab.tensor_meta import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
 from ao_lab.tensor_meta import swapped as swapped
@@ -183,9 +185,11 @@ class QuantizedTensor(torch.Tensor):
 
         if out is not None:
             return refill(out, outputs, metadata)
-        return whole_weight(self, outputs, metadata, param_dtype), ()
+        return whole_weight(self, outputs, metadata, param_dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        if "torch.distributed.tensor" in sys.modules:
+            hash_local_tensors(QuantizedTensor)
         return [name for name in PARTS if getattr(self, name) is not None], self.meta
 
     @staticmethod
@@ -202,6 +206,8 @@ class QuantizedTensor(torch.Tensor):
 
         table = operations()
         function = table.get(func)
+        if function is None and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return made  # inference mode sends operations that are made of others
         if function is None:
             names = ", ".join(sorted({str(op).removeprefix("aten.") for op in table}))
             raise NotImplementedError(
@@ -247,6 +253,10 @@ def quantized(
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
     if x.dtype not in DTYPES:
         raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(
+            "a DTensor is not quantized: quantize the model first, then parallelize or distribute it"
+        )
     q = fast.quantize(x.detach(), recipe.weight, axis=axis, packed=recipe.weight.format.bits < 8)
     return from_quantized(q, recipe, x.dtype, input_scales)
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+import fast
 from ao_lab import tensor_pieces as pieces
-from ao_lab.tensor import QuantizedTensor, quantized
+from ao_lab.tensor import QuantizedTensor, from_quantized
 from ao_lab.tensor_meta import PARTS
 from ao_lab.tensor_table import operation, view
+from reference import Scales
 
 aten = torch.ops.aten
 
@@ -50,7 +52,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, QuantizedTensor):
         source = _like(target, source)
     source = source.to_layout(target.meta.layout)
-    if _stored_as(source) != _stored_as(target):
+    if stored_as(source) != stored_as(target):
         raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
     for name in PARTS:
         ours, theirs = getattr(target, name), getattr(source, name)
@@ -130,7 +132,7 @@ def _slice(
 ) -> QuantizedTensor:
     if step != 1:
         raise ValueError(f"slice of {t!r} with step {step}: only step 1; dequantize() first")
-    dim = _stored_dim(t, dim)
+    dim = stored_dim(t, dim)
     length = t.stored_shape[dim]
     return pieces.cut(t, dim, 0 if start is None else start, length if end is None else end)
 
@@ -167,7 +169,25 @@ def _cat(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(t, QuantizedTensor) for t in tensors):
         raise TypeError("cat of a QuantizedTensor and a dense tensor; dequantize() first")
-    return pieces.joined([t.to_layout("plain") for t in tensors], _stored_dim(tensors[0], dim))
+    return pieces.joined([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
+
+
+@operation(aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Zeros behind the last element of one axis, as DTensor makes shards equally long."""
+    t, added, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
+    places = [place for place, count in enumerate(added) if count]
+    if not places:
+        return t.mapped(torch.Tensor.clone)  # type: ignore[no-any-return]
+    if len(places) > 1 or places[0] % 2 == 0 or added[places[0]] < 0 or value != 0:
+        raise ValueError(
+            f"padding of {t!r} by {list(added)} with {value}: only zeros at the end of one axis; dequantize() first"
+        )
+    dim = len(t.shape) - 1 - places[0] // 2
+    shape = [*t.shape[:dim], added[places[0]], *t.shape[dim + 1 :]]
+    plain = t.to_layout("plain")
+    zeros = _zeros(plain, shape, {}, pieces.axis_scales(plain, stored_dim(t, dim)))
+    return pieces.joined([plain, zeros], stored_dim(t, dim))
 
 
 @operation(aten.index_select.default)
@@ -215,26 +235,35 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def _zeros(t: QuantizedTensor, shape: Any, options: dict[str, Any]) -> QuantizedTensor:
+def _zeros(
+    t: QuantizedTensor, shape: Any, options: dict[str, Any], held: dict[str, torch.Tensor] | None = None
+) -> QuantizedTensor:
+    """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together."""
     zeros = torch.zeros(
         tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
     )
-    return _like(t, zeros)
+    held = pieces.scalars(t) if held is None else held
+    copies = {name: part.to(zeros.device, copy=True) for name, part in held.items()}
+    scale, outer = copies.get("scale"), copies.get("outer")
+    made = _like(t, zeros, None if scale is outer is None else Scales(scale, outer, copies.get("zero")))
+    return made.remade({**made.parts, **copies})
 
 
-def _like(t: QuantizedTensor, dense: torch.Tensor) -> QuantizedTensor:
-    """A dense tensor, stored as t is."""
+def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None) -> QuantizedTensor:
+    """A dense tensor, stored as t is; under scales from outside, if there are any."""
     turned = dense.transpose(-2, -1) if t.meta.transposed else dense
-    made = quantized(turned, t.recipe, axis=t.meta.axis, input_scales=t.input_scales).to_layout(t.meta.layout)
+    packed = t.scheme.format.bits < 8
+    q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
+    made = from_quantized(q, t.recipe, dense.dtype, t.input_scales).to_layout(t.meta.layout)
     return made.turned() if t.meta.transposed else made
 
 
-def _stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
+def stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
     """What two tensors must have in common for one's parts to be the other's."""
     return t.recipe, t.stored_shape, t.meta.axis, t.meta.transposed
 
 
-def _stored_dim(t: QuantizedTensor, dim: int) -> int:
+def stored_dim(t: QuantizedTensor, dim: int) -> int:
     """A logical axis as the axis of the stored parts."""
     rank = len(t.shape)
     place = dim % rank
@@ -242,5 +271,5 @@ def _stored_dim(t: QuantizedTensor, dim: int) -> int:
 
 
 def _pieces(t: QuantizedTensor, dim: int, cuts: list[int]) -> list[QuantizedTensor]:
-    place = _stored_dim(t, dim)
+    place = stored_dim(t, dim)
     return [pieces.cut(t, place, start, end) for start, end in pairwise(cuts)]

@@ -8,11 +8,12 @@ may be. Axes here are those of the stored orientation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, lcm, prod
 
 import torch
 
 from ao_lab.tensor import QuantizedTensor, swapped
+from ao_lab.tensor_meta import PARTS
 
 Part = torch.Tensor | None
 
@@ -27,12 +28,11 @@ def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     if is_flat(t):
         return _cut_flat(t, dim, start, end, shape)
     _check_cut(t, dim, start, end)
-    size = block_sizes(t)[dim]
     parts = {
         **t.parts,
         "codes": _cut_codes(t, dim, start, end),
-        "scale": _cut_scale(t.scale, dim, start, end, size),
-        "zero": _cut_scale(t.zero, dim, start, end, size),
+        "scale": _cut_scale(t, "scale", dim, start, end),
+        "zero": _cut_scale(t, "zero", dim, start, end),
     }
     return _stored(t, parts, shape)
 
@@ -77,25 +77,28 @@ def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
         raise ValueError(
             "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
         )
-    if any(t.input_scale is not first.input_scale for t in tensors):
-        raise ValueError("cat of QuantizedTensors with static scales of their own; dequantize() them first")
-    if is_flat(first) or first.outer is not None or first.scale.dim() == 0:
-        raise ValueError(f"cat in {first.scheme.name}: its scales span the whole tensor; dequantize() first")
-    size = block_sizes(first)[dim]
-    inner = [t.stored_shape[dim] for t in tensors[:-1]]
-    whole = first.scheme.scale.block == -1 and dim == len(first.shape) + first.meta.axis
-    if len(tensors) > 1 and (
-        whole or any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner)
-    ):
+    size, inner = block_sizes(first)[dim], [t.stored_shape[dim] for t in tensors[:-1]]
+    if is_flat(first):
+        _check_flat_joined(first, tensors, dim)
+    elif any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner):
         raise ValueError(
             f"cat along axis {dim} in {first.scheme.name} cuts blocks of {size}; dequantize() first"
         )
-    parts: dict[str, Part] = dict(first.parts)
-    for name in ("codes", "scale", "zero"):
-        if parts[name] is not None:
-            parts[name] = torch.cat([getattr(t, name) for t in tensors], dim)
+    parts = {name: _joined_part(tensors, name, dim) for name in PARTS}
     shape = _with(first.stored_shape, dim, sum(t.stored_shape[dim] for t in tensors))
     return _stored(first, parts, shape)
+
+
+def scalars(t: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for the whole tensor, and so for each piece of it."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero")}
+    return {name: part for name, part in found.items() if part is not None and part.dim() == 0}
+
+
+def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for every piece along an axis."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not has_pieces(t, name, dim)}
+    return {name: part for name, part in found.items() if part is not None}
 
 
 def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
@@ -146,6 +149,15 @@ def is_flat(t: QuantizedTensor) -> bool:
     return str(t.scheme.scale.block).startswith("flat:")
 
 
+def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
+    """Whether a part of a piece along an axis is a piece of the whole's part."""
+    part = t.parts[name]
+    if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
+        return False
+    spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
+    return name == "codes" or not spans
+
+
 def block_sizes(t: QuantizedTensor) -> list[int]:
     """Elements per block along every stored axis, 1 where blocks do not extend (whole axes and tensors: 1 too)."""
     block, rank = t.scheme.scale.block, len(t.shape)
@@ -166,9 +178,11 @@ def _check_cut(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     ends = end == length or t.scheme.scale.partial or end % size == 0
     whole_bytes = start * _bits(t, dim) % 8 == 0 and (end == length or end * _bits(t, dim) % 8 == 0)
     if start % size or not ends or not whole_bytes:
+        step = lcm(size, 8 // gcd(8, _bits(t, dim)))
         raise ValueError(
             f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of {size} or a "
-            f"byte of packed codes; cut at multiples of {size}, or dequantize() first"
+            f"byte of packed codes; cut at multiples of {step} (among ranks: as many as divide {-(-length // step)}), "
+            f"or dequantize() first"
         )
 
 
@@ -183,13 +197,12 @@ def _cut_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tens
     return t.codes.narrow(dim, start * bits // 8, -(-end * bits // 8) - start * bits // 8)
 
 
-def _cut_scale(part: Part, dim: int, start: int, end: int, size: int) -> Part:
+def _cut_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
     """Scales or zero points of a cut; those of a whole axis or tensor hold for every piece."""
-    if part is None or part.dim() == 0:
+    part, size = t.parts[name], block_sizes(t)[dim]
+    if part is None or not has_pieces(t, name, dim):
         return part
-    return (
-        part if part.shape[dim] == 1 and size == 1 else _narrowed(part, dim, start // size, -(-end // size))
-    )
+    return _narrowed(part, dim, start // size, -(-end // size))
 
 
 def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
@@ -199,8 +212,7 @@ def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tenso
 def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]) -> QuantizedTensor:
     """A cut of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
     row, size = prod(t.stored_shape[dim + 1 :]), int(str(t.scheme.scale.block)[5:])
-    group = t.scheme.outer.block if t.scheme.outer is not None else 1
-    step = size * (group if isinstance(group, int) and t.outer is not None and t.outer.dim() else 1)
+    step = _flat_step(t)
     first, last, total = start * row, end * row, prod(t.stored_shape)
     if (start, end) != (0, t.stored_shape[dim]) and (
         prod(t.stored_shape[:dim]) != 1 or first % step or (last % step and last != total)
@@ -228,6 +240,43 @@ def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) 
     return t.remade(parts, swapped(shape) if t.meta.transposed else shape)
 
 
+def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
+    """A part of tensors put together: in a row where each has its own, else the one that they share."""
+    first: Part = getattr(tensors[0], name)
+    if first is not None and has_pieces(tensors[0], name, dim):
+        return torch.cat([getattr(t, name) for t in tensors], 0 if first.dim() == 1 else dim)
+    if not all(_is_same(first, getattr(t, name)) for t in tensors):
+        raise ValueError(
+            f"cat along axis {dim} in {tensors[0].scheme.name}: each piece has its own {name}, which has to hold for all; "
+            f"dequantize() first"
+        )
+    return first
+
+
+def _is_same(first: Part, other: Part) -> bool:
+    """Whether two pieces have the same part. Tracers, which have no values, take the same tensor alone."""
+    if first is other or first is None or other is None:
+        return first is other
+    return type(first) is torch.Tensor and first.shape == other.shape and torch.equal(first, other)
+
+
+def _check_flat_joined(first: QuantizedTensor, tensors: Sequence[QuantizedTensor], dim: int) -> None:
+    """ValueError where blocks of the flattened tensor are not those of the pieces, one after the other."""
+    step = _flat_step(first)
+    if any(prod(t.stored_shape[:dim]) != 1 or prod(t.stored_shape) % step for t in tensors[:-1]):
+        raise ValueError(
+            f"cat along axis {dim} in {first.scheme.name}: pieces of axis 0 that hold a multiple of {step} elements; "
+            f"dequantize() first"
+        )
+
+
+def _flat_step(t: QuantizedTensor) -> int:
+    """Elements of a block, and of a block of scales where these have one, of the flattened tensor."""
+    group = t.scheme.outer.block if t.scheme.outer is not None else 1
+    scaled = t.outer is not None and t.outer.dim() > 0
+    return int(str(t.scheme.scale.block)[5:]) * (group if scaled and isinstance(group, int) else 1)
+
+
 def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
@@ -245,4 +294,16 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return wanted
 
 
-__all__ = ["block_sizes", "cut", "is_flat", "joined", "picked", "repeated", "rows", "viewed"]
+__all__ = [
+    "axis_scales",
+    "block_sizes",
+    "cut",
+    "has_pieces",
+    "is_flat",
+    "joined",
+    "picked",
+    "repeated",
+    "rows",
+    "scalars",
+    "viewed",
+]

@@ -1,8 +1,8 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
-`ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up. A function takes
-the operator, its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is
-not here: dequantize first.
+`ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up,
+`ao_lab.tensor_collectives` what sends to other processes. A function takes the operator, its arguments and its keyword
+arguments. Whatever changes values otherwise (arithmetic, activation functions) is not here: dequantize first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def operations() -> dict[Any, Operation]:
     """The table, filled."""
     for name in ("ao_lab.tensor_ops", "ao_lab.tensor_layers"):
         importlib.import_module(name)
+    if torch.distributed.is_available():
+        importlib.import_module("ao_lab.tensor_collectives")
     return OPERATIONS
 
 
@@ -42,6 +44,10 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Torch fails to make views of an outer tensor where the subclass makes them of inference mode's kind.
+            if torch.is_inference_mode_enabled() and not args[0].is_inference():
+                with torch.inference_mode(False):
+                    return run(func, args, kwargs)
             made = function(*args, **kwargs)
             if type(made) is torch.Tensor:  # dense: a copy, which shares nothing
                 return made

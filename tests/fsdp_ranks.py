@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from ao_lab import SchemeConfig, quantize_
+
+UNEQUAL = ("int4_g32_asymmetric", "fp8_tensorwise", "nvfp4", "int8_rowwise")
 SCHEMES = ("int4_g32_asymmetric", "fp8_tensorwise", "nvfp4", "nf4")
 
 
@@ -36,12 +40,25 @@ class Adapted(nn.Module):
 
 
 def model(scheme):
-    from ao_lab import SchemeConfig, quantize_
-
     torch.manual_seed(0)
     made = nn.Sequential(Adapted(256), nn.SiLU(), Adapted(256))
     quantize_(made, SchemeConfig(scheme=scheme), lambda module, name: name.endswith("base"))
     return made
+
+
+def compare_unequal(scheme, mesh):
+    """Rows that the ranks do not divide, and fewer rows than ranks."""
+    for rows in (9, 1):
+        one = nn.Sequential(nn.Linear(256, rows))
+        quantize_(one, SchemeConfig(scheme=scheme))
+        many = copy.deepcopy(one)
+        fully_shard(many[0], mesh=mesh)
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            assert torch.equal(many(x), one(x)), (scheme, rows)
+        many[0].reshard()
+        whole = get_model_state_dict(many, options=StateDictOptions(full_state_dict=True))
+        assert torch.equal(whole["0.weight"], one[0].weight), (scheme, rows)
 
 
 def run(rank, ranks, port):
@@ -51,6 +68,8 @@ def run(rank, ranks, port):
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     for scheme in SCHEMES:
         compare(scheme, mesh)
+    for scheme in UNEQUAL:
+        compare_unequal(scheme, mesh)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import torch
+import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
 
 import reference
 from ao_lab.tensor_table import operations
@@ -54,6 +55,18 @@ LAYERS = {
     aten.baddbmm.default,
     aten.linear.default,
     aten.embedding.default,
+}
+functional, c10d = torch.ops._c10d_functional, torch.ops.c10d
+#: Those of `ao_lab.tensor_collectives`; tensor_parallel_ranks.py has them.
+COLLECTIVES = {
+    functional.all_gather_into_tensor.default,
+    functional.broadcast.default,
+    functional.wait_tensor.default,
+    functional._wrap_tensor_autograd.default,
+    torch.ops._dtensor.shard_dim_alltoall.default,
+    c10d.broadcast_.default,
+    c10d.scatter_.default,
+    c10d.allgather_.default,
 }
 
 

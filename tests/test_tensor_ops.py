@@ -9,7 +9,16 @@ import reference
 from ao_lab import QuantizedTensor, quantized
 from ao_lab.tensor_table import operations
 from reference import Scales
-from tests.quantized_weights import DEVICES, KINDS, LAYERS, recorded_operations, same, specified, weight
+from tests.quantized_weights import (
+    COLLECTIVES,
+    DEVICES,
+    KINDS,
+    LAYERS,
+    recorded_operations,
+    same,
+    specified,
+    weight,
+)
 
 aten = torch.ops.aten
 USED = set()
@@ -259,25 +268,87 @@ def test_cat_puts_pieces_together(scheme):
     assert torch.equal(torch.cat(t.split(128)), t)
     assert torch.equal(torch.cat([t[:128], t[128:]], 0), t)
     assert torch.equal(torch.cat([t.t()[:, :128], t.t()[:, 128:]], dim=1), t.t())
-    if scheme != "int8_rowwise":
-        assert torch.equal(torch.cat([t[:, :128], t[:, 128:]], 1), t)
+    assert torch.equal(torch.cat([t[:, :128], t[:, 128:]], 1), t)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "nvfp4", "fp8_tensorwise", "int8_rowwise"])
+def test_pieces_under_one_scale_are_put_together(scheme):
+    """Copies of the scale that all pieces share, as processes have them."""
+    t = quantized(weight(256, 256), scheme)
+    assert torch.equal(torch.cat([piece.clone() for piece in t.split(128)]), t)
+    if scheme != "nf4":
+        assert torch.equal(torch.cat([piece.clone() for piece in t.split(128, 1)], 1), t)
 
 
 def test_cat_that_cannot_keep_the_scales_is_refused():
-    row, nv, other = (quantized(weight(32, 64), name) for name in ("int8_rowwise", "nvfp4", "fp8_rowwise"))
-    with pytest.raises(ValueError, match="cuts blocks"):
-        torch.cat([row, row], 1)
-    with pytest.raises(ValueError, match="span the whole tensor"):
-        torch.cat([nv, nv])
+    def made(scheme, seed):
+        return quantized(weight(32, 64, seed=seed), scheme)
+
+    with pytest.raises(ValueError, match="its own scale"):
+        torch.cat([made("int8_rowwise", 0), made("int8_rowwise", 1)], 1)
+    with pytest.raises(ValueError, match="its own outer"):
+        torch.cat([made("nvfp4", 0), made("nvfp4", 1)])
+    with pytest.raises(ValueError, match="cuts blocks of 128"):
+        torch.cat([made("fp8_128x128", 0)] * 2)
+    with pytest.raises(ValueError, match="multiple of 16384"):
+        torch.cat([made("nf4", 0)] * 2)
     with pytest.raises(ValueError, match="different recipes"):
-        torch.cat([row, other])
+        torch.cat([made("int8_rowwise", 0), made("fp8_rowwise", 0)])
     static = [
         quantized(weight(32, 64), "int8_rowwise", input_scales=Scales(torch.tensor(s))) for s in (0.5, 0.25)
     ]
-    with pytest.raises(ValueError, match="static scales of their own"):
+    with pytest.raises(ValueError, match="its own input_scale"):
         torch.cat(static)
     with pytest.raises(TypeError, match="dense"):
-        torch.cat([row, weight(32, 64)])
+        torch.cat([made("int8_rowwise", 0), weight(32, 64)])
+
+
+@pytest.mark.parametrize("scheme", [*KINDS, "int8_rowwise_asymmetric"])
+def test_padding_adds_zeros_at_the_end(scheme):
+    t = quantized(weight(128, 256), scheme)
+    pad = torch.nn.functional.pad
+    assert same(pad(t, (0, 0, 0, 128)).dequantize(), pad(t.dequantize(), (0, 0, 0, 128)))
+    assert same(pad(t, (0, 0, 0, 0)).dequantize(), t.dequantize())
+    if scheme != "nf4":
+        assert same(pad(t, (0, 128)).dequantize(), pad(t.dequantize(), (0, 128)))
+        assert same(pad(t.t(), (0, 128)).dequantize(), pad(t.dequantize().t(), (0, 128)))
+    for refused in ((1, 0), (0, 128, 0, 128), (0, -128)):
+        with pytest.raises(ValueError, match="only zeros at the end of one axis"):
+            pad(t, refused)
+    with pytest.raises(ValueError, match="only zeros"):
+        pad(t, (0, 0, 0, 128), value=1.0)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensorwise", "nvfp4", "nf4"])
+def test_new_tensors_have_scales_of_the_whole_tensor(scheme):
+    """Copies, so that filling the new tensor leaves the old one alone."""
+    t = quantized(weight(128, 256), scheme)
+    for made in (torch.empty_like(t), t.new_zeros((0, 256))):
+        for name in ("scale", "outer", "zero"):
+            ours, theirs = getattr(t, name), getattr(made, name)
+            if ours is not None and ours.dim() == 0:
+                assert torch.equal(ours, theirs)
+                assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_a_cut_of_one_row_cuts_its_scale():
+    t = quantized(weight(1, 64), "int8_rowwise")
+    assert t[:0].scale.shape == (0, 1)
+    assert same(t[:1].dequantize(), t.dequantize())
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_inference_mode(scheme):
+    """Torch sends composite operations whole there, and makes views of tensors from outside."""
+    t, x = quantized(weight(128, 256), scheme), weight(4, 256, seed=1)
+    dense = t.dequantize()
+    with torch.inference_mode():
+        assert same(torch.cat([piece.dequantize() for piece in t.chunk(1)]), dense)
+        assert same(t.t().dequantize(), dense.t())
+        assert same(t.mT.dequantize(), dense.t())
+        assert same(t.narrow(0, 0, 128).dequantize(), dense)
+        assert same(x @ t.t(), x @ dense.t())
+        assert same(t.detach().clone().t().dequantize(), dense.t())
 
 
 def test_memory_is_pinned_nowhere_without_a_gpu():
@@ -304,7 +375,7 @@ def test_what_is_not_in_the_table_says_what_is():
 
 
 def test_every_operation_was_tested():
-    """Runs last in this file: it met every entry of the table but those of layers (pinning needs a GPU)."""
-    missing = set(operations()) - USED - LAYERS
+    """Runs last in this file: it met every entry of the table but those of layers and collectives (pinning needs a GPU)."""
+    missing = set(operations()) - USED - LAYERS - COLLECTIVES
     # Reshape is taken apart before it arrives, except under inference mode's dispatch.
     assert missing <= {aten.reshape.default}
