@@ -87,12 +87,16 @@ def reproduce(
     device: Annotated[
         Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Of decode: methods or makers to measure, such as int8wo or torchao; all without."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages to reports/."""
     from ao_lab.cli_reproduce import run_experiments
 
-    run_experiments(tables or [], scale.value, device.value if device else None, as_json)
+    run_experiments(tables or [], scale.value, device.value if device else None, only or [], as_json)
 
 
 @app.command()

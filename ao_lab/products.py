@@ -117,7 +117,11 @@ def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return f"its kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later, this weight is {found}"
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return "the weight must be a matrix, stored as (out, in), its scales plain"
-    return None if fuses(w.quantized, dtype) else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
+    return (
+        None
+        if fuses(w.quantized, dtype)
+        else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
+    )
 
 
 def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:

@@ -27,7 +27,6 @@ from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
-
 LINEAR = torch.nn.functional.linear
 
 
@@ -108,7 +107,7 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout. The parts stay the same objects."""
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout, over the same tensors."""
         known: Quantized | None = self.__dict__.get("_quantized")
         if known is None:
             known = self.__dict__["_quantized"] = self._stored()

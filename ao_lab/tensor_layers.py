@@ -72,7 +72,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def straight_linear(
     x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """F.linear outside of the dispatcher; None where that has something to say: other subclasses, modes, transforms, autocast."""
+    """F.linear outside of the dispatcher; None where that has a say: other subclasses, modes, transforms, autocast."""
     plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
     if not plain or type(weight) is not QuantizedTensor or watched(x):
         return None
@@ -84,9 +84,9 @@ def straight_linear(
         if known is None:
             return None
         run, turned = known
-        if x.dim() == 2:
-            return run(x, turned, bias)
-        return run(x.reshape(-1, x.shape[-1]), turned, bias).reshape((*x.shape[:-1], turned.shape[1]))
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y: torch.Tensor = run(rows, turned, bias)
+        return y if x.dim() == 2 else y.reshape((*x.shape[:-1], turned.shape[1]))
 
 
 def watched(x: torch.Tensor) -> bool:

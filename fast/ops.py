@@ -129,7 +129,9 @@ def linear_op(
     """Inputs times the transpose of the weight that codes and scales stand for."""
     import fast
 
-    return fast.linear(x, Quantized(codes, scale, outer, zero, tuple(shape), 1, record_of(scheme), packed), bias)
+    return fast.linear(
+        x, Quantized(codes, scale, outer, zero, tuple(shape), 1, record_of(scheme), packed), bias
+    )
 
 
 @linear_op.register_fake

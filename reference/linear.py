@@ -19,11 +19,13 @@ def linear(
     out_dtype: str | None = None,
     **options: Any,
 ) -> Array:
-    """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N), in `out_dtype`, or in x's (float32 for a `Quantized`).
+    """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N), in `out_dtype` or x's (float32 for a `Quantized`).
 
-    w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`. ``exact`` is the product
-    of what w stands for in float32, rounded once. Raises ValueError for a weight of other axes, inputs of another length and
-    a bias of another shape, TypeError for a weight that is no `Quantized`; else as `matmul` does.
+    w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`; ``exact`` is the
+    product of what w stands for in float32, rounded once.
+
+    Raises ValueError for a weight of other axes, inputs of another length and a bias of another shape, TypeError for a weight
+    that is no `Quantized`; else as `matmul` does.
     """
     check_linear(x, w, bias)
     if out_dtype is None:
@@ -43,13 +45,15 @@ def check_linear(x: Any, w: Any, bias: Any) -> None:
         )
     shape = tuple(x.shape)
     if not shape or shape[-1] != w.shape[1]:
-        raise ValueError(f"linear of inputs {shape} and a weight {tuple(w.shape)}: the last axes must be the same")
+        raise ValueError(
+            f"linear of inputs {shape} and a weight {tuple(w.shape)}: the last axes must be the same"
+        )
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"linear: bias has shape {tuple(bias.shape)}, the weight asks for {(w.shape[0],)}")
 
 
 def transposed(w: Quantized) -> Any:
-    """The weight (N, K) as `matmul` takes it, (K, N): a `Quantized`, or float32 values where blocks are of the flattened tensor."""
+    """The weight (N, K) as `matmul` takes it, (K, N); as float32 values where blocks are of the flattened tensor."""
     q = unpacked(with_plain_scales(w))
     if str(q.scheme.scale.block).startswith("flat:"):
         return _swapped(dequantize(q))

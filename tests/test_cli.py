@@ -211,3 +211,22 @@ def test_faults_keep_their_traceback(monkeypatch):
     fake_experiments(monkeypatch, reproduce)
     with pytest.raises(ValueError, match="a fault of ours"):
         main(["reproduce"])
+
+
+def test_reproduce_of_some_configurations(monkeypatch, capsys):
+    calls = []
+    import experiments
+
+    monkeypatch.setattr(
+        experiments, "reproduce", lambda names, **options: calls.append(options["only"]) or []
+    )
+    assert main(["reproduce", "decode", "--device", "cpu", "--only", "int8wo", "--only", "torchao"]) == 0
+    assert calls == [["int8wo", "torchao"]]
+    capsys.readouterr()
+    for arguments, word in (
+        (["ptq", "--only", "int8wo"], "reproduce decode"),
+        (["decode", "--only", "int9"], "int8wo"),
+    ):
+        code, err = complaint(capsys, "reproduce", *arguments)
+        assert code == 2
+        assert word in err

@@ -26,6 +26,9 @@ SHAPES: dict[str, Shape] = {
     # 2**31 + 4096 elements: offsets that 32 bits do not hold.
     "524289x4096": (524289, 4096),
     "16x4096": (16, 4096),
+    # Weights of two layers of Llama-3.1-8B.
+    "14336x4096": (14336, 4096),
+    "4096x14336": (4096, 14336),
 }
 LARGE = ("16384x4096", "16384x14336")
 HUGE = "524289x4096"

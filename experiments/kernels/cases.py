@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from ao_lab.recipes import integer_scheme
 from experiments.kernels.case import HUGE, LARGE, Bar, Case
 from experiments.kernels.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
+from experiments.kernels.linear import linear
 from experiments.kernels.operations import both, fake_quantize, quantize, small, stochastic, storage, whole
+from reference import SCHEMES
 
 WITH_HUGE = (*LARGE, HUGE)
 FUSED = (Bar("fraction", 0.85), FUSED_SPEEDUP)
@@ -84,6 +87,12 @@ def seen() -> list[Case]:
         storage("unpack", "float6_e2m3fn"),
         small("mxfp8_e4m3"),
         small("int4_g32"),
+        *(
+            linear(SCHEMES[name])
+            for name in ("int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "int4_g128", "mxfp4", "nvfp4")
+        ),
+        linear(integer_scheme(4, 64, asymmetric=True, storage="bfloat16")),
+        *(linear(SCHEMES[name], rows) for name in ("int8_rowwise", "int4_g128") for rows in (16, 64)),
     ]
 
 

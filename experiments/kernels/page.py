@@ -46,9 +46,11 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         name = "kernels-roofline" if len(runs) == 1 else f"kernels-roofline-{slug(where)}"
         drawing = Drawing(name, CAPTION, roofline(lines))
         paragraphs = [summary(lines), *missed_paragraphs(lines), *TEXT]
-        large = [line for line in lines if line.shape != SMALL]
+        products = [line for line in lines if line.case.startswith("linear.")]
+        large = [line for line in lines if line.shape != SMALL and line not in products]
         small = [line for line in lines if line.shape == SMALL]
         tables = [floor_table(large), *([small_table(small)] if small else [])]
+        tables += [product_table(products)] if products else []
         made.append(Section(f"Against the floors ({where})", paragraphs, [drawing], tables))
         if any(line.against for line in lines):
             made.append(Section(f"Against peers ({where})", [PEER_TEXT], [], [peer_table(lines)]))
@@ -125,6 +127,28 @@ def small_table(lines: Sequence[Line]) -> Table:
         for line in lines
     ]
     return Table("Small tensors", [*columns, "bar reached"], made, stale(lines))
+
+
+def product_table(lines: Sequence[Line]) -> Table:
+    """Inputs times a stored weight: reading the weight is the floor."""
+    columns = ["kernel", "weight", "time (us)", "eager (us)", "host (us)", "moved (MB)", "TB/s", "fraction"]
+    columns += ["times as fast as dense bfloat16", "as dequantizing first"]
+    made = []
+    for line in lines:
+        values = line.values
+        moved, dense = values.get("bytes moved"), values.get("time over dense")
+        made.append(
+            [
+                line.case,
+                line.shape,
+                *(number(values.get(metric), 1) for metric in ("time", "time, eager", "host time")),
+                number(None if moved is None else moved / 1e6, 0),
+                *(number(values.get(metric), 2) for metric in ("rate", "fraction")),
+                number(None if dense is None else 1 / dense, 2),
+                number(values.get("speedup over unfused"), 2),
+            ]
+        )
+    return Table("Products of stored weights", columns, made, stale(lines))
 
 
 def peer_table(lines: Sequence[Line]) -> Table:

@@ -51,9 +51,9 @@ def byte_kernel(
     FACTOR: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr, ALONG: gl.constexpr, UNROLL: gl.constexpr,
     WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one scale a row, -1
-    for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of every code; DOWN, ALONG:
-    warps over rows, and along K; LATE: launched before the kernel in front of it has ended."""
+    """ROWS numbers of y. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one
+    scale a row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
+    DOWN, ALONG: warps over rows, and along K; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, DOWN, 1], [2, 1, 0])

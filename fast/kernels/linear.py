@@ -1,13 +1,12 @@
 """`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-One row is bound by reading the weight: `nibble_product` takes 4-bit integers, `byte_product` 8-bit elements, `vector_product` all
-else. Up to MOST_ROWS rows of 16-bit inputs go to `tile_product`. Beyond, the tensor cores are the limit, and a dense weight
+One row is bound by reading the weight: `nibble_product` takes 4-bit integers, `byte_product` 8-bit elements, `vector_product`
+all else. Up to MOST_ROWS rows of 16-bit inputs go to `tile_product`. Beyond, the tensor cores are the limit, and a dense weight
 that is made for the call costs little beside it: the caller dequantizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -99,13 +98,13 @@ def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
 
 @lru_cache(maxsize=4096)
 def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> Weight | None:
-    """A weight's description; None where it is no matrix with blocks along K, or where its values are no products of a scale."""
+    """A weight's description; None where it is no matrix with blocks along K, or its values no products of a scale."""
     plain = scheme.scale.stored == "decode" and scheme.dequantize == "float32" and 1 < scheme.format.bits <= 8
     if len(shape) != 2 or axis != 1 or not plain:
         return None
     rows, length = shape
     block, high = _block_of(scheme, length)
-    if block > 0 and length % block or block < -1 or not length:
+    if (block > 0 and length % block) or block < -1 or not length:
         return None
     flat = str(scheme.scale.block).startswith("flat:")
     per_row = length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1

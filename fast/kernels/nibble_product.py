@@ -1,6 +1,6 @@
 """y = W x + bias for a stored weight W (N, K) of 4-bit integers and one vector x of 16-bit numbers, in Gluon.
 
-At the copy rate there are about 7 issue slots for a 4-bit code, and the floating-point way of `vector_product` takes 5. Here two
+At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `vector_product` takes 5 of them. Here two
 codes become a pair of 16-bit numbers by one mask and one addition, and the tensor core (`mma.m16n8k16`) multiplies and adds.
 
 Memory is read as it lies: a warp takes 32 * WORDS words of a row, a lane WORDS neighbouring ones, and the inputs of the same
@@ -36,8 +36,8 @@ def _decoded(word: str, out: str, offset: str, kind: str) -> str:
 def _products(words: int, kind: str) -> gl.constexpr:
     """Assembly for the words of two rows: sums of parts, scaled and added.
 
-    Operands, 2 * words registers each, those of the first row first: totals out; totals in; words; four pairs of inputs; offsets;
-    scales; and which of a lane's two columns may be on the diagonal. Totals are in the first register of each row.
+    Operands, 2 * words registers each, those of the first row first: totals out; totals in; words; four pairs of inputs;
+    offsets; scales; and which of a lane's two columns may be on the diagonal. Totals are in the first register of each row.
     """
     count = 2 * words
     totals, codes, inputs, offsets, scales, odd = (count * i for i in (1, 2, 3, 7, 8, 9))
@@ -90,8 +90,8 @@ def nibble_kernel(
     ALONG: gl.constexpr, UNROLL: gl.constexpr, WIDE: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG: warps over
-    rows, and along K; STORAGE: of scales; LATE: launched before the kernel in front of it has ended."""
+    """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG:
+    warps over rows, and along K; STORAGE: of scales; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])

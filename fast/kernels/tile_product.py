@@ -1,4 +1,4 @@
-"""Y = X W' + bias for a stored weight W (N, K) and some rows X (M, K): codes become 16-bit numbers on the way to the tensor core.
+"""Y = X W' + bias for a stored weight W (N, K) and some rows X (M, K): codes become 16-bit numbers for the tensor core.
 
 Codes of up to 8 bits, less their zero points, are exact in bfloat16 and float16, so products are exact and sums are float32's;
 scales multiply sums. Where a scale changes along K, each block is a product of its own from a zero accumulator, which is

@@ -24,8 +24,8 @@ def vector_kernel(
     RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a row,
-    -1 for one in all; HIGH: rows of a block; SUB: neighbours that are added before they are scaled."""
+    """ROWS numbers of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a
+    row, -1 for one in all; HIGH: rows of a block; SUB: neighbours that are added before they are scaled."""
     first = tl.program_id(0) * ROWS
     row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)[:, None]
     row = row.to(tl.int64) if WIDE else row

@@ -1,0 +1,92 @@
+"""Cases of `fast.linear`: a few rows of inputs times a stored weight, beside the dense product and dequantizing first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import reference
+from experiments.kernels import floors
+from experiments.kernels.case import Case, Compared, Inputs, Sample
+from experiments.kernels.floors import Shape
+from experiments.kernels.inputs import normal, quantized_piece
+from reference import Quantized, Scheme
+
+#: Weights (N, K) of Llama-3.1-8B: up and down.
+WEIGHTS = ("14336x4096", "4096x14336")
+#: Rows of the weight whose results are compared: their exact sums are made on the host.
+COMPARED = 4
+
+
+def linear(scheme: Scheme, rows: int = 1) -> Case:
+    """`fast.linear` of `rows` bfloat16 inputs and a stored weight; results lie within a bound, not on the reference's bits."""
+    packed = scheme.format.bits < 8
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        dense = normal(shape, device, seed)
+        w = fast.quantize(dense, scheme, packed=packed)
+        return {"x": normal((rows + 1, shape[1]), device, seed + 1)[1:], "w": w, "dense": dense}
+
+    def call(fast: Any, inputs: Inputs) -> Any:
+        return fast.linear(inputs["x"], inputs["w"])
+
+    def dense(fast: Any, inputs: Inputs) -> Any:
+        return functional.linear(inputs["x"], inputs["dense"])
+
+    def unfused(fast: Any, inputs: Inputs) -> Any:
+        return functional.linear(inputs["x"], fast.dequantize(inputs["w"], "bfloat16"))
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        few = Sample(sample.start, min(sample.start + COMPARED, sample.stop))
+        w, x = quantized_piece(inputs["w"], few), inputs["x"][:COMPARED].cpu()
+        error = (got[:COMPARED, few.start : few.stop].cpu().double() - exact(x, w)).abs()
+        inside = error <= bound(x, w)
+        return [("within the bound", inside, torch.ones_like(inside))]
+
+    return Case(
+        name=f"linear.{scheme.name}" + ("" if rows == 1 else f".rows{rows}"),
+        operation="linear",
+        scheme=scheme.name,
+        needs=("linear",),
+        read=lambda shape: floors.stored_bytes(scheme, shape, packed=packed),
+        moved=lambda shape: (
+            floors.stored_bytes(scheme, shape, packed=packed) + floors.wide_bytes((rows, sum(shape)))
+        ),
+        make=make,
+        call=call,
+        compare=compare,
+        shapes=WEIGHTS,
+        beside={"dense": dense, "unfused": unfused},
+        host=rows == 1,
+        options={"packed": packed},
+    )
+
+
+def exact(x: torch.Tensor, w: Quantized) -> torch.Tensor:
+    """The product in float64, whose own rounding is nothing beside the bound."""
+    dense: Any = reference.dequantize(w)
+    return x.double() @ dense.double().T
+
+
+def bound(x: torch.Tensor, w: Quantized) -> torch.Tensor:
+    """The largest error of float32 sums in any order, and of rounding to bfloat16.
+
+    `reference.matmul_error_bound` with magnitudes for operands, since kernels subtract zero points from sums: |c - z| counts
+    as |c| + |z|, and a product passes one rounding more. No code or zero point is larger than 2**bits, twice which bounds both.
+    """
+    dense: Any = reference.dequantize(w)
+    size = dense.abs().double()
+    if w.zero is not None:
+        size = size + 2.0**w.scheme.format.bits * spread(w.scale, w).double()
+    terms = x.shape[1] + 8
+    gamma = terms * 2.0**-24 / (1 - terms * 2.0**-24)
+    largest = x.abs().double() @ size.T
+    return gamma * largest + (largest * gamma + exact(x, w).abs()) * 2.0**-8
+
+
+def spread(scale: torch.Tensor, w: Quantized) -> torch.Tensor:
+    """Scales of blocks along K for every element."""
+    values: Any = reference.decode(scale, w.scheme.scale.storage) if scale.dtype == torch.uint16 else scale
+    return values.float().repeat_interleave(w.shape[1] // values.shape[1], 1)
