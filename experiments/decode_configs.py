@@ -83,14 +83,16 @@ def granular(name: str, granularity: str) -> Callable[[], Any]:
 
 INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
 FLOAT8_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
-INT4 = "int4_g64_asymmetric_bf16"
+#: The published setting, scale and zero point in bfloat16; and the house's, with zero points of a byte.
+TINYGEMM, INT4 = "torchao.int4_g64_tinygemm", "int4_g64_asymmetric_bf16"
 
 LIBRARY = f"{BFLOAT16}, library products"
 BASE = Config(setting=BASELINE, method=BFLOAT16, tuned=True)
 OUR_CONFIGS = {
     "int8wo": ours("Int8WeightOnlyConfig"),
     "float8wo": ours("Float8WeightOnlyConfig"),
-    "int4wo-64": ours("Int4WeightOnlyConfig", group_size=64, scheme=INT4),
+    "int4wo-64": ours("Int4WeightOnlyConfig", group_size=64, scheme=TINYGEMM),
+    "int4wo-64, integer zeros": ours("Int4WeightOnlyConfig", group_size=64, scheme=INT4),
     "float8dq per-tensor": granular(FLOAT8_DYNAMIC, "PerTensor"),
     "float8dq per-row": granular(FLOAT8_DYNAMIC, "PerRow"),
     "int8dq": ours(INT8_DYNAMIC),

@@ -17,7 +17,7 @@ from reference import SCHEMES
 
 SCALES = ("quick", "full")
 #: What the 4-bit configuration of `decode` stores, which published tables have.
-SERVED = ("int4_g64_asymmetric_bf16",)
+SERVED = ("int4_g64_asymmetric_bf16", "torchao.int4_g64_tinygemm")
 DEVICES = ("cpu", "cuda")
 
 

@@ -99,7 +99,7 @@ def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
 @lru_cache(maxsize=4096)
 def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> Weight | None:
     """A weight's description; None where it is no matrix with blocks along K, or its values no products of a scale."""
-    plain = scheme.scale.stored == "decode" and scheme.dequantize == "float32" and 1 < scheme.format.bits <= 8
+    plain = scheme.scale.stored == "decode" and 1 < scheme.format.bits <= 8
     if len(shape) != 2 or axis != 1 or not plain:
         return None
     rows, length = shape
@@ -136,11 +136,15 @@ def _one_level(weight: Weight) -> bool:
 
 
 def is_of_nibbles(weight: Weight) -> bool:
-    """Whether `nibble_product` takes a weight: packed two's complement of 4 bits in blocks of 32 or more along K."""
+    """Whether `nibble_product` takes a weight: packed integers of 4 bits in blocks of 32 or more along K.
+
+    Zero points that are values come as bfloat16, those that are codes with two's complement.
+    """
     rule = weight.rule
-    integers = rule.bits == 4 and rule.kind == "int" and rule.low == -8 and not rule.fraction_bits
+    integers = rule.bits == 4 and rule.kind == "int" and rule.low in (-8, 0) and not rule.fraction_bits
+    kept = rule.zero == "" or rule.low == -8 if rule.zero != "value" else rule.zero_storage == "bfloat16"
     blocks = weight.block >= 0 and weight.high == 1 and weight.step >= 32 and weight.length % 256 == 0
-    return weight.packed and integers and blocks and rule.zero != "value" and _one_level(weight)
+    return weight.packed and integers and blocks and kept and _one_level(weight)
 
 
 def is_of_bytes(weight: Weight) -> bool:
@@ -159,7 +163,7 @@ def nibble_launch(weight: Weight, dtype: str) -> Fixed:
     unroll = 2 if words < 4 and weight.length % (512 * words * along) == 0 else 1
     tail = (
         weight.rows, weight.per_row, weight.length, weight.block or weight.length, words, rows, 1, along, unroll, weight.wide,
-        weight.storage, dtype, True,
+        weight.storage, bool(weight.rule.low < 0), bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
     return Fixed(nibble_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
 
