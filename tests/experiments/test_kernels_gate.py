@@ -16,7 +16,8 @@ from tests.experiments.fake_watch import SHAPE, broken, flipped, measured, value
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_reference_passes_the_gate(name):
     inputs = CASES[name].make(reference, SHAPE, "cpu", 0)
-    assert check(CASES[name], reference, inputs, SHAPE) > 1000
+    # One row of inputs gives a number for each row of the weight.
+    assert check(CASES[name], reference, inputs, SHAPE) >= (64 if CASES[name].operation == "linear" else 1000)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,8 @@ def test_the_reference_passes_the_gate(name):
         ("dequantize.int4_g128", "dequantize", lambda values: values * 2),
         ("fake_quantize.int4_g32", "fake_quantize", lambda values: values.float()),
         ("encode.float8_e4m3fn", "encode", lambda codes: codes ^ 1),
+        ("linear.int8_rowwise", "linear", lambda y: y * 1.02),
+        ("linear.int4_g64_asymmetric_bf16", "linear", lambda y: y + y.abs().max() / 64),
     ],
 )
 def test_a_wrong_kernel_gets_no_time(name, function, change, tmp_path):
