@@ -239,7 +239,10 @@ def test_parts_are_chosen_by_name():
         chosen(("int7",))
 
 
-@pytest.mark.parametrize(("method", "bits"), [("int8wo", 8), ("int4wo-64", 4 + 32 / 64), ("int4wo-64, integer zeros", 4 + 24 / 64), ("nvfp4wo", 4.5)])
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [("int8wo", 8), ("int4wo-64", 4 + 32 / 64), ("int4wo-64, integer zeros", 4 + 24 / 64), ("nvfp4wo", 4.5)],
+)
 def test_sizes_count_everything_inside(model, method, bits):
     made = copy.deepcopy(model)
     ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
