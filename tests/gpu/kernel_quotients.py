@@ -24,7 +24,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 def all_significands(run: Run) -> None:
     """inverse, quotient by every target, and divided."""
-    from fast.kernels.rule import QUOTIENTS
+    from fast.kernels.sequences import QUOTIENTS
 
     exponents = EXPONENTS[:: 1 if run.settings.fraction > 0.2 else 4]
     fraction = torch.arange(2**23, dtype=torch.int32, device=run.device)
