@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from reference.blocks import Blocks
+from reference.schemes import flat_size
 
 # Elements of one block that a tile may hold; larger blocks take two passes.
 LARGEST_TILE = 16384
@@ -60,8 +61,7 @@ def geometry(blocks: Blocks) -> Geometry | None:
     if total == 0:
         return None
     if isinstance(blocks.block, str):
-        size = total if blocks.block == "tensor" else int(blocks.block.removeprefix("flat:"))
-        return _flat(total, size)
+        return _flat(total, flat_size(blocks.block) or total)
     if isinstance(blocks.block, tuple):
         return _rectangles(shape, blocks.axis, blocks.block)
     length = shape[blocks.axis]
