@@ -25,6 +25,7 @@ INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 FAST_ALONE = {
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",
+    "linear.fuses": "whether there is a kernel for a weight; a reference has none",
     "ops": "operators for those who trace a torch program",
     "ready": "a reference run has nothing to remember: no kernel, no launch",
     "tensors": "reference takes arrays of any library, fast takes torch tensors",
@@ -136,6 +137,24 @@ def test_no_machine_paths_and_no_registry_hosts():
             if MACHINE_PATH.search(line) or REGISTRY.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert found == []
+
+
+def private_imports(path):
+    """What a file imports from another one of ours under a name that is private there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
+
+
+def test_no_private_names_are_shared():
+    """What two files use has a public name."""
+    found = {
+        str(path.relative_to(ROOT)): names
+        for package in PACKAGES
+        for path in python_files(package)
+        if (names := list(private_imports(path)))
+    }
+    assert found == {}
 
 
 def test_links_in_pages_resolve():

@@ -67,17 +67,19 @@ def _count(run: Run, label: str, got: torch.Tensor, wanted: torch.Tensor) -> Non
 
 
 def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
+    from fast.kernels.launch import UNFUSED
     from tests.gpu.quotient_kernels import unary_kernel
 
     y = torch.empty_like(a)
     inverse = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
-    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, enable_fp_fusion=False)
+    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, **UNFUSED)
     return y
 
 
 def _binary(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    from fast.kernels.launch import UNFUSED
     from tests.gpu.quotient_kernels import divided_kernel
 
     y = torch.empty_like(a)
-    divided_kernel[(a.numel() // 1024,)](a, b, y, enable_fp_fusion=False)
+    divided_kernel[(a.numel() // 1024,)](a, b, y, **UNFUSED)
     return y
