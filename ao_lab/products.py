@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.native import DTYPES
+from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
 from fast.device import OLDEST
 from fast.linear import fuses
@@ -39,8 +39,6 @@ Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
 
 #: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
 LONGEST_INT8 = 65536
-#: Elements that torch multiplies as float8, with its dtypes.
-FLOAT8 = {name: DTYPES[name] for name in ("float8_e4m3fn", "float8_e5m2")}
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
 
