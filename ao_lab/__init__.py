@@ -105,87 +105,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+#: What is public: submodules, names of the specification, and names of other modules, which import torch. Type checkers read
+#: the imports above instead; a test holds the two together.
+SUBMODULES = ("jax", "testing")
+SPECIFIED = (
     "FORMATS",
     "SCHEMES",
-    "AbsMax",
-    "Float8DynamicActivationFloat8WeightConfig",
-    "Float8DynamicActivationInt4WeightConfig",
-    "Float8StaticActivationFloat8WeightConfig",
-    "Float8WeightOnlyConfig",
-    "FqnToConfig",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "Int8StaticActivationInt8WeightConfig",
-    "Int8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-    "Layer",
-    "LayerSize",
-    "MXDynamicActivationMXWeightConfig",
-    "MXWeightOnlyConfig",
-    "MappingType",
-    "MinMax",
-    "ModelSize",
-    "MovingAverage",
-    "NF4WeightOnlyConfig",
-    "NVFP4DynamicActivationNVFP4WeightConfig",
-    "NVFP4WeightOnlyConfig",
-    "NativeParts",
-    "PerAxis",
-    "PerBlock",
-    "PerGroup",
-    "PerRow",
-    "PerTensor",
-    "PerToken",
-    "Percentile",
-    "QuantizedTensor",
-    "Recipe",
-    "Report",
-    "Saved",
-    "SchemeConfig",
-    "Size",
-    "__version__",
-    "calibrate",
     "choose_scales",
     "compress",
     "decode",
     "decompress",
     "dequantize",
     "encode",
-    "explain",
     "fake_quantize",
     "fake_quantize_vjp",
-    "from_native",
-    "jax",
-    "load_pretrained",
     "matmul",
     "matmul_error_bound",
-    "model_size",
-    "native_dtype",
     "pack",
     "prune",
     "quantize",
-    "quantize_",
     "quantize_both",
-    "quantize_pretrained",
-    "quantized",
     "rms_norm",
     "rms_norm_quantize",
-    "save_pretrained",
     "swiglu",
     "swiglu_quantize",
-    "testing",
     "tile_scales",
-    "to_native",
     "unpack",
     "untile_scales",
-    "weight_size",
-    "write_card",
-]
-
-SUBMODULES = ("jax", "testing")
-#: Modules of what is not in the specification, and their names. They import torch.
+)
 NAMES = {
     "calibration": ("calibrate",),
     "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
@@ -239,6 +186,7 @@ NAMES = {
     ),
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names}
+__all__ = sorted([*SUBMODULES, *SPECIFIED, *HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

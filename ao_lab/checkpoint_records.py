@@ -24,6 +24,7 @@ from ao_lab.strict_json import parsed_object, shown
 from ao_lab.tensor import QuantizedTensor, from_quantized
 from ao_lab.tensor_meta import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
 from reference.quantize import check_quantized
+from reference.schemes import flat_size
 
 KEY = "ao_lab"
 OWN = "ao_lab"
@@ -129,7 +130,7 @@ def check_recipe(meta: Meta, shape: tuple[int, ...]) -> None:
 
 def _sizes(block: Any) -> tuple[int, ...]:
     if isinstance(block, str):
-        return (int(block.removeprefix("flat:")),) if block != "tensor" else ()
+        return (flat_size(block),) if block != "tensor" else ()
     return block if isinstance(block, tuple) else (block,)
 
 

@@ -91,15 +91,14 @@ def scales_of_all(pieces: Sequence[torch.Tensor], scheme: Scheme) -> Scales | No
 def has_scaled_scales(scheme: Scheme) -> bool:
     """Whether blocks are of the flattened tensor, and their scales, the largest magnitudes, are quantized themselves (NF4)."""
     scale, outer = scheme.scale, scheme.outer
-    flat = isinstance(scale.block, str) and scale.block.startswith("flat:")
     plain = (scale.statistic, scale.target, scale.stored) == ("absmax", 1.0, "decode")
-    return flat and plain and outer is not None and scheme.codes_from == "exact"
+    return bool(scale.flat_size) and plain and outer is not None and scheme.codes_from == "exact"
 
 
 def _in_two_levels(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized:
     """Codes and exact scales in pieces; then the scales, as a tensor whose blocks of one are their own largest magnitudes."""
     first = replace(scheme, outer=None, codes_from="stored", scale=replace(scheme.scale, storage="float32"))
-    length = int(str(scheme.scale.block).removeprefix("flat:"))
+    length = scheme.scale.flat_size
     rows = x.reshape(-1, x.shape[-1])
     step = length // gcd(length, rows.shape[1])
     split = torch.split(rows, max(PIECE // rows.shape[1] // step * step, step))

@@ -19,6 +19,7 @@ from torch import nn
 from ao_lab import __version__
 from ao_lab.cli_output import WrongInput, print_json, print_table, strict
 from ao_lab.evaluation import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
+from ao_lab.strict_json import read_object
 from ao_lab.texts import text_of
 
 BYTES = 256
@@ -76,6 +77,11 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """What config.json says; ValueError that names it where it is no JSON object."""
+    return read_object(folder / "config.json", nonfinite=True)
+
+
 def local_results(
     folder: Path,
     tasks: tuple[str, ...],
@@ -131,7 +137,7 @@ def encoder(folder: Path) -> tuple[Any, str]:
             # The tokenizers library raises plain Exception for files that it cannot read.
             raise WrongInput(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from error
         return lambda text: _encoded(fast, text), "tokenizer.json"
-    size = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    size = config_of(folder).get("vocab_size")
     if size == BYTES:
         return _bytes, "bytes"
     raise WrongInput(
@@ -156,7 +162,7 @@ def _bytes(text: str) -> Tokens:
 
 def longest(folder: Path) -> int:
     """The longest input that the model takes."""
-    given = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    given = config_of(folder).get("max_position_embeddings")
     return given if isinstance(given, int) and given > 1 else LENGTH
 
 
@@ -178,7 +184,7 @@ def loaded(folder: Path, device: str) -> nn.Module:
     from ao_lab.torchao_files import TORCHAO_KEY
 
     check_folder(folder)
-    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    quantization = config_of(folder).get("quantization_config")
     if quantization is not None:
         metadata = look_at(folder).metadata
         if KEY in metadata or TORCHAO_KEY in metadata:

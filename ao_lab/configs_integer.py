@@ -11,6 +11,12 @@ from ao_lab.recipes import integer_scheme
 from reference import Scheme
 from reference.errors import choice
 
+#: What the Intx configurations take of torchao's ways to pack codes and to find scales.
+ONLY_INTX: dict[str, tuple[Any, ...]] = {
+    "intx_packing_format": ("unpacked_to_int8",),
+    "intx_choose_qparams_algorithm": ("affine",),
+}
+
 
 @dataclass(frozen=True)
 class Int4WeightOnlyConfig(Config):
@@ -56,10 +62,7 @@ class IntxWeightOnlyConfig(Config):
     intx_packing_format: Any = "unpacked_to_int8"
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "intx_packing_format": ("unpacked_to_int8",),
-        "intx_choose_qparams_algorithm": ("affine",),
-    }
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = ONLY_INTX
 
     def _weight(self) -> Scheme:
         asymmetric, storage = is_asymmetric(self.mapping_type), scale_storage(self.scale_dtype)
@@ -103,10 +106,7 @@ class Int8DynamicActivationIntxWeightConfig(Config):
     intx_packing_format: Any = "unpacked_to_int8"
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "intx_packing_format": ("unpacked_to_int8",),
-        "intx_choose_qparams_algorithm": ("affine",),
-    }
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = ONLY_INTX
 
     def _weight(self) -> Scheme:
         asymmetric = is_asymmetric(self.weight_mapping_type)

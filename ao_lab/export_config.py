@@ -86,8 +86,8 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
 
 def input_arguments(scheme: Scheme, static: bool) -> dict[str, Any]:
     """QuantizationArgs of an input; ValueError for a scheme that compressed-tensors' readers do not compute."""
-    block = scheme.scale.block
-    if scheme.outer is not None or isinstance(block, tuple) or str(block).startswith("flat"):
+    scale = scheme.scale
+    if scheme.outer is not None or isinstance(scale.block, tuple) or scale.flat_size:
         raise ValueError(f"compressed-tensors does not quantize inputs in {scheme.name} as they come")
     return {**_arguments(scheme, "token"), "dynamic": not static}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,7 @@ def sizes(weights: Iterable[Weight]) -> tuple[int, int, int]:
     """How many weights, their bytes before and now."""
     count = before = now = 0
     for weight in weights:
-        elements = 1
-        for length in weight.shape:
-            elements *= length
+        elements = prod(weight.shape)
         count += elements
         before += elements * weight.meta.dtype.itemsize
         now += sum(spec.bytes for spec in weight.specs.values())

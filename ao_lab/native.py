@@ -22,6 +22,8 @@ DTYPES = {
     for name in FORMATS
     if FORMATS[name].bits in (8, 16) and isinstance(getattr(torch, name, None), torch.dtype)
 } | {"mxint8": torch.int8}
+#: Those that torch multiplies as float8.
+FLOAT8 = {name: DTYPES[name] for name in ("float8_e4m3fn", "float8_e5m2")}
 PAIRS = "float4_e2m1fn"
 #: Bytes of an unsigned integer, by how many it has.
 UNSIGNED = {1: torch.uint8, 2: torch.uint16}

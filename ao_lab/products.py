@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
 from fast.device import OLDEST
 from fast.linear import fuses
@@ -38,7 +39,6 @@ Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
 
 #: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
 LONGEST_INT8 = 65536
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
 

@@ -80,8 +80,8 @@ def described_layer(
     reason = reasons.get(full, "never given to quantize_")
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
-        return Layer(full, kind, shape, "", "", parameter.numel() * parameter.element_size(), reason)
-    size = sum(part.numel() * part.element_size() for part in parameter.parts.values() if part is not None)
+        return Layer(full, kind, shape, "", "", parameter.nbytes, reason)
+    size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     return Layer(full, kind, shape, str(parameter.recipe), kernel_of(module, parameter), size, reason)
 
 

@@ -131,7 +131,7 @@ def _dense(t: torch.Tensor) -> Size:
     """A tensor as it is."""
     if isinstance(t, QuantizedTensor):
         return weight_size(t.stored_shape, t.recipe, axis=t.meta.axis)
-    return Size(t.numel() * t.element_size())
+    return Size(t.nbytes)
 
 
 __all__ = ["LayerSize", "ModelSize", "Size", "model_size", "weight_size"]

@@ -146,7 +146,7 @@ def repeated(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
 
 def is_flat(t: QuantizedTensor) -> bool:
     """Whether blocks are of the flattened tensor."""
-    return str(t.scheme.scale.block).startswith("flat:")
+    return bool(t.scheme.scale.flat_size)
 
 
 def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
@@ -211,7 +211,7 @@ def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tenso
 
 def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]) -> QuantizedTensor:
     """A cut of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
-    row, size = prod(t.stored_shape[dim + 1 :]), int(str(t.scheme.scale.block)[5:])
+    row, size = prod(t.stored_shape[dim + 1 :]), t.scheme.scale.flat_size
     step = _flat_step(t)
     first, last, total = start * row, end * row, prod(t.stored_shape)
     if (start, end) != (0, t.stored_shape[dim]) and (
@@ -274,7 +274,7 @@ def _flat_step(t: QuantizedTensor) -> int:
     """Elements of a block, and of a block of scales where these have one, of the flattened tensor."""
     group = t.scheme.outer.block if t.scheme.outer is not None else 1
     scaled = t.outer is not None and t.outer.dim() > 0
-    return int(str(t.scheme.scale.block)[5:]) * (group if scaled and isinstance(group, int) else 1)
+    return t.scheme.scale.flat_size * (group if scaled and isinstance(group, int) else 1)
 
 
 def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:

@@ -282,7 +282,7 @@ def stored_bytes(tensor: Any) -> int:
     """Bytes of a tensor, or of everything inside a subclass."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 __all__ = ["EXPERIMENT", "KIND", "TITLE", "Bench", "measure", "run", "subject"]

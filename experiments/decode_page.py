@@ -12,7 +12,7 @@ from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, scatter_panels
 from experiments.published_rows import HARDWARE, MODEL, decoding, published
 from experiments.results import Results, Where, by_run, number
-from experiments.rows import Row, source_hash
+from experiments.rows import Row
 
 __all__ = ["TITLE", "sections"]
 
@@ -132,7 +132,7 @@ def speed_table(results: Results, exact: bool) -> Table:
         if exact:
             line += [number(published(method).get("tokens/s"), 1), number(published_speedup(method), 2)]
         made.append([method, setting, *line])
-    return Table("Speed", columns, made, stale(results))
+    return Table("Speed", columns, made, results.stale_methods)
 
 
 def memory_table(results: Results) -> Table:
@@ -165,7 +165,7 @@ def memory_table(results: Results) -> Table:
         )
         rest = cells(results, setting, method, metrics)
         made.append([method, setting, *size, *peak, *rest, state(results, setting, method)])
-    return Table("Size, memory, and checks", columns, made, stale(results))
+    return Table("Size, memory, and checks", columns, made, results.stale_methods)
 
 
 def cells(results: Results, setting: str, method: str, metrics: Sequence[tuple[str, int]]) -> list[str]:
@@ -231,9 +231,3 @@ def published_points() -> list[Point]:
 def family(method: str) -> str:
     """The family of a configuration, for colours."""
     return next(name for start, name in FAMILIES.items() if method.startswith(start))
-
-
-def stale(results: Results) -> frozenset[str]:
-    """Methods with rows that are older than the code."""
-    current = source_hash()
-    return frozenset(row.method for row in results.rows if row.source_hash != current)

@@ -8,7 +8,7 @@ from experiments.formats import BITS, SNR, TITLE
 from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, dots, scatter_panels
 from experiments.results import Results, Where, by_run, family, is_house, number
-from experiments.rows import Row, source_hash
+from experiments.rows import Row
 
 __all__ = ["TITLE", "sections"]
 
@@ -130,7 +130,7 @@ def tables(results: Results, settings: Sequence[str]) -> list[Table]:
         ]
         for method in results.methods
     ]
-    return [Table(f"Every scheme on {', '.join(settings)}", columns, lines, stale_methods(results))]
+    return [Table(f"Every scheme on {', '.join(settings)}", columns, lines, results.stale_methods)]
 
 
 def snr_table(results: Results, settings: Sequence[str], caption: str) -> Table:
@@ -139,15 +139,9 @@ def snr_table(results: Results, settings: Sequence[str], caption: str) -> Table:
         [method, *(number(results.value(setting, method, SNR), 1) for setting in settings)]
         for method in results.methods
     ]
-    return Table(caption, ["scheme", *settings], lines, stale_methods(results))
+    return Table(caption, ["scheme", *settings], lines, results.stale_methods)
 
 
 def by_bits(results: Results, setting: str, methods: Sequence[str]) -> list[str]:
     """Methods with the fewest bits in a setting last, so that the best stand on top."""
     return sorted(methods, key=lambda method: -(results.value(setting, method, BITS) or 0.0))
-
-
-def stale_methods(results: Results) -> frozenset[str]:
-    """Methods with rows that are older than the code."""
-    current = source_hash()
-    return frozenset(row.method for row in results.rows if row.source_hash != current)

@@ -30,9 +30,9 @@ WEIGHTS = "weights"
 
 def weights_only_by_nature(scheme: Scheme) -> bool:
     """Whether a scheme needs a partner for activations; see the text above."""
-    block = scheme.scale.block
-    flat = isinstance(block, str) and block.startswith("flat:")
-    return isinstance(block, tuple) or flat or (scheme.zero is not None and scheme.zero.rule == "value")
+    scale = scheme.scale
+    shared = isinstance(scale.block, tuple) or scale.flat_size > 0
+    return shared or (scheme.zero is not None and scheme.zero.rule == "value")
 
 
 def activation_scheme(weight_scheme: str) -> str:

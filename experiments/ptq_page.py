@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from experiments.formats_page import stale_methods
 from experiments.pages import Drawing, Section, Table
 from experiments.pairing import WEIGHTS, activations_of
 from experiments.plots import Point, dots, heatmap, scatter_panels
@@ -171,7 +170,7 @@ def quality_table(results: Results, methods: Sequence[str], caption: str) -> Tab
         lines.append(
             [*line, (activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
         )
-    return Table(caption, columns, lines, stale_methods(results))
+    return Table(caption, columns, lines, results.stale_methods)
 
 
 def quality_cells(results: Results, setting: str, method: str) -> list[str]:
@@ -223,9 +222,7 @@ def layers(where: Where, results: Results) -> Section:
             [method, *(number(v, 1) for v in line)] for (_, method), line in zip(chosen, values, strict=True)
         ]
         tables.append(
-            Table(
-                f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, stale_methods(results)
-            )
+            Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, results.stale_methods)
         )
     return Section(f"Layers of the stand-in ({where})", text, drawings, tables)
 

@@ -78,8 +78,7 @@ def rounding(scheme: str) -> Round:
 
 def spans_rows(scheme: Scheme) -> bool:
     """Whether some scale of a scheme is over more than one row (token) of its input."""
-    block = scheme.scale.block
-    flat = isinstance(block, str) and block.startswith("flat:")
+    block, flat = scheme.scale.block, scheme.scale.flat_size > 0
     return block == "tensor" or flat or isinstance(block, tuple) or scheme.outer is not None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ao_lab.recipes import INTEGER, named
-from experiments.rows import Row, table_parts
+from experiments.rows import Row, source_hash, table_parts
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -60,9 +60,11 @@ class Results:
         """The rows of one method."""
         return Results(row for row in self.rows if row.method == method)
 
-    def older_than(self, source_hash: str) -> int:
-        """How many rows were made by other code than this."""
-        return sum(row.source_hash != source_hash for row in self.rows)
+    @property
+    def stale_methods(self) -> frozenset[str]:
+        """Methods with rows that are older than the code."""
+        current = source_hash()
+        return frozenset(row.method for row in self.rows if row.source_hash != current)
 
 
 def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:

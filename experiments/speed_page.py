@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.formats_page import stale_methods
 from experiments.pages import Section, Table
 from experiments.results import Results, by_run, number
 from experiments.rows import Row
@@ -60,7 +59,7 @@ def ratio_table(results: Results) -> Table:
             )
     columns = ["ours", "peer", "ratio", "20%", "80%", "bar", "ours (ms)", "peer (ms)"]
     columns += ["threads", "ours: cores busy", "peer: cores busy", "bar reached"]
-    return Table("Ratios to peers", columns, lines, stale_methods(results))
+    return Table("Ratios to peers", columns, lines, results.stale_methods)
 
 
 def verdict(ratio: float | None, bar: float | None, missing: Sequence[str]) -> str:
@@ -81,7 +80,7 @@ def import_table(results: Results) -> Table:
             reached = "" if time is None or bar is None else "yes" if time <= bar else "no"
             lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, bar)), reached])
     columns = ["package", "beyond", "median (ms)", "20%", "80%", "bar", "bar reached"]
-    return Table("Import times", columns, lines, stale_methods(results))
+    return Table("Import times", columns, lines, results.stale_methods)
 
 
 def places(results: Results) -> list[tuple[str, str]]:

@@ -50,4 +50,4 @@ def stored_plain(tensor: Tensor) -> Stored:
 
 
 def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+    return 0 if tensor is None else tensor.nbytes

@@ -95,7 +95,7 @@ def like(
     places = [(name, names.index(tensor)) for name, tensor in named.items()]
 
     def finish(made: list[Any]) -> Quantized:
-        result = Quantized.of(values)
+        result = Quantized.from_fields(values)
         kept = result.__dict__
         for name, at in places:
             kept[name] = made[at]

@@ -11,7 +11,7 @@ from reference.encode import encode_bits, round_to_integer
 from reference.formats import FORMATS
 from reference.schemes import Scale
 from reference.softfloat import add, bits_of, divide, is_nan, multiply, subtract
-from reference.widen import INFINITY, MANTISSA, NAN, _widen_float16
+from reference.widen import INFINITY, MANTISSA, NAN, widen_float16
 
 
 class Arithmetic:
@@ -26,7 +26,7 @@ class Arithmetic:
         if self.dtype == "float32":
             return bits
         narrow = encode_bits(self.ns, bits, FORMATS[self.dtype], "nearest_even", "nonfinite")
-        wide = narrow << 16 if self.dtype == "bfloat16" else _widen_float16(self.ns, narrow)
+        wide = narrow << 16 if self.dtype == "bfloat16" else widen_float16(self.ns, narrow)
         return self.ns.where(is_nan(bits), NAN, wide)
 
     def constant(self, value: float, like: Array) -> Array:

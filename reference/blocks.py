@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from reference.arrays import Array, Namespace
-from reference.schemes import Block, Scale
+from reference.schemes import Block, Scale, flat_size
 
 
 def normalize_axis(axis: int, shape: tuple[int, ...]) -> int:
@@ -82,8 +82,8 @@ class Blocks:
     def _sizes(self) -> tuple[int, ...]:
         if isinstance(self.block, tuple):
             return self.block
-        if isinstance(self.block, str) and self.block.startswith("flat:"):
-            return (int(self.block[5:]),)
+        if flat := flat_size(self.block):
+            return (flat,)
         whole = self.block in (-1, "tensor")
         return (max(self._lengths[-1], 1),) if whole else (int(self.block),)
 

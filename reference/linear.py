@@ -55,7 +55,7 @@ def check_linear(x: Any, w: Any, bias: Any) -> None:
 def transposed(w: Quantized) -> Any:
     """The weight (N, K) as `matmul` takes it, (K, N); as float32 values where blocks are of the flattened tensor."""
     q = unpacked(with_plain_scales(w))
-    if str(q.scheme.scale.block).startswith("flat:"):
+    if q.scheme.scale.flat_size:
         return _swapped(dequantize(q))
     parts: dict[str, Any] = {name: _swapped(getattr(q, name)) for name in ("codes", "scale", "zero")}
     return replace(q, **parts, shape=q.shape[::-1], axis=0)

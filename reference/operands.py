@@ -153,7 +153,7 @@ def _quantized_operand(q: Quantized, axis: int) -> Operand:
     scheme = q.scheme
     values = dequantize(q, "float32").astype(np.float64)
     factored = (
-        not str(scheme.scale.block).startswith("flat")
+        not scheme.scale.flat_size
         and (scheme.zero is None or scheme.zero.rule == "code")
         and scheme.format.kind != "codebook"
         and (scheme.outer is None or (scheme.outer.block == "tensor" and scheme.outer.center == "none"))

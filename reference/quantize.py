@@ -59,7 +59,7 @@ class Quantized:
         return Scales(with_plain_scales(self).scale, self.outer, self.zero)
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Quantized:
+    def from_fields(cls, values: dict[str, Any]) -> Quantized:
         """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
         made = object.__new__(cls)
         made.__dict__.update(values)

@@ -17,6 +17,8 @@ POWER_RULES = ("floor", "ceil", "rceil", "rceil_log2", "even")
 RULES = ("ratio", "ratio_pow2", "ratio_pow2_log2", *POWER_RULES)
 FLOORS = ("statistic", "scale", "stored", "zero")
 POWER_STORAGE = "float8_e8m0fnu"
+# What the text of a block of the flattened tensor begins with; its size follows.
+FLAT = "flat:"
 # How zero points of each rule are kept.
 ZERO_STORAGE = {"code": ("int8",), "value": ("float32", "bfloat16", "float16")}
 # Targets outside would let the ratio of two float32 numbers overflow or vanish.
@@ -47,7 +49,7 @@ def check_scale(record: Scale) -> None:
 
 def _check_block(block: object) -> None:
     if isinstance(block, str):
-        size = block.removeprefix("flat:")
+        size = block.removeprefix(FLAT)
         good = block == "tensor" or (size != block and size.isdecimal() and int(size) > 0)
     else:
         sizes = block if isinstance(block, tuple) else (block,)

@@ -19,11 +19,16 @@ from functools import cached_property
 
 from reference.errors import choice, lookup
 from reference.formats import FORMATS, Format
-from reference.record_checks import POWER_RULES, ZERO_STORAGE, check_scale, check_scheme
+from reference.record_checks import FLAT, POWER_RULES, ZERO_STORAGE, check_scale, check_scheme
 
 Block = int | tuple[int, int] | str
 #: Every record ever made, by its key.
 RECORDS: dict[str, Scheme] = {}
+
+
+def flat_size(block: Block) -> int:
+    """The n of "flat:n"; 0 for any other block."""
+    return int(block.removeprefix(FLAT)) if isinstance(block, str) and block.startswith(FLAT) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,11 @@ class Scale:
 
     def __post_init__(self) -> None:
         check_scale(self)
+
+    @property
+    def flat_size(self) -> int:
+        """Elements of a block of the flattened tensor; 0 for other blocks."""
+        return flat_size(self.block)
 
     @property
     def power_of_two(self) -> bool:

@@ -25,7 +25,7 @@ def float32_bits(ns: Namespace, x: Array, name: str, *, to_odd: bool = False) ->
     if name == "bfloat16":
         return _bits16(ns, x) << 16
     if name == "float16":
-        return _widen_float16(ns, _bits16(ns, x))
+        return widen_float16(ns, _bits16(ns, x))
     return _narrow_float64(ns, x, to_odd)
 
 
@@ -33,7 +33,7 @@ def _bits16(ns: Namespace, x: Array) -> Array:
     return int32_of(ns, ns.bitcast(x, "uint16"))
 
 
-def _widen_float16(ns: Namespace, bits: Array) -> Array:
+def widen_float16(ns: Namespace, bits: Array) -> Array:
     sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
     normal = (magnitude << 13) + ((127 - 15) << 23)
     special = (magnitude << 13) | INFINITY

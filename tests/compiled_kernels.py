@@ -48,6 +48,8 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
+    from fast.kernels.launch import UNFUSED
+
     signature, constants, attributes = {}, {}, {}
     annotated = {p.name for p in kernel.params if p.is_constexpr}
     for index, name in enumerate(kernel.arg_names):
@@ -64,7 +66,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
             attributes[(index,)] = [["tt.divisibility", 16]]
     made = compile(
         ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False},
+        options={"num_warps": warps, **UNFUSED},
     )  # fmt: skip
     sass, usage = (_dumped(made.asm["cubin"], flag) for flag in ("--dump-sass", "--dump-resource-usage"))
     numbers = {key: int(value) for key, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}

@@ -29,7 +29,8 @@ from ao_lab.testing import assert_same_bits
 from fast.kernels import normalize, passes, pointwise, quantizer, swiglu
 from fast.kernels.codebooks import CENTER, CUBIC, LINEAR
 from fast.kernels.geometry import Geometry, power_above
-from fast.kernels.rule import OCP, SEQUENCES, element_of
+from fast.kernels.rule import element_of
+from fast.kernels.sequences import OCP, SEQUENCES
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.bridge import to_torch
 from tests import ptx_interpreter

@@ -137,6 +137,9 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
     assert "is no tokenizer" in complaint(capsys, tmp_path / "other")[1]
+    shutil.copytree(base, tmp_path / "list")
+    (tmp_path / "list" / "config.json").write_text("[]")
+    assert "config.json holds a JSON object, got list" in complaint(capsys, tmp_path / "list")[1]
     save_llama(tmp_path / "small", vocabulary=64)
     assert "it is another model's" in complaint(capsys, tmp_path / "small")[1]
     if importlib.util.find_spec("lm_eval") is None:

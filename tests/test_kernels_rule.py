@@ -12,7 +12,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels import passes
-from fast.kernels.rule import OCP, element_of, ocp_name, rule_of
+from fast.kernels.rule import element_of, rule_of
+from fast.kernels.sequences import OCP, ocp_name
 
 
 @pytest.fixture

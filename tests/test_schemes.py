@@ -114,3 +114,8 @@ def test_zero_rule_is_checked():
 def test_zero_storage_is_checked(rule, storage):
     with pytest.raises(ValueError, match=f"zero point of rule '{rule}' is one of .*; got '{storage}'"):
         Zero(rule=rule, storage=storage)
+
+
+@pytest.mark.parametrize(("block", "size"), [("flat:64", 64), ("tensor", 0), (-1, 0), (32, 0), ((2, 4), 0)])
+def test_blocks_of_the_flattened_tensor_have_a_size(block, size):
+    assert Scale(block=block, target=6.0).flat_size == size

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fast.kernels.blocks import blocks_kernel
-from fast.kernels.launch import POINTERS
+from fast.kernels.launch import POINTERS, UNFUSED
 from fast.kernels.passes import Buffer, Pass
 
 # The custom call with typed attributes, and the one of older versions with an opaque string.
@@ -120,7 +120,7 @@ def compiled(
         {(names.index(name),): value for name, value in fixed.items()},
         {(names.index(name),): [ALIGNED] for name in aligned},
     )
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": warps, **UNFUSED}
     made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     if getattr(made.metadata, "global_scratch_size", 0):
         raise NotImplementedError("the kernel needs scratch memory, which this custom call does not allocate")

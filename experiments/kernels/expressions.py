@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from ao_lab.native import FLOAT8
 from experiments.kernels.case import Case, Inputs
 from experiments.kernels.inputs import EPS
 from reference import FORMATS, SCHEMES, Format, Scheme
 
 Expression = Callable[..., Any]
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 E8M0_BIAS = 127
 MANTISSA_BITS = 23
 TINY = 2.0**-126

@@ -1,9 +1,10 @@
 """What a call from JAX costs beside the same call from torch, which launches the same kernel: rows of the table ``jax``.
 
 Three ways to call: a concrete array (``eager``), a compiled function of one quantization (``jit``), and one of PROGRAM of them
-(``program``), where one dispatch stands for several kernels as in a model. Calls are queued, and what counts is the time per
-call until the last one is done: the larger of what the host and what the GPU takes. ``XLA's cast`` to e4m3fn, also under jit,
-says what JAX's own dispatch of one operation costs. A row's setting is the size of x and its method the scheme.
+(``program``), where one dispatch stands for several kernels as in a model. All ways, torch's too, quantize the same PROGRAM
+tensors. Calls are queued, and what counts is the time per quantization until the last one is done: the larger of what the host
+and what the GPU takes. ``XLA's cast`` to e4m3fn, also under jit, says what JAX's own dispatch of one operation costs. A row's
+setting is the size of a tensor and its method the scheme.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,10 +65,11 @@ def measure(bench: Bench, journal: Journal, sizes: Mapping[str, int] = SIZES) ->
 
 
 def timed(bench: Bench, name: str, rows: int) -> Values:
-    """Compare with torch's codes bit for bit, then time."""
-    x = torch.randn(rows, COLUMNS, device=bench.settings.device, dtype=torch.bfloat16)
-    calls, divisors = calls_of(bench.fast, name, x)
-    count = max(10, QUEUED // (2 * x.numel()))
+    """Compare all codes with torch's bit for bit, then time."""
+    shape = (rows, COLUMNS)
+    tensors = [torch.randn(shape, device=bench.settings.device, dtype=torch.bfloat16) for _ in range(PROGRAM)]
+    calls, divisors = calls_of(bench.fast, name, tensors)
+    count = max(10, QUEUED // (2 * rows * COLUMNS))
     times = queued(calls, divisors, count, bench.clock)
     values: Values = {way: (seconds * 1e6, "us") for way, seconds in times.items()}
     for way in WAYS:
@@ -75,30 +77,37 @@ def timed(bench: Bench, name: str, rows: int) -> Values:
     return values
 
 
-def calls_of(fast: Any, name: str, x: torch.Tensor) -> tuple[dict[str, Call], dict[str, int]]:
-    """Calls by name, and how many quantizations one of them is; Wrong where JAX's result has other bits than torch's."""
+def calls_of(fast: Any, name: str, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Call], dict[str, int]]:
+    """Calls by name, and how many quantizations one of them is; Wrong where a result of JAX has other bits than torch's.
+
+    Every call quantizes all tensors and keeps its results until the last is made: all ways read and write the same amount.
+    """
     import jax
     import jax.numpy as jnp
 
     from ao_lab import jax as functions
 
-    arrays = [jax.block_until_ready(functions.from_torch(x, copy=False))]
-    arrays += [jax.block_until_ready(arrays[0] + number) for number in range(1, PROGRAM)]
+    arrays = [jax.block_until_ready(functions.from_torch(x, copy=False)) for x in tensors]
     single = jax.jit(partial(functions.quantize, scheme=name))
     several = jax.jit(lambda *given: [functions.quantize(one, name) for one in given])
     cast = jax.jit(lambda one: one.astype(jnp.float8_e4m3fn))
-    calls: dict[str, Call] = {
-        TORCH: lambda: fast.quantize(x, name).codes,
-        "eager": lambda: functions.quantize(arrays[0], name).codes,
-        "jit": lambda: single(arrays[0]).codes,
-        "program": lambda: several(*arrays)[-1].codes,
-        CAST: lambda: cast(arrays[0]),
+    made: dict[str, Callable[[], list[Any]]] = {
+        TORCH: lambda: [fast.quantize(x, name).codes for x in tensors],
+        "eager": lambda: [functions.quantize(one, name).codes for one in arrays],
+        "jit": lambda: [single(one).codes for one in arrays],
+        "program": lambda: [q.codes for q in several(*arrays)],
+        CAST: lambda: [cast(one) for one in arrays],
     }
-    wanted = calls[TORCH]()
-    for way in ("eager", "jit"):
-        same((f"{way}: codes", np.asarray(calls[way]()), wanted))
-    same(("program: codes", np.asarray(several(*arrays)[0].codes), wanted))
-    return calls, {name: PROGRAM if name == "program" else 1 for name in calls}
+    wanted = made[TORCH]()
+    for way in WAYS:
+        for number, (got, right) in enumerate(zip(made[way](), wanted, strict=True)):
+            same((f"{way}: codes of tensor {number}", np.asarray(got), right))
+    return {way: partial(_last, results) for way, results in made.items()}, dict.fromkeys(made, len(tensors))
+
+
+def _last(results: Callable[[], list[Any]]) -> Any:
+    """The last of the results, for which `finish` waits."""
+    return results()[-1]
 
 
 def queued(

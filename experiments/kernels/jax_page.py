@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from experiments.kernels.jax_calls import BAR, CAST, KIND, PROGRAM, TORCH, WAYS
 from experiments.pages import Section, Table
 from experiments.results import Results, by_run, number
-from experiments.rows import Row, source_hash
+from experiments.rows import Row
 
 TEXT = (
     "Quantizing a bfloat16 tensor from torch and from JAX, by the same kernel, in one process: microseconds a call, of many "
@@ -53,9 +53,7 @@ def jax_table(found: Results) -> Table:
             times = (number(found.value(size, name, one), 1) for one in (TORCH, *WAYS, CAST))
             ratios = (number(found.value(size, name, f"{way} over {TORCH}"), 2) for way in WAYS)
             lines.append([name, size, *times, *ratios, state(found, size, name)])
-    current = source_hash()
-    stale = frozenset(row.method for row in found.rows if row.source_hash != current)
-    return Table("Calls from JAX beside torch's", columns, lines, stale)
+    return Table("Calls from JAX beside torch's", columns, lines, found.stale_methods)
 
 
 def state(found: Results, size: str, name: str) -> str:

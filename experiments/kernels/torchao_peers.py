@@ -162,8 +162,11 @@ def _both(case: Case, scheme: Scheme) -> Made | None:
 
 def _dequantize(case: Case, scheme: Scheme) -> Made | None:
     kind = family(scheme)
+    if case.options["packed"] and scheme.format.name != "float4_e2m1fn":
+        # Only pairs of float4 codes are packed in torchao, neither 6-bit floats nor integers.
+        return None
     if kind == "mx":
-        return _mx_back(scheme, bool(case.options["packed"]))
+        return _mx_back(scheme)
     if kind == "nvfp4":
         return _nvfp4_back()
     if kind == "float8":
@@ -176,10 +179,7 @@ def _dequantize(case: Case, scheme: Scheme) -> Made | None:
     return _affine_back(scheme) if kind == "affine" else None
 
 
-def _mx_back(scheme: Scheme, packed: bool) -> Made | None:
-    if packed and scheme.format.bits != 4:
-        # torchao has no packed 6-bit codes.
-        return None
+def _mx_back(scheme: Scheme) -> Made:
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
     element = mx_element(scheme)

@@ -99,7 +99,7 @@ def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _places(
+def block_places(
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, REVERSE: tl.constexpr,
     SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr, TURNED: tl.constexpr = False,
@@ -149,7 +149,7 @@ def blocks_kernel(
     WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Run a job on a tile; see the module."""
-    at, inside, block, exists, first = _places(
+    at, inside, block, exists, first = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def blocks_kernel(
         if JOB.statistic:
             _leave_statistic(tile, inside, statistic, block, exists, stride, RULE, JOB)
         else:
-            _quantize_tile(
+            quantize_tile(
                 tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
                 first, stride, RULE, JOB,
             )  # fmt: skip
@@ -221,10 +221,11 @@ def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, J
 
 
 @triton.jit
-def _quantize_tile(
+def quantize_tile(
     tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
+    """Scales of a tile's blocks as the job says, then what it writes of the tile. g: gradients, where it is about those."""
     later = set_aside(tile, RULE.native and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given" and RULE.two_level:

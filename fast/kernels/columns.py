@@ -23,7 +23,7 @@ def column_places(
     CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """`blocks._places` for the shape "columns"."""
+    """`blocks.block_places` for the shape "columns"."""
     tiles = tl.cdiv(columns, P)
     strip = program // tiles
     column = tl.arange(0, P)[:, None] + program % tiles * P

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from reference.blocks import Blocks
+from reference.schemes import flat_size
 
 # Elements of one block that a tile may hold; larger blocks take two passes.
 LARGEST_TILE = 16384
@@ -60,21 +61,20 @@ def geometry(blocks: Blocks) -> Geometry | None:
     if total == 0:
         return None
     if isinstance(blocks.block, str):
-        size = total if blocks.block == "tensor" else int(blocks.block.removeprefix("flat:"))
-        return _flat(total, size)
+        return flat_geometry(total, flat_size(blocks.block) or total)
     if isinstance(blocks.block, tuple):
         return _rectangles(shape, blocks.axis, blocks.block)
     length = shape[blocks.axis]
     lead, after = prod(shape[: blocks.axis]), prod(shape[blocks.axis + 1 :])
     size = length if blocks.block == -1 else blocks.block
     if after > 1:
-        return _columns(lead, length, after, min(size, length))
+        return columns_geometry(lead, length, after, min(size, length))
     if length % size == 0:
-        return _flat(total, size)
+        return flat_geometry(total, size)
     return _short_rows(lead, length, size)
 
 
-def _flat(total: int, size: int, largest: int = LARGEST_TILE, elements: int = TILE) -> Geometry:
+def flat_geometry(total: int, size: int, largest: int = LARGEST_TILE, elements: int = TILE) -> Geometry:
     """Blocks of neighbouring elements of the flattened tensor; those beyond `largest` in parts.
 
     elements: of a tile where blocks are small.
@@ -100,7 +100,9 @@ def _warps(elements: int, masked: bool) -> int:
     return max(1, min(8 if masked else 4, elements // 1024))
 
 
-def _columns(lead: int, length: int, after: int, size: int, largest: int = 2 * LARGEST_TILE) -> Geometry:
+def columns_geometry(
+    lead: int, length: int, after: int, size: int, largest: int = 2 * LARGEST_TILE
+) -> Geometry:
     """Blocks along an axis that is not the last; `after` columns are contiguous. largest: elements of a tile."""
     rows = ceil_div(length, size)
     wide = lead * length * after > INT32 - 2 * LARGEST_TILE

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fast.kernels import passes
-from fast.kernels.geometry import CHUNK, Geometry, _columns, _flat, ceil_div, power_above
+from fast.kernels.geometry import CHUNK, Geometry, ceil_div, columns_geometry, flat_geometry, power_above
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.passes import Asked
 from fast.kernels.plans import NAMES
@@ -126,13 +126,13 @@ def _tiles(of: Asked) -> _Tiles | None:
         return _rectangles(of)
     if place.shape == "flat":
         flat = not place.chunked and place.integers[3] > CHUNK
-        return _Tiles(_flat(prod(of.blocks.shape), place.integers[3], CHUNK) if flat else place)
+        return _Tiles(flat_geometry(prod(of.blocks.shape), place.integers[3], CHUNK) if flat else place)
     _, after, rows, size, length, *_ = place.integers
     block = of.blocks.block if isinstance(of.blocks.block, int) else -1
     if block > 4 * power_above(length):
         return None
     # A block that is longer than its axis is filled like any short one.
-    return _Tiles(_columns(place.blocks // (rows * after), length, after, max(size, block), CHUNK))
+    return _Tiles(columns_geometry(place.blocks // (rows * after), length, after, max(size, block), CHUNK))
 
 
 def _rectangles(of: Asked) -> _Tiles:

@@ -20,6 +20,9 @@ from fast.kernels.passes import Pass
 POINTERS = tuple(blocks_kernel.arg_names[:10])
 # Compiled kernels take addresses that are multiples of this; others go through the JIT, which specialises anew.
 ALIGNMENT = 16
+# The compiler's option by which products and sums are rounded one by one, as the reference rounds them. Kernels have it unless
+# they say that they promise less.
+UNFUSED = {"enable_fp_fusion": False}
 HOOKS = triton.knobs.runtime
 # Builds of torch without CUDA do not have these.
 current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -38,8 +41,7 @@ class Fixed:
         self, kernel: Any, grid: int | Grid, tail: tuple[Any, ...], warps: int, **options: Any
     ) -> None:
         self.kernel, self.tail, self.warps = kernel, tail, warps
-        # Sums of products are rounded as the reference rounds them, unless a kernel says that it promises less.
-        self.options = {"enable_fp_fusion": False, **options}
+        self.options = {**UNFUSED, **options}
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.compiled: dict[int, Any] = {}
         self.calls: dict[int, Call] = {}

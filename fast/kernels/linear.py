@@ -106,7 +106,7 @@ def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -
     block, high = _block_of(scheme, length)
     if (block > 0 and length % block) or block < -1 or not length:
         return None
-    flat = str(scheme.scale.block).startswith("flat:")
+    flat = scheme.scale.flat_size
     per_row = length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
     rule = rule_of(scheme, "float32", not interpreted())
     made = Weight(rule, scheme.element, scheme.scale.storage, packed, block, high, per_row, rows, length)
@@ -123,7 +123,7 @@ def _block_of(scheme: Scheme, length: int) -> tuple[int, int]:
     if block == -1:
         # With a zero point a row is a block like any other.
         return 0 if scheme.zero is None else length, 1
-    return int(str(block).removeprefix("flat:")), 1
+    return scheme.scale.flat_size or block, 1
 
 
 def power_in(n: int) -> int:

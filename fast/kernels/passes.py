@@ -14,7 +14,15 @@ from math import prod
 from typing import Any
 
 from fast.kernels.blocks import Job, job
-from fast.kernels.geometry import INT32, LARGEST_TILE, SMALLEST_TILE, Geometry, _flat, geometry, power_above
+from fast.kernels.geometry import (
+    INT32,
+    LARGEST_TILE,
+    SMALLEST_TILE,
+    Geometry,
+    flat_geometry,
+    geometry,
+    power_above,
+)
 from fast.kernels.rule import Rule, is_two_level, rule_of
 from reference.blocks import Blocks
 from reference.formats import FORMATS
@@ -219,7 +227,7 @@ def _scaled(
         outer = "given" if given == "outer" else "statistic"
     if outer == "statistic":
         total = prod(of.blocks.shape)
-        passes.append(_statistic(of, _flat(total, total), outer, "outer_statistic", statistics))
+        passes.append(_statistic(of, flat_geometry(total, total), outer, "outer_statistic", statistics))
         reads["outer_statistic"] = "outer_statistic"
     if outer == "given":
         reads["outer"] = "outer"
@@ -303,14 +311,14 @@ def _second_level(of: Asked) -> Plan:
     name, parts = "exact", count
     while parts > LEFT:
         # The tree is no higher than the power of two above the scales.
-        place = _flat(parts, min(AVERAGED, power_above(parts)))
+        place = flat_geometry(parts, min(AVERAGED, power_above(parts)))
         into = f"averages {len(passes)}"
         buffers[into] = Buffer((place.blocks,), "float32")
         step = Pass(place, of.rule, job(level="averages"), {"x": name}, {"statistic": into})
         passes.append(step)
         name, parts = into, place.blocks
     # Small tiles: there are few scales, and each program begins with the same mean.
-    place = _flat(count, of.rule.group, elements=SMALLEST_TILE)
+    place = flat_geometry(count, of.rule.group, elements=SMALLEST_TILE)
     # Of the integers that blocks of one row do without, the third is free: how many averages there are.
     integers = (*place.integers[:2], parts, *place.integers[3:])
     do = job(level="groups", parts=power_above(parts), share=1.0 / power_above(count))

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fast.kernels.blocks import _quantize_tile
+from fast.kernels.blocks import quantize_tile
 from fast.kernels.geometry import INT32, LARGEST_TILE, ceil_div, power_above
 
 
@@ -43,7 +43,7 @@ def tile_of(
 @triton.jit
 def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr):
     """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype."""
-    _quantize_tile(
+    quantize_tile(
         v,
         None,
         None,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
-from fast.kernels.blocks import _places, in_block, loaded_scales
+from fast.kernels.blocks import block_places, in_block, loaded_scales
 from fast.kernels.scaled import element_codes
 from fast.kernels.scales import loaded_scale
 from fast.kernels.trees import MOST_LEVELS, tree_sum
@@ -33,7 +33,7 @@ def slopes_kernel(
     "columns". divisor: float32 scales that made the codes, beside the `scale` of their values, where scales are quantized
     themselves; None elsewhere.
     """
-    at, inside, block, exists, _ = _places(
+    at, inside, block, exists, _ = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TURNED,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def slopes_kernel(
 
 @triton.jit
 def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
-    """Which part of its block a program takes; see `blocks._places`."""
+    """Which part of its block a program takes; see `blocks.block_places`."""
     program = tl.program_id(0)
     if SHAPE == "columns":
         return program // tl.cdiv(columns, P) % chunks

@@ -4,9 +4,11 @@ import types
 from dataclasses import replace
 
 import pytest
+import torch
 
 import fast
 from experiments.kernels import jax_calls, jax_page, page
+from experiments.kernels.check import Wrong
 from experiments.rows import Journal
 from tests.experiments.fake_watch import bench
 
@@ -58,8 +60,44 @@ def test_other_bits_get_no_time(tmp_path):
     failed = jax_calls.measure(bench(tmp_path, fast=types.SimpleNamespace(quantize=wrong)), journal, SIZES)
     assert journal.rows == []
     (said,) = [row.metric for row in failed if row.metric.startswith("status")]
-    assert said.startswith("status: wrong: eager: codes")
+    assert said.startswith("status: wrong: eager: codes of tensor 0")
     assert not [row for row in failed if row.unit == "us"]
+
+
+@pytest.mark.parametrize("way", jax_calls.WAYS)
+def test_every_result_of_every_way_is_compared(way, monkeypatch):
+    """One that is wrong in its last tensor alone is found, in the one way that has it."""
+    from ao_lab import jax as functions
+
+    tensors = [torch.full((2, 8), float(number), dtype=torch.bfloat16) for number in range(3)]
+    right, seen = functions.quantize, []
+
+    def one_wrong(x, scheme):
+        q = right(x, scheme)
+        seen.append(1)
+        # Traced once for `jit` and once for each tensor of `program`, in the order of `calls_of`.
+        number = {3: "eager", 4: "jit", 7: "program"}.get(len(seen))
+        return replace(q, codes=q.codes ^ 1) if number == way else q
+
+    monkeypatch.setattr(functions, "quantize", one_wrong)
+    first = 0 if way == "jit" else 2
+    with pytest.raises(Wrong, match=f"^{way}: codes of tensor {first}:"):
+        jax_calls.calls_of(fast, "int8_rowwise", tensors)
+
+
+def test_torch_quantizes_as_many_tensors_as_a_program():
+    taken = []
+
+    def quantize(x, scheme):
+        taken.append(x)
+        return fast.quantize(x, scheme)
+
+    tensors = [torch.ones(2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    calls, divisors = jax_calls.calls_of(types.SimpleNamespace(quantize=quantize), "int8_rowwise", tensors)
+    taken.clear()
+    calls[jax_calls.TORCH]()
+    assert [id(x) for x in taken] == [id(x) for x in tensors]
+    assert set(divisors.values()) == {3}
 
 
 def test_without_jax_there_are_no_rows(tmp_path, monkeypatch):

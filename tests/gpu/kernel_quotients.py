@@ -24,7 +24,7 @@ def jobs(settings: Settings) -> list[Job]:
 
 def all_significands(run: Run) -> None:
     """inverse, quotient by every target, and divided."""
-    from fast.kernels.rule import QUOTIENTS
+    from fast.kernels.sequences import QUOTIENTS
 
     exponents = EXPONENTS[:: 1 if run.settings.fraction > 0.2 else 4]
     fraction = torch.arange(2**23, dtype=torch.int32, device=run.device)
@@ -67,17 +67,19 @@ def _count(run: Run, label: str, got: torch.Tensor, wanted: torch.Tensor) -> Non
 
 
 def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
+    from fast.kernels.launch import UNFUSED
     from tests.gpu.quotient_kernels import unary_kernel
 
     y = torch.empty_like(a)
     inverse = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
-    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, enable_fp_fusion=False)
+    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, **UNFUSED)
     return y
 
 
 def _binary(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    from fast.kernels.launch import UNFUSED
     from tests.gpu.quotient_kernels import divided_kernel
 
     y = torch.empty_like(a)
-    divided_kernel[(a.numel() // 1024,)](a, b, y, enable_fp_fusion=False)
+    divided_kernel[(a.numel() // 1024,)](a, b, y, **UNFUSED)
     return y
