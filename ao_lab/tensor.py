@@ -27,7 +27,6 @@ from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
-
 LINEAR = torch.nn.functional.linear
 
 

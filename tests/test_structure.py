@@ -25,6 +25,7 @@ INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 FAST_ALONE = {
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",
+    "linear.fuses": "which weights kernels take is no matter of what a product is",
     "ops": "operators for those who trace a torch program",
     "ready": "a reference run has nothing to remember: no kernel, no launch",
     "tensors": "reference takes arrays of any library, fast takes torch tensors",
