@@ -72,9 +72,12 @@ def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def straight_linear(
     x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """F.linear outside of the dispatcher; None where that has a say: other subclasses, modes, transforms, autocast."""
+    """F.linear outside of the dispatcher; None where that has something to say.
+
+    It has for other subclasses, modes, transforms, tangents, autocast, and tensors of no memory.
+    """
     plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or type(weight) is not QuantizedTensor or watched(x):
+    if not plain or type(weight) is not QuantizedTensor or x.is_meta or x.dim() == 0 or watched(x):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         settled = weight.__dict__.get("_settled")
@@ -94,6 +97,8 @@ def watched(x: torch.Tensor) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        # Tangents need the dispatcher too, and they are not off without gradients.
+        or torch.autograd.forward_ad._current_level >= 0
         or torch.is_autocast_enabled(x.device.type)
     )
 

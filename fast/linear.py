@@ -29,6 +29,7 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     if known is not None:
         return known  # type: ignore[no-any-return]
     check_linear(x, w, bias)
+    require_tensor(w.codes, "linear")
     if is_traced(x) or is_traced(w.codes):
         return ops.linear(x, w, bias)
     x = x.detach()
@@ -37,7 +38,10 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     from fast.kernels import linear as kernels
 
     made = kernels.linear(x, w, bias, key)
-    return torch.nn.functional.linear(x, dequantize(w, x.dtype), bias) if made is None else made
+    if made is not None:
+        return made
+    added = None if bias is None else bias.detach().to(x.dtype)
+    return torch.nn.functional.linear(x, dequantize(w, x.dtype), added)
 
 
 def fuses(w: Quantized, dtype: torch.dtype) -> bool:
@@ -51,6 +55,6 @@ def fuses(w: Quantized, dtype: torch.dtype) -> bool:
 
 def _call(x: torch.Tensor, w: Any, bias: Any) -> tuple[Any, Any]:
     """`ready.call` of `linear`."""
-    if not isinstance(w, Quantized):
+    if torch.compiler.is_compiling() or not isinstance(w, Quantized):
         return None, None
     return ready.call("linear", w.scheme, ready.settings(w), x, w.codes, w.scale, w.outer, w.zero, bias)

@@ -272,9 +272,6 @@ def fake_quantize(x: torch.Tensor, scheme: Any, axis: int, scales: Any, random_b
     return made
 
 
-__all__ = ["dequantize", "fake_quantize", "quantize"]
-
-
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
     """`fast.linear`, recorded."""
     q = with_plain_scales(w)
@@ -282,3 +279,6 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Te
         x, q.codes, q.scale, q.outer, q.zero, bias, list(q.shape), record_name(q.scheme), q.packed
     )
     return made
+
+
+__all__ = ["dequantize", "fake_quantize", "linear", "quantize"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from reference.arrays import Array, namespace_of
+from reference.arrays import Array, as_array, namespace_of
+from reference.exact import RESULTS
 from reference.matmul import matmul
 from reference.quantize import Quantized, dequantize, unpacked, with_plain_scales
 
@@ -19,19 +20,23 @@ def linear(
     out_dtype: str | None = None,
     **options: Any,
 ) -> Array:
-    """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N), in `out_dtype` or x's (float32 for a `Quantized`).
+    """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N) in `out_dtype`.
 
-    w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`; ``exact`` is the
-    product of what w stands for in float32, rounded once.
-
-    Raises ValueError for a weight of other axes, inputs of another length and a bias of another shape, TypeError for a weight
-    that is no `Quantized`; else as `matmul` does.
+    w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`. ``exact`` is the
+    product of what w stands for in float32, rounded once. out_dtype: by default x's where `matmul` has that, else float32.
+    Raises ValueError for a weight of other axes, inputs of another length and a bias of another shape, TypeError for a
+    weight that is no `Quantized`; else as `matmul` does.
     """
+    x = x if isinstance(x, Quantized) else as_array(x)
+    bias = None if bias is None else as_array(bias)
     check_linear(x, w, bias)
     if out_dtype is None:
-        out_dtype = "float32" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
-    right = transposed(w)
-    return matmul(x, right, accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
+        own = "" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
+        out_dtype = own if own in RESULTS else "float32"
+    vector = len(x.shape) == 1 and not isinstance(x, Quantized)
+    rows = x[None] if vector else x
+    made = matmul(rows, transposed(w), accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
+    return made[0] if vector else made
 
 
 def check_linear(x: Any, w: Any, bias: Any) -> None:
@@ -53,7 +58,7 @@ def check_linear(x: Any, w: Any, bias: Any) -> None:
 
 
 def transposed(w: Quantized) -> Any:
-    """The weight (N, K) as `matmul` takes it, (K, N); as float32 values where blocks are of the flattened tensor."""
+    """The weight (N, K) as `matmul` takes it, (K, N): a `Quantized`, or float32 values where blocks are flattened."""
     q = unpacked(with_plain_scales(w))
     if q.scheme.scale.flat_size:
         return _swapped(dequantize(q))

@@ -89,7 +89,9 @@ def to_host(x: Any, name: str) -> tuple[F64, str]:
             f"{name} is float32, bfloat16, float16, float8 or a signed integer up to 32 bits, or a Quantized; got {kind} of "
             f"shape {ns.shape(x)}: cast it to float32 first, or decode it if these are codes"
         )
-    return host_array(x, name).astype(np.float64), kind
+    # A signaling NaN is no event here.
+    with np.errstate(invalid="ignore"):
+        return host_array(x, name).astype(np.float64), kind
 
 
 def host_array(x: Any, name: str) -> Host:

@@ -17,6 +17,7 @@ from fast.kernels.byte_product import byte_kernel
 from fast.kernels.geometry import INT32, ceil_div
 from fast.kernels.launch import Fixed, interpreted, together
 from fast.kernels.nibble_product import nibble_kernel
+from fast.kernels.quantizer import in_words
 from fast.kernels.replay import NAMES, Recording, picked
 from fast.kernels.rule import Rule, ocp_name, rule_of
 from fast.kernels.tile_product import tile_kernel
@@ -34,6 +35,8 @@ BUSY, ALONG = 3500, 8
 # What 32 lanes of 16 bytes read of a row, and of `vector_product` a program.
 BYTES, THREAD_BYTES, VECTOR_ROWS, VECTOR_WARPS = 512, 16, 8, 2
 SMALLEST_STEP = 32
+# The fewest elements of K that a product of tiles takes.
+SMALLEST_DOT = 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     if launch is None or not together(x, *parts, bias):
         return None
     names = dict(zip(("codes", "scale", "outer", "zero"), parts, strict=True))
-    call = Recording({"x": x, **names, "bias": bias})
+    # Kernels read words: a view at another address is copied.
+    call = Recording({"x": in_words(x), **names, "codes": in_words(w.codes), "bias": bias})
     call.empty("y", (*x.shape[:-1], w.shape[0]), x.dtype)
     call.launch(launch, [name for name in launch.kernel.arg_names if name in (*call.inputs, "y")])
     call.remember(key, w.scheme, picked("y"))
@@ -89,8 +93,8 @@ def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> Fixed | None:
 def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
     """The first of the kernels that takes a weight."""
     if count > 1:
-        exact = weight.rule.kind != "codebook" and weight.rule.zero != "value"
-        return tile_launch(weight, dtype, count) if exact and dtype != "float32" else None
+        exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
+        return tile_launch(weight, dtype, count) if exact and weight.step >= SMALLEST_DOT else None
     if is_of_nibbles(weight) and dtype != "float32":
         return nibble_launch(weight, dtype)
     return byte_launch(weight, dtype) if is_of_bytes(weight) else vector_launch(weight, dtype)
