@@ -27,7 +27,8 @@ from reference.blocks import Blocks
 from reference.formats import FORMATS
 from reference.schemes import Scheme
 
-MOST_ROWS = 128
+# Beyond as many rows a weight is dequantized for the call; scales that change along K make products of tiles slower sooner.
+MOST_ROWS, MOST_BLOCK_ROWS = 128, 32
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
 # Warps that keep an H200 busy, and the most of them that share a row.
@@ -94,7 +95,8 @@ def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
     """The first of the kernels that takes a weight."""
     if count > 1:
         exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
-        return tile_launch(weight, dtype, count) if exact and weight.step >= SMALLEST_DOT else None
+        most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
+        return tile_launch(weight, dtype, count) if exact and weight.step >= SMALLEST_DOT and count <= most else None
     if is_of_nibbles(weight) and dtype != "float32":
         return nibble_launch(weight, dtype)
     return byte_launch(weight, dtype) if is_of_bytes(weight) else vector_launch(weight, dtype)
