@@ -20,10 +20,10 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     """x (..., K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype and on its device.
 
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
-    bfloat16 or float16 (32 where scales change along K); the result is within `reference.matmul_error_bound` (accumulation "blocked", any order) of the exact
-    product, where |c - z| counts as |c| + |z| under a zero point. Where no kernel takes them (more rows, weights that
-    `fuses` refuses), torch multiplies what `dequantize` gives in x's dtype. CPU tensors run `reference.linear`: exact, and
-    slow. Arguments and errors are those of `reference.linear`.
+    bfloat16 or float16 (32 where scales change along K); the result is within `reference.matmul_error_bound` (accumulation
+    "blocked", any order) of the exact product, where |c - z| counts as |c| + |z| under a zero point. Where no kernel takes
+    them (more rows, weights that `fuses` refuses), torch multiplies what `dequantize` gives in x's dtype. CPU tensors run
+    `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
     """
     key, known = _call(require_tensor(x, "linear"), w, bias)
     if known is not None:

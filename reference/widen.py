@@ -34,6 +34,7 @@ def _bits16(ns: Namespace, x: Array) -> Array:
 
 
 def widen_float16(ns: Namespace, bits: Array) -> Array:
+    """Patterns of float16 (int32) as those of float32, NaN with its payload."""
     sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
     normal = (magnitude << 13) + ((127 - 15) << 23)
     special = (magnitude << 13) | INFINITY

@@ -232,7 +232,8 @@ def scheme_with(name, **scale):
         (BYTE, "mxint8", {}),
         (VECTOR, "mxfp8_e4m3", {"shape": (64, 544)}),
         (VECTOR, "fp8_rowwise", {"shape": (64, 768)}),
-        *((TILE, name, {"rows": rows}) for name in ("int4_g32", "fp8_rowwise", "nvfp4") for rows in (2, 17, 128)),
+        *((TILE, name, {"rows": rows}) for name in ("int4_g32", "fp8_rowwise", "nvfp4") for rows in (2, 17, 32)),
+        (TILE, "fp8_rowwise", {"rows": 128}),
         (TILE, "mxfp6_e3m2", {"rows": 2, "dtype": torch.float16}),
         (VECTOR, scheme_with("int4_g32", block=8), {}),
     ],
@@ -255,9 +256,9 @@ def test_which_kernel(kernel, scheme, options):
         ("int8_rowwise", {"shape": (0, 512)}),
         ("int8_rowwise", {"shape": (64, 0)}),
         ("mxfp8_e4m3", {"shape": (128, 512), "tiled": True}),
-        ("torchao.int8_rowwise", {}),
         ("torchao.fp8_rowwise_training", {}),
-        ("compressed_tensors.int8_channel", {}),
+        ("int4_g32", {"rows": 33}),
+        ("torchao.fp8_rowwise_training", {}),
     ],
 )  # fmt: skip
 def test_what_no_kernel_takes(scheme, options):

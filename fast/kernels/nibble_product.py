@@ -128,8 +128,8 @@ def nibble_kernel(
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG:
-    warps over rows, and along K; STORAGE: of scales; SIGNED: codes are
-    two's complement; SHIFTED: zero points are values, bfloat16, not codes; LATE: launched before the kernel in front of it has ended."""
+    warps over rows, and along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values,
+    bfloat16, not codes; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
