@@ -258,7 +258,6 @@ def test_which_kernel(kernel, scheme, options):
         ("mxfp8_e4m3", {"shape": (128, 512), "tiled": True}),
         ("torchao.fp8_rowwise_training", {}),
         ("int4_g32", {"rows": 33}),
-        ("torchao.fp8_rowwise_training", {}),
     ],
 )  # fmt: skip
 def test_what_no_kernel_takes(scheme, options):
