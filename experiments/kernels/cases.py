@@ -91,6 +91,7 @@ def seen() -> list[Case]:
             linear(SCHEMES[name])
             for name in ("int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "int4_g128", "mxfp4", "nvfp4")
         ),
+        linear(SCHEMES["int8_rowwise"], wrapped=True),
         linear(integer_scheme(4, 64, asymmetric=True, storage="bfloat16")),
         *(linear(SCHEMES[name], rows) for name in ("int8_rowwise", "int4_g128") for rows in (16, 64)),
     ]

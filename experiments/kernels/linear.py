@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 
 import reference
+from ao_lab.recipes import Recipe
+from ao_lab.tensor import from_quantized
 from experiments.kernels import floors
 from experiments.kernels.case import Case, Compared, Inputs, Sample
 from experiments.kernels.floors import Shape
@@ -20,16 +22,24 @@ WEIGHTS = ("14336x4096", "4096x14336")
 COMPARED = 4
 
 
-def linear(scheme: Scheme, rows: int = 1) -> Case:
-    """`fast.linear` of `rows` bfloat16 inputs and a stored weight; results lie within a bound, not on the reference's bits."""
+def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
+    """`fast.linear` of `rows` bfloat16 inputs and a stored weight; results lie within a bound, not on the reference's bits.
+
+    wrapped: the same by F.linear of a `QuantizedTensor`, whose time on the host is what users pay.
+    """
     packed = scheme.format.bits < 8
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
         dense = normal(shape, device, seed)
         w = fast.quantize(dense, scheme, packed=packed)
-        return {"x": normal((rows + 1, shape[1]), device, seed + 1)[1:], "w": w, "dense": dense}
+        recipe = Recipe(weight=scheme, kernel="reference" if device == "cpu" else "fused")
+        layer = from_quantized(w, recipe, torch.bfloat16) if wrapped else None
+        x = normal((rows + 1, shape[1]), device, seed + 1)[1:]
+        return {"x": x, "w": w, "dense": dense, "layer": layer}
 
     def call(fast: Any, inputs: Inputs) -> Any:
+        if wrapped:
+            return functional.linear(inputs["x"], inputs["layer"])
         return fast.linear(inputs["x"], inputs["w"])
 
     def dense(fast: Any, inputs: Inputs) -> Any:
@@ -45,7 +55,7 @@ def linear(scheme: Scheme, rows: int = 1) -> Case:
         return [("within the bound", inside, torch.ones_like(inside))]
 
     return Case(
-        name=f"linear.{scheme.name}" + ("" if rows == 1 else f".rows{rows}"),
+        name=f"linear.{scheme.name}" + ("" if rows == 1 else f".rows{rows}") + ".wrapped" * wrapped,
         operation="linear",
         scheme=scheme.name,
         needs=("linear",),
