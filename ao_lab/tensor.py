@@ -27,8 +27,7 @@ from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
-
-LINEAR = torch.nn.functional.linear
+LINEAR, SET_DATA = torch.nn.functional.linear, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -77,6 +76,8 @@ class QuantizedTensor(torch.Tensor):
             if made is not None:
                 return made
         with torch._C.DisableTorchFunctionSubclass():
+            if func == SET_DATA and isinstance(args[0], QuantizedTensor):
+                return args[0].adopt(args[1])
             return func(*args, **(kwargs or {}))
 
     @property
@@ -108,10 +109,15 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout. The parts stay the same objects."""
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout.
+
+        Kept where the parts in it are the tensor's own, which change in place.
+        """
         known: Quantized | None = self.__dict__.get("_quantized")
         if known is None:
-            known = self.__dict__["_quantized"] = self._stored()
+            known = self._stored()
+            if self.meta.layout == "plain":
+                self.__dict__["_quantized"] = known
         return known
 
     def _stored(self) -> Quantized:
@@ -156,6 +162,17 @@ class QuantizedTensor(torch.Tensor):
         """`function` of every tensor inside."""
         parts = {name: None if part is None else function(part) for name, part in self.parts.items()}
         return self.remade(parts, **changes)
+
+    def adopt(self, other: torch.Tensor) -> None:
+        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that has none."""
+        if not isinstance(other, QuantizedTensor):
+            raise TypeError(
+                f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
+            )
+        SET_DATA(self, other)
+        for name in ("_quantized", "_settled"):
+            self.__dict__.pop(name, None)
+        self.__dict__.update(other.parts, meta=other.meta)
 
     def check_shaped(self) -> None:
         """ValueError for a tensor that shows one axis over parts of several."""
