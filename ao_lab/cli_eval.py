@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from ao_lab import __version__
+from ao_lab.checkpoint_files import INDEX, SINGLE, look_at
 from ao_lab.cli_output import WrongInput, print_json, print_table, strict
 from ao_lab.evaluation import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
+from ao_lab.strict_json import read_object
 from ao_lab.texts import text_of
 
 BYTES = 256
@@ -69,11 +71,17 @@ def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...]
 
 
 def check_folder(folder: Path) -> None:
-    """WrongInput where there is no model."""
+    """WrongInput where there is no model, or files that cannot be read."""
     if not (folder / "config.json").is_file():
         raise WrongInput(
             f"{folder} has no config.json; give a folder that ao-lab quantize or transformers wrote"
         )
+    try:
+        read_object(folder / "config.json", nonfinite=True)
+        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+            look_at(folder)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
 
 
 def local_results(
@@ -172,7 +180,6 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
 
 def loaded(folder: Path, device: str) -> nn.Module:
     """The model of a folder, quantized as it is where ao_lab can read it."""
-    from ao_lab.checkpoint_files import look_at
     from ao_lab.checkpoint_records import KEY
     from ao_lab.checkpoints import load_pretrained
     from ao_lab.torchao_files import TORCHAO_KEY
