@@ -174,6 +174,18 @@ class QuantizedTensor(torch.Tensor):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 
+    def share_memory_(self) -> QuantizedTensor:
+        """The parts in memory that processes share; torch's own would look for memory behind the whole."""
+        for part in self.parts.values():
+            if part is not None:
+                part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every part is on a GPU, or in memory that processes share."""
+        parts: list[Any] = [part for part in self.parts.values() if part is not None]
+        return all(part.is_shared() for part in parts)
+
     def check_shaped(self) -> None:
         """ValueError for a tensor that shows one axis over parts of several."""
         if self.meta.flat is not None:

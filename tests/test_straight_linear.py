@@ -1,5 +1,8 @@
 """F.linear outside of the dispatcher gives what the dispatcher gives; what is kept with a weight never grows stale."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,3 +121,13 @@ def test_tiled_scales_are_read_anew():
         wanted = quantized(values, config.recipe())
         assert torch.equal(tiled.dequantize(), wanted.dequantize())
         assert torch.equal(F.linear(X, tiled), F.linear(X, wanted))
+
+
+def test_memory_that_processes_share():
+    """In a process of its own: what torch does with a tensor without memory ends it."""
+    code = (
+        "import torch, ao_lab; m = torch.nn.Linear(128, 64); ao_lab.quantize_(m, ao_lab.Int4WeightOnlyConfig()); "
+        "assert not m.weight.is_shared(); m.share_memory(); assert m.weight.is_shared() and m.weight.codes.is_shared(); "
+        "m(torch.ones(1, 128))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
