@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,19 +35,27 @@ class Folder:
 
     def read(self, names: Iterable[str]) -> Tensors:
         """These tensors; ValueError where the library that maps them finds what the headers did not say."""
+        return dict(self.each(names))
+
+    def each(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`read`, one after the other, file by file."""
         from safetensors import SafetensorError, safe_open
 
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.places[name], []).append(name)
-        made: Tensors = {}
         for path, wanted in by_file.items():
             try:
                 with safe_open(path, framework="pt") as file:
-                    made.update({name: file.get_tensor(name) for name in wanted})
+                    for name in wanted:
+                        yield name, file.get_tensor(name)
             except SafetensorError as error:
                 raise ValueError(f"{path} cannot be read: {shown(str(error))}; fetch it again") from error
-        return made
+
+    @property
+    def bytes(self) -> int:
+        """What its files take."""
+        return sum(path.stat().st_size for path in set(self.places.values()))
 
 
 def write_files(folder: Path, tensors: Tensors, metadata: dict[str, str], limit: int) -> list[Path]:

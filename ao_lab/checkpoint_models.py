@@ -76,10 +76,15 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
     """What transformers makes of a configuration; its own errors, of whatever kind, as one ValueError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    build: Any = AutoModelForCausalLM.from_config
+    causal: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.for_model(**fields)
-        made: nn.Module = build(config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False)
+        wanted = dtype or config.dtype or torch.float32
+        known = model_class(fields)
+        if known is None:
+            made: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
+        else:
+            made = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
     except TooManyParameters:
         raise
     except Exception as error:
@@ -89,6 +94,16 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
             "load_pretrained a model, or fetch the file again"
         ) from error
     return made
+
+
+def model_class(fields: Mapping[str, Any]) -> Any:
+    """The class of transformers that a configuration names; None where it names none that is a model there."""
+    import transformers
+
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) and name in dir(transformers) else None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 @contextmanager
@@ -182,4 +197,13 @@ def fill(model: nn.Module, state: Tensors) -> None:
         table[leaf] = value
 
 
-__all__ = ["CONFIG", "QUANTIZATION", "built", "check_kinds", "check_state", "configuration", "fill"]
+__all__ = [
+    "CONFIG",
+    "QUANTIZATION",
+    "built",
+    "check_kinds",
+    "check_state",
+    "configuration",
+    "fill",
+    "model_class",
+]

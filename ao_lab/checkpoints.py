@@ -86,8 +86,12 @@ def save_pretrained(
     caller's. ValueError for a model without quantized weights, and where layout="compressed-tensors" cannot say them.
     """
     choice(layout, LAYOUTS, "layout")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is at least 1, got {max_shard_bytes}")
     if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
         raise ValueError("the model has no quantized weights; call quantize_ first")
+    if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
+        raise ValueError(f"{empty[:5]} are on the meta device, without numbers; load them first")
     reasons: list[str] = []
     stored = None if layout == "ao_lab" else _compressed(model, reasons)
     if stored is None and layout == "compressed-tensors":
@@ -112,9 +116,12 @@ def load_pretrained(
     """The model of a folder that `save_pretrained` wrote, its weights quantized as they were; or of torchao's safetensors.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
-    describes, in `dtype`. Files, records, configuration and shapes are compared with each other before a tensor is read, and
-    the model is changed at the very end, all of it or nothing. ValueError that names the file and the rule where something does
-    not fit, or where no record says what the tensors mean; FileNotFoundError where files are missing. Nothing is executed.
+    describes: of the class that it names, or else a language model. `dtype`: what floating-point numbers become, and in what
+    quantized weights compute; None: as they were saved.
+
+    Files, records, configuration and shapes are compared with each other before a tensor is read, and the model is changed at
+    the very end, all of it or nothing. ValueError that names the file and the rule where something does not fit, or where no
+    record says what the tensors mean; FileNotFoundError where files are missing. Nothing is executed.
     """
     folder = look_at(Path(directory))
     records = records_of(folder)
@@ -123,7 +130,12 @@ def load_pretrained(
     target = model if model is not None else built(folder.path, shapes, dtype)
     check_state(target, shapes, str(folder.path))
     check_kinds(target, {name: folder.specs[name] for name in records.dense}, str(folder.path))
-    fill(target, whole_weights(folder, records))
+    state = whole_weights(folder, records)
+    if dtype is not None:
+        state = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
+        }
+    fill(target, state)
     return target
 
 
@@ -213,8 +225,7 @@ def _state(model: nn.Module, stored: Stored) -> Tensors:
     seen: dict[Any, str] = {}
     state: Tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        plain = value.codes if isinstance(value, QuantizedTensor) else value
-        key = (plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype) if plain.numel() else name
+        key = _place(value) if value.numel() else name
         if key in seen:
             stored.shared[name] = seen[key]
         else:
@@ -223,13 +234,21 @@ def _state(model: nn.Module, stored: Stored) -> Tensors:
     return state
 
 
+def _place(value: torch.Tensor) -> tuple[Any, ...]:
+    """What two names of one tensor have in common: memory, and how it is read."""
+    if isinstance(value, QuantizedTensor):
+        return value.meta, *(None if part is None else _place(part) for part in value.parts.values())
+    return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
 def _config_of(model: nn.Module) -> dict[str, Any]:
     """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
     made: dict[str, Any] = config.to_dict()
-    made["architectures"] = made.get("architectures") or [type(model).__name__]
+    made["architectures"] = [type(model).__name__]
+    made["dtype"] = str(model.dtype).removeprefix("torch.")
     try:
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:  # a model without a table (Wav2Vec2)

@@ -130,7 +130,7 @@ def quantize(
         config,
         activation=activation,
         options=option or [],
-        skip=["lm_head"] if skip is None else skip,
+        skip=skip,
         layout=layout.value,
         as_json=as_json,
     )

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from ao_lab import __version__
+from ao_lab.checkpoint_files import INDEX, SINGLE, look_at
+from ao_lab.checkpoint_models import model_class
 from ao_lab.cli_output import WrongInput, print_json, print_table, strict
 from ao_lab.evaluation import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
 from ao_lab.strict_json import read_object
@@ -70,11 +72,17 @@ def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...]
 
 
 def check_folder(folder: Path) -> None:
-    """WrongInput where there is no model."""
+    """WrongInput where there is no model, or files that cannot be read."""
     if not (folder / "config.json").is_file():
         raise WrongInput(
             f"{folder} has no config.json; give a folder that ao-lab quantize or transformers wrote"
         )
+    try:
+        read_object(folder / "config.json", nonfinite=True)
+        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+            look_at(folder)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -105,6 +113,7 @@ def local_results(
     check_vocabulary(model, windows.ids, folder)
     numbers: dict[str, Any] = {}
     if set(tasks) - {"weights"}:
+        check_language_model(model, folder)
         numbers = dict(results_of(measured(model, windows, base, progress), windows, tasks))
     if "weights" in tasks and base is not None:
         numbers["weights"] = weight_errors(model, base)
@@ -166,6 +175,16 @@ def longest(folder: Path) -> int:
     return given if isinstance(given, int) and given > 1 else LENGTH
 
 
+def check_language_model(model: nn.Module, folder: Path) -> None:
+    """WrongInput where the model gives no probabilities of the next token of its input."""
+    config = getattr(model, "config", None)
+    generates: Any = getattr(model, "can_generate", lambda: True)
+    if not generates() or getattr(config, "is_encoder_decoder", False):
+        raise WrongInput(
+            f"{folder} holds {type(model).__name__}, no causal language model; --tasks weights compares any"
+        )
+
+
 def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
     """WrongInput where the tokenizer makes tokens that the model lacks."""
     table: Any = getattr(model, "get_input_embeddings", lambda: None)()
@@ -178,7 +197,6 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
 
 def loaded(folder: Path, device: str) -> nn.Module:
     """The model of a folder, quantized as it is where ao_lab can read it."""
-    from ao_lab.checkpoint_files import look_at
     from ao_lab.checkpoint_records import KEY
     from ao_lab.checkpoints import load_pretrained
     from ao_lab.torchao_files import TORCHAO_KEY
@@ -211,7 +229,8 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
             )
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    fields = read_object(folder / "config.json", nonfinite=True)
+    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
     hide_progress()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

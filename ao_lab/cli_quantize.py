@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from ao_lab.checkpoints import Saved
     from ao_lab.configs import Config
     from ao_lab.quantize_model import Progress
-    from ao_lab.report import Report
+    from ao_lab.report import Layer, Report
 
 #: Files of the model's folder that are made anew, and so not copied.
 REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
+GRANULARITY = re.compile(r"(Per\w+)(?:\(([\d\s,-]*)\))?")
 
 
 def run_quantize(
@@ -29,31 +31,39 @@ def run_quantize(
     *,
     activation: str | None,
     options: list[str],
-    skip: list[str],
+    skip: list[str] | None,
     layout: str,
     as_json: bool,
 ) -> None:
-    """Quantize weight by weight while they are read, save, and say what became of each layer."""
+    """Quantize weight by weight while they are read, save, and say what became of each layer.
+
+    `skip`: None leaves the model's head, where it has one.
+    """
     config = config_of(name, activation, options)
     check_folders(source, target)
     from ao_lab.checkpoints import save_pretrained
     from ao_lab.model_card import write_card
     from ao_lab.quantize_model import report_of
 
+    kept_out = KeptOut(["lm_head"] if skip is None else skip)
     try:
         with progress_bar(as_json) as progress:
-            model = loaded(source, config, skip, progress)
+            model = loaded(source, config, kept_out, progress)
+        if skip is not None:
+            kept_out.check()
         report, before = report_of(model), stored_bytes(source, model)
         saved = save_pretrained(model, target, layout=layout)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
     copy_the_rest(source, target)
     command = " ".join(
         ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
         + [f"--option {option}" for option in options]
+        + [f"--skip {layer}" for layer in skip or []]
+        + ([f"--layout {layout}"] if layout != "auto" else [])
     )
     write_card(target, base_model=str(source), command=command, notes=saved.reasons)
-    show(report, saved, before, as_json)
+    show(report, saved, before, kept_out, as_json)
 
 
 def config_of(name: str, activation: str | None, options: list[str]) -> Config:
@@ -62,23 +72,38 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     from ao_lab.recipes import named
 
     given = dict(map(parsed, options))
+    classes = sorted(n for n in ao_lab.__all__ if n.endswith("Config") and n != "FqnToConfig")
     try:
-        if name in ao_lab.__all__ and name.endswith("Config") and name != "FqnToConfig":
-            made: Config = getattr(ao_lab, name)(**given, activation_scheme=activation)
-            return made
-        return ao_lab.SchemeConfig(scheme=named(name), activation_scheme=activation, **given)
-    except (TypeError, ValueError) as error:
-        classes = ", ".join(sorted(n for n in ao_lab.__all__ if n.endswith("Config") and n != "FqnToConfig"))
+        scheme = None if name in classes else named(name)
+    except ValueError as error:
         raise WrongInput(
-            f"--config {name}: {error}. It is a scheme (ao-lab schemes lists them) or one of {classes}"
+            f"--config {name}: a scheme (ao-lab schemes lists them) or one of {', '.join(classes)}"
         ) from error
+    try:
+        if name in classes:
+            made: Config = getattr(ao_lab, name)(**{"activation_scheme": activation, **given})
+            return made
+        return ao_lab.SchemeConfig(**{"scheme": scheme, "activation_scheme": activation, **given})
+    except (TypeError, ValueError) as error:
+        raise WrongInput(f"--config {name}: {error}") from error
 
 
 def parsed(option: str) -> tuple[str, Any]:
-    """key=value, the value as JSON where it is that."""
+    """key=value, the value as JSON where it is that, a granularity where it is called so: PerRow, PerGroup(64)."""
+    import ao_lab.granularity
+
     key, equals, value = option.partition("=")
     if not equals or not key.isidentifier():
         raise WrongInput(f"--option {option}: write key=value, for instance group_size=32")
+    if (found := GRANULARITY.fullmatch(value)) and found[1] in ao_lab.granularity.NAMES:
+        numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
+        arguments = (numbers,) if found[1] == "PerBlock" else numbers
+        try:
+            return key, getattr(ao_lab.granularity, found[1])(*arguments)
+        except TypeError as error:
+            raise WrongInput(
+                f"--option {option}: write it with its numbers, PerGroup(64) or PerBlock(128, 128)"
+            ) from error
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -95,7 +120,7 @@ def check_folders(source: Path, target: Path) -> None:
         raise WrongInput(f"{target} is there already and not an empty folder; choose another one")
 
 
-def loaded(source: Path, config: Config, skip: list[str], progress: Progress | None) -> Any:
+def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | None) -> Any:
     """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
     import transformers
 
@@ -103,7 +128,7 @@ def loaded(source: Path, config: Config, skip: list[str], progress: Progress | N
 
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
     hide_progress()
-    return quantize_pretrained(source, config, kept_out(skip), progress=progress)
+    return quantize_pretrained(source, config, accepts, progress=progress)
 
 
 @contextmanager
@@ -123,20 +148,41 @@ def progress_bar(as_json: bool) -> Iterator[Progress | None]:
 
 def stored_bytes(source: Path, model: Any) -> int:
     """Bytes of the folder's weights: of its safetensors files, or else what the model would take without quantization."""
-    from ao_lab.streaming import weight_files
+    from ao_lab.checkpoint_files import look_at
 
     try:
-        return sum(file.stat().st_size for file in weight_files(source))
+        return look_at(source).bytes
     except FileNotFoundError:
         return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
-def kept_out(skip: list[str]) -> Any:
-    """A filter of nn.Linear but those that are named, or end in .NAME."""
-    from ao_lab.layers import is_linear
+class KeptOut:
+    """A filter of linear layers but those that are named, or end in .NAME; it remembers which names were met."""
 
-    ends = tuple(f".{name}" for name in skip)
-    return lambda module, path: is_linear(module) and not f".{path}".endswith(ends or (" ",))
+    def __init__(self, skip: list[str]) -> None:
+        self.skip, self.met = skip, set[str]()
+
+    def __call__(self, module: Any, path: str) -> bool:
+        """Whether a module is to be quantized."""
+        from ao_lab.layers import is_linear
+
+        found = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        self.met.update(found)
+        return is_linear(module) and not found
+
+    def told(self, layer: Layer) -> str:
+        """A report's reason in the words of the command line."""
+        path = layer.name.removesuffix(".weight")
+        skipped = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: only linear layers are quantized"
+        return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
+            "refused by filter_fn", refused
+        )
+
+    def check(self) -> None:
+        """WrongInput for names that no layer has."""
+        if missing := [name for name in self.skip if name not in self.met]:
+            raise WrongInput(f"--skip {', '.join(missing)}: no layer is called that, or ends so")
 
 
 def copy_the_rest(source: Path, target: Path) -> None:
@@ -146,7 +192,7 @@ def copy_the_rest(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def show(report: Report, saved: Saved, before: int, as_json: bool) -> None:
+def show(report: Report, saved: Saved, before: int, kept_out: KeptOut, as_json: bool) -> None:
     """The layers and the sizes, as a table or as JSON."""
     rows = [
         {
@@ -154,7 +200,7 @@ def show(report: Report, saved: Saved, before: int, as_json: bool) -> None:
             "scheme": layer.scheme,
             "kernel": layer.kernel,
             "bytes": layer.bytes,
-            "reason": layer.reason,
+            "reason": kept_out.told(layer),
         }
         for layer in report.layers
     ]

@@ -46,6 +46,8 @@ class Config:
                 raise ValueError(
                     f"{type(self).__name__}: {name} is {' or '.join(map(repr, values))}; got {given!r}"
                 )
+        if type(self.axis) is not int:
+            raise TypeError(f"{type(self).__name__}: axis is an integer, got {self.axis!r}")
         self.recipe()
 
     def recipe(self) -> Recipe:

@@ -232,11 +232,11 @@ def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     data = unsigned if bits == 8 else fast.pack(unsigned, f"uint{bits}")
     padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES))
     # Flat first: the stride of an axis of length 1 may be anything, which view(dtype) minds.
-    return padded.reshape(-1).view(torch.int32).reshape(*data.shape[:-1], -1)
+    return padded.reshape(-1).view(torch.int32).reshape(*data.shape[:-1], padded.shape[-1] // WORD_BYTES)
 
 
 def _unwords(words: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    rows = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], -1)
+    rows = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], words.shape[-1] * WORD_BYTES)
     data = rows[..., : -(-shape[-1] * bits // 8)].contiguous()
     unsigned = data if bits == 8 else fast.unpack(data, f"uint{bits}", shape)
     return unsigned ^ (1 << (bits - 1))

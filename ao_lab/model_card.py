@@ -73,7 +73,7 @@ def model_card(
     parts = [
         front_matter(contents, base, kept),
         f"# {path.resolve().name}",
-        made_of(base, command),
+        made_of(contents, base, command),
         "## What was quantized",
         scheme_table(contents),
         left_text(contents),
@@ -139,11 +139,13 @@ def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
     return "\n".join(["---", *kept, *lines, "---"])
 
 
-def made_of(base: str, command: str | None) -> str:
+def made_of(contents: Contents, base: str, command: str | None) -> str:
     """One sentence on where it comes from."""
+    static = any("input_scale" in weight.names for weight in contents.records.weights.values())
+    scales = "static scales of inputs" if static else "without calibration data"
     source = f"Made of `{base}`" if base else "A quantized model"
     by = f" by `{command}`" if command else ""
-    return f"{source}{by}: weights rounded to nearest, without calibration data."
+    return f"{source}{by}: weights rounded to nearest, {scales}."
 
 
 def scheme_table(contents: Contents) -> str:

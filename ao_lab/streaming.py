@@ -11,7 +11,6 @@ the caller's function; its folder holds safetensors under the names of its state
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ao_lab.checkpoint_files import INDEX, SINGLE
+from ao_lab.checkpoint_files import Folder, look_at
 from ao_lab.configs import Config
 from ao_lab.fqn import FqnToConfig
 from ao_lab.observers import Observer
 from ao_lab.plan import Change, Device, Filter, Plan, planned
 from ao_lab.quantize_model import Progress, keep_report, made_weight, required_observers
-
-CONFIG, QUANTIZATION = "config.json", "quantization_config"
 
 
 def quantize_pretrained(
@@ -115,25 +112,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 def fill(model: nn.Module, folder: Path, loading: Loading) -> None:
     """Give every parameter and buffer of a model its tensor, quantized where the plan says so."""
-    from safetensors import safe_open
-
-    files = weight_files(folder)
+    found = look_at(folder)
     owners = owners_of(model)
-    check_names(files, owners, model)
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no mapping)
-                place(owners[name], name, opened.get_tensor(name), loading)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; FileNotFoundError where there are none."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        return [folder / Path(name).name for name in names]
-    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    check_names(found, owners, model)
+    for name, tensor in found.each(found.specs):
+        place(owners[name], name, tensor, loading)
 
 
 def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -147,26 +130,21 @@ def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return made
 
 
-def check_names(files: list[Path], owners: dict[str, list[tuple[nn.Module, str]]], model: nn.Module) -> None:
+def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], model: nn.Module) -> None:
     """ValueError where the files' names or shapes are not the model's, or where something stays without numbers."""
-    from safetensors import safe_open
-
-    stored: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no mapping)
-                stored.add(name)
-                if name in owners:
-                    owner, leaf = owners[name][0]
-                    wanted, got = tuple(getattr(owner, leaf).shape), tuple(opened.get_slice(name).get_shape())
-                    if wanted != got:
-                        raise ValueError(f"{name} has shape {got} in {file.name}, the model's is {wanted}")
-    given = {id(places) for name, places in owners.items() if name in stored}
+    for name, spec in folder.specs.items():
+        if name in owners:
+            owner, leaf = owners[name][0]
+            wanted = tuple(getattr(owner, leaf).shape)
+            if wanted != spec.shape:
+                file = folder.places[name].name
+                raise ValueError(f"{name} has shape {spec.shape} in {file}, the model's is {wanted}")
+    given = {id(places) for name, places in owners.items() if name in folder.specs}
     missing = [name for name, places in owners.items() if id(places) not in given]
-    unknown = sorted(stored - set(owners))
+    unknown = sorted(set(folder.specs) - set(owners))
     if missing or unknown:
         raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in stored]
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in folder.specs]
     if empty:
         raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with numbers")
 
@@ -187,4 +165,4 @@ def place(places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, l
         (module._buffers if key in module._buffers else module._parameters)[key] = value  # type: ignore[assignment]
 
 
-__all__ = ["Loading", "parameters_on_meta", "quantize_pretrained", "weight_files"]
+__all__ = ["Loading", "parameters_on_meta", "quantize_pretrained"]

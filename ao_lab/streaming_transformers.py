@@ -7,7 +7,6 @@ one thread and keeps no tensor that it has handed over.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint_files import INDEX, SINGLE, look_at
+from ao_lab.checkpoint_models import CONFIG, QUANTIZATION, model_class
 from ao_lab.configs import Config
 from ao_lab.fqn import FqnToConfig
 from ao_lab.observers import Observer
 from ao_lab.plan import ALREADY, Device, Filter, planned
 from ao_lab.quantize_model import Progress, keep_report, required_observers
-from ao_lab.streaming import CONFIG, QUANTIZATION, Loading
+from ao_lab.streaming import Loading
+from ao_lab.strict_json import read_object
 from ao_lab.tensor import QuantizedTensor
 
 METHOD = "ao_lab_while_loading"
@@ -94,9 +96,11 @@ def read_by_transformers(
     progress: Progress | None,
 ) -> nn.Module:
     """The quantized model of a folder; see `ao_lab.streaming`."""
+    import transformers
+
     fields = described(folder)
     job = Job(config, filter_fn, device, observers, progress)
-    load = model_class(fields).from_pretrained
+    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
     given = {"dtype": dtype or "auto", "local_files_only": True, "quantization_config": hf_config()(job)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -122,23 +126,17 @@ def forget(model: Any) -> None:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; ValueError where there is none, or where it is of a quantized model."""
+    """The folder's config.json; ValueError where there is none, of a quantized model, and for files that cannot be read."""
     if not (folder / CONFIG).is_file():
         raise ValueError(
             f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
         )
-    fields: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    fields = read_object(folder / CONFIG, nonfinite=True)
     if QUANTIZATION in fields:
         raise ValueError(f"{folder} is quantized already; start from the model that it was made of")
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        look_at(folder)
     return fields
-
-
-def model_class(fields: Mapping[str, Any]) -> Any:
-    """The class that the folder names, or else that of language models."""
-    import transformers
-
-    names = fields.get("architectures") or [""]
-    return getattr(transformers, names[0], transformers.AutoModelForCausalLM)
 
 
 @lru_cache(maxsize=1)

@@ -27,7 +27,7 @@ from ao_lab.tensor_meta import swapped as swapped
 from reference import Quantized, Scales, Scheme
 from reference.schemes import scheme_of
 
-LINEAR = torch.nn.functional.linear
+LINEAR, SET_DATA = torch.nn.functional.linear, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -76,6 +76,8 @@ class QuantizedTensor(torch.Tensor):
             if made is not None:
                 return made
         with torch._C.DisableTorchFunctionSubclass():
+            if func == SET_DATA and isinstance(args[0], QuantizedTensor):
+                return args[0].adopt(args[1])
             return func(*args, **(kwargs or {}))
 
     @property
@@ -107,10 +109,15 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout, over the same tensors."""
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout.
+
+        Kept where the parts in it are the tensor's own, which change in place.
+        """
         known: Quantized | None = self.__dict__.get("_quantized")
         if known is None:
-            known = self.__dict__["_quantized"] = self._stored()
+            known = self._stored()
+            if self.meta.layout == "plain":
+                self.__dict__["_quantized"] = known
         return known
 
     def _stored(self) -> Quantized:
@@ -155,6 +162,29 @@ class QuantizedTensor(torch.Tensor):
         """`function` of every tensor inside."""
         parts = {name: None if part is None else function(part) for name, part in self.parts.items()}
         return self.remade(parts, **changes)
+
+    def adopt(self, other: torch.Tensor) -> None:
+        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that has none."""
+        if not isinstance(other, QuantizedTensor):
+            raise TypeError(
+                f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
+            )
+        SET_DATA(self, other)
+        for name in ("_quantized", "_settled"):
+            self.__dict__.pop(name, None)
+        self.__dict__.update(other.parts, meta=other.meta)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """The parts in memory that processes share; torch's own would look for memory behind the whole."""
+        for part in self.parts.values():
+            if part is not None:
+                part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every part is on a GPU, or in memory that processes share."""
+        parts: list[Any] = [part for part in self.parts.values() if part is not None]
+        return all(part.is_shared() for part in parts)
 
     def check_shaped(self) -> None:
         """ValueError for a tensor that shows one axis over parts of several."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ao_lab import tensor_pieces as pieces
 from ao_lab.products import PRODUCTS, chosen, grouped_product, product
@@ -65,40 +67,48 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     x, weight = _dense(args[0]), args[1]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    y = product(x.reshape(-1, x.shape[-1]), weight.turned(), bias)
+    y = product(_rows(x), weight.turned(), bias)
     return y.reshape((*x.shape[:-1], weight.shape[0]))
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """A layer's input as a matrix; -1 would not say how many rows of length 0 there are."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
 def straight_linear(
-    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
+    input: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """F.linear outside of the dispatcher; None where that has something to say.
 
     It has for other subclasses, modes, transforms, tangents, autocast, and tensors of no memory.
     """
-    plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or type(weight) is not QuantizedTensor or x.is_meta or x.dim() == 0 or watched(x):
+    plain = type(input) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if not plain or type(weight) is not QuantizedTensor or watched(input):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         settled = weight.__dict__.get("_settled")
-        known = None if settled is None else settled.get(x.dtype)
+        known = None if settled is None else settled.get(input.dtype)
         if known is None:
-            known = _settled(weight, x.dtype)
+            known = _settled(weight, input.dtype)
         if known is None:
             return None
         run, turned = known
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y: torch.Tensor = run(rows, turned, bias)
-        return y if x.dim() == 2 else y.reshape((*x.shape[:-1], turned.shape[1]))
+        made: torch.Tensor = run(input if input.dim() == 2 else _rows(input), turned, bias)
+        return made if input.dim() == 2 else made.reshape((*input.shape[:-1], turned.shape[1]))
 
 
 def watched(x: torch.Tensor) -> bool:
-    """Whether somebody listens to the dispatcher, or would change the inputs there."""
+    """Whether somebody listens to the dispatcher, or would change the inputs there, or x is none that has rows of numbers.
+
+    Forward-mode derivatives are taken outside of grad mode, too.
+    """
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        # Tangents need the dispatcher too, and they are not off without gradients.
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0
+        or x.is_meta
+        or x.dim() == 0
         or torch.is_autocast_enabled(x.device.type)
     )
 

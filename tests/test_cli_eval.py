@@ -148,6 +148,29 @@ def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
         assert "pip install lm_eval" in err
 
 
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "T5ForConditionalGeneration"])
+def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
+    if kind.startswith("T5"):
+        config = transformers.T5Config(
+            vocab_size=256, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2
+        )
+    else:
+        config = transformers.BertConfig(
+            vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        )
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "dense")
+    assert (
+        main(["quantize", str(tmp_path / "dense"), str(tmp_path / "int8"), "--config", "int8_rowwise"]) == 0
+    )
+    capsys.readouterr()
+    for folder in ("dense", "int8"):
+        code, err = complaint(capsys, tmp_path / folder, "--limit", "1")
+        assert code == 2
+        assert f"holds {kind}, no causal language model" in err
+    made = evaluated(capsys, tmp_path / "int8", "--against", tmp_path / "dense", "--tasks", "weights")
+    assert 0 < made["tasks"]["weights"]["int8_rowwise"] < 0.01
+
+
 def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     """With a stand-in for it: what it is given, and what is shown of its results."""
     calls = {}

@@ -1,6 +1,7 @@
 """`ao-lab quantize`: a folder in, a folder out."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -59,7 +60,9 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     )
     shown = capsys.readouterr().out
     assert "int4_g32_asymmetric" in shown
-    assert "refused by filter_fn" in shown
+    assert "--skip lm_head" in shown
+    assert "Embedding: only linear layers are quantized" in shown
+    assert "filter_fn" not in shown
     names = sorted(path.name for path in target.iterdir())
     assert names == [
         "README.md",
@@ -125,10 +128,13 @@ def test_weights_and_inputs(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "int44"], "unknown scheme"),
+        (["--config", "int44"], "a scheme (ao-lab schemes lists them) or one of"),
         (["--config", "Int4WeightOnlyConfig", "--option", "group=3"], "group"),
         (["--config", "Int4WeightOnlyConfig", "--option", "group"], "key=value"),
-        (["--config", "FqnToConfig"], "unknown scheme"),
+        (["--config", "FqnToConfig"], "a scheme (ao-lab schemes lists them) or one of"),
+        (["--config", "nf4", "--option", 'axis="x"'], "axis is an integer"),
+        (["--config", "nf4", "--skip", "nowhere"], "--skip nowhere: no layer is called that"),
+        (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
         (["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"], "none of them can be changed"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "compressed-tensors has no format"),
     ],
@@ -150,6 +156,49 @@ def test_folders_are_looked_at_first(capsys, folder, tmp_path):
         "quantized already"
         in complaint(capsys, tmp_path / "once", tmp_path / "twice", "--config", "mxfp4")[1]
     )
+
+
+def test_granularities_have_names(capsys, folder, tmp_path):
+    arguments = [
+        "--config",
+        "Int8WeightOnlyConfig",
+        "--option",
+        "granularity=PerGroup(64)",
+        "--skip",
+        "o_proj",
+        "--json",
+    ]
+    assert main(["quantize", str(folder), str(tmp_path / "out"), *arguments]) == 0
+    layers = {row["layer"]: row for row in json.loads(capsys.readouterr().out)["layers"]}
+    assert layers["model.layers.0.self_attn.q_proj.weight"]["scheme"] == "int8_g64"
+    assert layers["model.layers.0.self_attn.q_proj.weight"]["reason"] == "Linear"
+    assert layers["model.layers.0.self_attn.o_proj.weight"]["reason"] == "--skip o_proj"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--option granularity=PerGroup(64) --skip o_proj`" in card
+
+
+@pytest.mark.parametrize("command", ["quantize", "eval"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[1]", "config.json"),
+        ("config.json", b"{", "config.json"),
+        ("model.safetensors", b"short", "cut off"),
+        ("model.safetensors", None, "no file named model.safetensors"),
+    ],
+)
+def test_folders_that_cannot_be_read(capsys, folder, tmp_path, command, name, content, message):
+    shutil.copytree(folder, tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    (tmp_path / "in" / name).unlink()
+    if content is not None:
+        (tmp_path / "in" / name).write_bytes(content)
+    more = [str(tmp_path / "out"), "--config", "nf4"] if command == "quantize" else ["--limit", "1"]
+    code = main([command, str(tmp_path / "in"), *more])
+    err = capsys.readouterr().err
+    assert code in ((1, 2) if content is None else (2,))
+    assert err.count("\n") == 1
+    assert message in err
 
 
 def test_progress_is_for_terminals(capsys, folder, tmp_path, monkeypatch):

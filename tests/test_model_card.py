@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from ao_lab import FqnToConfig, SchemeConfig, quantize_, save_pretrained, write_card
+from ao_lab import (
+    FqnToConfig,
+    Int8StaticActivationInt8WeightConfig,
+    SchemeConfig,
+    quantize_,
+    save_pretrained,
+    write_card,
+)
 from ao_lab.model_card import base_name, model_card, with_results
 from tests.test_checkpoints import LLAMA, small_model
 
@@ -144,3 +151,14 @@ def test_terms_of_the_base_stay(tmp_path):
 )
 def test_names_of_bases(given, shown):
     assert base_name(given) == shown
+
+
+def test_static_scales_are_said(tmp_path):
+    """They may come from data."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    quantize_(model, Int8StaticActivationInt8WeightConfig(act_quant_scale=0.5))
+    for layout in ("auto", "ao_lab"):
+        save_pretrained(model, tmp_path / layout, layout=layout)
+        text = write_card(tmp_path / layout).read_text()
+        assert "static scales of inputs" in text
+        assert "without calibration data" not in text
