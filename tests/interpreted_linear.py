@@ -33,7 +33,9 @@ from tests.linear_cases import (
     weight,
 )
 
-OBLONG = replace(SCHEMES["fp8_128x128"], name="oblong", scale=replace(SCHEMES["fp8_128x128"].scale, block=(16, 32)))
+OBLONG = replace(
+    SCHEMES["fp8_128x128"], name="oblong", scale=replace(SCHEMES["fp8_128x128"].scale, block=(16, 32))
+)
 # Scheme, length of a row, and whether tiles take it too.
 CASES = (
     ("int8_rowwise", 256, True), ("int8_rowwise", 96, True), ("int8_tensorwise", 256, True), ("fp8_rowwise", 544, True),

@@ -76,7 +76,9 @@ def exact_result(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> to
     return narrow.to(x.dtype)
 
 
-def distance_allowed(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def distance_allowed(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64, and the bound that the module derives."""
     length = w.shape[1]
     value = fast.dequantize(w).double()
@@ -101,7 +103,9 @@ def spread(part: torch.Tensor, length: int) -> torch.Tensor:
 
 def weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quantized:
     """Random weights whose rows differ by powers of two."""
-    dense = torch.randn(rows, length, generator=generator(seed)) * 2.0 ** (3 * torch.arange(rows) % 7)[:, None]
+    dense = (
+        torch.randn(rows, length, generator=generator(seed)) * 2.0 ** (3 * torch.arange(rows) % 7)[:, None]
+    )
     return fast.quantize(dense, scheme, packed=scheme.format.bits < 8)
 
 
