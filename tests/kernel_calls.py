@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from ao_lab.recipes import named
 from fast.kernels import both, normalize, pointwise, quantizer, swiglu
+from fast.kernels import linear as products
 from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.blocks import Blocks
@@ -114,6 +116,14 @@ def pack(fmt, shape=SOME):
 
 def unpack(fmt, shape=SOME):
     return pointwise.unpack(empty(packed_shape(shape, FORMATS[fmt]), "uint8"), fmt, shape)
+
+
+def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
+    scheme = named(name)
+    codes = empty(packed_shape(shape, scheme.format), "uint8")
+    kept = scales_of(scheme, shape, 1)
+    w = Quantized(codes, kept.scale, kept.outer, kept.zero, shape, 1, scheme, scheme.format.bits < 8)
+    return products.linear(empty((rows, shape[1]), dtype), w, empty(shape[:1], dtype) if bias else None)
 
 
 @dataclass(frozen=True)

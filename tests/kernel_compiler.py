@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fast import ready
-from fast.kernels import quantizer
+from fast.kernels import linear, quantizer
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -42,6 +42,9 @@ class Machine:
     local: int
     stack: int
     elements: float
+    #: Instructions in the order of the code, and the PTX that the code was made of.
+    order: tuple[str, ...] = ()
+    ptx: str = ""
 
     def count(self) -> int:
         """How many instructions there are, each once, without the padding at the end."""
@@ -84,20 +87,20 @@ def compiling(found: list[Machine]) -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
-        found.append(
-            machine(kernel.__name__, made.asm["cubin"], tile(arguments) / (32 * options["num_warps"]))
-        )
+        found.append(machine(kernel.__name__, made.asm, tile(arguments) / (32 * options["num_warps"])))
         return made
 
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
     for cache in (quantizer.PLANS, ready.READY):
         cache.clear()
+    linear._launch.cache_clear()
     try:
         yield
     finally:
         JITFunction.run = run
         driver._active = active
+        linear._launch.cache_clear()
         for cache, before in zip((quantizer.PLANS, ready.READY), kept, strict=True):
             cache.clear()
             cache.update(before)
@@ -116,6 +119,14 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
+    if "ALONG" in arguments:
+        # A step along K of the kernels in Gluon, in words of eight codes, or in fours.
+        return int(
+            arguments["ALONG"]
+            * arguments["ROWS"]
+            * 32
+            * (8 * arguments["WORDS"] if "WORDS" in arguments else 16)
+        )
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
     if "C" in arguments:
@@ -126,15 +137,24 @@ def tile(arguments: dict[str, Any]) -> int:
     return int(rows * arguments.get("COLUMNS", arguments.get("SIZE")))
 
 
-def machine(kernel: str, cubin: bytes, elements: float) -> Machine:
+def machine(kernel: str, made: Any, elements: float) -> Machine:
     """What compiled code does; elements: how many a thread has."""
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(made["cubin"])
         file.flush()
         sass, usage = (dumped(file.name, option) for option in ("--dump-sass", "--dump-resource-usage"))
     numbers = {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
-    counted = Counter(INSTRUCTION.findall(sass))
-    return Machine(kernel, counted, numbers["REG"], numbers["LOCAL"], numbers["STACK"], elements)
+    order = tuple(INSTRUCTION.findall(sass))
+    return Machine(
+        kernel,
+        Counter(order),
+        numbers["REG"],
+        numbers["LOCAL"],
+        numbers["STACK"],
+        elements,
+        order,
+        made["ptx"],
+    )
 
 
 def dumped(file: str, option: str) -> str:

@@ -31,10 +31,16 @@ def parsed(asm: str) -> tuple[dict[str, int], tuple[Instruction, ...]]:
         opcode, _, rest = statement.lstrip("{} \n\t").rstrip().partition(" ")
         operands = OPERAND.findall(rest)
         if opcode == ".reg":
-            widths.update({name: int(operands[0][2:]) for name in " ".join(operands[1:]).split()})
+            widths.update({name: int(operands[0][2:]) for text in operands[1:] for name in declared(text)})
         elif opcode:
             instructions.append((opcode, operands[0], tuple(operands[1:])))
     return widths, tuple(instructions)
+
+
+def declared(text: str) -> list[str]:
+    """Names that a declaration stands for: a<2> is a0 and a1."""
+    name, _, count = text.rstrip(">").partition("<")
+    return [f"{name}{i}" for i in range(int(count))] if count else [name]
 
 
 @dataclass

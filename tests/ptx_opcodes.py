@@ -144,6 +144,29 @@ def multiply_float16(a: Words, b: Words) -> Words:
     return float16_of(multiply(from_float16(a), from_float16(b)))
 
 
+def add_bfloat16(a: Words, b: Words) -> Words:
+    return fma_bfloat16(a, np.uint32(0x3F80), b)
+
+
+def add_float16(a: Words, b: Words) -> Words:
+    """A sum of float16, which float64 holds exactly."""
+    made = floats(from_float16(a)).astype(np.float64) + floats(from_float16(b))
+    return np.where(np.isnan(made), np.uint32(0x7FFF), made.astype(np.float16).view(np.uint16)).astype(
+        np.uint32
+    )
+
+
+def float16_of_byte(a: Words, dtype: Any) -> Words:
+    """float16 of an 8-bit float, which is exact."""
+    made = (a & np.uint32(0xFF)).astype(np.uint8).view(dtype).astype(np.float16)
+    return np.where(np.isnan(made), np.uint32(0x7FFF), made.view(np.uint16)).astype(np.uint32)
+
+
+def widening(dtype: Any) -> Callable[[Words], Words]:
+    """Conversion of a pair of 8-bit floats."""
+    return lambda pair: float16_of_byte(pair, dtype) | float16_of_byte(pair >> np.uint32(8), dtype) << HALF
+
+
 def signed(a: Words, bits: int) -> Any:
     """Two's complement numbers of so many low bits."""
     return (a << np.uint32(32 - bits)).view(np.int32) >> (32 - bits)
@@ -219,7 +242,7 @@ def _extrema() -> dict[str, Callable[..., Words]]:
 
 
 OPCODES: dict[str, Callable[..., Words]] = {
-    "mov.b32": lambda a: a,
+    "mov.b32": lambda a: a, "mov.f32": lambda a: a,
     "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor,
     "shl.b32": shift_left, "shr.u32": shift_right, "shr.s32": shift_signed,
     "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
@@ -231,6 +254,8 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "max.u16x2": integers16(np.maximum, False), "min.s16x2": integers16(np.minimum, True),
     "fma.rn.bf16x2": pairwise(fma_bfloat16),
     "mul.rn.bf16x2": pairwise(multiply_bfloat16), "mul.rn.f16x2": pairwise(multiply_float16),
+    "add.rn.bf16x2": pairwise(add_bfloat16), "add.rn.f16x2": pairwise(add_float16),
+    "cvt.rn.f16x2.e4m3x2": widening(ml_dtypes.float8_e4m3fn), "cvt.rn.f16x2.e5m2x2": widening(ml_dtypes.float8_e5m2),
     "cvt.rn.bf16x2.f32": narrowing(bfloat16_of, 16), "cvt.rn.f16x2.f32": narrowing(float16_of, 16),
     "cvt.rn.satfinite.e4m3x2.f32": narrowing(e4m3_of, 8), "cvt.rn.satfinite.e5m2x2.f32": narrowing(e5m2_of, 8),
     "cvt.f32.f16": from_float16,

@@ -41,6 +41,7 @@ from tests.kernel_calls import (
 )
 from tests.kernel_compiler import launched
 from tests.kernel_limits import HOT, THRICE, TWICE
+from tests.test_linear_compile import PRODUCTS
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (
@@ -246,13 +247,14 @@ def entries():
     """Kernels that are launched, by the way they are named."""
     nodes = [node for path in KERNELS.glob("*.py") for node in ast.parse(path.read_text()).body]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    compiled = [f for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
+    marks = ("triton.jit", "gluon.jit")
+    compiled = [f for f in functions if any(ast.unparse(d) in marks for d in f.decorator_list)]
     return {f.name for f in compiled if re.search(r"_kernel$", f.name)}
 
 
 def test_every_kernel_is_among_the_cases():
-    """A kernel that is added needs a case here."""
-    cases = (*COMPILED, *(one for one, _ in HOT))
+    """A kernel that is added needs a case here, or among the products."""
+    cases = (*COMPILED, *(one for one, _ in HOT), *PRODUCTS)
     assert entries() == {name for one in cases for name in one.kernels}
 
 

@@ -35,3 +35,7 @@ def test_scales_of_scales_agree_with_the_reference():
 
 def test_gradients_agree_with_the_reference():
     assert len(lines_of("tests/interpreted_gradients.py")) == 33
+
+
+def test_products_agree_with_exact_ones():
+    assert len(lines_of("tests/interpreted_linear.py")) == 34

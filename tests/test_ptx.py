@@ -16,6 +16,8 @@ from tests.ptx_opcodes import OPCODES, RECIPROCAL, fused
 
 KERNELS = Path(__file__).resolve().parent.parent / "fast" / "kernels"
 PATTERNS = np.arange(1 << 16, dtype=np.uint32)
+# The tensor core adds in an order of its own; what it is given, `test_linear_assembly` has.
+NOT_EMULATED = ("mma.sync", "setp.ne", "selp.f32")
 SPECIAL = [0, 1, 0x007FFFFF, 0x00800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x80000000, 0x80000001,
            0xBF800000, 0xFF800000, 0xFFC00001]  # fmt: skip
 
@@ -40,12 +42,14 @@ def test_every_opcode_of_the_kernels_is_known():
     """By their text: whatever looks like an instruction in a string of a kernel's module."""
     text = (
         "".join(path.read_text() for path in KERNELS.glob("*.py"))
+        .replace("f16x2.{kind}x2", "f16x2.e4m3x2")
         .replace("{kind}", "bf16")
+        .replace("{add}", "bf16x2")
         .replace("{round_to}", "f16")
     )
-    found = set(re.findall(r"\b((?:[a-z]\w*)(?:\.\w+)*\.(?:[bsuf]\d+|[bf]+16x2|[us]16x2))\s", text))
+    found = set(re.findall(r"\b((?:[a-z]\w*)(?:\.\w+)*\.(?:[bsuf]\d+|[bf]+16x2|[us]16x2|e\dm\dx2))\s", text))
     assert len(found) > 20
-    assert {opcode for opcode in found if not opcode.startswith("reg")} <= set(OPCODES)
+    assert {opcode for opcode in found if not opcode.startswith(("reg", *NOT_EMULATED))} <= set(OPCODES)
 
 
 @np.errstate(all="ignore")
@@ -167,6 +171,33 @@ def test_conversions_to_8_bits(kind, name):
     )
     made = run(asm, "=r,f", [bits])[0]
     assert (made == code.astype(np.uint32) * np.uint32(0x0101)).all()
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)]
+)
+def test_conversions_from_8_bits(kind, dtype):
+    """All pairs of codes: values of the format, NaN as float16 has one."""
+    made = run(f"cvt.rn.f16x2.{kind}x2 $0, $1;", "=r,r", [PATTERNS])[0]
+    wanted = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64).astype(np.float16)
+    wanted = np.where(np.isnan(wanted), 0x7FFF, wanted.view(np.uint16)).astype(np.uint32)
+    assert (made & 0xFFFF == wanted[PATTERNS & 0xFF]).all()
+    assert (made >> np.uint32(16) == wanted[PATTERNS >> np.uint32(8)]).all()
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_sums_of_pairs_round_once(kind, dtype):
+    """Against Fractions: the nearest of the format's numbers, or the even one of two."""
+    a, b = (words(3000, seed) & np.uint32(0xBFFF) for seed in (5, 6))
+    got = OPCODES[f"add.rn.{kind}x2"](a, b).astype(np.uint32) & np.uint32(0xFFFF)
+    number = lambda bits: Fraction(float(np.uint16(bits).view(dtype)))  # noqa: E731
+    for x, y, made in zip(a & 0xFFFF, b & 0xFFFF, got, strict=True):
+        exact = number(x) + number(y)
+        around = [int(made) + step for step in (-1, 0, 1) if 0 <= (int(made) & 0x7FFF) + step]
+        best = min(around, key=lambda n: (abs(number(n) - exact), n & 1))
+        assert best & 0x7FFF == int(made) & 0x7FFF, (hex(x), hex(y))
 
 
 @np.errstate(all="ignore")

@@ -7,9 +7,15 @@ from torch.nn import functional
 import reference
 from ao_lab import QuantizedTensor, Recipe, quantized
 from reference import SCHEMES
+from tests.linear_cases import distance_allowed
 from tests.quantized_weights import DEVICES, KINDS, LAYERS, recorded_operations, same, specified, weight
 
 USED = set()
+
+
+def dequantizing(t):
+    """The tensor under the one kernel whose bits are those of the dequantized weight, on every device."""
+    return t.with_recipe(kernel="dequantize")
 
 
 @pytest.fixture(autouse=True, params=DEVICES)
@@ -36,9 +42,12 @@ def test_grouped_products(activation):
 @pytest.mark.parametrize("scheme", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_is_that_of_the_dequantized_weight(scheme, bias):
+    """With the kernel that dequantizes, which on a CPU is the one that is chosen."""
     dense, x = weight(128, 256), weight(2, 7, 256, seed=1)
     added = weight(128, seed=2) if bias else None
-    t, value = quantized(dense, scheme), specified(dense, scheme)
+    t, value = dequantizing(quantized(dense, scheme)), specified(dense, scheme)
+    linear = torch.ops.aten.linear.default
+    assert same(linear(x, t, added), linear(x, value, added))
     assert same(functional.linear(x, t, added), functional.linear(x, value, added))
     with torch.inference_mode():
         assert same(functional.linear(x, t, added), functional.linear(x, value, added))
@@ -47,9 +56,26 @@ def test_linear_is_that_of_the_dequantized_weight(scheme, bias):
     assert same(functional.linear(half, t), functional.linear(half, value))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", KINDS)
+def test_linear_is_inside_the_bound(scheme, dtype):
+    """The kernel that is chosen, on whatever device, for a row and for some."""
+    t = quantized(weight(128, 256), scheme)
+    for rows in (1, 7, 200):
+        x, added = weight(rows, 256, seed=1, dtype=dtype), weight(128, seed=2, dtype=dtype)
+        dense = t.dequantize(dtype) if rows == 200 or (rows > 1 and dtype == torch.float32) else t.dequantize(torch.float32)
+        wanted = x.double() @ dense.double().t() + added.double()
+        _, allowed = distance_allowed(x, t.quantized, added)
+        if dtype != torch.float32:
+            # Where nothing is fused, the weight is rounded to the inputs' dtype.
+            allowed = allowed + 2.0**-8 * (x.double().abs() @ dense.double().abs().t())
+        with torch.no_grad():
+            assert ((functional.linear(x, t, added).double() - wanted).abs() <= allowed).all()
+
+
 @pytest.mark.parametrize("scheme", KINDS)
 def test_products(scheme):
-    t, x = quantized(weight(128, 256), scheme), weight(5, 128, seed=1)
+    t, x = dequantizing(quantized(weight(128, 256), scheme)), weight(5, 128, seed=1)
     value = t.dequantize()
     assert same(x @ t, x @ value)
     assert same(t @ x.new_ones(256, 3), value @ x.new_ones(256, 3))
@@ -60,7 +86,7 @@ def test_products(scheme):
     assert same(t @ t.t(), value @ value.t())
     assert same(t @ x.new_ones(256), value @ x.new_ones(256))
     assert same(functional.linear(x.new_ones(256), t), functional.linear(x.new_ones(256), value))
-    batch = quantized(weight(2, 128, 256), "int8_rowwise")
+    batch = dequantizing(quantized(weight(2, 128, 256), "int8_rowwise"))
     y = weight(2, 5, 128, seed=3)
     assert same(torch.bmm(y, batch), torch.bmm(y, batch.dequantize()))
     assert same(y @ batch, y @ batch.dequantize())
@@ -70,7 +96,7 @@ def test_products(scheme):
 
 @pytest.mark.parametrize("scheme", KINDS)
 def test_gradient_of_the_input(scheme):
-    t = quantized(weight(128, 256), scheme)
+    t = dequantizing(quantized(weight(128, 256), scheme))
     gradients = []
     for w in (t, t.dequantize()):
         x = weight(6, 256, seed=1).requires_grad_()
@@ -105,7 +131,7 @@ def test_every_operation_was_tested():
 @pytest.mark.parametrize("scheme", KINDS)
 def test_a_weight_times_a_batch(scheme):
     """W @ x with a batch of x, as Mamba does with a layer's weight: torch repeats the matrix, and multiplies batches."""
-    t, x = quantized(weight(64, 128), scheme), weight(3, 128, 5, seed=1)
+    t, x = dequantizing(quantized(weight(64, 128), scheme)), weight(3, 128, 5, seed=1)
     assert same(t @ x, t.dequantize().expand(3, 64, 128) @ x)
     repeated = t.expand(2, 3, 64, 128)
     assert same(

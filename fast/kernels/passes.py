@@ -87,9 +87,7 @@ class Asked:
 
 def asked(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> Asked | None:
     """What plans are made from, or None where no kernel covers the tensor. hardware: not in the interpreter."""
-    # Zero points that are numbers are read and written as bfloat16.
-    other = scheme.zero is not None and scheme.zero.rule == "value" and scheme.zero.storage != "bfloat16"
-    place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) and not other else None
+    place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) else None
     return None if place is None else Asked(dtype, scheme, blocks, place, hardware)
 
 

@@ -25,7 +25,7 @@ from tests.gpu.kernel_poison import poisoned
 #: Functions that live in `reference` before they are listed there.
 HOMES = {"quantize_both": "both", "rms_norm_quantize": "normalize", "swiglu_quantize": "swiglu"}
 WATCHED = ("quantize", "dequantize", "choose_scales", "encode", "decode", "pack", "unpack", "fake_quantize",
-           "fake_quantize_vjp", *HOMES)  # fmt: skip
+           "fake_quantize_vjp", "linear", *HOMES)  # fmt: skip
 SHOWN = 6  # failing checks of a job that keep their text
 UNSET = object()
 #: Bytes that outputs hold before they are written; none is the code or scale that a test would expect throughout.

@@ -33,6 +33,7 @@ from tests.gpu import (
     kernel_given,
     kernel_jax,
     kernel_layouts,
+    kernel_linear,
     kernel_producers,
     kernel_quotients,
     kernel_races,
@@ -44,7 +45,8 @@ from tests.gpu.kernel_pool import Done, Job, run_jobs
 from tests.gpu.kernel_run import Check, Settings
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
-            kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_quotients, kernel_jax)  # fmt: skip
+            kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_quotients,
+            kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows

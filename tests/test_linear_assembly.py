@@ -1,0 +1,76 @@
+"""The inline assembly of `linear`'s kernels in the PTX emulator, bit for bit: what codes become, and sums of products in order.
+
+The tensor core's instruction itself is not emulated; `tests/gpu` compares what it makes.
+"""
+
+import platform
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.ptx import run
+from tests.ptx_opcodes import fused
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from fast.kernels import byte_product, nibble_product
+
+BYTES = {
+    "int": (byte_product.TEXT_INT.value, np.int8),
+    "e4m3": (byte_product.TEXT_E4M3.value, ml_dtypes.float8_e4m3fn),
+    "e5m2": (byte_product.TEXT_E5M2.value, ml_dtypes.float8_e5m2),
+}
+# What `byte_kernel` says of the operands.
+OPERANDS = "=&f,f,r,f,f,f,f"
+NIBBLES = {"bf16": (ml_dtypes.bfloat16, 0xC308C308, 120), "f16": (np.float16, 0xE408E408, 128)}
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("kind", BYTES)
+def test_four_bytes_times_four_inputs(kind):
+    """Fused multiply-adds from the first to the fourth, of every code in every place."""
+    text, dtype = BYTES[kind]
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (4096, 4), dtype=np.uint8)
+    codes[:1024] = (np.arange(1024)[:, None] // 4 * (np.arange(4) == np.arange(1024)[:, None] % 4)).astype(
+        np.uint8
+    )
+    total, *x = (
+        rng.standard_normal(4096).astype(np.float32) * 2.0 ** rng.integers(-9, 9, 4096) for _ in range(5)
+    )
+    total, *x = (v.astype(np.float32) for v in (total, *x))
+    made = run(
+        text,
+        OPERANDS,
+        [v.view(np.uint32) for v in (total, codes.view("<u4")[:, 0].copy().view(np.float32), *x)],
+    )[0]
+    wanted = total
+    for place in range(4):
+        wanted = fused(codes[:, place].copy().view(dtype).astype(np.float32), x[place], wanted)
+    nan = np.isnan(wanted)
+    assert (made[~nan] == wanted.view(np.uint32)[~nan]).all()
+    assert (np.isnan(made.view(np.float32)) == nan).all()
+    assert nan.any() == (kind != "int")
+
+
+@pytest.mark.parametrize("kind", NIBBLES)
+def test_eight_nibbles_less_a_zero_point(kind):
+    """Codes j and j + 4 make a pair; every code in every place less every zero point is exact.
+
+    In bfloat16 the pattern of -(136 + z) has room for zero points from -8 to 119, in float16 for more: those of four bits fit.
+    """
+    dtype, base, beyond = NIBBLES[kind]
+    decoded = nibble_product._decoded("$4", "o", "$5", kind)
+    text = f"{{ .reg .b32 v, o<4>; {decoded}" + "".join(f"mov.b32 ${j}, o{j}; " for j in range(4)) + "}"
+    for zero in range(-8, beyond):
+        codes = (np.arange(64)[:, None] * 3 + 5 * np.arange(8)) % 16
+        word = (codes.astype(np.uint64) << (4 * np.arange(8)).astype(np.uint64)).sum(1).astype(np.uint32)
+        offset = np.uint32((base + zero * 0x10001) & 0xFFFFFFFF)
+        pairs = run(text, "=&r,=&r,=&r,=&r,r,r", [word, np.full(64, offset)])
+        values = (codes ^ 8) - 8 - zero
+        for j, pair in enumerate(pairs):
+            halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(dtype).astype(np.int64)
+            assert (halves[:, 0] == values[:, j]).all(), zero
+            assert (halves[:, 1] == values[:, j + 4]).all(), zero

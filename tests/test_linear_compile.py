@@ -1,0 +1,107 @@
+"""The kernels of `linear` compile for Hopper as they are meant to: in registers, wide loads, no detour of the weights.
+
+`PRODUCTS` are launches that layers of an 8-billion-parameter model make, and those that take other branches.
+"""
+
+import platform
+import re
+
+import pytest
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from tests.kernel_calls import case, linear
+from tests.kernel_compiler import launched
+
+NIBBLE, BYTE, VECTOR, TILE = (
+    (name,) for name in ("nibble_kernel", "byte_kernel", "vector_kernel", "tile_kernel")
+)
+UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
+PRODUCTS = (
+    case(linear, "int4_g32", shape=UP, kernels=NIBBLE),
+    case(linear, "int4_g64", shape=UP, kernels=NIBBLE),
+    case(linear, "int4_g64_asymmetric", shape=DOWN, bias=True, kernels=NIBBLE),
+    case(linear, "int4_g64_asymmetric_bf16", kernels=NIBBLE),
+    case(linear, "int4_g128", dtype="float16", shape=UP, kernels=NIBBLE),
+    case(linear, "int4_g32_asymmetric_bf16", shape=KEYS, kernels=NIBBLE),
+    case(linear, "int8_rowwise", shape=UP, kernels=BYTE),
+    case(linear, "int8_rowwise", shape=KEYS, bias=True, kernels=BYTE),
+    case(linear, "int8_rowwise_asymmetric", dtype="float32", kernels=BYTE),
+    case(linear, "fp8_rowwise", shape=DOWN, kernels=BYTE),
+    case(linear, "fp8_tensorwise_e5m2", dtype="float16", kernels=BYTE),
+    case(linear, "fp8_128x128", kernels=BYTE),
+    case(linear, "mxfp8_e4m3", shape=UP, kernels=BYTE),
+    case(linear, "mxfp4", kernels=VECTOR),
+    case(linear, "nvfp4", shape=UP, bias=True, kernels=VECTOR),
+    case(linear, "nf4", kernels=VECTOR),
+    case(linear, "mxfp6_e3m2", dtype="float16", kernels=VECTOR),
+    case(linear, "int3_g64_asymmetric", kernels=VECTOR),
+    case(linear, "int2_g32", dtype="float32", kernels=VECTOR),
+    case(linear, "int4_g64_asymmetric", 16, kernels=TILE),
+    case(linear, "int8_rowwise", 17, kernels=TILE),
+    case(linear, "mxfp4", 33, dtype="float16", kernels=TILE),
+    case(linear, "nvfp4", 64, bias=True, kernels=TILE),
+    case(linear, "int4_g64", 64, kernels=TILE),
+    case(linear, "int8_rowwise", 128, kernels=TILE),
+    case(linear, "mxfp8_e4m3", 128, kernels=TILE),
+    case(linear, "int4_g128_asymmetric", 128, dtype="float16", kernels=TILE),
+)
+WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
+
+
+@pytest.mark.parametrize("one", PRODUCTS, ids=[one.name for one in PRODUCTS])
+def test_products_compile_as_they_are_meant_to(one):
+    (machine,) = launched(one.call)
+    assert (machine.kernel,) == one.kernels
+    assert (machine.local, machine.stack) == (0, 0)
+    assert machine.accesses("LDL") == machine.accesses("STL") == {}
+    {NIBBLE: nibbles, BYTE: octets, VECTOR: vectors, TILE: tiles}[one.kernels](machine, one.call)
+
+
+def nibbles(machine, call):
+    """The tensor core multiplies, and words of the weight that lie in a block are one load, of 16 bytes at most."""
+    block = int(re.search(r"_g(\d+)", call.args[0]).group(1))
+    width = min(16, block // 8)
+    assert machine.named("HMMA") >= 2
+    # Inputs are read by 16 bytes too, for two or four rows at once.
+    wanted = machine.elements / 2 + (machine.elements / 2 if width == 16 else 0)
+    assert machine.accesses("LDG").get(width, 0) * width >= wanted
+    late_and_alone(machine)
+
+
+def octets(machine, call):
+    """Sixteen codes are a load."""
+    assert machine.accesses("LDG").get(16, 0) * 16 >= machine.elements
+    assert machine.named("HMMA", "HGMMA") == 0
+    late_and_alone(machine)
+
+
+def late_and_alone(machine):
+    """Nothing is read or written before the kernel in front has ended; warps meet once, for the last sum."""
+    wait = machine.order.index("ACQBULK")
+    assert machine.order.count("ACQBULK") == machine.ptx.count("griddepcontrol.wait") == 1
+    memory = [at for at, name in enumerate(machine.order) if name.split(".")[0] in ("LDG", "STG", "LDGSTS")]
+    assert memory
+    assert wait < min(memory)
+    alone = re.search(r"\.reqntid (\d+)", machine.ptx).group(1) == "32"
+    shared = machine.named("BAR", "LDS", "STS", "LDSM", "STSM")
+    assert (shared == 0) == alone
+    assert shared <= 12
+    assert machine.named("SHFL") <= 40
+
+
+def vectors(machine, call):
+    """Weights in loads of 4 bytes or more; what is added across warps is at the end."""
+    found = machine.accesses("LDG")
+    assert machine.named("HMMA", "HGMMA") == 0
+    assert found.get(16, 0) + found.get(8, 0) + found.get(4, 0) >= 2
+
+
+def tiles(machine, call):
+    """Both operands of Hopper's product lie in shared memory: from registers sums came out wrong."""
+    operands = WGMMA.findall(machine.ptx)
+    assert machine.ptx.count("wgmma.mma_async") == len(operands)
+    assert all(a.startswith("%rd") and b.startswith("%rd") for a, b in operands)
+    assert (len(operands) > 0) == (call.args[1] > 32)
+    assert machine.named("HMMA", "HGMMA") > 0
