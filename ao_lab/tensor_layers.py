@@ -88,8 +88,10 @@ def straight_linear(
             return None
         run, turned = known
         if x.dim() == 2:
-            return run(x, turned, bias)
-        return run(x.reshape(-1, x.shape[-1]), turned, bias).reshape((*x.shape[:-1], turned.shape[1]))
+            made: torch.Tensor = run(x, turned, bias)
+            return made
+        made = run(x.reshape(-1, x.shape[-1]), turned, bias)
+        return made.reshape((*x.shape[:-1], turned.shape[1]))
 
 
 def watched(x: torch.Tensor) -> bool:

@@ -34,7 +34,8 @@ def linear(
         own = "" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
         out_dtype = own if own in RESULTS else "float32"
     vector = len(x.shape) == 1 and not isinstance(x, Quantized)
-    rows = x[None] if vector else x
+    rows: Any = x
+    rows = rows[None] if vector else rows
     made = matmul(rows, transposed(w), accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
     return made[0] if vector else made
 

@@ -1,4 +1,4 @@
-"""F.linear of a `QuantizedTensor` past the dispatcher: when it goes straight, the same bits as the ordinary way, nothing stale."""
+"""F.linear of a `QuantizedTensor` past the dispatcher: when it goes straight, the same bits, nothing stale."""
 
 import copy
 import io
@@ -171,6 +171,7 @@ def test_other_numbers_are_seen():
 
 
 def test_another_dtype_and_device_are_seen():
+    assert set(vars(used().weight)["_settled"]) == {torch.float32, torch.bfloat16}
     layer = used().to(torch.bfloat16)
     x = weight(5, 256, dtype=torch.bfloat16)
     assert layer.weight.dtype == torch.bfloat16
