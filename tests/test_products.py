@@ -130,10 +130,32 @@ def test_a_kernel_that_cannot_says_which_can():
         ("int8_rowwise", "fp8_rowwise", "scaled_mm", "float8"),
     ],
 )
-def test_refusals(scheme, activation, name, reason):
+def test_refusals(device, scheme, activation, name, reason):
     w = weight_of(scheme, activation).turned()
     assert reason in PRODUCTS[name].refuses(w, torch.float32)
-    assert chosen(w, torch.float32) == "dequantize"
+    fused = device == "cuda" and activation is None
+    assert chosen(w, torch.float32) == ("fused" if fused else "dequantize")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "reason"),
+    [
+        ("int4_g32", "int8_rowwise", "inputs must not be quantized"),
+        ("torchao.fp8_rowwise_training", None, "do not read torchao.fp8_rowwise_training in shape"),
+        ("int4_g32", None, "on a CPU"),
+    ],
+)
+def test_what_fused_refuses(device, scheme, activation, reason):
+    """On a CPU all weights; the other reasons are a GPU's."""
+    w = weight_of(scheme, activation).turned()
+    found = PRODUCTS["fused"].refuses(w, torch.float32)
+    if device == "cuda" and reason == "on a CPU":
+        assert found is None
+        assert "stored as (out, in)" in PRODUCTS["fused"].refuses(w.turned(), torch.float32)
+        return
+    assert (reason if device == "cuda" or activation else "on a CPU") in found
+    with pytest.raises(ValueError, match="kernel 'fused' does not take"):
+        functional.linear(numbers(2, 128), w.turned().with_recipe(kernel="fused"))
 
 
 def test_sums_that_may_overflow_are_left_to_floats():

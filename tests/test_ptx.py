@@ -195,7 +195,7 @@ def test_sums_of_pairs_round_once(kind, dtype):
     number = lambda bits: Fraction(float(np.uint16(bits).view(dtype)))  # noqa: E731
     for x, y, made in zip(a & 0xFFFF, b & 0xFFFF, got, strict=True):
         exact = number(x) + number(y)
-        around = [int(made) + step for step in (-1, 0, 1) if 0 <= (int(made) & 0x7FFF) + step]
+        around = [int(made) + step for step in (-1, 0, 1) if (int(made) & 0x7FFF) + step >= 0]
         best = min(around, key=lambda n: (abs(number(n) - exact), n & 1))
         assert best & 0x7FFF == int(made) & 0x7FFF, (hex(x), hex(y))
 

@@ -8,6 +8,7 @@ the inputs and the bound.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,17 @@ REPETITIONS, DEPENDENT = 100, 200
 def jobs(settings: Settings) -> list[Job]:
     """Family "linear"."""
     step = 1 if settings.fraction > 0.2 else 8
-    made = [Job("linear", name, "linear", scheme_case, (name, i), 6.0) for i, name in enumerate(SCHEMES[::step])]
+    made = [
+        Job("linear", name, "linear", scheme_case, (name, i), 6.0) for i, name in enumerate(SCHEMES[::step])
+    ]
     made += [Job("linear", "blocks of eight", "linear", eight_case, (), 2.0)]
     made += [
         Job("linear", f"races {name} {rows} {shape}", "linear", race_case, (name, rows, shape), 3.0)
         for name, rows, shape in SHIPPED[::step]
     ]
-    made += [Job("linear", f"stream {name}", "linear", stream_case, (name,), 4.0) for name in STREAMED[::step]]
+    made += [
+        Job("linear", f"stream {name}", "linear", stream_case, (name,), 4.0) for name in STREAMED[::step]
+    ]
     return [*made, Job("linear", "views and errors", "linear", view_case, (), 2.0)]
 
 
@@ -109,13 +114,25 @@ def within(run: Run, label: str, got: Any, x: torch.Tensor, w: Quantized, bias: 
 def not_a_number(run: Run, record: Scheme, index: int) -> None:
     """A scale that is NaN makes its row NaN and no other, for one row of inputs and for several."""
     w = cases.weight(record, 70, 512, seed=index)
-    if w.scale.dim() != 2 or w.scale.shape[0] != 70 or record.scale.storage not in ("float32", "float8_e8m0fnu"):
+    if (
+        w.scale.dim() != 2
+        or w.scale.shape[0] != 70
+        or record.scale.storage not in ("float32", "float8_e8m0fnu")
+    ):
         return
     w.scale[9, -1] = 255 if w.scale.dtype == torch.uint8 else float("nan")
     for rows in (1, 5):
         got = called(run, cases.inputs(rows, 512, HALVES[index % 2]), w, None)
-        wrong = got.isnan().cpu() != (torch.arange(70) == 9) if not isinstance(got, Failure) else torch.ones(1)
-        run.record("linear", f"{record.name} {rows} NaN scale", wrong.numel(), int(wrong.sum()), ["NaN in other rows"])
+        wrong = (
+            got.isnan().cpu() != (torch.arange(70) == 9) if not isinstance(got, Failure) else torch.ones(1)
+        )
+        run.record(
+            "linear",
+            f"{record.name} {rows} NaN scale",
+            wrong.numel(),
+            int(wrong.sum()),
+            ["NaN in other rows"],
+        )
 
 
 def eight_case(run: Run) -> None:
@@ -157,18 +174,26 @@ def stream_case(run: Run, name: str) -> None:
         w = run.put(cases.exact_weight(record, width, 4096))
         inputs = [cases.exact_inputs(1, 4096, torch.bfloat16, seed).to(run.device) for seed in range(8)]
         wanted = torch.stack([cases.exact_result(x, w, None) for x in inputs])
-        program = lambda x, w=w: run.fast.linear(x, w)  # noqa: E731
-        run.compare("linear", f"{width} dependent", outcome(lambda: dependent(run, program, inputs)), wanted)
-        run.compare("linear", f"{width} graph", outcome(lambda: replayed(program, inputs)), wanted)
-        run.compare("linear", f"{width} side stream", outcome(lambda: aside(program, inputs)), wanted[1])
+        program = partial(product, run, w)
+        for label, ways, right in (
+            ("dependent", partial(dependent, run.settings.few(DEPENDENT, 16)), wanted),
+            ("graph", replayed, wanted),
+            ("side stream", aside, wanted[1]),
+        ):
+            run.compare("linear", f"{width} {label}", outcome(partial(ways, program, inputs)), right)
 
 
-def dependent(run: Run, program: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]) -> torch.Tensor:
+def product(run: Run, w: Quantized, x: torch.Tensor) -> Any:
+    """The function under test."""
+    return run.fast.linear(x, w)
+
+
+def dependent(times: int, program: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]) -> torch.Tensor:
     """The product right behind the kernel that writes its input, in a row without a wait; the last of each input's."""
     x, results = torch.zeros_like(inputs[0]), [torch.zeros(0)] * len(inputs)
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)
     first = [program(given) for given in inputs]
-    for step in range(run.settings.few(DEPENDENT, 16)):
+    for step in range(times):
         at = step % len(inputs)
         if step % 3:
             x.copy_(inputs[at])
