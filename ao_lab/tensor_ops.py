@@ -35,7 +35,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     dtype = kwargs.get("dtype") or t.dtype
     if dtype not in DTYPES:
         raise TypeError(
-            f"a QuantizedTensor stands for float32, bfloat16, float16 or float64, not {dtype}; dequantize() first"
+            f"a QuantizedTensor stands for floating-point numbers of 16 bits or more, not {dtype}; dequantize() first"
         )
     blocking = kwargs.get("non_blocking", False)
     return t.mapped(  # type: ignore[no-any-return]
