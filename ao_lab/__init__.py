@@ -1,8 +1,9 @@
 """ao_lab: a laboratory for low-precision deep learning.
 
 Every number format and every algorithm has a bit-exact specification in `reference`, for NumPy, JAX and torch alike. This
-package is what users import: the names of the specification, `ao_lab.jax` with kernels for JAX arrays on GPUs,
-`ao_lab.testing` with Hypothesis strategies for the inputs that break kernels, and the command line `ao-lab`.
+package is what users import: the names of the specification, `quantize_` with its configurations and saved models for torch,
+`ao_lab.jax` with kernels for JAX arrays on GPUs, `ao_lab.testing` with Hypothesis strategies for the inputs that break
+kernels, and the command line `ao-lab`.
 
 Nothing is imported before it is used: `import ao_lab` takes milliseconds and needs neither torch nor JAX.
 """

@@ -114,7 +114,7 @@ def watch(name: str, module: nn.Module, observer: Observer) -> Any:
 
 
 def prepare(change: Change) -> None:
-    """Step "prepare": watch the layers of a weight until `converted` takes the watches away; an earlier one is replaced."""
+    """Step "prepare": watch the layers of a weight until step "convert" takes the watches away; an earlier one is replaced."""
     for name, observer in fresh_observers([change]).items():
         module = change.layers[name]
         unwatch(module)

@@ -115,6 +115,13 @@ def static_scales(scale: Any, zero: Any = None) -> Scales:
             raise ValueError(
                 f"{name} is one number for all inputs, got shape {tuple(part.shape)}; use PerTensor"
             )
+        if (
+            part is not None
+            and dtype.is_floating_point
+            and not part.is_meta
+            and not 0 < float(part) < torch.inf
+        ):
+            raise ValueError(f"{name} is a positive finite float32, got {value}")
         parts.append(None if part is None else part.reshape(()))
     return Scales(parts[0], None, parts[1])
 

@@ -22,7 +22,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Te
     for path, module in model.named_modules():
         layer = isinstance(module, (nn.Linear, nn.Embedding, ParametrizationList)) or is_turned(module)
         for name, parameter in module.named_parameters(recurse=False):
-            experts = parameter.dim() == 3 and parameter.is_floating_point() and not is_convolution(module)
+            experts = parameter.dim() == 3 and parameter.is_floating_point() and not is_no_batch(module)
             if experts or (layer and parameter.dim() >= 2):
                 yield path, module, name, parameter
 
@@ -47,9 +47,9 @@ def looks_up(table: nn.Embedding) -> bool:
     return forward is nn.Embedding.forward or code is None or bool({"super", "embedding"} & {*code.co_names})
 
 
-def is_convolution(module: nn.Module) -> bool:
-    """Whether the module's weight has three axes without being a batch of matrices."""
-    return isinstance(module, nn.modules.conv._ConvNd)
+def is_no_batch(module: nn.Module) -> bool:
+    """Whether the module's weight has three axes without being a batch of matrices that it multiplies with."""
+    return isinstance(module, (nn.modules.conv._ConvNd, nn.Bilinear))
 
 
 def is_turned(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ LABELS = {
     "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
     "accuracy": "next-token accuracy", "agreement": "same first choice as the base model",
     "kl": "KL from the base model (nats)",
-    "base_token_perplexity": "perplexity per token of the base model", "weight_error": "relative RMS error of the weights",
+    "base_token_perplexity": "perplexity per token of the base model",
 }  # fmt: skip
 
 CONDITIONS = {"text": "text", "tokens": "predicted tokens", "device": "device", "against": "base model"}
@@ -193,7 +193,8 @@ def results_section(results: Mapping[str, Any]) -> str:
         for task, numbers in tasks.items():
             for name, value in numbers.items() if isinstance(numbers, dict) else ():
                 if isinstance(value, (int, float)):
-                    rows.append([str(task), LABELS.get(str(name), str(name)), f"{value:.6g}"])
+                    known = f"relative RMS error of {name}" if task == "weights" else str(name)
+                    rows.append([str(task), LABELS.get(str(name), known), f"{value:.6g}"])
         body = "\n\n".join([table(rows), conditions(results)])
     return f"{BEGIN}\n\n{body}\n\n{END}"
 

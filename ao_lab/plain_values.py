@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -14,8 +13,8 @@ from reference.schemes import Scale, Scheme, Zero
 
 #: Records within records.
 NESTED: dict[str, type] = {"scale": Scale, "outer": Scale, "zero": Zero}
-#: Bounds of numbers and text in records: block sizes and exponents are far below.
-LARGEST, LONGEST = 2**48, 1000
+#: Bounds of numbers and text in records: block sizes and exponents are far below; scales are float32.
+LARGEST, LONGEST, LARGEST_FLOAT = 2**48, 1000, (2 - 2**-23) * 2.0**127
 
 
 def check_scheme_fields(given: Any, where: str) -> None:
@@ -62,7 +61,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return _fits_items(value, get_args(hint))
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= LARGEST
+        return type(value) in (int, float) and abs(value) <= LARGEST_FLOAT
     if hint is int:
         return type(value) is int and abs(value) <= LARGEST
     if hint is str:

@@ -10,7 +10,7 @@ import torch
 import fast
 from ao_lab import tensor_pieces as pieces
 from ao_lab.tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor_meta import PARTS
+from ao_lab.tensor_meta import DTYPES, PARTS
 from ao_lab.tensor_table import operation, view
 from reference import Scales
 
@@ -33,9 +33,9 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Another device moves the parts; another dtype is that of the dense tensor: codes and scales stay."""
     t, device = args[0], kwargs.get("device")
     dtype = kwargs.get("dtype") or t.dtype
-    if not dtype.is_floating_point:
+    if dtype not in DTYPES:
         raise TypeError(
-            f"a QuantizedTensor stands for floating-point numbers, not {dtype}; dequantize() first"
+            f"a QuantizedTensor stands for floating-point numbers of 16 bits or more, not {dtype}; dequantize() first"
         )
     blocking = kwargs.get("non_blocking", False)
     return t.mapped(  # type: ignore[no-any-return]

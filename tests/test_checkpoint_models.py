@@ -9,6 +9,7 @@ from torch import nn
 from ao_lab import (
     Int8StaticActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
+    NVFP4WeightOnlyConfig,
     QuantizedTensor,
     load_pretrained,
     quantize_,
@@ -136,3 +137,13 @@ def test_dtypes_are_said_and_can_be_chosen(tmp_path):
     model.float()
     with torch.no_grad():
         assert torch.equal(wide(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e-38])
+def test_weights_of_any_size_come_back(tmp_path, size):
+    model = layers("a")
+    with torch.no_grad():
+        model["a"].weight.mul_(size)
+    quantize_(model, NVFP4WeightOnlyConfig())
+    save_pretrained(model, tmp_path)
+    assert torch.equal(load_pretrained(tmp_path, layers("a"))["a"].weight, model["a"].weight)

@@ -146,3 +146,23 @@ def test_exported(name, given, strict):
     with torch.no_grad():
         program = torch.export.export(net, (TOKENS,), strict=strict)
         assert torch.equal(program.module()(TOKENS), net(TOKENS))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if "Static" in name])
+def test_static_scales_are_positive_and_finite(name, scale):
+    with pytest.raises(ValueError, match="positive finite float32"):
+        config_of(name, {"act_quant_scale": scale})
+
+
+def test_a_bilinear_layer_is_no_batch_of_experts():
+    model = nn.ModuleDict({"both": nn.Bilinear(32, 32, 32), "one": nn.Linear(32, 32)})
+    quantize_(model, ao_lab.Int8WeightOnlyConfig(), lambda module, name: True)
+    assert [layer.name for layer in explain(model).layers] == ["one.weight"]
+
+
+def test_other_dtypes_are_refused():
+    weight = network(ao_lab.Int8WeightOnlyConfig()).first.weight
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.complex64):
+        with pytest.raises(TypeError, match="of 16 bits or more"):
+            weight.to(dtype)

@@ -162,3 +162,7 @@ def test_static_scales_are_said(tmp_path):
         text = write_card(tmp_path / layout).read_text()
         assert "static scales of inputs" in text
         assert "without calibration data" not in text
+
+
+def test_errors_of_weights_are_called_so():
+    assert "| weights | relative RMS error of mxfp4 | 0.1 |" in with_results("", RESULTS)
