@@ -181,7 +181,12 @@ def _compressed(model: nn.Module, reasons: list[str]) -> Stored | None:
     stored = Stored()
     layers: dict[str, tuple[str, Recipe, bool]] = {}
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for name, value in _state(model, stored).items():
+    state = _state(model, stored)
+    if is_untied(model):
+        # Where the table and the head are no longer one, readers tie nothing else either: a bias of theirs, for instance.
+        parted = [name for name, one in stored.shared.items() if not isinstance(state[one], QuantizedTensor)]
+        state.update({name: state[stored.shared.pop(name)] for name in parted})
+    for name, value in state.items():
         path = name.removesuffix(".weight")
         if not isinstance(value, QuantizedTensor):
             stored.keep(name, value)
@@ -249,14 +254,18 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     made: dict[str, Any] = config.to_dict()
     made["architectures"] = [type(model).__name__]
     made["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**made, "tie_word_embeddings": False} if is_untied(model) else made
+
+
+def is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model has a table and a head with weights of their own: quantizing one of two shared ones parts them."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
     try:
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:  # a model without a table (Wav2Vec2)
-        return made
-    if head is not None and table is not None and head.weight is not table.weight:
-        # Quantizing one of two shared weights parts them.
-        made["tie_word_embeddings"] = False
-    return made
+        return False
+    return head is not None and table is not None and head.weight is not table.weight
 
 
 __all__ = ["Saved", "load_pretrained", "records_of", "save_pretrained"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import ao_lab
 import fast
 from ao_lab import (
     FqnToConfig,
@@ -353,3 +354,26 @@ def test_pieces_of_one_weight_share_its_scale(tmp_path, layout):
     assert mlp.gate_proj.weight.scale.data_ptr() == mlp.up_proj.weight.scale.data_ptr()
     save_pretrained(model, tmp_path, layout=layout)
     assert same_state(load_pretrained(tmp_path, small_model()), model)
+
+
+def test_what_untying_parts_is_stored_under_each_name(tmp_path):
+    """BERT's head is tied by its weight and by its bias; with a quantized head readers tie neither."""
+    from safetensors import safe_open
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertForMaskedLM(BertConfig(**sizes)).eval()
+    torch.nn.init.normal_(model.cls.predictions.bias)
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert ao_lab.save_pretrained(model, tmp_path).layout == "compressed-tensors"
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        found = [file.get_tensor(f"cls.predictions.{name}") for name in ("bias", "decoder.bias")]
+    assert torch.equal(found[0], found[1])
+    assert found[0].abs().max() > 1
+    again = ao_lab.load_pretrained(tmp_path, BertForMaskedLM(BertConfig(**sizes)).eval())
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, wanted)

@@ -11,7 +11,7 @@ between lanes. The order of K is free where both operands have the same one: cod
 inputs are paired likewise.
 
 WORDS is chosen so that a part lies in one block. Its sum, from zero, is multiplied by the block's scale and added, in float32.
-Zero points are subtracted from the codes, exactly: |c - z| <= 23. Layouts are explicit, since the assembly depends on them.
+Zero points are subtracted from the codes, exactly: those of -128 to 120. Layouts are explicit, since the assembly depends on them.
 """
 
 import triton.experimental.gluon.language as gl
@@ -121,6 +121,17 @@ def _paired(x, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _less_zero(zero, BRAIN: gl.constexpr):
+    """-136 (float16: -1032) less a zero point, as a pair of 16-bit numbers; exact in bfloat16 up to a zero point of 120."""
+    less = 8388608.0 - ((zero + (136 if BRAIN else 1032)) | 0x4B000000).to(gl.float32, bitcast=True)
+    if BRAIN:
+        bits = less.to(gl.int32, bitcast=True)
+        return ((bits >> 16) & 0xFFFF) | (bits & -65536)
+    else:
+        return (less.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+
+
+@gluon.jit
 def nibble_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr,
@@ -164,7 +175,7 @@ def nibble_kernel(
             else:
                 at = blocks + (start + turn + part * STEP) // BLOCK
             s = stored_scale(scale, at, STORAGE)
-            # The patterns of -128 (float16: -1024) less a number below 16.
+            # The patterns of -128 (float16: -1024), less 8 where codes are two's complement or 8 stands for 0.
             offset = at.to(gl.int32) * 0 + ((0xC300C300 if BRAIN else 0xE400E400) - (1 << 32))
             if SIGNED or SHIFTED:
                 offset += 0x80008
@@ -177,7 +188,7 @@ def nibble_kernel(
                 sums = gl.expand_dims(gl.sum(sums, axis=3), 3)
                 shift += z * gl.convert_layout(sums, LANES, assert_trivial=True)
             elif zero is not None:
-                offset += gl.load(zero + at).to(gl.int32) * 0x10001
+                offset = _less_zero(gl.load(zero + at).to(gl.int32), BRAIN)
             total = gl.inline_asm_elementwise(
                 PRODUCTS[4 * WORDS + 2 * BRAIN + SIGNED], OPERANDS[WORDS],
                 [
