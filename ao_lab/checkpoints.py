@@ -258,7 +258,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def is_untied(model: nn.Module) -> bool:
-    """Whether a transformers model has a table and a head with weights of their own: quantizing one of two shared ones parts them."""
+    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
     if not hasattr(model, "get_output_embeddings"):
         return False
     try:

@@ -362,7 +362,13 @@ def test_what_untying_parts_is_stored_under_each_name(tmp_path):
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     model = BertForMaskedLM(BertConfig(**sizes)).eval()
     torch.nn.init.normal_(model.cls.predictions.bias)
     ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())

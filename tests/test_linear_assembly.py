@@ -24,7 +24,8 @@ BYTES = {
 }
 # What `byte_kernel` says of the operands.
 OPERANDS = "=&f,f,r,f,f,f,f"
-NIBBLES = {"bf16": (ml_dtypes.bfloat16, 0xC308C308, 120), "f16": (np.float16, 0xE408E408, 128)}
+#: What a nibble's pattern counts beside the nibble, and the zero point from which on the offset is not exact.
+NIBBLES = {"bf16": (ml_dtypes.bfloat16, 128, 121), "f16": (np.float16, 1024, 128)}
 
 
 @np.errstate(all="ignore")
@@ -55,21 +56,20 @@ def test_four_bytes_times_four_inputs(kind):
     assert nan.any() == (kind != "int")
 
 
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", NIBBLES)
-def test_eight_nibbles_less_a_zero_point(kind):
-    """Codes j and j + 4 make a pair; every code in every place less every zero point is exact.
-
-    In bfloat16 the pattern of -(136 + z) has room for zero points from -8 to 119, in float16 for more: those of four bits fit.
-    """
+def test_eight_nibbles_less_a_zero_point(kind, signed):
+    """Codes j and j + 4 make a pair; every code in every place less every zero point is exact, up to 120 in bfloat16."""
     dtype, base, beyond = NIBBLES[kind]
-    decoded = nibble_product._decoded("$4", "o", "$5", kind)
+    decoded = nibble_product._decoded("$4", "o", "$5", kind, signed)
     text = f"{{ .reg .b32 v, o<4>; {decoded}" + "".join(f"mov.b32 ${j}, o{j}; " for j in range(4)) + "}"
-    for zero in range(-8, beyond):
+    for zero in range(-128, beyond):
         codes = (np.arange(64)[:, None] * 3 + 5 * np.arange(8)) % 16
         word = (codes.astype(np.uint64) << (4 * np.arange(8)).astype(np.uint64)).sum(1).astype(np.uint32)
-        offset = np.uint32((base + zero * 0x10001) & 0xFFFFFFFF)
+        half = np.array(-(base + 8 * signed + zero), np.float32).astype(dtype).view(np.uint16)
+        offset = np.uint32(int(half) * 0x10001)
         pairs = run(text, "=&r,=&r,=&r,=&r,r,r", [word, np.full(64, offset)])
-        values = (codes ^ 8) - 8 - zero
+        values = ((codes ^ 8) - 8 if signed else codes) - zero
         for j, pair in enumerate(pairs):
             halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(dtype).astype(np.int64)
             assert (halves[:, 0] == values[:, j]).all(), zero

@@ -40,12 +40,13 @@ PRODUCTS = (
     case(linear, "int2_g32", dtype="float32", kernels=VECTOR),
     case(linear, "int4_g64_asymmetric", 16, kernels=TILE),
     case(linear, "int8_rowwise", 17, kernels=TILE),
-    case(linear, "mxfp4", 33, dtype="float16", kernels=TILE),
-    case(linear, "nvfp4", 64, bias=True, kernels=TILE),
-    case(linear, "int4_g64", 64, kernels=TILE),
-    case(linear, "int8_rowwise", 128, kernels=TILE),
-    case(linear, "mxfp8_e4m3", 128, kernels=TILE),
-    case(linear, "int4_g128_asymmetric", 128, dtype="float16", kernels=TILE),
+    case(linear, "mxfp4", 17, dtype="float16", kernels=TILE),
+    case(linear, "nvfp4", 32, bias=True, kernels=TILE),
+    case(linear, "int4_g64", 24, kernels=TILE),
+    case(linear, "int8_rowwise", 64, bias=True, kernels=TILE),
+    case(linear, "fp8_rowwise", 128, dtype="float16", kernels=TILE),
+    case(linear, "mxfp8_e4m3", 32, kernels=TILE),
+    case(linear, "int4_g128_asymmetric", 32, dtype="float16", kernels=TILE),
 )
 WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
 

@@ -123,11 +123,6 @@ def test_embedding_dequantizes_only_the_rows_it_needs(monkeypatch, scheme):
     assert shapes == [(2, 256)]
 
 
-def test_every_operation_was_tested():
-    """Runs last in this file."""
-    assert set() == LAYERS - USED
-
-
 @pytest.mark.parametrize("scheme", KINDS)
 def test_a_weight_times_a_batch(scheme):
     """W @ x with a batch of x, as Mamba does with a layer's weight: torch repeats the matrix, and multiplies batches."""
@@ -150,3 +145,13 @@ def test_a_weight_with_quantized_inputs_times_a_batch():
     flat = quantized(t, Recipe(weight=SCHEMES["nf4"], activation=SCHEMES["fp8_rowwise"]))
     with pytest.raises(ValueError, match="blocks are of the flattened tensor"):
         flat.expand(3, 64, 128)
+
+
+def test_every_operation_was_tested():
+    """By these tests, run once more: others may have run in another process."""
+    test_grouped_products(None)
+    test_linear_is_that_of_the_dequantized_weight("int8_rowwise", True)
+    test_products("int8_rowwise")
+    test_embedding("int8_rowwise")
+    test_a_weight_times_a_batch("int8_rowwise")
+    assert set() == LAYERS - USED

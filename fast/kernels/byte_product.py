@@ -57,16 +57,16 @@ def byte_kernel(
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, DOWN, 1], [2, 1, 0])
-    INPUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 16], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0]
-    )
+    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * ALONG
     first = gl.program_id(0) * ROWS
     row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
     word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 4) + word)
-    inputs = x + ((numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT))
+    inputs = x + (
+        (numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT)
+    )
     start = (numbered(ALONG, 0, 3, LANES) * 32 + numbered(32, 2, 3, LANES)) * 16
     blocks = row_of(first + numbered(ROWS, 1, 3, LANES), rows, WIDE) // HIGH * per_row
     after_others(LATE)

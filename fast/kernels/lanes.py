@@ -55,7 +55,9 @@ def stored_scale(scale, at, STORAGE: gl.constexpr):
     elif STORAGE == "float8_e8m0fnu":
         # 2**-127 is a subnormal float32, and the last code is NaN.
         e = s.to(gl.int32)
-        return gl.where(e == 0, 0x00400000, gl.where(e == 255, 0x7FC00000, e << 23)).to(gl.float32, bitcast=True)
+        return gl.where(e == 0, 0x00400000, gl.where(e == 255, 0x7FC00000, e << 23)).to(
+            gl.float32, bitcast=True
+        )
     else:
         return s
 

@@ -96,7 +96,11 @@ def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
     if count > 1:
         exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
         most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
-        return tile_launch(weight, dtype, count) if exact and weight.step >= SMALLEST_DOT and count <= most else None
+        return (
+            tile_launch(weight, dtype, count)
+            if exact and weight.step >= SMALLEST_DOT and count <= most
+            else None
+        )
     if is_of_nibbles(weight) and dtype != "float32":
         return nibble_launch(weight, dtype)
     return byte_launch(weight, dtype) if is_of_bytes(weight) else vector_launch(weight, dtype)
@@ -113,7 +117,9 @@ def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -
     if (block > 0 and length % block) or block < -1 or not length:
         return None
     flat = scheme.scale.flat_size
-    per_row = length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
+    per_row = (
+        length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
+    )
     rule = rule_of(scheme, "float32", not interpreted())
     made = Weight(rule, scheme.element, scheme.scale.storage, packed, block, high, per_row, rows, length)
     return made if made.step >= min(SMALLEST_STEP, block if block > 0 else SMALLEST_STEP) else None
@@ -138,7 +144,12 @@ def power_in(n: int) -> int:
 
 
 def _one_level(weight: Weight) -> bool:
-    return weight.storage in STORAGES and not weight.rule.has_outer and not weight.rule.two_level and not interpreted()
+    return (
+        weight.storage in STORAGES
+        and not weight.rule.has_outer
+        and not weight.rule.two_level
+        and not interpreted()
+    )
 
 
 def is_of_nibbles(weight: Weight) -> bool:
@@ -156,7 +167,10 @@ def is_of_nibbles(weight: Weight) -> bool:
 def is_of_bytes(weight: Weight) -> bool:
     """Whether `byte_product` takes a weight: two's complement, e4m3 or e5m2 of 8 bits, in blocks of 16 or more along K."""
     rule = weight.rule
-    kinds = (rule.kind == "int" and rule.low < 0) or ocp_name(FORMATS.get(weight.element, rule)) in ("e4m3", "e5m2")
+    kinds = (rule.kind == "int" and rule.low < 0) or ocp_name(FORMATS.get(weight.element, rule)) in (
+        "e4m3",
+        "e5m2",
+    )
     blocks = weight.step >= 16 and weight.length % BYTES == 0
     return rule.bits == 8 and kinds and blocks and rule.zero != "value" and _one_level(weight)
 

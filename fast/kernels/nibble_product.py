@@ -11,7 +11,8 @@ between lanes. The order of K is free where both operands have the same one: cod
 inputs are paired likewise.
 
 WORDS is chosen so that a part lies in one block. Its sum, from zero, is multiplied by the block's scale and added, in float32.
-Zero points are subtracted from the codes, exactly: those of -128 to 120. Layouts are explicit, since the assembly depends on them.
+Zero points are subtracted from the codes, exactly: those of -128 to 120. Layouts are explicit, since the assembly depends on
+them.
 """
 
 import triton.experimental.gluon.language as gl
@@ -68,7 +69,10 @@ def _sums(words: int, kind: str) -> str:
     Operands, `words` registers each: sums out; four pairs of inputs; which of a lane's two columns may be on the diagonal.
     """
     one = "0x3F803F80" if kind == "bf16" else "0x3C003C00"
-    text = "{ .reg .b32 l; .reg .f32 c<4>; .reg .pred p; " + f"setp.ne.s32 p, ${5 * words}, 0; mov.b32 l, {one}; "
+    text = (
+        "{ .reg .b32 l; .reg .f32 c<4>; .reg .pred p; "
+        + f"setp.ne.s32 p, ${5 * words}, 0; mov.b32 l, {one}; "
+    )
     text += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
     for word in range(words):
         b = [f"${words * (1 + pair) + word}" for pair in range(4)]
@@ -96,12 +100,14 @@ PRODUCTS = gl.constexpr(
     }
 )
 SUMS = gl.constexpr(
-    {4 * words + 2 * brain: _sums(words, "bf16" if brain else "f16") for words in (1, 2, 4) for brain in (0, 1)}
+    {
+        4 * words + 2 * brain: _sums(words, "bf16" if brain else "f16")
+        for words in (1, 2, 4)
+        for brain in (0, 1)
+    }
 )
 OPERANDS = gl.constexpr({words: _operands(words) for words in (1, 2, 4)})
-SUM_OPERANDS = gl.constexpr(
-    {words: ",".join(["=&f"] * words + ["r"] * (5 * words)) for words in (1, 2, 4)}
-)
+SUM_OPERANDS = gl.constexpr({words: ",".join(["=&f"] * words + ["r"] * (5 * words)) for words in (1, 2, 4)})
 
 
 @gluon.jit
@@ -154,7 +160,9 @@ def nibble_kernel(
     row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
     word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * WORDS + numbered(WORDS, 3, 4, TILE)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 8) + word)
-    pair = (numbered(ALONG, 0, 5, INPUT) * 32 + numbered(32, 2, 5, INPUT)) * WORDS + numbered(WORDS, 3, 5, INPUT)
+    pair = (numbered(ALONG, 0, 5, INPUT) * 32 + numbered(32, 2, 5, INPUT)) * WORDS + numbered(
+        WORDS, 3, 5, INPUT
+    )
     inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * pair + numbered(4, 4, 5, INPUT))
     lane = numbered(32, 2, 4, LANES)
     odd = spread(lane // 4 % 2, SHAPE, LANES, TILE)
