@@ -11,7 +11,7 @@ import reference
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import from_quantized
 from experiments.kernels import floors
-from experiments.kernels.case import Case, Compared, Inputs, Sample
+from experiments.kernels.case import Bar, Case, Compared, Inputs, Sample
 from experiments.kernels.floors import Shape
 from experiments.kernels.inputs import normal, quantized_piece
 from reference import Quantized, Scheme
@@ -42,6 +42,9 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
             return functional.linear(inputs["x"], inputs["layer"])
         return fast.linear(inputs["x"], inputs["w"])
 
+    def unwrapped(fast: Any, inputs: Inputs) -> Any:
+        return fast.linear(inputs["x"], inputs["w"])
+
     def dense(fast: Any, inputs: Inputs) -> Any:
         return functional.linear(inputs["x"], inputs["dense"])
 
@@ -69,6 +72,8 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         shapes=WEIGHTS,
         beside={"dense": dense, "unfused": unfused},
         host=rows == 1,
+        wraps=unwrapped if wrapped else None,
+        bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
         options={"packed": packed},
     )
 
