@@ -7,7 +7,7 @@ order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothin
   rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
 * ``fused``: `fast.linear`, for weights alone, on a GPU: codes are decoded on the way to the products of one row, or of a few;
-  within `reference.matmul_error_bound` of the exact product. For more rows the same as ``dequantize``.
+  within `reference.linear_error_bound` of the exact product. For more rows (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
@@ -29,7 +29,7 @@ import fast
 from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
 from fast.device import OLDEST
-from fast.linear import fuses
+from fast.linear import rows_fused
 from reference import Quantized, Scales, Scheme
 from reference.linear import transposed
 from reference.quantize import unpacked, with_plain_scales
@@ -119,7 +119,7 @@ def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return "the weight must be a matrix, stored as (out, in), its scales plain"
     return (
         None
-        if fuses(w.quantized, dtype)
+        if rows_fused(w.quantized, dtype)
         else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 from ao_lab.layers import candidates
 from ao_lab.products import chosen
 from ao_lab.tensor import QuantizedTensor
+from fast.linear import rows_fused
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"
@@ -89,7 +90,9 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     """The function that computes with a weight; experts and linear layers sum along their blocks."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    return chosen(weight if weight.block_axis == -2 else weight.turned(), weight.dtype)
+    turned = weight if weight.block_axis == -2 else weight.turned()
+    name = chosen(turned, weight.dtype)
+    return f"fused, up to {rows_fused(turned.quantized, weight.dtype)} rows" if name == "fused" else name
 
 
 __all__ = ["Layer", "Report", "explain"]

@@ -20,10 +20,9 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     """x (..., K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype and on its device.
 
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
-    bfloat16 or float16 (32 where scales change along K); the result is within `reference.matmul_error_bound` (accumulation
-    "blocked", any order) of the exact product, where |c - z| counts as |c| + |z| under a zero point. Where no kernel takes
-    them (more rows, weights that `fuses` refuses), torch multiplies what `dequantize` gives in x's dtype. CPU tensors run
-    `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
+    bfloat16 or float16 (32 where scales change along K); the result is within `reference.linear_error_bound` of the exact
+    product. Where no kernel takes them (see `rows_fused`), torch multiplies what `dequantize` gives in x's dtype. CPU tensors
+    run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
     """
     key, known = _call(require_tensor(x, "linear"), w, bias)
     if known is not None:
@@ -44,13 +43,15 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     return torch.nn.functional.linear(x, dequantize(w, x.dtype), added)
 
 
-def fuses(w: Quantized, dtype: torch.dtype) -> bool:
-    """Whether a kernel multiplies one row of a dtype by a stored weight on a GPU of `device.OLDEST` or later."""
+def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
+    """The most rows of a dtype that a kernel multiplies by a stored weight on a GPU of `device.OLDEST` or later; 0 for none."""
     if importlib.util.find_spec("triton") is None:
-        return False
-    from fast.kernels.linear import launch_for
+        return 0
+    from fast.kernels.linear import MOST_BLOCK_ROWS, MOST_ROWS, launch_for
 
-    return launch_for(w, 1, dtype) is not None
+    return next(
+        (count for count in (MOST_ROWS, MOST_BLOCK_ROWS, 1) if launch_for(w, count, dtype) is not None), 0
+    )
 
 
 def _call(x: torch.Tensor, w: Any, bias: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from reference.error_bound import matmul_error_bound
 from reference.fake_quantize import fake_quantize, fake_quantize_vjp
 from reference.formats import FORMATS, Format
 from reference.linear import linear
+from reference.linear_bound import linear_error_bound
 from reference.matmul import matmul
 from reference.normalize import rms_norm, rms_norm_quantize
 from reference.pack import pack, packed_shape, unpack
@@ -45,6 +46,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_vjp",
     "linear",
+    "linear_error_bound",
     "matmul",
     "matmul_error_bound",
     "pack",

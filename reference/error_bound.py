@@ -92,15 +92,15 @@ def matmul_error_bound(
         truth = np.abs(exact_matmul(left.values, right.values, added)) * UPWARD
         error = np.zeros_like(truth)
         if accumulation == "blocked":
-            error = _float32_error(
+            error = float32_error(
                 left, right, added, left.k if order == "any" else _parts(left, right, block)
             )
         elif accumulation == "hopper_fp8":
             error = _tensor_core_error(left, right, added, (k_step, frac_bits, promote), operand_formats)
         if accumulation == "exact" or out_dtype != "float32":
-            error = error + _rounding_error(truth + error, out_dtype)
+            error = error + rounding_error(truth + error, out_dtype)
         bound = np.where(np.isfinite(truth) & np.isfinite(error), error * UPWARD, np.inf)
-    return _deliver(bound, a)
+    return of_library(bound, a)
 
 
 def gamma(n: int) -> float:
@@ -112,7 +112,7 @@ def _parts(left: Operand, right: Operand, size: int | None) -> int:
     return -(-left.k // block_step(left, right, size))
 
 
-def _float32_error(left: Operand, right: Operand, bias: F64 | None, n: int) -> F64:
+def float32_error(left: Operand, right: Operand, bias: F64 | None, n: int) -> F64:
     """Error of float32 arithmetic in which every term passes at most n roundings, besides those of scales and bias."""
     factors = _factor_count(left) + _factor_count(right)
     n = n + 2 * factors + (bias is not None)
@@ -139,10 +139,10 @@ def _tensor_core_error(
     share = chain * align + -(-chain // k_step) * (align + deliver)
     padded = _sum(_magnitude(left, emin[0]), _magnitude(right, emin[1]))
     floor = chains * 2.0**-126 * _growth(left) * _growth(right)
-    return share * (padded + floor) + _float32_error(left, right, bias, chains)
+    return share * (padded + floor) + float32_error(left, right, bias, chains)
 
 
-def _rounding_error(x: F64, name: str) -> F64:
+def rounding_error(x: F64, name: str) -> F64:
     """Half a unit in the last place of `name` at magnitudes up to x; infinite where that may round to infinity."""
     mantissa, emin, emax = RESULTS[name]
     half = np.maximum(power_of(np.where(np.isfinite(x), x, 0.0), emin), 2.0**emin) * 2.0 ** (-mantissa - 1)
@@ -212,7 +212,8 @@ def _may_overflow(left: Operand, right: Operand, total: F64) -> Any:
     )
 
 
-def _deliver(bound: F64, like: Array | Quantized) -> Array:
+def of_library(bound: F64, like: Array | Quantized) -> Array:
+    """A bound in the library of `like`: float64, in JAX float32, rounded up."""
     if namespace_of(like.codes if isinstance(like, Quantized) else like).name != "jax":
         return from_host(bound, "float64", like)
     with np.errstate(over="ignore", under="ignore"):

@@ -30,14 +30,18 @@ def linear(
     x = x if isinstance(x, Quantized) else as_array(x)
     bias = None if bias is None else as_array(bias)
     check_linear(x, w, bias)
-    if out_dtype is None:
-        own = "" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
-        out_dtype = own if own in RESULTS else "float32"
+    out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     vector = len(x.shape) == 1 and not isinstance(x, Quantized)
     rows: Any = x
     rows = rows[None] if vector else rows
     made = matmul(rows, transposed(w), accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
     return made[0] if vector else made
+
+
+def result_dtype(x: Array | Quantized) -> str:
+    """The dtype of a result whose dtype is not given."""
+    own = "" if isinstance(x, Quantized) else namespace_of(x).dtype_name(x)
+    return own if own in RESULTS else "float32"
 
 
 def check_linear(x: Any, w: Any, bias: Any) -> None:

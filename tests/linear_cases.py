@@ -1,15 +1,4 @@
-"""Weights and inputs of `linear` whose products are exact in float32 in any order, and how far other products may be off.
-
-The bound is that of `reference.matmul_error_bound` (accumulation "blocked", any order), with one change. Kernels compute
-
-    y[n] = sum over blocks b of s[n, b] (sum of c x  -  z[n, b] sum of x)  + bias,
-
-where z is a zero point. So c x and z x are terms of their own, and what the bound calls |c - z| |s| |x| is (|c| + |z|) |s| |x|
-here, which is at most (|c - z| + 2 |z|) |s| |x| = |v| |x| + 2 |z| |s| |x|, with v the weight's value. A term passes fewer than
-K + 4 roundings (its product, the sums of its block and of the blocks, the product with z, the difference, the product with
-s), two for each of at most three factors of a scale (once in v, once in the kernel), and the bias. Underflow adds 2**-150 for
-each of these, times what factors after it magnify it by; the cases stay far from it.
-"""
+"""Weights and inputs of `linear` whose products are exact in float32 in any order, and products with all their digits."""
 
 from __future__ import annotations
 
@@ -18,6 +7,7 @@ from typing import Any
 import torch
 
 import fast
+import reference
 from reference import Quantized, Scales
 from reference.blocks import Blocks
 from reference.schemes import Scheme
@@ -79,26 +69,10 @@ def exact_result(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> to
 def distance_allowed(
     x: torch.Tensor, w: Quantized, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product in float64, and the bound that the module derives."""
-    length = w.shape[1]
-    value = fast.dequantize(w).double()
-    made, added = x.double() @ value.t(), 0.0 if bias is None else bias.double()
-    terms = value.abs()
-    if w.zero is not None and w.scheme.zero is not None:
-        zero, scale = spread(w.zero, length).abs(), spread(w.scale, length).abs()
-        terms = terms + 2 * zero * (scale if w.scheme.zero.rule == "code" else 1.0)
-    total = x.double().abs() @ terms.t() + (added.abs() if bias is not None else 0.0)
-    n = (length + 4 + 6 + (bias is not None)) * 2.0**-24
-    error = n / (1 - n) * total * (1 + 2.0**-30)
-    truth = made + added
-    return truth, error + ROUNDOFF[x.dtype] * (truth.abs() + error) + 2.0**-140
-
-
-def spread(part: torch.Tensor, length: int) -> torch.Tensor:
-    """A part with one number for each block along a row, for each element, in float64."""
-    if part.dtype == torch.uint16:
-        part = (part.to(torch.int32) << 16).view(torch.float32)
-    return part.double().repeat_interleave(length // part.shape[1], dim=1)
+    """The product in float64, and how far from it `reference.linear_error_bound` lets a kernel be."""
+    truth = x.double() @ fast.dequantize(w).double().t() + (0.0 if bias is None else bias.double())
+    allowed: Any = reference.linear_error_bound(x, w, bias)
+    return truth, allowed
 
 
 def weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quantized:

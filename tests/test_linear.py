@@ -12,7 +12,7 @@ from hypothesis import given, settings
 import fast
 import reference
 from ao_lab import testing
-from fast.linear import fuses
+from fast.linear import rows_fused
 from reference import SCHEMES
 from reference.bridge import to_numpy
 from reference.linear import transposed
@@ -199,7 +199,7 @@ def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None
         torch.zeros(shape), record, packed=record.format.bits < 8 if packed is None else packed, tiled=tiled
     )
     launch = launch_for(w, rows, dtype)
-    assert (launch_for(w, 1, dtype) is not None) == fuses(w, dtype)
+    assert (launch_for(w, 1, dtype) is not None) == (rows_fused(w, dtype) > 0)
     return None if launch is None else launch.kernel.__name__
 
 
@@ -300,3 +300,17 @@ def test_views_at_odd_addresses_are_copied(monkeypatch):
     assert (x.data_ptr() % 4, moved.codes.data_ptr() % 4) == (2, 1)
     assert all(pointer is None or pointer.data_ptr() % 4 == 0 for pointer in seen[:2])
     assert len(seen) > 2
+
+
+@linux
+def test_how_many_rows_kernels_take():
+    """128 where a row has one scale, 32 where scales change along it, one of float32, none where nothing is read."""
+    rows = {
+        (name, dtype): rows_fused(
+            fast.quantize(torch.zeros(64, 512), name, packed=name != "int8_rowwise"), dtype
+        )
+        for name in ("int8_rowwise", "int4_g64")
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert list(rows.values()) == [128, 1, 32, 1]
+    assert rows_fused(fast.quantize(torch.zeros(64, 512), "int4_g64", axis=0), torch.bfloat16) == 0

@@ -25,7 +25,7 @@ INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 FAST_ALONE = {
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",
-    "linear.fuses": "whether there is a kernel for a weight; a reference has none",
+    "linear.rows_fused": "how many rows kernels take; a reference has none",
     "ops": "operators for those who trace a torch program",
     "ready": "a reference run has nothing to remember: no kernel, no launch",
     "tensors": "reference takes arrays of any library, fast takes torch tensors",

@@ -54,7 +54,7 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         w, x = quantized_piece(inputs["w"], sample), inputs["x"][:COMPARED].cpu()
         error = (got[:COMPARED, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
-        inside = error <= bound(x, w)
+        inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
         return [("within the bound", inside, torch.ones_like(inside))]
 
     return Case(
@@ -82,27 +82,3 @@ def exact(x: torch.Tensor, w: Quantized) -> torch.Tensor:
     """The product in float64, whose own rounding is nothing beside the bound."""
     dense: Any = reference.dequantize(w)
     return x.double() @ dense.double().T
-
-
-def bound(x: torch.Tensor, w: Quantized) -> torch.Tensor:
-    """The largest error of float32 sums in any order, and of rounding to bfloat16.
-
-    `reference.matmul_error_bound` (blocked, any order) with one change: kernels subtract z times the sum of the inputs, so
-    that |c - z| counts as |c| + |z|, at most |c - z| + 2 |z|, and a zero point of b bits is at most 2**(b - 1). A term passes
-    at most K + 4 roundings (its product, the sums, z's product, the difference, the scale's product), and two for each of
-    three factors of a scale.
-    """
-    dense: Any = reference.dequantize(w)
-    size = dense.abs().double()
-    if w.zero is not None:
-        size = size + 2.0**w.scheme.format.bits * spread(w.scale, w).double()
-    terms = x.shape[1] + 4 + 6
-    gamma = terms * 2.0**-24 / (1 - terms * 2.0**-24)
-    largest = x.abs().double() @ size.T
-    return gamma * largest + (largest * gamma + exact(x, w).abs()) * 2.0**-8
-
-
-def spread(scale: torch.Tensor, w: Quantized) -> torch.Tensor:
-    """Scales of blocks along K for every element."""
-    values: Any = reference.decode(scale, w.scheme.scale.storage) if scale.dtype == torch.uint16 else scale
-    return values.float().repeat_interleave(w.shape[1] // values.shape[1], 1)

@@ -48,16 +48,15 @@ def _inputs(pointers):
 def byte_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr, ALONG: gl.constexpr, UNROLL: gl.constexpr,
-    WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of y. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one
     scale a row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
-    DOWN, ALONG: warps over rows, and along K; LATE: launched before the kernel in front of it has ended."""
+    ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, DOWN, 1], [2, 1, 0])
-    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, 1, 1], [2, 1, 0])
+    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * ALONG
     first = gl.program_id(0) * ROWS
@@ -72,28 +71,27 @@ def byte_kernel(
     after_others(LATE)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     scaled = gl.zeros([ALONG, ROWS, 32], gl.float32, LANES)
-    for turn in range(0, LENGTH, STEP * UNROLL):
-        for part in gl.static_range(UNROLL):
-            w = gl.load(words + turn // 4 + part * STEP // 4, eviction_policy="evict_first")
-            v0, v1, v2, v3 = _inputs(inputs + turn + part * STEP)
-            added = gl.zeros(SHAPE, gl.float32, TILE) if BLOCK > 0 else total
-            added = gl.inline_asm_elementwise(
-                TEXT, "=&f,f,r,f,f,f,f",
-                [
-                    added, w, spread(v0, SHAPE, TILE, TILE), spread(v1, SHAPE, TILE, TILE), spread(v2, SHAPE, TILE, TILE),
-                    spread(v3, SHAPE, TILE, TILE),
-                ],
-                dtype=gl.float32, is_pure=True, pack=1,
-            )  # fmt: skip
-            if BLOCK > 0:
-                at = blocks + (start + turn + part * STEP) // BLOCK
-                sums = gl.convert_layout(gl.sum(added, axis=3), LANES, assert_trivial=True)
-                if zero is not None:
-                    whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
-                    sums = sums - gl.load(zero + at).to(gl.float32) * whole
-                scaled += sums * stored_scale(scale, at, STORAGE)
-            else:
-                total = added
+    for turn in range(0, LENGTH, STEP):
+        w = gl.load(words + turn // 4, eviction_policy="evict_first")
+        v0, v1, v2, v3 = _inputs(inputs + turn)
+        added = gl.zeros(SHAPE, gl.float32, TILE) if BLOCK > 0 else total
+        added = gl.inline_asm_elementwise(
+            TEXT, "=&f,f,r,f,f,f,f",
+            [
+                added, w, spread(v0, SHAPE, TILE, TILE), spread(v1, SHAPE, TILE, TILE), spread(v2, SHAPE, TILE, TILE),
+                spread(v3, SHAPE, TILE, TILE),
+            ],
+            dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        if BLOCK > 0:
+            at = blocks + (start + turn) // BLOCK
+            sums = gl.convert_layout(gl.sum(added, axis=3), LANES, assert_trivial=True)
+            if zero is not None:
+                whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
+                sums = sums - gl.load(zero + at).to(gl.float32) * whole
+            scaled += sums * stored_scale(scale, at, STORAGE)
+        else:
+            total = added
     if BLOCK > 0:
         made = gl.sum(gl.sum(scaled, axis=2), axis=0)
     else:

@@ -184,7 +184,7 @@ def nibble_launch(weight: Weight, dtype: str) -> Fixed:
     along = _along(weight, rows, weight.length // (256 * words))
     unroll = 2 if words < 4 and weight.length % (512 * words * along) == 0 else 1
     tail = (
-        weight.rows, weight.per_row, weight.length, weight.block or weight.length, words, rows, 1, along, unroll, weight.wide,
+        weight.rows, weight.per_row, weight.length, weight.block or weight.length, words, rows, along, unroll, weight.wide,
         weight.storage, bool(weight.rule.low < 0), bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
     return Fixed(nibble_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
@@ -197,7 +197,7 @@ def byte_launch(weight: Weight, dtype: str) -> Fixed:
     kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
     tail = (
         weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
-        1.0 / (1 << weight.rule.fraction_bits), rows, 1, along, 1, weight.wide, dtype, True,
+        1.0 / (1 << weight.rule.fraction_bits), rows, along, weight.wide, dtype, True,
     )  # fmt: skip
     return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
 

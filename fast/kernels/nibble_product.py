@@ -140,18 +140,18 @@ def _less_zero(zero, BRAIN: gl.constexpr):
 @gluon.jit
 def nibble_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DOWN: gl.constexpr,
-    ALONG: gl.constexpr, UNROLL: gl.constexpr, WIDE: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr,
+    UNROLL: gl.constexpr, WIDE: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; DOWN, ALONG:
-    warps over rows, and along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values,
+    """ROWS numbers of y. rows: N; per_row: blocks in a row of W; LENGTH: K; BLOCK: elements of a block along K; ALONG: warps
+    along K; UNROLL: steps a turn; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values,
     bfloat16, not codes; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, DOWN, 1, 1], [3, 2, 1, 0])
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, WORDS, 4], [1, 1, 32, 1, 1], [ALONG, DOWN, 1, 1, 1], [4, 3, 2, 1, 0]
+        [1, 1, 1, WORDS, 4], [1, 1, 32, 1, 1], [ALONG, 1, 1, 1, 1], [4, 3, 2, 1, 0]
     )
     BRAIN: gl.constexpr = DTYPE == "bfloat16"
     # Elements that the warps along K take at once.
