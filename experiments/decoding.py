@@ -54,12 +54,14 @@ class State:
 
     @classmethod
     def of(cls, model: Llama, plan: Plan) -> State:
-        """An empty cache, beside a model's weights."""
+        """An empty cache, beside a model's weights: keys are rows, values columns (see `decode_model.one_query`)."""
         shape, table = model.shape, model.model.embed_tokens.weight
-        size = (1, shape.kv_heads, plan.length, shape.head_width)
         keys, values = (
-            [torch.zeros(size, dtype=table.dtype, device=table.device) for _ in range(shape.layers)]
-            for _ in range(2)
+            [
+                torch.zeros(1, shape.kv_heads, *size, dtype=table.dtype, device=table.device)
+                for _ in range(shape.layers)
+            ]
+            for size in ((plan.length, shape.head_width), (shape.head_width, plan.length))
         )
         token, position, made = (
             torch.zeros(count, dtype=torch.int64, device=table.device) for count in (1, 1, plan.length)
@@ -67,24 +69,27 @@ class State:
         return cls(token, position, made, keys, values)
 
 
-def front(model: Llama, tables: Tables, tokens: Tensor, position: Tensor) -> tuple[Tensor, Where]:
-    """What enters the first block."""
-    return model.model.embed_tokens(tokens)[None], tables.at(position, model.shape.group)
+def front(model: Llama, tables: Tables, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Where]:
+    """What enters the first block: the residual stream, what is to be added to it, and where it is."""
+    x = model.model.embed_tokens(tokens)[None]
+    return x, torch.zeros_like(x), tables.at(position, model.shape.group)
 
 
-def block(layer: Block, x: Tensor, where: Where, keys: Tensor, values: Tensor) -> Tensor:
+def block(
+    layer: Block, x: Tensor, said: Tensor, where: Where, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
     """One layer."""
-    return layer(x, where, keys, values)
+    return layer(x, said, where, keys, values)
 
 
-def head(model: Llama, x: Tensor) -> Tensor:
+def head(model: Llama, x: Tensor, said: Tensor) -> Tensor:
     """Logits (time, vocabulary)."""
-    return model.lm_head(model.model.norm(x))[0]
+    return model.lm_head(model.model.norm(x + said))[0]
 
 
-def tail(model: Llama, plan: Plan, state: State, x: Tensor) -> Tensor:
+def tail(model: Llama, plan: Plan, state: State, x: Tensor, said: Tensor) -> Tensor:
     """Logits of the next token; samples it, notes it down and moves on."""
-    logits = head(model, x)
+    logits = head(model, x, said)
     token = sample(logits[-1], plan)
     state.position.add_(1)
     state.token.copy_(token)
@@ -123,22 +128,22 @@ class Decoding:
 
     def _eager_step(self) -> Tensor:
         state = self.state
-        x, where = self._front(self.model, self.tables, state.token, state.position)
+        x, said, where = self._front(self.model, self.tables, state.token, state.position)
         for layer, keys, values in zip(self.model.model.layers, state.keys, state.values, strict=True):
-            x = self._block(layer, x, where, keys, values)
-        return self._tail(self.model, self.plan, state, x)
+            x, said = self._block(layer, x, said, where, keys, values)
+        return self._tail(self.model, self.plan, state, x, said)
 
     @torch.no_grad()
     def prefill(self) -> Tensor:
         """Logits of the whole prompt, not compiled; fills the cache. The next step takes the prompt's last token again."""
         position = torch.arange(self.prompt.shape[0], device=self.prompt.device)
-        x, where = front(self.model, self.tables, self.prompt, position)
+        x, said, where = front(self.model, self.tables, self.prompt, position)
         for layer, keys, values in zip(
             self.model.model.layers, self.state.keys, self.state.values, strict=True
         ):
-            x = layer(x, where, keys, values)
+            x, said = layer(x, said, where, keys, values)
         self.rewind()
-        return head(self.model, x)
+        return head(self.model, x, said)
 
     def rewind(self) -> None:
         """Back to the prompt's last token."""

@@ -7,6 +7,9 @@ Kernels that keep the weight's codes compute, for a row n of the weight with blo
 or, where zero points are values, s (sum of c x) + z (sum of x). So c x and z x are terms of their own, and what the bound of
 a product calls |c - z| is |c| + |z| here, at most |c - z| + 2 |c|.
 
+Kernels also take codes of 4 bits with up to 24 added, and take the 24 off again block by block: (c + 24) x and (24 + z) x are
+the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K.
+
 float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value that T is made
 of, one in the kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values
 that have no factors in T (a codebook, a value for zero, blocks of the flattened weight) have three in the kernel at most.
@@ -30,10 +33,10 @@ from reference.exact import F64, RESULTS
 from reference.linear import check_linear, result_dtype, transposed
 from reference.matmul import bias_of, operands_of
 from reference.operands import Operand, host_array, operand_of
-from reference.quantize import Quantized
+from reference.quantize import Quantized, unpacked
 
-#: Roundings under a zero point, and of the factors of a value that T does not have.
-ZERO, FACTORS = 4, 6
+#: Roundings under a zero point, and of the factors of a value that T does not have; what codes of 4 bits have too much, twice.
+ZERO, FACTORS, ADDED = 4, 6, 48.0
 
 
 def linear_error_bound(
@@ -55,7 +58,7 @@ def linear_error_bound(
     with np.errstate(over="ignore", invalid="ignore"):
         truth = _result(left, right, added)
         error = float32_error(left, _terms(right, w), added, _roundings(left, right, w))
-        error = error + _underflow(left, right, w)
+        error = error + _underflow(left, right, w) + _added(left, w)
         if name != "float32":
             error = error + rounding_error(truth + error, name)
         bound = np.where(np.isfinite(truth) & np.isfinite(error), error * UPWARD, np.inf)
@@ -78,10 +81,28 @@ def _terms(right: Operand, w: Quantized) -> Operand:
     """The weight with magnitudes that are at least those of all terms: |c - z| + 2 |c|."""
     if w.zero is None:
         return right
-    nothing = np.zeros_like(host_array(w.zero, "w"))
-    without = replace(w, zero=namespace_of(w.zero).constant(nothing, w.zero))
-    plain = operand_of(transposed(without), -2, "w")
+    plain = operand_of(transposed(replace(w, zero=_nothing(w))), -2, "w")
     return replace(right, codes=(np.abs(right.codes) + 2 * np.abs(plain.codes)) * UPWARD)
+
+
+def _added(left: Operand, w: Quantized) -> F64 | float:
+    """Error of the sums of a block where 4-bit codes have something added: as if all codes were ADDED."""
+    if w.scheme.format.kind != "int" or w.scheme.format.bits != 4:
+        return 0.0
+    ones = np.ones(unpacked(w).codes.shape, np.uint8)
+    alike = replace(w, codes=namespace_of(w.codes).constant(ones, w.codes), zero=_nothing(w), packed=False)
+    scales = operand_of(transposed(alike), -2, "w")
+    scales = replace(scales, codes=ADDED * np.abs(scales.codes))
+    block = w.scheme.scale.flat_size or w.scheme.scale.block
+    size = left.k if isinstance(block, str) else (block[1] if isinstance(block, tuple) else block)
+    return float32_error(left, scales, None, 2 * (left.k if size == -1 else size) + ZERO)
+
+
+def _nothing(w: Quantized) -> Array | None:
+    """Zero points of 0 in place of a weight's own."""
+    if w.zero is None:
+        return None
+    return namespace_of(w.zero).constant(np.zeros_like(host_array(w.zero, "w")), w.zero)
 
 
 def _underflow(left: Operand, right: Operand, w: Quantized) -> float:

@@ -43,6 +43,20 @@ def factored(x, w, bias):
     return total if bias is None else total + bias
 
 
+def offset(x, w):
+    """The same with 24 added to codes, and taken off block by block."""
+    codes, scale = ((w.codes.astype(np.int32) & 15 ^ 8) - 8 + 24).astype(F32), w.scale.astype(F32)
+    size = w.shape[1] // scale.shape[1]
+    total = np.zeros((x.shape[0], w.shape[0]), F32)
+    for b in range(scale.shape[1]):
+        products, inputs = np.zeros_like(total), np.zeros_like(total)
+        for k in range(b * size, (b + 1) * size):
+            products = products + x[:, k : k + 1] * codes[:, k]
+            inputs = inputs + x[:, k : k + 1]
+        total = total + (products - 24 * inputs) * scale[:, b]
+    return total
+
+
 def far(shape, seed, spread=6):
     """Numbers of all sizes."""
     rng = np.random.default_rng(seed)
@@ -56,6 +70,19 @@ def test_sums_from_left_to_right_are_inside(name, seed, biased):
     x, bias = far((3, 256), seed + 1), far(5, seed + 2) if biased else None
     bound = reference.linear_error_bound(x, w, bias)
     assert (np.abs(factored(x, w, bias) - truth(x, w, bias)) <= bound).all()
+
+
+def test_codes_with_something_added_are_inside():
+    """Codes of 0 in the rows' larger part: all that is lost is lost of what was added."""
+    weight = np.zeros((2, 64), F32)
+    weight[:, 0] = 7
+    w = reference.quantize(weight, SCHEMES["int4_g32"])
+    x = far((64, 64), 11, 1)
+    x[:, 0] = 0
+    error, bound = np.abs(offset(x, w) - truth(x, w)), reference.linear_error_bound(x, w)
+    assert (error <= bound).all()
+    assert (error > 0).any()
+    assert (bound < 2.0**-24 * 68 * 49 * np.abs(x).sum(1)[:, None]).all()
 
 
 def test_a_zero_point_far_from_the_codes_counts():
@@ -81,10 +108,10 @@ def test_it_is_small_and_holds_for_the_result(name, out_dtype):
     got = reference.linear(x, w, out_dtype=out_dtype).astype(np.float64)
     bound = reference.linear_error_bound(x, w, out_dtype=out_dtype)
     assert (np.abs(got - truth(x, w)) <= bound).all()
-    # 2 K + 10 roundings of 2**-24, five times as much under zero points (|c - z| + 2 |c|), and one of the result.
+    # 2 K + 10 roundings of 2**-24, more of more under zero points and in blocks of 4 bits, and one of the result.
     size = np.abs(x).astype(np.float64) @ np.abs(reference.dequantize(w)).astype(np.float64).T
     narrow = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out_dtype]
-    factor = 1 if w.zero is None else 40
+    factor = {"int4_g64_asymmetric": 40, "int4_g32": 9, "nf4": 3}.get(name, 1)
     assert (bound <= (factor * 530 * 2.0**-24 + narrow) * size * 1.01).all()
 
 

@@ -9,7 +9,7 @@ Layouts are explicit: no number changes its lane before the sums of a row do.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.lanes import after_others, narrowed, numbered, row_of, spread, stored_scale
+from fast.kernels.lanes import after_others, as_scale, narrowed, numbered, row_of, spread
 
 
 def _integers() -> gl.constexpr:
@@ -89,7 +89,7 @@ def byte_kernel(
             if zero is not None:
                 whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
                 sums = sums - gl.load(zero + at).to(gl.float32) * whole
-            scaled += sums * stored_scale(scale, at, STORAGE)
+            scaled += sums * as_scale(gl.load(scale + at), STORAGE)
         else:
             total = added
     if BLOCK > 0:
@@ -99,7 +99,7 @@ def byte_kernel(
     n = first + gl.arange(0, ROWS, layout=made.type.layout)
     inside = n < rows
     if BLOCK <= 0:
-        made = made * stored_scale(scale, gl.minimum(n, rows - 1) if BLOCK == 0 else n * 0, STORAGE)
+        made = made * as_scale(gl.load(scale + (gl.minimum(n, rows - 1) if BLOCK == 0 else n * 0)), STORAGE)
     made = made * FACTOR
     if bias is not None:
         made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)

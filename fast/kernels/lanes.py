@@ -47,9 +47,8 @@ def after_others(LATE: gl.constexpr):
 
 
 @gluon.jit
-def stored_scale(scale, at, STORAGE: gl.constexpr):
+def as_scale(s, STORAGE: gl.constexpr):
     """Scales as float32, kept as float32, bfloat16 or e8m0."""
-    s = gl.load(scale + at)
     if STORAGE == "bfloat16":
         return (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
     elif STORAGE == "float8_e8m0fnu":
