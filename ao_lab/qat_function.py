@@ -16,6 +16,7 @@ that saw inside would merge the roundings of backward with those of forward, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -58,15 +59,21 @@ class Rule:
     @property
     def recipe(self) -> Recipe:
         """The recipe again."""
-        activation = record_of(self.activation) if self.activation else None
-        return Recipe(
-            weight=record_of(self.weight),
-            activation=activation,
-            kernel=self.kernel,
-            accumulation=self.accumulation,
-        )
+        return _recipe_of(self)
 
 
+@lru_cache(maxsize=256)
+def _recipe_of(rule: Rule) -> Recipe:
+    activation = record_of(rule.activation) if rule.activation else None
+    return Recipe(
+        weight=record_of(rule.weight),
+        activation=activation,
+        kernel=rule.kernel,
+        accumulation=rule.accumulation,
+    )
+
+
+@lru_cache(maxsize=256)
 def rule_of(text: str) -> Rule:
     """The rule of its text."""
     weight, activation, kernel, accumulation, axis = text.split("\n")

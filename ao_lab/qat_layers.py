@@ -7,8 +7,7 @@ hooks and the names in its state_dict stay what they were, and isinstance(module
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 import fast
 from ao_lab.qat_function import Given, Rule, qat_linear
 from ao_lab.recipes import Recipe
+from fast.device import is_traced
 from reference import Scales
 
 #: The smallest scale of the house's records.
@@ -37,11 +37,14 @@ class Training:
     scale_gradient: str = "lsq"
     #: Steps (`advance_qat`) before the layer rounds anything.
     start_step: int = 0
+    #: The recipe as plain values, and whether a row of the weight is rounded on its own as it is in the whole.
+    rule: Rule = field(init=False)
+    rows_alone: bool = field(init=False)
 
-    @cached_property
-    def rule(self) -> Rule:
-        """The recipe as plain values."""
-        return Rule.of(self.recipe, self.axis)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", Rule.of(self.recipe, self.axis))
+        scheme, inside = self.recipe.weight, isinstance(self.recipe.weight.scale.block, int)
+        object.__setattr__(self, "rows_alone", inside and scheme.outer is None and self.axis == -1)
 
     def __str__(self) -> str:
         learned = ", scales learned" if self.learn_scales else ""
@@ -110,8 +113,8 @@ class QATEmbedding(QATModule, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the rounded table; only those that are asked for are rounded where a row can be on its own."""
-        scheme, axis, given = self.qat.recipe.weight, self.qat.axis, self.given()
-        alone = given.scale is None and axis == -1 and rows_alone(scheme)
+        given = self.given()
+        alone = given.scale is None and self.qat.rows_alone
         table = self.weight if alone else self.rounded(self.weight, given)
         rows = nn.functional.embedding(
             input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
@@ -121,14 +124,9 @@ class QATEmbedding(QATModule, nn.Embedding):
     def rounded(self, x: torch.Tensor, given: Given) -> torch.Tensor:
         """The table, or rows of it, as the scheme represents them."""
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
-        made = fast.fake_quantize(x, self.qat.rule.weight, axis=self.qat.axis, scales=scales)
+        scheme = self.qat.rule.weight if is_traced(x) else self.qat.recipe.weight
+        made = fast.fake_quantize(x, scheme, axis=self.qat.axis, scales=scales)
         return made if given.started is None else torch.where(given.started, made, x)
-
-
-def rows_alone(scheme: Any) -> bool:
-    """Whether blocks lie inside rows, so that a row is rounded on its own as it is in the table."""
-    block = scheme.scale.block
-    return scheme.outer is None and isinstance(block, int)
 
 
 #: The class of a layer, and the one that it trains as.

@@ -8,6 +8,7 @@ error, layers are converted or still in training, `explain(model)` says which, a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,9 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
     for module, _ in change.places.values():
         undo.append(module)
         embedding = isinstance(module, nn.Embedding)
-        recipe = change.config.recipe() if not embedding else change.recipe
+        recipe = config.recipe()
+        if embedding:
+            recipe = replace(recipe, activation=None, kernel="auto")
         train_as(
             module,
             Training(recipe, config.axis, config.learn_scales, config.scale_gradient, config.start_step),
@@ -198,6 +201,10 @@ def _chosen(
 
 def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
     """ValueError where a layer was trained for something else, or not yet."""
+    if hasattr(module.weight, "full_tensor"):
+        raise TypeError(
+            f"{name} is distributed: load its full weights into a prepared model on one rank, and convert that"
+        )
     training, base = module.qat, config.base_config
     if base is None:
         if training.learn_scales:
