@@ -316,7 +316,7 @@ def qat_linear(
 ) -> torch.Tensor:
     """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     bias = None if bias is None else bias.to(x.dtype)
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])

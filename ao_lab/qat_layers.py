@@ -18,7 +18,8 @@ import fast
 from ao_lab.qat_function import Given, Rule, qat_linear
 from ao_lab.recipes import Recipe
 from fast.device import is_traced
-from reference import Scales
+from reference import Scales, Scheme
+from reference.record_text import record_of
 
 #: The smallest scale of the house's records.
 SMALLEST = 2.0**-126
@@ -52,17 +53,26 @@ class Training:
         return f"QAT: trained as {self.recipe}{learned}{late}; step='convert' quantizes it"
 
 
-class ScaledGradient(torch.autograd.Function):
-    """Its input; the gradient is multiplied by a number."""
+@torch.library.custom_op("ao_lab::scaled_gradient", mutates_args=())
+def scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
+    """x; its gradient is multiplied by `lsq_factor`."""
+    return x.clone()
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return grads[0] * ctx.factor, None
+@scaled_gradient.register_fake
+def _scaled_fake(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_elements(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.elements, ctx.scheme = inputs[1:]
+
+
+def _scaled_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    return g * lsq_factor(record_of(ctx.scheme), ctx.elements), None, None
+
+
+scaled_gradient.register_autograd(_scaled_backward, setup_context=_keep_elements)
 
 
 class QATModule(nn.Module):
@@ -82,11 +92,11 @@ class QATModule(nn.Module):
             input_scale = input_scale.to(torch.float32)
         if training.learn_scales and training.scale_gradient == "lsq" and torch.is_grad_enabled():
             if scale is not None:
-                factor = lsq_factor(training.recipe.weight, self.weight.numel() / scale.numel())
-                scale = ScaledGradient.apply(scale, factor)  # type: ignore[no-untyped-call]
-            if input_scale is not None and training.recipe.activation is not None:
-                factor = lsq_factor(training.recipe.activation, elements)
-                input_scale = ScaledGradient.apply(input_scale, factor)  # type: ignore[no-untyped-call]
+                scale = scaled_gradient(
+                    scale, self.weight.numel() // max(scale.numel(), 1), training.rule.weight
+                )
+            if input_scale is not None:
+                input_scale = scaled_gradient(input_scale, elements, training.rule.activation)
         started = None if step is None else step >= training.start_step
         return Given(scale, zero, input_scale, input_zero, started)
 
@@ -95,7 +105,7 @@ class QATModule(nn.Module):
         return f"{super().extra_repr()}, {self.qat.recipe}"
 
 
-def lsq_factor(scheme: Any, elements: float) -> float:
+def lsq_factor(scheme: Scheme, elements: int) -> float:
     """1 / sqrt(elements * largest code) of learned step sizes (Esser et al., arXiv 1902.08153, section 2.2)."""
     return 1 / sqrt(max(elements, 1) * scheme.format.max)
 

@@ -122,7 +122,8 @@ def test_learned_scales(weight, rule):
     factor = 1.0 if rule == "sum" else 1 / sqrt(per_scale * scheme.format.max)
     assert same(layer.weight.grad, dw)
     assert same(layer.qat_scale.grad, dscale * factor)
-    assert (dw == 0).any()
+    # Codes of two levels stretch half a step beyond either.
+    assert (dw == 0).any() or weight == "int1_g32"
     learned_zero = isinstance(getattr(layer, "qat_zero", None), nn.Parameter)
     assert learned_zero == (scheme.zero is not None and scheme.zero.rule == "value")
     if learned_zero:

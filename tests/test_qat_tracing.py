@@ -25,7 +25,7 @@ OPTIONS = [{}, {"start_step": 1}]
 
 def gradients(net, run=None):
     net.zero_grad()
-    y = (run or net)(TOKENS)
+    y = net(TOKENS) if run is None else run(TOKENS)
     y.float().square().mean().backward()
     return [y.detach(), *(parameter.grad for parameter in net.parameters())]
 
