@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import fast
-from ao_lab.qat_function import Given, Rule, qat_linear
+from ao_lab.qat_function import qat_linear
+from ao_lab.qat_rule import Given, Rule
 from ao_lab.recipes import Recipe
 from fast.device import is_traced
 from reference import Scales, Scheme
@@ -23,6 +24,7 @@ from reference.record_text import record_of
 
 #: The smallest scale of the house's records.
 SMALLEST = 2.0**-126
+NOTHING = Given()
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
 
@@ -38,6 +40,8 @@ class Training:
     scale_gradient: str = "lsq"
     #: Steps (`advance_qat`) before the layer rounds anything.
     start_step: int = 0
+    #: Whether the module has anything of `ADDED`.
+    added: bool = False
     #: The recipe as plain values, and whether a row of the weight is rounded on its own as it is in the whole.
     rule: Rule = field(init=False)
     rows_alone: bool = field(init=False)
@@ -84,6 +88,8 @@ class QATModule(nn.Module):
     def given(self, elements: int = 0) -> Given:
         """The layer's learned and static tensors now; `elements` of an input share its scale."""
         training = self.qat
+        if not training.added:
+            return NOTHING
         scale, zero, input_scale, input_zero, step = (getattr(self, name, None) for name in ADDED)
         if scale is not None:
             scale = scale.to(torch.float32)

@@ -21,8 +21,8 @@ from ao_lab.layers import candidates
 from ao_lab.observers import InputScales, Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.qat import QATConfig
-from ao_lab.qat_function import weight_as_stored
 from ao_lab.qat_layers import QATLinear, QATModule, Training, first_scales, plain_again, train_as
+from ao_lab.qat_rule import weight_as_stored
 from ao_lab.quantize_model import Progress, keep_report, report_of, required_observers
 from ao_lab.report import ATTRIBUTE, Report
 from reference import Scales
@@ -84,13 +84,10 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
         recipe = config.recipe()
         if embedding:
             recipe = replace(recipe, activation=None, kernel="auto")
-        train_as(
-            module,
-            Training(recipe, config.axis, config.learn_scales, config.scale_gradient, config.start_step),
-        )
-        for name, tensor in added.items():
-            if embedding and name.startswith("qat_input"):
-                continue
+        own = {name: part for name, part in added.items() if not (embedding and name.startswith("qat_input"))}
+        settings = (config.axis, config.learn_scales, config.scale_gradient, config.start_step)
+        train_as(module, Training(recipe, *settings, added=bool(own)))
+        for name, tensor in own.items():
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(name, tensor)
             else:

@@ -1,6 +1,7 @@
 """Layers in training under torch.compile, export, autocast and FSDP's and checkpointing's hooks, and what they keep."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ao_lab
 from ao_lab import QATConfig, SchemeConfig, quantize_
-from tests.qat_models import everything, in_training, same
+from tests.qat_models import everything, in_training, multiplied, same
 from tests.test_every_config import TOKENS
 
 CONFIGS = {
@@ -114,8 +115,8 @@ def test_embeddings_keep_no_table():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_autocast(name):
-    """Weights in float32, products in bfloat16: the bits of the converted layer."""
-    config = CONFIGS[name]
+    """Weights in float32, products in bfloat16: both sides multiply the same bits."""
+    config = replace(CONFIGS[name], kernel="reference")
     net = in_training(config)
     x = torch.randn(4, 128, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,12 +124,34 @@ def test_autocast(name):
         y.float().sum().backward()
     assert y.dtype == torch.bfloat16
     assert net.first.weight.grad.dtype == x.grad.dtype == torch.float32
+    quantize_(net, QATConfig(config, step="convert"))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        quantize_(net, QATConfig(config, step="convert"))
-        dense = net.first.weight.dequantize(torch.bfloat16)
-        assert torch.allclose(net.first(x).float(), y.float(), rtol=0.02, atol=0.02)
-    with torch.no_grad():
-        assert dense.shape == (256, 128)
+        assert same(net.first(x), y)
+
+
+def test_autocast_multiplies_what_is_stored():
+    config = CONFIGS["int4"]
+    net = in_training(config)
+    with multiplied() as operands, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        net.first(torch.randn(4, 128))
+    quantize_(net, QATConfig(config, step="convert"))
+    assert same(operands[0][1], net.first.weight.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_frozen_weight_keeps_no_input(compiled):
+    """What adapters beside a frozen layer need: nothing but the parameter."""
+    model = nn.Sequential(nn.Linear(256, 512)).requires_grad_(False)
+    quantize_(model, QATConfig(CONFIGS["int4"]))
+    x = torch.randn(4, 256, requires_grad=True)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    run(x)
+    y, others = kept(model, lambda: run(x))
+    assert others == {}
+    y.sum().backward()
+    dense = ao_lab.fake_quantize(model[0].weight, model[0].qat.recipe.weight)
+    assert same(x.grad, torch.ones(4, 512) @ dense)
+    torch.compiler.reset()
 
 
 def test_checkpointing():
