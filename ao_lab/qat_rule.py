@@ -111,11 +111,16 @@ def weight_as_stored(weight: torch.Tensor, recipe: Recipe, axis: int, given: Giv
     return from_quantized(q, recipe, weight.dtype, given.of_input)
 
 
+def own(x: torch.Tensor) -> torch.Tensor:
+    """x without its history; on the host a copy, for NumPy borrows the memory, and FSDP could not free a gathered weight."""
+    return x.detach().clone() if x.device.type == "cpu" else x.detach()
+
+
 def rounded(
     x: torch.Tensor, scheme: Scheme, axis: int, scales: Scales | None, dtype: torch.dtype, started: Any
 ) -> torch.Tensor:
     """x as its scheme represents it, in a dtype; x itself before the start."""
-    x = x.detach()
+    x = own(x)
     if x.device.type == "cpu" and x.numel() > PIECE and scales is None and axis == -1:
         made = quantized_by_rows(x, Recipe(weight=scheme)).dequantize(dtype)
     elif x.dtype == dtype:
@@ -131,7 +136,7 @@ def values(
     """y of rows x (M, K)."""
     recipe = rule.recipe
     if rule.kernel != "auto":
-        stored = weight_as_stored(weight, recipe, rule.axis, given).turned()
+        stored = weight_as_stored(own(weight), recipe, rule.axis, given).turned()
         made = product(x.detach(), stored, None if bias is None else bias.detach())
         if given.started is None:
             return made
@@ -180,7 +185,7 @@ def straight(
     """`fake_quantize_vjp`; g itself, and nothing for scales, before the start."""
     if scales is None and cannot_saturate(scheme):
         return g, None, None
-    dx, dscale, dzero = fast.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales)
+    dx, dscale, dzero = fast.fake_quantize_vjp(g, own(x), scheme, axis=axis, scales=scales)
     if started is None:
         return dx, dscale, dzero
     late = [None if part is None else torch.where(started, part, 0.0) for part in (dscale, dzero)]
