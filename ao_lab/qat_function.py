@@ -141,16 +141,20 @@ def qat_linear(
 ) -> torch.Tensor:
     """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear."""
     kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)
+    if casts and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     bias = None if bias is None else bias.to(x.dtype)
-    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    y: torch.Tensor
     if is_traced(x) or is_traced(weight):
-        y: torch.Tensor = torch.ops.ao_lab.qat_linear(rows, weight, bias, *given.tensors, rule.text)
-    else:
+        y = torch.ops.ao_lab.qat_linear(rows, weight, bias, *given.tensors, rule.text)
+    elif casts:
         with torch.autocast(kind, enabled=False):
             y = QATLinearFunction.apply(rows, weight, bias, rule, *given.tensors)  # type: ignore[no-untyped-call]
-    return y.reshape((*x.shape[:-1], weight.shape[0]))
+    else:
+        y = QATLinearFunction.apply(rows, weight, bias, rule, *given.tensors)  # type: ignore[no-untyped-call]
+    return y if x.dim() == 2 else y.reshape((*x.shape[:-1], weight.shape[0]))
 
 
 __all__ = ["QATLinearFunction", "qat_linear"]
