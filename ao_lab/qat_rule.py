@@ -199,14 +199,10 @@ def cannot_saturate(scheme: Scheme) -> bool:
     the error of the quotient is under one part in 2**22, which rounding to the element takes away again.
     """
     scale, fmt = scheme.scale, scheme.format
-    made_so = (scale.statistic, scale.rule, scale.stored, scale.storage) == (
-        "absmax",
-        "ratio",
-        "decode",
-        "float32",
-    )
-    house = "." not in scheme.name and not scheme.deviations and scheme.zero is None and scheme.outer is None
-    return house and made_so and fmt.kind in ("int", "float") and scale.target <= fmt.max
+    rule = (scale.statistic, scale.rule, scale.stored, scale.storage, scale.compute, scheme.arithmetic)
+    float32 = rule == ("absmax", "ratio", "decode", "float32", "float32", "float32")
+    one_level = scheme.zero is None and scheme.outer is None and not scheme.deviations
+    return float32 and one_level and fmt.kind in ("int", "float") and scale.target <= fmt.max
 
 
 def needs_input(rule: Rule, given: Given, wanted: tuple[bool, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Gradients of layers in training: straight through where nothing saturated, none through scales that are not learned."""
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -98,6 +99,11 @@ def test_those_that_may_saturate_are_known():
     for name in ("mxfp4", "nvfp4", "int8_rowwise_asymmetric", "nf4", "torchao.int4_g32", "mxint8"):
         assert name not in SAFE
     assert {"int4_g32", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise"} <= set(SAFE)
+    scale = replace(SCHEMES["int4_g32"].scale, target=7.5)
+    assert not cannot_saturate(replace(SCHEMES["int4_g32"], name="clipping", scale=scale))
+    asymmetric = SCHEMES["int4_g32_asymmetric"]
+    scale = replace(asymmetric.scale, statistic="absmax", target=7.0)
+    assert not cannot_saturate(replace(asymmetric, name="shifted", scale=scale))
 
 
 @pytest.mark.parametrize("rule", ["lsq", "sum"])
@@ -155,7 +161,8 @@ def test_learned_scale_of_static_inputs():
 
 @pytest.mark.parametrize("learn", [False, True])
 def test_delayed_start(learn):
-    config = ao_lab.Int8DynamicActivationInt8WeightConfig()
+    config = SchemeConfig(scheme="mxfp4", activation_scheme="mxfp4")
+    config = ao_lab.Int8WeightOnlyConfig() if learn else config
     layer = layer_of(config, start_step=2, learn_scales=learn)
     model = nn.Sequential(layer)
     plain = nn.Linear(128, 128)
