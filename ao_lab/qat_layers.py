@@ -18,7 +18,6 @@ import fast
 from ao_lab.qat_function import qat_linear
 from ao_lab.qat_rule import Given, Rule
 from ao_lab.recipes import Recipe
-from fast.device import is_traced
 from reference import Scales, Scheme
 from reference.record_text import record_of
 
@@ -140,8 +139,7 @@ class QATEmbedding(QATModule, nn.Embedding):
     def rounded(self, x: torch.Tensor, given: Given) -> torch.Tensor:
         """The table, or rows of it, as the scheme represents them."""
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
-        scheme = self.qat.rule.weight if is_traced(x) else self.qat.recipe.weight
-        made = fast.fake_quantize(x, scheme, axis=self.qat.axis, scales=scales)
+        made = fast.fake_quantize(x, self.qat.recipe.weight, axis=self.qat.axis, scales=scales)
         return made if given.started is None else torch.where(given.started, made, x)
 
 
