@@ -88,11 +88,10 @@ def _everywhere(t: QuantizedTensor, ranks: int, group: Any) -> list[QuantizedTen
     parts = {name: part for name, part in t.parts.items() if part is not None}
     known = {name: [part] * ranks for name, part in parts.items() if _traced_scalar(part)}
     sent = {name: _at_least_one_axis(part) for name, part in parts.items() if name not in known}
-    gathered = {name: functional.all_gather_into_tensor(part, ranks, group) for name, part in sent.items()}
-    for name, part in gathered.items():
-        known[name] = [
-            piece.reshape(parts[name].shape) for piece in functional.wait_tensor(part).chunk(ranks)
-        ]
+    for name, part in sent.items():
+        # One after the other: of several under way at once gloo has lost some.
+        gathered = functional.wait_tensor(functional.all_gather_into_tensor(part, ranks, group))
+        known[name] = [piece.reshape(parts[name].shape) for piece in gathered.chunk(ranks)]
     return [t.remade({name: found[rank] for name, found in known.items()}) for rank in range(ranks)]
 
 

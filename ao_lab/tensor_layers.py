@@ -109,7 +109,7 @@ def watched(x: torch.Tensor) -> bool:
         or forward_ad._current_level >= 0
         or x.is_meta
         or x.dim() == 0
-        or torch.is_autocast_enabled(x.device.type)
+        or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type))
     )
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-SKIPPED_FOLDERS = frozenset({"tests", "benchmarks"})
-HELD_OUT_SHARE = 0.1
+from ao_lab.texts import SKIPPED, held_out
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Document:
     @property
     def held_out(self) -> bool:
         """Whether the file is kept from training: a tenth of all paths, by hash."""
-        digest = hashlib.sha256(self.path.encode()).digest()
-        return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
+        return held_out(self.path)
 
 
 @dataclass(frozen=True)
@@ -98,14 +96,14 @@ def from_folder(root: Path, source: str, version: str) -> Corpus:
     """All Python files under a folder, as a corpus; ValueError where there are none."""
     documents = tuple(_documents(root))
     if not documents:
-        raise ValueError(f"{root} holds no .py files outside {sorted(SKIPPED_FOLDERS)}; reinstall {source}")
+        raise ValueError(f"{root} holds no .py files outside {sorted(SKIPPED)}; reinstall {source}")
     return Corpus(source=source, version=version, documents=documents)
 
 
 def _documents(root: Path) -> Iterable[Document]:
     paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     for path in paths:
-        if not SKIPPED_FOLDERS.intersection(path.split("/")):
+        if not SKIPPED.intersection(path.split("/")):
             data = (root / path).read_bytes().replace(b"\r\n", b"\n")
             if data:
                 yield Document(path, data)

@@ -87,6 +87,8 @@ class Case:
     shapes: tuple[str, ...] = LARGE
     beside: Mapping[str, Work] = field(default_factory=dict)
     host: bool = False
+    #: The call inside this one, for what this one adds to the host's time.
+    wraps: Work | None = None
     #: What of the operation the expressions of peers need to know: packed, axis, given, residual, both.
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ import reference
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import from_quantized
 from experiments.kernels import floors
-from experiments.kernels.case import Case, Compared, Inputs, Sample
+from experiments.kernels.case import Bar, Case, Compared, Inputs, Sample
 from experiments.kernels.floors import Shape
 from experiments.kernels.inputs import normal, quantized_piece
 from reference import Quantized, Scheme
@@ -42,6 +42,9 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
             return functional.linear(inputs["x"], inputs["layer"])
         return fast.linear(inputs["x"], inputs["w"])
 
+    def unwrapped(fast: Any, inputs: Inputs) -> Any:
+        return fast.linear(inputs["x"], inputs["w"])
+
     def dense(fast: Any, inputs: Inputs) -> Any:
         return functional.linear(inputs["x"], inputs["dense"])
 
@@ -69,6 +72,8 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         shapes=WEIGHTS,
         beside={"dense": dense, "unfused": unfused},
         host=rows == 1,
+        wraps=unwrapped if wrapped else None,
+        bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
         options={"packed": packed},
     )
 
@@ -82,14 +87,16 @@ def exact(x: torch.Tensor, w: Quantized) -> torch.Tensor:
 def bound(x: torch.Tensor, w: Quantized) -> torch.Tensor:
     """The largest error of float32 sums in any order, and of rounding to bfloat16.
 
-    `reference.matmul_error_bound` with magnitudes for operands, since kernels subtract zero points from sums: |c - z| counts
-    as |c| + |z|, and a product passes one rounding more. No code or zero point is larger than 2**bits, twice which bounds both.
+    `reference.matmul_error_bound` (blocked, any order) with one change: kernels subtract z times the sum of the inputs, so
+    that |c - z| counts as |c| + |z|, at most |c - z| + 2 |z|, and a zero point of b bits is at most 2**(b - 1). A term passes
+    at most K + 4 roundings (its product, the sums, z's product, the difference, the scale's product), and two for each of
+    three factors of a scale.
     """
     dense: Any = reference.dequantize(w)
     size = dense.abs().double()
     if w.zero is not None:
         size = size + 2.0**w.scheme.format.bits * spread(w.scale, w).double()
-    terms = x.shape[1] + 8
+    terms = x.shape[1] + 4 + 6
     gamma = terms * 2.0**-24 / (1 - terms * 2.0**-24)
     largest = x.abs().double() @ size.T
     return gamma * largest + (largest * gamma + exact(x, w).abs()) * 2.0**-8

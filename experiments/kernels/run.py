@@ -38,7 +38,7 @@ from experiments.kernels.timing import (
     Call,
     CudaWatch,
     cache_bytes,
-    host_time,
+    host_times,
     in_turn,
     input_sets,
     interleaved,
@@ -51,7 +51,7 @@ from experiments.rows import Journal, Row
 from experiments.settings import Settings
 
 TITLE = "Speed of the kernels on a GPU"
-OURS, COPY = "ours", "copy"
+OURS, COPY, WRAPPED = "ours", "copy", "wrapped"
 #: How often the graphs of small kernels are captured: where one lies in memory is worth a tenth of such a kernel's time.
 INSTANCES = 5
 #: Bytes of a word of copies, what their sizes are multiples of, and the most that one of them has.
@@ -157,8 +157,13 @@ def timed(bench: Bench, case: Case, shape: Shape) -> Values:
     calls[COPY] = copies(bench, case, shape, len(sets))
     values = values_of(case, shape, times_of(bench, calls, INSTANCES if case.host else 1), bench)
     if case.host:
-        host = host_time(calls[OURS][0], bench.watch.sync, clock=bench.clock)
-        values["host time"] = (host * 1e6, "us")
+        hosts = {OURS: calls[OURS][0]}
+        if case.wraps is not None:
+            hosts[WRAPPED] = partial(case.wraps, bench.fast, sets[0])
+        found = host_times(hosts, bench.watch.sync, clock=bench.clock)
+        values["host time"] = (found[OURS] * 1e6, "us")
+        if case.wraps is not None:
+            values["host time, added"] = ((found[OURS] - found[WRAPPED]) * 1e6, "us")
     return values
 
 
@@ -235,7 +240,7 @@ def values_of(case: Case, shape: Shape, both: tuple[Times, Times], bench: Bench)
 
 def unit_of(metric: str) -> str:
     """Unit of a metric that has a bar."""
-    return "us" if metric == "host time" else "ratio"
+    return "us" if metric.startswith("host time") else "ratio"
 
 
 def peer_rows(bench: Bench, peer: Peer, case: Case, name: str, shape: Shape, deadline: float) -> list[Row]:

@@ -193,30 +193,31 @@ def spread(first: Sequence[float], again: Sequence[float]) -> float:
     return abs(summary(again).median / summary(first).median - 1)
 
 
-def host_time(
-    call: Call,
+def host_times(
+    calls: Mapping[str, Call],
     sync: Call,
     *,
     batches: int = 20,
     batch: int = 100,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Median seconds that the host spends on one of many calls in a row.
+) -> dict[str, float]:
+    """Median seconds that the host spends on one of many calls in a row, for each of some calls in turn.
 
     The queue is drained between batches, so it never blocks for kernels that take no longer than their launch. Batches are long
-    because the first launch after a wait is many times slower than those that follow.
+    because the first launch after a wait is many times slower than those that follow; calls take turns because the host's
+    clock and its neighbours change within a second.
     """
-    for _ in range(batch):
-        call()
-    found = []
-    for _ in range(batches):
-        sync()
-        started = clock()
-        for _ in range(batch):
-            call()
-        found.append((clock() - started) / batch)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(batches + 1):
+        for name, call in calls.items():
+            sync()
+            started = clock()
+            for _ in range(batch):
+                call()
+            if number:
+                found[name].append((clock() - started) / batch)
     sync()
-    return float(np.median(found))
+    return {name: float(np.median(times)) for name, times in found.items()}
 
 
 def cache_bytes() -> int:

@@ -36,6 +36,8 @@ BUSY, ALONG = 3500, 8
 # What 32 lanes of 16 bytes read of a row, and of `vector_product` a program.
 BYTES, THREAD_BYTES, VECTOR_ROWS, VECTOR_WARPS = 512, 16, 8, 2
 SMALLEST_STEP = 32
+# Rows of the weight that a tile has, half as many where there would be fewer tiles than an H200 has multiprocessors.
+TILE_ROWS, FULL = 64, 132
 # The fewest elements of K that a product of tiles takes.
 SMALLEST_DOT = 16
 
@@ -224,7 +226,7 @@ def tile_launch(weight: Weight, dtype: str, count: int) -> Fixed:
     """Several rows."""
     tall = next(tall for tall in (16, 32, 64, 128) if count <= tall)
     size = min(64, power_in(weight.length)) if weight.block <= 0 else min(128, weight.step)
-    rows = 64
+    rows = TILE_ROWS if ceil_div(weight.rows, TILE_ROWS) >= FULL else TILE_ROWS // 2
     tail = (
         count, weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high,
         weight.wide, tall, rows, size, 4,

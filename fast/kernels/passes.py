@@ -87,7 +87,11 @@ class Asked:
 
 def asked(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> Asked | None:
     """What plans are made from, or None where no kernel covers the tensor. hardware: not in the interpreter."""
-    place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) else None
+    # Zero points that are numbers are read and written as these.
+    kept = (
+        scheme.zero is None or scheme.zero.rule != "value" or scheme.zero.storage in ("bfloat16", "float32")
+    )
+    place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) and kept else None
     return None if place is None else Asked(dtype, scheme, blocks, place, hardware)
 
 

@@ -197,6 +197,14 @@ def test_host_time_is_measured_for_small_tensors(tmp_path):
     assert values["bar: host time"] == 15.0
 
 
+def test_what_a_layer_adds_on_the_host_is_measured(tmp_path):
+    rows = run.measure(
+        bench(tmp_path), run.pairs([CASES["linear.int8_rowwise.wrapped"]], {"16x512": (16, 512)})
+    )
+    values = values_of(rows, "linear.int8_rowwise.wrapped")
+    assert {"host time", "host time, added"} <= set(values)
+
+
 def test_missing_functions_are_rows(tmp_path):
     old = types.SimpleNamespace(quantize=lambda x, scheme: None)
     rows = measured(tmp_path, ["quantize.mxfp4.packed", "both.mxfp8_e4m3"], fast=old)

@@ -150,7 +150,7 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "settings_for", lambda *arguments: replace(made.settings, scale="full"))
     monkeypatch.setattr(run, "CudaWatch", FakeWatch)
     monkeypatch.setattr(run, "PLAN", made.plan)
-    monkeypatch.setattr(run, "host_time", lambda *arguments, **options: 1e-6)
+    monkeypatch.setattr(run, "host_times", lambda calls, *arguments, **options: dict.fromkeys(calls, 1e-6))
     # Calls from JAX have a test of their own, of a size for a CPU.
     monkeypatch.setattr(run.jax_calls, "installed", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "fast", reference)

@@ -58,17 +58,18 @@ def test_inputs_rotate_over_three_times_the_cache():
 def test_the_host_is_timed_without_the_queue():
     now, log = [0.0], []
 
-    def call():
-        now[0] += 5e-6
+    def call(seconds=5e-6):
+        now[0] += seconds
         log.append("call")
 
     def sync():
         now[0] += 1.0
         log.append("sync")
 
-    found = timing.host_time(call, sync, batches=20, batch=4, clock=lambda: now[0])
-    assert found == pytest.approx(5e-6)
-    assert log.count("call") == 84
+    calls = {"one": call, "other": lambda: call(7e-6)}
+    found = timing.host_times(calls, sync, batches=20, batch=4, clock=lambda: now[0])
+    assert found == {"one": pytest.approx(5e-6), "other": pytest.approx(7e-6)}
+    assert log.count("call") == 2 * 84
     assert "".join(word[0] for word in log).find("c" * 9) == -1
 
 
