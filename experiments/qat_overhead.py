@@ -49,6 +49,9 @@ SECONDS = 150.0
 PROGRAMS = 64
 
 
+STEADY = Plan(rounds=30, warmup=2, seconds=10.0, fewest=8)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Arms that are timed in turn: the same model and tokens, compiled or not."""
@@ -59,7 +62,7 @@ class Group:
     setting: str = EAGER
     whole: bool = False
     arms: tuple[Arm, ...] = ARMS
-    plan: Plan = Plan(rounds=30, warmup=2, seconds=10.0, fewest=8)
+    plan: Plan = STEADY
     backend: str = "inductor"
 
     @property

@@ -1,4 +1,4 @@
-"""What is trained in experiment `qat_overhead`: plain bfloat16, our QAT and torchao's, for two recipes, and what each must cost.
+"""What is trained in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, and what each must cost.
 
 The floor is that of recomputation: nothing is kept for backward that plain training does not keep, so both operands are
 rounded once in forward and once in backward. A pass reads an element and writes it, 4 bytes of bfloat16; where elements under

@@ -1,4 +1,4 @@
-"""A step of training: forward and backward of one model on one batch, what it keeps in between, and how it is timed on a host."""
+"""A step of training: forward and backward of one model on one batch, what it keeps in between, and a host's watch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.kernels.outcome import Values
 from experiments.kernels.timing import Call
 from experiments.qat_overhead_model import Blocks, Whole, blocks_of, random_model
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Trainee:
 
     def memory(self) -> Values:
         """What is kept for backward, and on a GPU the most that a step has allocated, this model's own tensors included."""
-        values: Values = {"kept for backward": (self.kept() / GB, "GB")}
+        values: Values = {"kept for backward": (self.kept() / MB, "MB")}
         if self.inputs.is_cuda:
             gc.collect()
             torch.cuda.synchronize()
