@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ao_lab.qat_rule import Given, Rule, gradients, needs_input, rule_of, values
+from ao_lab.qat_gradients import gradients
+from ao_lab.qat_rule import Given, Rule, needs_input, rule_of, values
 from fast.device import is_traced
 
 
@@ -89,8 +90,7 @@ def qat_linear_backward_op(
     """`gradients` as an operator: those that are wanted."""
     given = Given(scale, zero, input_scale, input_zero, started)
     made = gradients(g, x, weight, given, rule_of(rule), tuple(wanted))
-    # An operator's results are tensors of their own.
-    return [part.clone() if part is g else part for part in made if part is not None]
+    return [part for part in made if part is not None]
 
 
 @qat_linear_backward_op.register_fake

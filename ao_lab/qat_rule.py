@@ -1,8 +1,6 @@
-"""What a layer in training computes, and its gradients, as functions of plain tensors.
+"""What a layer in training computes, as a function of plain tensors; `ao_lab.qat_gradients` has its gradients.
 
-Forward: y = fq(x) fq(W)' + b, where fq is `fast.fake_quantize` in the layer's recipe. Backward, straight through:
-dx = g fq(W) where x did not saturate, dW = g' fq(x) where W did not, 0 elsewhere; learned scales get the gradient of
-`fake_quantize_vjp`. Both roundings are made again in backward, the same bits.
+y = fq(x) fq(W)' + b, where fq is `fast.fake_quantize` in the layer's recipe.
 
 W is rounded in its own dtype and comes out in that of x: under autocast too this is what the converted layer multiplies.
 With kernel "auto" torch multiplies the two dense operands; any other computes the forward as the converted layer will
@@ -152,46 +150,6 @@ def rounded_input(x: torch.Tensor, recipe: Recipe, given: Given) -> torch.Tensor
     return rounded(x, recipe.activation, -1, given.of_input, x.dtype, given.started)
 
 
-def gradients(
-    g: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor,
-    given: Given,
-    rule: Rule,
-    wanted: tuple[bool, ...],
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x, weight, bias, the weight's scale, its zero point and the input's scale, those that are wanted.
-
-    g has the dtype of x, which may be left out where `needs_input` says so.
-    """
-    recipe, g = rule.recipe, g.contiguous()
-    dx = dw = dscale = dzero = dinput = None
-    if wanted[0] or wanted[5]:
-        dense = rounded(weight, recipe.weight, rule.axis, given.of_weight, g.dtype, given.started)
-        dx = torch.mm(g, dense)
-        if recipe.activation is not None and x is not None:
-            dx, dinput, _ = straight(dx, x, recipe.activation, -1, given.of_input, given.started)
-    if x is not None and (wanted[1] or wanted[3] or wanted[4]):
-        dw = torch.mm(g.t(), rounded_input(x, recipe, given)).to(weight.dtype)
-        dw, dscale, dzero = straight(dw, weight, recipe.weight, rule.axis, given.of_weight, given.started)
-    db = g.sum(0) if wanted[2] else None
-    made = (dx, dw, db, dscale, dzero, dinput)
-    return tuple(part if want else None for part, want in zip(made, wanted, strict=True))
-
-
-def straight(
-    g: torch.Tensor, x: torch.Tensor, scheme: Scheme, axis: int, scales: Scales | None, started: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`fake_quantize_vjp`; g itself, and nothing for scales, before the start."""
-    if scales is None and cannot_saturate(scheme):
-        return g, None, None
-    dx, dscale, dzero = fast.fake_quantize_vjp(g, own(x), scheme, axis=axis, scales=scales)
-    if started is None:
-        return dx, dscale, dzero
-    late = [None if part is None else torch.where(started, part, 0.0) for part in (dscale, dzero)]
-    return torch.where(started, dx, g), late[0], late[1]
-
-
 def cannot_saturate(scheme: Scheme) -> bool:
     """Whether no finite element can pass the largest code under scales made from the data itself.
 
@@ -217,8 +175,9 @@ __all__ = [
     "Given",
     "Rule",
     "cannot_saturate",
-    "gradients",
     "needs_input",
+    "own",
+    "rounded",
     "rule_of",
     "values",
     "weight_as_stored",
