@@ -32,8 +32,8 @@ STEP = (
     "and batch.",
     "Rounding operands is work that plain training does not have. 'At the copy rate' is what its bytes take at 4.2 TB/s if "
     "nothing is kept for backward that plain training does not keep: each operand of each linear layer is read and written "
-    "in forward, again in backward, and ranges with zero points are looked at once more. No training that rounds the "
-    "operands of each layer on its own costs less.",
+    "in forward and again in backward. No training that rounds the operands of each layer on its own, and keeps nothing, "
+    "costs less.",
 )
 BLOCKS = (
     f"**Bars of ours**: {BARS[TIME]:.0f}% time and {BARS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
