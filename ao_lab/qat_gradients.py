@@ -17,6 +17,7 @@ import torch
 import fast
 from ao_lab.qat_rule import Given, Rule, cannot_saturate, own, rounded
 from fast import clipped
+from fast.device import has_kernels
 from reference import Scales, Scheme
 
 
@@ -62,7 +63,7 @@ def again(
     """An operand as forward rounded it, and notes of its blocks that saturate, where a kernel makes them in passing."""
     if scheme is None:
         return x.detach(), None
-    if not x.is_cuda or scales is not None or x.dtype != dtype or cannot_saturate(scheme):
+    if not has_kernels(x) or scales is not None or x.dtype != dtype or cannot_saturate(scheme):
         return rounded(x, scheme, axis, scales, dtype, started), None
     made, notes = clipped.noted(own(x), scheme, axis)
     if started is not None:

@@ -9,6 +9,7 @@ import torch
 import fast
 from ao_lab.testing import assert_same_bits
 from fast import clipped
+from tests.gpu import validate_qat
 from tests.interpreter_process import lines_of
 
 SCHEME = "int8_rowwise_asymmetric"
@@ -44,3 +45,11 @@ def test_a_gradient_that_is_not_like_its_tensor_is_refused():
             pytest.raises(ValueError, match="clip: g is contiguous and like x"),
         ):
             clipping.clip(g, x, notes, SCHEME, -1)
+
+
+def test_gradients_are_those_of_the_public_functions(capsys):
+    """The program that compares them on a GPU, where it runs the reference."""
+    assert validate_qat.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 * len(validate_qat.CASES) + 1
+    assert lines[-1] == "agreed"

@@ -161,6 +161,9 @@ def test_a_run_of_the_stand_ins(quick):
             assert kept == 0.0 if arm.maker != "torchao" else kept > 100
             assert (group.setting == COMPILED) == ("change by compiling" in found)
             assert found.get("change by compiling", 0.0) < 0.01
+    # A compiled block makes again what is cheap to make.
+    eager, compiled = (values(quick, PLAIN.method, setting) for setting in (EAGER, COMPILED))
+    assert compiled["kept for backward"] < eager["kept for backward"]
 
 
 def test_finished_rows_are_not_measured_again(tmp_path):
