@@ -48,7 +48,7 @@ class Trainee:
             layer.compile(backend=backend)
 
     def look(self) -> Tensor:
-        """What the model gives, float32."""
+        """What the model gives, float32; before it is compiled."""
         with torch.no_grad():
             return self.model(self.inputs).float()
 
@@ -66,9 +66,13 @@ class Trainee:
         self.model.zero_grad(set_to_none=True)
         self.inputs.grad = None
 
-    def first_step(self) -> None:
-        """A step after which every gradient is looked at; Wrong where one is missing or not finite."""
-        self.backward(self.model(self.inputs))
+    def first_step(self) -> Tensor:
+        """What forward gives, of a step after which gradients are looked at; Wrong where one is missing or not finite.
+
+        A compiled model is compiled here, once: without gradients it would be another program.
+        """
+        y = self.model(self.inputs)
+        self.backward(y)
         lost = [
             name
             for name, parameter in self.model.named_parameters()
@@ -77,6 +81,7 @@ class Trainee:
         self.clear()
         if lost:
             raise Wrong(f"{len(lost)} parameters have no finite gradient: {', '.join(lost[:3])}")
+        return y.detach().float()
 
     def memory(self) -> Values:
         """What is kept for backward, and on a GPU the most that a step has allocated, this model's own tensors included."""

@@ -230,6 +230,20 @@ def test_a_lost_gradient_is_found():
         made.first_step()
 
 
+def test_a_model_is_compiled_once():
+    """One program for all blocks and for every way in which the model is stepped."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    made = trainee()
+    made.look()
+    made.compile("aot_eager")
+    made.first_step()
+    made.kept()
+    made.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def test_kept_memory_counts_each_tensor_once():
     """x of a linear layer and its output that a product keeps twice; the layer's own weight is not counted."""
 
