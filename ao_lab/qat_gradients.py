@@ -35,7 +35,9 @@ def gradients(
     """
     recipe, g = rule.recipe, g.contiguous()
     dx = dw = dscale = dzero = dinput = x_notes = w_notes = None
-    for side in ("x", "weight") if x is not None and x.numel() > weight.numel() else ("weight", "x"):
+    # Inputs that are not rounded have no copy.
+    larger = recipe.activation is not None and x is not None and x.numel() > weight.numel()
+    for side in ("x", "weight") if larger else ("weight", "x"):
         if side == "x" and x is not None and (wanted[1] or wanted[3] or wanted[4]):
             operand, x_notes = again(x, recipe.activation, -1, given.of_input, g.dtype, given.started)
             dw = torch.mm(g.t(), operand).to(weight.dtype)

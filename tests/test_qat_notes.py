@@ -65,6 +65,20 @@ def test_masked_gradients_are_those_of_the_public_functions(notes, rows, outputs
     assert sorted(notes.clipped) == [(32, 64), (96, 64)]
 
 
+def test_inputs_that_are_not_rounded_come_last(notes, monkeypatch):
+    """The weight's copy is gone before the weight's gradient is there."""
+    products, mm = [], torch.mm
+
+    def spied(a, b):
+        products.append(tuple(mm(a, b).shape))
+        return mm(a, b)
+
+    monkeypatch.setattr(torch, "mm", spied)
+    made(96, 32, inputs=None)
+    assert products == [(96, 64), (32, 64)]
+    assert notes.rounded == [(32, 64)]
+
+
 def test_what_cannot_saturate_has_no_notes(notes, monkeypatch):
     """Nor is its gradient looked at."""
     monkeypatch.setattr(fast, "fake_quantize_vjp", None)
