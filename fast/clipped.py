@@ -6,7 +6,6 @@ operands again in backward. Noted are blocks with an element beyond the codes; a
 
 from __future__ import annotations
 
-from typing import Any
 
 import torch
 
@@ -44,4 +43,4 @@ def clip(
     return clipping.clip(g, x.detach(), notes, scheme, axis, key)
 
 
-__all__: list[Any] = ["clip", "noted"]
+__all__ = ["clip", "noted"]

@@ -187,7 +187,9 @@ def notes(of: Asked) -> bool:
     house = (scheme.nan, scheme.apply, scheme.arithmetic, scheme.rounding, scheme.overflow)
     plain = house == ("block", "reciprocal", "float32", "nearest_even", "saturate") and scheme.outer is None
     ranged = scheme.zero is not None and scheme.zero.rule == "code" and scale.statistic == "minmax_with_zero"
-    return plain and ranged and scale.storage == "float32" and not of.rule.fraction_bits and not of.place.chunked
+    return (
+        plain and ranged and scale.storage == "float32" and not of.rule.fraction_bits and not of.place.chunked
+    )
 
 
 def noting(of: Asked) -> Plan:
