@@ -6,7 +6,6 @@ operands again in backward. Noted are blocks with an element beyond the codes; a
 
 from __future__ import annotations
 
-
 import torch
 
 from fast import ready
