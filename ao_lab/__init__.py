@@ -67,6 +67,13 @@ if TYPE_CHECKING:
     from ao_lab.observers import MinMax as MinMax
     from ao_lab.observers import MovingAverage as MovingAverage
     from ao_lab.observers import Percentile as Percentile
+    from ao_lab.qat import FakeQuantizeConfig as FakeQuantizeConfig
+    from ao_lab.qat import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig
+    from ao_lab.qat import FromIntXQuantizationAwareTrainingConfig as FromIntXQuantizationAwareTrainingConfig
+    from ao_lab.qat import IntxFakeQuantizeConfig as IntxFakeQuantizeConfig
+    from ao_lab.qat import IntXQuantizationAwareTrainingConfig as IntXQuantizationAwareTrainingConfig
+    from ao_lab.qat import QATConfig as QATConfig
+    from ao_lab.qat import advance_qat as advance_qat
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -172,6 +179,15 @@ NAMES = {
     "model_card": ("write_card",),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
     "observers": ("AbsMax", "MinMax", "MovingAverage", "Percentile"),
+    "qat": (
+        "FakeQuantizeConfig",
+        "Float8FakeQuantizeConfig",
+        "FromIntXQuantizationAwareTrainingConfig",
+        "IntXQuantizationAwareTrainingConfig",
+        "IntxFakeQuantizeConfig",
+        "QATConfig",
+        "advance_qat",
+    ),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (

@@ -72,7 +72,9 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     from ao_lab.recipes import named
 
     given = dict(map(parsed, options))
-    classes = sorted(n for n in ao_lab.__all__ if n.endswith("Config") and n != "FqnToConfig")
+    classes = sorted(
+        n for n in ao_lab.__all__ if n.endswith("Config") and n != "FqnToConfig" and ao_lab.HOMES[n] != "qat"
+    )
     try:
         scheme = None if name in classes else named(name)
     except ValueError as error:

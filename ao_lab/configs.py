@@ -24,6 +24,8 @@ from ao_lab.recipes import Recipe, named
 from reference import Scales, Scheme
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ao_lab.observers import Observer
 
 
@@ -63,6 +65,12 @@ class Config:
     def observer(self) -> Observer | None:
         """A new observer that has to see a layer's inputs before its weight is made; None where nothing has to."""
         return None
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Why a module is nothing for this configuration, whatever its weight; None where it is."""
+        from ao_lab.qat_layers import QATModule, refusal
+
+        return refusal(module) if isinstance(module, QATModule) else None
 
     @property
     def prepares(self) -> bool:

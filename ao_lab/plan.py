@@ -178,6 +178,7 @@ def _entered(
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
     obstacle = unusable(module, name, parameter) or check.obstacle(parameter, recipe, config.axis, turned)
+    obstacle = obstacle or config.refuses(module)
     if obstacle is not None:
         return obstacle
     change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned))

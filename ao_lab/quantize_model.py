@@ -25,6 +25,7 @@ from ao_lab.fqn import FqnToConfig
 from ao_lab.layers import candidates
 from ao_lab.observers import Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
+from ao_lab.qat import qat_step
 from ao_lab.report import ATTRIBUTE, Report, described_layer
 from ao_lab.tensor import QuantizedTensor
 
@@ -56,6 +57,12 @@ def quantize_(
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
+    if (step := qat_step(config)) is not None:
+        from ao_lab.qat_model import convert_qat, prepare_qat
+
+        if step == "prepare":
+            return prepare_qat(model, config, filter_fn, device, forward_loop, observers)
+        return convert_qat(model, config, filter_fn, device, progress)
     plan = planned(model, config, filter_fn, device)
     making = {key: change for key, change in plan.changes.items() if not change.config.prepares}
     known = _observers(plan, making, model, forward_loop, observers)

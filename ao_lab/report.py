@@ -9,6 +9,7 @@ from torch import nn
 
 from ao_lab.layers import candidates
 from ao_lab.products import chosen
+from ao_lab.qat_layers import QATModule
 from ao_lab.tensor import QuantizedTensor
 from fast.linear import rows_fused
 
@@ -79,6 +80,8 @@ def described_layer(
     """One line of a report."""
     full = f"{path}.{name}" if path else name
     reason = reasons.get(full, "never given to quantize_")
+    if isinstance(module, QATModule) and name == "weight":
+        reason = str(module.qat)
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason)

@@ -41,7 +41,12 @@ class Published:
 @lru_cache(maxsize=1)
 def decoding() -> tuple[Published, ...]:
     """Every published row about generating with a quantized Llama at batch 1."""
-    with DECODING.open(newline="", encoding="utf-8") as file:
+    return read(DECODING)
+
+
+def read(path: Path) -> tuple[Published, ...]:
+    """The rows of a file."""
+    with path.open(newline="", encoding="utf-8") as file:
         return tuple(
             Published(**{**record, "value": float(record["value"])}) for record in csv.DictReader(file)
         )

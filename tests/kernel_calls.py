@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ao_lab.recipes import named
-from fast.kernels import both, normalize, pointwise, quantizer, swiglu
+from fast.kernels import both, clipping, normalize, pointwise, quantizer, swiglu
 from fast.kernels import linear as products
 from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
@@ -69,6 +69,16 @@ def fake(name, dtype="bfloat16", shape=SOME, axis=-1):
 def gradient(name, dtype="bfloat16", shape=SOME, axis=-1, given=False):
     scheme, x = SCHEMES[name], empty(shape, dtype)
     return quantizer.gradient(x, x, scheme, axis, None, scales_of(scheme, shape, axis) if given else None)
+
+
+def noted(name, dtype="bfloat16", shape=SOME, axis=-1):
+    return clipping.noted(empty(shape, dtype), SCHEMES[name], axis)
+
+
+def clip(name, dtype="bfloat16", shape=SOME, axis=-1):
+    x, scheme = empty(shape, dtype), SCHEMES[name]
+    blocks = Blocks.of(shape, scheme.scale, axis).scale_shape
+    return clipping.clip(x, x, empty(blocks, "uint8"), scheme, axis)
 
 
 def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):

@@ -74,7 +74,9 @@ CASES = [
     ("NF4WeightOnlyConfig", {}, "nf4", None),
 ]  # fmt: skip
 CLASSES = sorted(
-    name for name in ao_lab.__all__ if name.endswith("Config") and name not in ("FqnToConfig", "SchemeConfig")
+    name
+    for name in ao_lab.__all__
+    if name.endswith("Config") and name not in ("FqnToConfig", "SchemeConfig") and ao_lab.HOMES[name] != "qat"
 )
 
 

@@ -26,6 +26,7 @@ from tests.kernel_calls import (
     BIG,
     KERNELS,
     case,
+    clip,
     decode,
     dequantize,
     encode,
@@ -35,6 +36,7 @@ from tests.kernel_calls import (
     gradient,
     mx_both,
     norm,
+    noted,
     pack,
     quantize,
     unpack,
@@ -117,6 +119,16 @@ COMPILED = (
     case(dequantize, "nf4", "float16", (3, 128), packed=True),
     case(dequantize, "torchao.nf4", shape=(64, 256), packed=True),
     # Training.
+    *(
+        case(function, name, dtype, shape, axis)
+        for function in (noted, clip)
+        for name, dtype, shape, axis in (
+            ("int8_rowwise_asymmetric", "bfloat16", (64, 14336), -1),
+            ("int4_g128_asymmetric", "float16", (64, 512), -1),
+            ("int4_g32_asymmetric", "float32", (64, 512), -1),
+            ("int4_g32_asymmetric", "bfloat16", (64, 48), 0),
+        )
+    ),
     case(fake, "mxfp6_e2m3", "float16"),
     case(fake, "int4_g32_asymmetric", "float32"),
     case(fake, "torchao.int4_g32_tinygemm"),

@@ -23,6 +23,7 @@ INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
 # Modules and functions of fast/ that have no counterpart in reference/, each with its reason. The package fast/kernels is
 # another such: it holds how the functions of fast/ run on a GPU, under names of its own.
 FAST_ALONE = {
+    "clipped": "gradients in their own memory, where a reference has new arrays",
     "device": "reference runs wherever its arrays are, kernels need a GPU that has them",
     "fake_quantize.forward": "the operator in ops and the autograd function share it",
     "linear.rows_fused": "how many rows kernels take; a reference has none",

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fast.kernels.bits import float_of, narrow, order_key, read, widened
 from fast.kernels.chosen import choose
+from fast.kernels.clipped import clip_tile, note_clipped
 from fast.kernels.columns import column_places
 from fast.kernels.dequantized import dequantize_tile
 from fast.kernels.drawn import store_drawn
@@ -65,6 +66,7 @@ class Job(Constant):
     the tiles of `reference.tiled_scales`, and `stride` is the number of blocks in a row. pairs: x is read in pairs of bfloat16.
     level: "averages" or "groups", where scales that are quantized themselves are averaged, and quantized (`second_level`).
     exact: scales that are quantized themselves divide elements as they are, below the floor or not.
+    clipped: "note": which blocks reach beyond the codes is written to `codes`; "gradient": g is masked in place by such notes.
     parts, share: the power of two above the number of averages, and 1 over that above the number of scales.
     """
 
@@ -73,12 +75,13 @@ def job(
     *, source: str = "tile", outer: str = "", codes: bool = False, scales: bool = False, statistic: bool = False,
     output: str = "", gradient: bool = False, dequantize: bool = False, packed: bool = False, exact: bool = False,
     reverse: bool = False, tiled: bool = False, pairs: bool = False, level: str = "", parts: int = 1, share: float = 1.0,
+    clipped: str = "",
 ) -> Job:  # fmt: skip
     """A `Job` with the parts that a launch needs."""
     return Job(
         source=source, outer=outer, codes=codes, scales=scales, statistic=statistic, output=output, gradient=gradient,
         dequantize=dequantize, packed=packed, exact=exact, reverse=reverse,
-        tiled=tiled, pairs=pairs, level=level, parts=parts, share=share,
+        tiled=tiled, pairs=pairs, level=level, parts=parts, share=share, clipped=clipped,
     )  # fmt: skip
 
 
@@ -166,6 +169,8 @@ def blocks_kernel(
         _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif JOB.pairs:
         _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
+    elif JOB.clipped == "gradient":
+        clip_tile(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
         # Packed integers leave as words of 32 codes, which a thread makes if it has their numbers.
         GROUPS: tl.constexpr = JOB.packed and RULE.hot == "int" and not MASKED and SIZE % 32 == 0
@@ -244,6 +249,8 @@ def quantize_tile(
         e, s, z, kept = choose(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
+        if JOB.clipped == "note":
+            note_clipped(codes, low, high, s, z, kept, block, exists & first, RULE)
     # After the range, which is taken of pairs: floats would wait for it in twice the registers.
     if RULE.zero != "" and not RULE.signs_nan:
         v = floats(later, RULE.native)

@@ -35,6 +35,8 @@ from reference.tiled_scales import tiled_size
 DTYPES = ("float32", "bfloat16", "float16")
 # Identities of maximum and minimum over magnitudes and order keys: largest magnitude, lowest key, highest key.
 RANGE = (0, 0x7FFFFFFF, -0x80000000)
+# Elements of a tile of short blocks whose gradients are looked at.
+CLIPPED = 1024
 # Scales of which one program makes an average, and how many numbers every program that quantizes scales may average.
 AVERAGED, LEFT = 4096, 1024
 
@@ -177,6 +179,38 @@ def masking(of: Asked, given: str = "") -> Plan:
     last = plan.passes[-1]
     passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
     return replace(plan, passes=(*passes, _masked(last, of, rule)))
+
+
+def notes(of: Asked) -> bool:
+    """Whether `noting` serves: integers with zero points, whose codes keep the order of the elements, in whole tiles."""
+    scheme, scale = of.scheme, of.scheme.scale
+    house = (scheme.nan, scheme.apply, scheme.arithmetic, scheme.rounding, scheme.overflow)
+    plain = house == ("block", "reciprocal", "float32", "nearest_even", "saturate") and scheme.outer is None
+    ranged = scheme.zero is not None and scheme.zero.rule == "code" and scale.statistic == "minmax_with_zero"
+    return (
+        plain and ranged and scale.storage == "float32" and not of.rule.fraction_bits and not of.place.chunked
+    )
+
+
+def noting(of: Asked) -> Plan:
+    """x quantized and dequantized, and for each block whether it reaches beyond the codes; where `notes` says so."""
+    made = {"y": Buffer(of.blocks.shape, of.dtype), "codes": Buffer((of.place.blocks,), "uint8")}
+    return _scaled(of, "", made, {"output": of.dtype, "clipped": "note"}, keep=False)
+
+
+def clipping(of: Asked) -> Plan:
+    """`masking` in the gradient's own memory, given the notes of `noting` as codes."""
+    do = job(clipped="gradient")
+    reads = {"x": "x", "codes": "codes"}
+    return Plan((Pass(_small(of.place), of.rule, do, reads, {}, {"g": "g"}),), {}, ())
+
+
+def _small(place: Geometry) -> Geometry:
+    """Tiles of one warp where blocks are short: most of them hold no noted block then."""
+    p = CLIPPED // place.size
+    if place.shape != "flat" or place.masked or not 1 < p < place.p or place.blocks % p:
+        return place
+    return replace(place, p=p, warps=1, programs=place.blocks // p)
 
 
 def _masked(last: Pass, of: Asked, rule: Rule) -> Pass:

@@ -1,0 +1,238 @@
+"""The two steps of quantization-aware training on a model; `ao_lab.quantize_` is the way in.
+
+Step "prepare" plans as `quantize_` does, then makes layers train, all or none: after an error every module is as it was.
+Step "convert" goes from weight to weight, and each is quantized in every place that has it before the next begins; after an
+error, layers are converted or still in training, `explain(model)` says which, and the same call goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration import ForwardLoop, calibrated, unwatch
+from ao_lab.configs import Config
+from ao_lab.fqn import FqnToConfig, Patterns
+from ao_lab.layers import candidates
+from ao_lab.observers import InputScales, Observer
+from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
+from ao_lab.qat import QATConfig
+from ao_lab.qat_layers import QATLinear, QATModule, Training, first_scales, plain_again, train_as
+from ao_lab.qat_rule import weight_as_stored
+from ao_lab.quantize_model import Progress, keep_report, report_of, required_observers
+from ao_lab.report import ATTRIBUTE, Report
+from reference import Scales
+
+
+def prepare_qat(
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    forward_loop: ForwardLoop | None,
+    observers: Mapping[str, Observer] | None,
+) -> Report:
+    """Step "prepare"."""
+    plan = planned(model, config, filter_fn, device)
+    _check_untouched(plan)
+    if forward_loop is not None and observers is not None:
+        raise ValueError("observers have seen their data; leave forward_loop out")
+    if forward_loop is not None:
+        observers = calibrated(plan, model, forward_loop)
+    known = required_observers(plan, observers)
+    undo: list[nn.Module] = []
+    try:
+        for change in plan.changes.values():
+            _prepare_one(change, known, undo)
+        if device is not None:
+            model.to(device)
+    except BaseException:
+        for module in undo:
+            plain_again(module)
+        raise
+    keep_report(model, plan)
+    return report_of(model)
+
+
+def _check_untouched(plan: Plan) -> None:
+    """ValueError where something that is to be trained is quantized, or trains already."""
+    quantized = [name for name, reason in plan.reasons.items() if reason == ALREADY]
+    training = [name for name, reason in plan.reasons.items() if reason.startswith("it is prepared for QAT")]
+    if quantized:
+        raise ValueError(
+            f"QAT trains dense weights, and {', '.join(quantized[:5])} already quantized; leave them out by filter_fn"
+        )
+    if training:
+        raise ValueError(
+            f"{', '.join(training[:5])} prepared for QAT already; train, and call quantize_ with step='convert'"
+        )
+
+
+def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Module]) -> None:
+    """Make every layer of a weight train; what is learned or static is shared by them."""
+    config = change.config
+    if not isinstance(config, QATConfig):
+        raise TypeError(f"a QATConfig, got {type(config).__name__}")
+    added = _added(change, config, known)
+    for module, _ in change.places.values():
+        undo.append(module)
+        embedding = isinstance(module, nn.Embedding)
+        recipe = config.recipe()
+        if embedding:
+            recipe = replace(recipe, activation=None, kernel="auto")
+        own = {name: part for name, part in added.items() if not (embedding and name.startswith("qat_input"))}
+        settings = (config.axis, config.learn_scales, config.scale_gradient, config.start_step)
+        train_as(module, Training(recipe, *settings, added=bool(own)))
+        for name, tensor in own.items():
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(name, tensor)
+            else:
+                module.register_buffer(name, tensor)
+        unwatch(module)
+
+
+def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the layers of a weight get."""
+    weight = change.parameter
+    made: dict[str, torch.Tensor] = {}
+    frozen = not weight.requires_grad
+    if config.learn_scales:
+        if weight.is_meta:
+            raise ValueError(
+                "learned scales start from the weight's numbers; on the meta device there are none"
+            )
+        start = first_scales(weight, Training(change.recipe, config.axis))
+        made["qat_scale"] = _parameter(start.scale, frozen)
+        if start.zero is not None:
+            made["qat_zero"] = (
+                _parameter(start.zero, frozen) if start.zero.is_floating_point() else start.zero
+            )
+    inputs = _input_scales(change, config, known)
+    if inputs is not None:
+        scale = inputs.scale.to(weight.device)
+        made["qat_input_scale"] = _parameter(scale, frozen) if config.learn_scales else scale
+        if inputs.zero is not None:
+            made["qat_input_zero"] = inputs.zero.to(weight.device)
+    if config.start_step:
+        made["qat_step"] = torch.zeros((), dtype=torch.int64, device=weight.device)
+    return made
+
+
+def _parameter(x: torch.Tensor, frozen: bool) -> nn.Parameter:
+    return nn.Parameter(x.detach().clone(), requires_grad=not frozen)
+
+
+def _input_scales(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> Scales | None:
+    """Static scales of the inputs of a weight's layers: given, or found by an observer."""
+    if config.recipe().activation is None or not change.layers:
+        return None
+    observer = next((known[name] for name in change.layers if name in known), None)
+    if observer is None:
+        return config.input_scales()
+    if not isinstance(observer, InputScales):
+        raise ValueError(f"{type(observer).__name__} makes codes from data; QAT finds them by training")
+    return observer.scales()
+
+
+def convert_qat(
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    progress: Progress | None,
+) -> Report:
+    """Step "convert"."""
+    chosen, reasons = _chosen(model, config, filter_fn)
+    weights: dict[int, list[tuple[str, QATModule, QATConfig]]] = {}
+    for name, module, wanted in chosen:
+        _check_convertible(name, module, wanted)
+        weights.setdefault(id(module.weight), []).append((name, module, wanted))
+    try:
+        for done, places in enumerate(weights.values(), 1):
+            _convert_one(places, device)
+            if progress is not None:
+                progress(places[0][0], done, len(weights))
+        if device is not None:
+            model.to(device)
+    finally:
+        keep_report(model, Plan(reasons=reasons))
+    return report_of(model)
+
+
+def _chosen(
+    model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
+) -> tuple[list[tuple[str, QATModule, QATConfig]], dict[str, str]]:
+    """The layers in training that a configuration means (all, without a filter), and why each layer is as it will be."""
+    if isinstance(config, FqnToConfig) and filter_fn is not None:
+        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
+    patterns = Patterns(config) if isinstance(config, FqnToConfig) else None
+    chosen: list[tuple[str, QATModule, QATConfig]] = []
+    reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    plain: list[str] = []
+    for path, module, name, _ in candidates(model):
+        full = f"{path}.{name}" if path else name
+        wanted: Any = config
+        if patterns is not None:
+            wanted, _ = patterns(path, module, full)
+        elif filter_fn is not None:
+            wanted = config if filter_fn(module, path) else None
+        if not isinstance(module, QATModule):
+            plain += [full] if wanted is not None else []
+            continue
+        if wanted is not None and name == "weight":
+            chosen.append((full, module, wanted))
+            reasons[full] = "trained by QAT" if wanted.base_config is not None else "QAT ended; dense again"
+    if patterns is not None:
+        patterns.check_all_matched(model)
+    if not chosen:
+        raise ValueError(
+            f"step='convert': none of the layers meant is in training ({', '.join(plain[:5]) or 'none is meant'}); "
+            f"call quantize_ with QATConfig(..., step='prepare') first, and train"
+        )
+    return chosen, reasons
+
+
+def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
+    """ValueError where a layer was trained for something else, or not yet."""
+    if hasattr(module.weight, "full_tensor"):
+        raise TypeError(
+            f"{name} is distributed: load its full weights into a prepared model on one rank, and convert that"
+        )
+    training, base = module.qat, config.base_config
+    if base is None:
+        if training.learn_scales:
+            raise ValueError(f"{name} has learned scales, which a dense layer cannot keep; give base_config")
+        return
+    wanted, linear = config.recipe(), isinstance(module, QATLinear)
+    same = wanted.weight == training.recipe.weight and base.axis == training.axis
+    if not same or (linear and wanted.activation != training.recipe.activation):
+        raise ValueError(f"{name} was trained as {training.recipe}, not as {wanted}; convert it to that")
+    step = module._buffers.get("qat_step")
+    if step is not None and not step.is_meta and int(step) < training.start_step:
+        raise ValueError(
+            f"{name} has not begun to round: step {int(step)} of start_step {training.start_step}; "
+            f"call ao_lab.advance_qat(model) after each optimizer step, or convert without base_config"
+        )
+
+
+def _convert_one(places: list[tuple[str, QATModule, QATConfig]], device: Device) -> None:
+    """The quantized weight of one dense weight in every place, and plain layers around it."""
+    linear = [place for place in places if isinstance(place[1], QATLinear)]
+    _, module, config = (linear or places)[0]
+    made: nn.Parameter | None = None
+    if config.base_config is not None:
+        given, weight = module.given(), module.weight.detach()
+        recipe = module.qat.recipe if not linear else config.recipe()
+        stored = weight_as_stored(weight, recipe, module.qat.axis, given)
+        made = nn.Parameter(stored if device is None else stored.to(device), requires_grad=False)
+    for _, place, _ in places:
+        plain_again(place)
+        if made is not None:
+            place._parameters["weight"] = made
+
+
+__all__ = ["convert_qat", "prepare_qat"]
