@@ -287,7 +287,7 @@ def _exact_nan(fmt: Format) -> int:
     if fmt.specials == "ieee" and fmt.bits == 16:
         return {"bfloat16": 0x7FC0, "float16": 0x7E00}[fmt.name]
     return {"none": 0, "ieee": 0x7F, "nan_ones": 0x7F, "nan_negative_zero": 0x80, "nan_all_ones": 0xFF,
-            "nan_minimum": 0x80}[fmt.specials]  # fmt: skip
+            "nan_minimum": 1 << (fmt.bits - 1)}[fmt.specials]  # fmt: skip
 
 
 def _exact_integer(x: float, negative: bool, fmt: Format, mode: str, word: int) -> int:
