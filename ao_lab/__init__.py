@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from ao_lab.configs_integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
     from ao_lab.configs_integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+    from ao_lab.configs_low_bit import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
     from ao_lab.configs_static import (
         Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
     )
@@ -162,6 +163,7 @@ NAMES = {
         "Int8WeightOnlyConfig",
         "IntxWeightOnlyConfig",
     ),
+    "configs_low_bit": ("LowBitWeightOnlyConfig",),
     "configs_static": (
         "Float8StaticActivationFloat8WeightConfig",
         "Int8StaticActivationInt8WeightConfig",
