@@ -75,6 +75,10 @@ if TYPE_CHECKING:
     from ao_lab.qat import IntXQuantizationAwareTrainingConfig as IntXQuantizationAwareTrainingConfig
     from ao_lab.qat import QATConfig as QATConfig
     from ao_lab.qat import advance_qat as advance_qat
+    from ao_lab.qat_lora import LoRA as LoRA
+    from ao_lab.qat_lora import lora_state_dict as lora_state_dict
+    from ao_lab.qat_presets import llama32_configs as llama32_configs
+    from ao_lab.qat_presets import llama32_qat as llama32_qat
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -190,6 +194,8 @@ NAMES = {
         "QATConfig",
         "advance_qat",
     ),
+    "qat_lora": ("LoRA", "lora_state_dict"),
+    "qat_presets": ("llama32_configs", "llama32_qat"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (

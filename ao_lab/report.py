@@ -10,6 +10,7 @@ from torch import nn
 from ao_lab.layers import candidates
 from ao_lab.products import chosen
 from ao_lab.qat_layers import QATModule
+from ao_lab.qat_lora import ADAPTERS, LoRALinear
 from ao_lab.tensor import QuantizedTensor
 
 #: Where a model keeps its report.
@@ -81,6 +82,8 @@ def described_layer(
     reason = reasons.get(full, "never given to quantize_")
     if isinstance(module, QATModule) and name == "weight":
         reason = str(module.qat)
+    if isinstance(module, LoRALinear) and name in ("weight", *ADAPTERS):
+        reason = str(module.lora) if name == "weight" else "an adapter; it trains"
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason)
