@@ -3,8 +3,8 @@
     quantize_(model, QATConfig(LowBitWeightOnlyConfig(bits=1.58), step="prepare", learn_scales=True))
 
 Below 3 bits levels are stretched: 3 or 4 of them, balanced, each the middle of an interval of one width, and the largest
-magnitude is the end of the outermost interval (`ternary`: -1, 0, 1; `stretched2`: -1.5, -0.5, 0.5, 1.5). From 3 bits on they are
-the house's symmetric integers, trained by learned step sizes. Learned scales start where the paper's do, at the largest
+magnitude is the end of the outermost interval (`ternary`: -1, 0, 1; `stretched2`: -1.5, -0.5, 0.5, 1.5). From 3 bits on they
+are the house's symmetric integers, trained by learned step sizes. Learned scales start where the paper's do, at the largest
 magnitude of their row; their gradient is that of `reference.fake_quantize_vjp`, the derivative of what was computed.
 
 Where this is not the authors' program: an element exactly at zero takes -0.5 in `stretched2` (there +0.5); elements saturate
@@ -35,7 +35,9 @@ class LowBitWeightOnlyConfig(Config):
 
     def _weight(self) -> Scheme:
         if self.bits not in (*STRETCHED, 3, 4):
-            raise ValueError(f"LowBitWeightOnlyConfig: bits is 1.58 (three levels), 2, 3 or 4; got {self.bits!r}")
+            raise ValueError(
+                f"LowBitWeightOnlyConfig: bits is 1.58 (three levels), 2, 3 or 4; got {self.bits!r}"
+            )
         block, element = block_of(self.granularity), STRETCHED.get(self.bits)
         if element is not None:
             return stretched(element, block)

@@ -189,13 +189,19 @@ def qat_step(config: Any) -> str | None:
     return next(iter(steps), None)
 
 
-def has_lora(config: Any) -> bool:
-    """Whether a QATConfig, or those that FqnToConfig names, have adapters. ValueError for a mixture."""
+def lora_mode(config: Any) -> str | None:
+    """What a QATConfig with adapters rounds, or those that FqnToConfig names; None where there are none.
+
+    ValueError for a mixture.
+    """
     configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    found = {getattr(one, "lora", None) is not None for one in configs if one is not None}
+    adapters = [getattr(one, "lora", None) for one in configs if one is not None]
+    found = {None if one is None else one.rounds for one in adapters}
     if len(found) > 1:
-        raise ValueError("FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), or in none")
-    return found == {True}
+        raise ValueError(
+            "FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), rounding the same, or in none"
+        )
+    return next(iter(found), None)
 
 
 def advance_qat(model: nn.Module) -> None:
@@ -213,6 +219,6 @@ __all__ = [
     "IntxFakeQuantizeConfig",
     "QATConfig",
     "advance_qat",
-    "has_lora",
+    "lora_mode",
     "qat_step",
 ]

@@ -15,11 +15,15 @@ A model in this state serves: what was trained is what runs, bit for bit, its ad
 Llama 3.2 models have them. Step "convert" merges: the float32 sum of the dequantized weight and (alpha / rank) B A is quantized
 by the same recipe under scales of its own, and layers are plain again. That rounds the sum, so outputs change by as much as
 quantizing does; adapters that add nothing leave the codes as they were. Without base_config the sum becomes a dense weight.
+
+`LoRA(rounds="sum")` trains for that: weights stay dense and frozen, and every forward multiplies with what the sum rounds to,
+so that step "convert" stores, bit for bit, what training multiplied with. Its price is that of dense QAT (only the optimizer
+is smaller), and the dense sum of each layer until its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, prod, sqrt
 
@@ -28,26 +32,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ao_lab.chunked import quantized_by_rows
+from ao_lab.qat_function import qat_linear
+from ao_lab.qat_layers import ADAPTERS, QATLinear
 from ao_lab.qat_lora_function import frozen_linear
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import QuantizedTensor
 from fast.device import is_traced
-
-#: Names of a layer's adapters.
-ADAPTERS = ("lora_a", "lora_b")
+from reference.errors import choice
 
 
 @dataclass(frozen=True)
 class LoRA:
     """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
 
-    Rank 0: no adapters; the weight is quantized and frozen.
+    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text.
     """
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
+    rounds: str = "base"
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 0:
@@ -58,6 +63,9 @@ class LoRA:
             raise ValueError(f"LoRA: dropout is a probability below 1, got {self.dropout!r}")
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"LoRA: adapters are bfloat16, float16 or float32, got {self.dtype}")
+        choice(self.rounds, ("base", "sum"), "LoRA: rounds")
+        if self.rounds == "sum" and self.dropout:
+            raise ValueError("LoRA: dropout is of the adapters' own input; under rounds='sum' they have none")
 
     @property
     def factor(self) -> float:
@@ -65,8 +73,9 @@ class LoRA:
         return self.alpha / max(self.rank, 1)
 
     def __str__(self) -> str:
-        late = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{late}; frozen; step='convert' merges it"
+        more = f", dropout {self.dropout:g}" if self.dropout else ""
+        more += ", the sum is rounded" if self.rounds == "sum" else ""
+        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{more}; frozen; step='convert' merges it"
 
 
 class LoRALinear(nn.Linear):
@@ -111,25 +120,56 @@ class LoRALinear(nn.Linear):
         return f"{super().extra_repr()}, {self.weight.recipe}, rank={self.lora.rank}"  # type: ignore[attr-defined]
 
 
+class LoRASumLinear(QATLinear):
+    """A layer in dense QAT whose weight is a frozen one and the product of its adapters."""
+
+    lora: LoRA
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the rounded sum."""
+        return qat_linear(input, self.merged(), self.bias, self.given(input.numel()), self.qat.rule)
+
+    def merged(self) -> torch.Tensor:
+        """The sum in the weight's dtype: one operation, so that a compiler rounds it as eager calls do."""
+        a, b = (part.to(self.weight.dtype) for part in (self.lora_a, self.lora_b))
+        return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+
+
 def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
-    """Give a layer of a quantized weight adapters; they train, the rest of it does not."""
+    """Give a layer of a quantized weight (or in dense QAT) adapters."""
     rows, length = layer.weight.shape
-    layer.requires_grad_(False)
     device = layer.weight.device
     a = torch.empty((lora.rank, length), dtype=torch.float32, device=device)
     nn.init.kaiming_uniform_(a, a=sqrt(5))
-    layer.__class__ = LoRALinear
+    layer.__class__ = LoRASumLinear if isinstance(layer, QATLinear) else LoRALinear
     layer.lora = lora  # type: ignore[assignment]
     layer.lora_a = nn.Parameter(a.to(lora.dtype))
     layer.lora_b = nn.Parameter(torch.zeros((rows, lora.rank), dtype=lora.dtype, device=device))
 
 
+def freeze(places: Iterable[tuple[nn.Module, str]]) -> None:
+    """What layers have but for adapters does not train."""
+    for module, _ in places:
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.requires_grad_(name in ADAPTERS)
+
+
 def drop_adapters(layer: nn.Module) -> None:
-    """A plain layer again."""
-    layer.__class__ = nn.Linear
+    """The layer that it was before."""
+    layer.__class__ = QATLinear if isinstance(layer, QATLinear) else nn.Linear
     del layer.__dict__["lora"]
     for name in ADAPTERS:
         del layer._parameters[name]
+
+
+def fold(layer: LoRASumLinear) -> None:
+    """A layer in dense QAT of the sum."""
+    with torch.no_grad():
+        weight = nn.Parameter(layer.merged(), requires_grad=False)
+    drop_adapters(layer)
+    layer._parameters["weight"] = weight
 
 
 def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
@@ -150,17 +190,19 @@ def lora_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return {
         f"{path}.{name}" if path else name: getattr(layer, name).detach()
         for path, layer in model.named_modules()
-        if isinstance(layer, LoRALinear)
+        if isinstance(layer, (LoRALinear, LoRASumLinear))
         for name in ADAPTERS
     }
 
 
 __all__ = [
-    "ADAPTERS",
     "LoRA",
     "LoRALinear",
+    "LoRASumLinear",
     "add_adapters",
     "drop_adapters",
+    "fold",
+    "freeze",
     "lora_state_dict",
     "merged_weight",
 ]

@@ -158,15 +158,10 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 frozen_linear_op.register_autograd(_backward, setup_context=_keep)
 
 
-def frozen_linear(
-    rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Rows (M, K) times a frozen weight (N, K), plus a bias; differentiable in rows and bias."""
-    y: torch.Tensor
-    if is_traced(rows):
-        y = torch.ops.ao_lab.frozen_linear(rows, weight, bias)
-    else:
-        y = FrozenLinear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    run: Any = torch.ops.ao_lab.frozen_linear if is_traced(rows) else FrozenLinear.apply
+    y: torch.Tensor = run(rows, weight, bias)
     return y
 
 

@@ -51,7 +51,7 @@ def prepare_lora(
     for name, module, wanted in chosen:
         if not isinstance(module.weight, QuantizedTensor):
             continue  # its blocks do not divide its shape; the report says so
-        module.requires_grad_(False)
+        module.requires_grad_(False)  # before adapters, which train, are a part of it
         if isinstance(module, nn.Linear) and wanted.lora is not None and wanted.lora.rank:
             add_adapters(module, wanted.lora)
         else:
@@ -80,7 +80,9 @@ def _chosen(
             chosen.append((full, module, wanted))
         else:
             kind = type(module).__name__
-            reasons[full] = f"LoRA is for nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
+            reasons[full] = (
+                f"LoRA is for nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
+            )
     decide.check_all_matched(model)
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:5])

@@ -22,7 +22,7 @@ from ao_lab.observers import InputScales, Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.qat import QATConfig
 from ao_lab.qat_layers import QATLinear, QATModule, Training, first_scales, plain_again, train_as
-from ao_lab.qat_lora import LoRALinear
+from ao_lab.qat_lora import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
 from ao_lab.qat_lora_model import check_mergeable, merge
 from ao_lab.qat_rule import weight_as_stored
 from ao_lab.quantize_model import Progress, keep_report, report_of, required_observers
@@ -56,6 +56,9 @@ def prepare_qat(
         for module in undo:
             plain_again(module)
         raise
+    for change in plan.changes.values():
+        if isinstance(change.config, QATConfig) and change.config.lora is not None:
+            freeze(change.places.values())
     keep_report(model, plan)
     return report_of(model)
 
@@ -95,6 +98,8 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
             else:
                 module.register_buffer(name, tensor)
         unwatch(module)
+        if isinstance(module, nn.Linear) and config.lora is not None and config.lora.rank:
+            add_adapters(module, config.lora)
 
 
 def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
@@ -157,6 +162,10 @@ def convert_qat(
             adapted.append((name, module, wanted))
         else:
             _check_convertible(name, module, wanted)
+    for name, module, wanted in chosen:
+        if isinstance(module, LoRASumLinear):
+            fold(module)
+        if isinstance(module, QATModule):
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
     total = len(weights) + len(adapted)
     try:
@@ -198,7 +207,9 @@ def _chosen(
         if wanted is not None and name == "weight":
             chosen.append((full, module, wanted))
             ended = "QAT ended; dense again" if wanted.base_config is None else "trained by QAT"
-            reasons[full] = f"{ended}, adapters merged" if isinstance(module, LoRALinear) else ended
+            reasons[full] = (
+                f"{ended}, adapters merged" if isinstance(module, (LoRALinear, LoRASumLinear)) else ended
+            )
     if patterns is not None:
         patterns.check_all_matched(model)
     if not chosen:

@@ -43,11 +43,10 @@ def llama32_qat(
     lora: the second round. Blocks get adapters; classifier and embedding are quantized and frozen alone. A classifier that is
     tied to the embedding stays tied in both rounds: one weight, 8-bit per row of the vocabulary, which both have.
     """
-    options = {"learn_scales": learn_scales} if learn_scales else {}
 
     def of(name: str, config: Config) -> QATConfig:
-        adapters = lora if lora is None or name == BLOCKS else LoRA(rank=0)
-        return QATConfig(config, step=step, lora=adapters, **options)
+        adapters = lora if lora is None or name == BLOCKS else LoRA(rank=0, rounds=lora.rounds)
+        return QATConfig(config, step=step, lora=adapters, learn_scales=learn_scales)
 
     return FqnToConfig({name: of(name, config) for name, config in llama32_configs(group_size).items()})
 

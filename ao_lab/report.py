@@ -9,8 +9,8 @@ from torch import nn
 
 from ao_lab.layers import candidates
 from ao_lab.products import chosen
-from ao_lab.qat_layers import QATModule
-from ao_lab.qat_lora import ADAPTERS, LoRALinear
+from ao_lab.qat_layers import ADAPTERS, QATModule
+from ao_lab.qat_lora import LoRALinear, LoRASumLinear
 from ao_lab.tensor import QuantizedTensor
 
 #: Where a model keeps its report.
@@ -82,7 +82,7 @@ def described_layer(
     reason = reasons.get(full, "never given to quantize_")
     if isinstance(module, QATModule) and name == "weight":
         reason = str(module.qat)
-    if isinstance(module, LoRALinear) and name in ("weight", *ADAPTERS):
+    if isinstance(module, (LoRALinear, LoRASumLinear)) and name in ("weight", *ADAPTERS):
         reason = str(module.lora) if name == "weight" else "an adapter; it trains"
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):

@@ -2,8 +2,8 @@
 
 The forward value is `dequantize(quantize(x))` in x's own dtype, by definition the same bits as storage gives. The gradient
 with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that
-is where the rounded element lies beyond the largest code (codebooks: the element beyond `Format.limit`; Jacob et al., arXiv 1712.05877, section 3; Bengio et al., arXiv
-1308.3432).
+is where the rounded element lies beyond the largest code, of codebooks where the element lies beyond `Format.limit` (Jacob
+et al., arXiv 1712.05877, section 3; Bengio et al., arXiv 1308.3432).
 No gradient flows through a scale that was computed from x. A scale that is given is a parameter and gets the gradient of
 learned step size quantization (Esser et al., arXiv 1902.08153, equation 3).
 """

@@ -7,8 +7,9 @@ record with other values, under its own name (`reference.conventions`), never a 
 
 House schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
 reciprocal per block multiplies every element, followed by one rounding; powers of two are applied exactly; a block of zeros
-stores zeros (in `stretched2`, which has none, its smallest number, -2**-127); and a finite input never becomes NaN or infinity: scales have a floor below which they do not fall, and
-dequantization stops at the largest finite value. A NaN or an infinity makes its own block NaN and touches no other.
+stores zeros (in `stretched2`, which has none, its smallest number, -2**-127); and a finite input never becomes NaN or infinity:
+scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an infinity
+makes its own block NaN and touches no other.
 """
 
 from __future__ import annotations
