@@ -106,8 +106,9 @@ class LoRALinear(nn.Linear):
         return y if x.dim() == 2 else y.reshape((*x.shape[:-1], self.weight.shape[0]))
 
     def _down(self, rows: torch.Tensor) -> torch.Tensor:
-        kept = nn.functional.dropout(rows, self.lora.dropout, self.training)
-        return nn.functional.linear(kept, self.lora_a.to(rows.dtype))
+        if self.lora.dropout and self.training:
+            rows = nn.functional.dropout(rows, self.lora.dropout)
+        return nn.functional.linear(rows, self.lora_a.to(rows.dtype))
 
     def merged(self) -> torch.Tensor:
         """The dense weight that the layer stands for, in float32."""
