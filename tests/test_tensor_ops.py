@@ -380,7 +380,8 @@ def test_what_is_not_in_the_table_says_what_is():
 
 
 def test_every_operation_was_tested():
-    """Runs last in this file: it met every entry of the table but those of layers, collectives and adapters (pinning needs a GPU).
+    """Runs last in this file: it met every entry of the table but those of layers, collectives and adapters (pinning
+    needs a GPU).
 
     Where workers share the tests, this file runs once more in a process of its own.
     """
