@@ -21,6 +21,7 @@ from ao_lab import (
     lora_state_dict,
     quantize_,
 )
+from ao_lab.checkpoints import load_pretrained, save_pretrained
 from ao_lab.qat_lora import LoRALinear
 from tests.qat_models import everything, multiplied, same, steps
 from tests.test_every_config import TOKENS, Net
@@ -88,6 +89,17 @@ def test_untrained_adapters_leave_the_codes(name):
     assert same(net.first.weight.codes, before.codes)
     assert same(net.first.weight.scale, before.scale)
     assert same(net(TOKENS), y)
+
+
+def test_saved_and_loaded_by_name(tmp_path):
+    """As a folder: weights as they are stored, adapters beside them; a model without adapters refuses it."""
+    net = adapted(CONFIGS["int8 x int4"])
+    save_pretrained(net, tmp_path / "made")
+    other = Net(torch.bfloat16)
+    with pytest.raises(ValueError, match="which the model lacks"):
+        load_pretrained(tmp_path / "made", Net(torch.bfloat16))
+    quantize_(other, QATConfig(CONFIGS["int8 x int4"], lora=LoRA(rank=4, alpha=8)))
+    assert same(load_pretrained(tmp_path / "made", other)(TOKENS), net(TOKENS))
 
 
 def test_converted_to_dense_layers():
