@@ -199,7 +199,7 @@ def integer_codes(x: Array, fmt: Format, mode: str) -> Array:
     narrow = fmt.name in ("int8_nan", "ternary")
     low = -(2 ** (fmt.bits - 1)) + narrow if fmt.signed else 0
     high = 2 ** (fmt.bits - fmt.signed) - 1
-    nan = 2 ** (fmt.bits - 1) if narrow else 0
+    nan = 0x80 if fmt.name == "int8_nan" else 0
     codes = np.where(np.isnan(t), nan, np.clip(np.where(np.isnan(t), 0, rounded), low, high))
     return (codes.astype(np.int64) & (2**fmt.bits - 1)).astype(np.uint8)
 

@@ -213,15 +213,14 @@ def decode(code, E: tl.constexpr):
         else:
             return _decode_float(code, E)
     elif E.kind == "int":
-        pattern = code & ((1 << E.bits) - 1)
-        integer = pattern
+        integer = code & ((1 << E.bits) - 1)
         if E.signed:
-            integer = tl.where(pattern > E.max_code, pattern - (1 << E.bits), pattern)
+            integer = tl.where(integer > E.max_code, integer - (1 << E.bits), integer)
         value = integer.to(tl.float32)
         if E.fraction_bits != 0:
             value = value * (1.0 / (1 << E.fraction_bits))
         if E.specials == "nan_minimum":
-            value = tl.where(pattern == E.nan_code, float("nan"), value)
+            value = tl.where((code & 0xFF) == E.nan_code, float("nan"), value)
         return value
     elif E.kind == "codebook":
         return codebook_values(code, E)

@@ -234,7 +234,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         clamps=not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
-        and (fmt.kind == "float" or (fmt.kind == "int" and fmt.nan_code is None)),
+        and fmt.kind in ("float", "int"),
         drawn=hardware and not marking and is_drawn(scheme),
         pairs=has_pairs(scheme, dtype, hot_sequence(scheme, nearest and hardware)),
     )  # fmt: skip
