@@ -110,8 +110,16 @@ def test_those_that_may_saturate_are_known():
 
 @pytest.mark.parametrize("rule", ["lsq", "sum"])
 @pytest.mark.parametrize(
-    "weight", ["int8_rowwise", "int4_g32", "int8_tensorwise", "int4_g32_asymmetric", "int1_g32", "ternary_rowwise",
-               "stretched2_g32"]
+    "weight",
+    [
+        "int8_rowwise",
+        "int4_g32",
+        "int8_tensorwise",
+        "int4_g32_asymmetric",
+        "int1_g32",
+        "ternary_rowwise",
+        "stretched2_g32",
+    ],
 )
 def test_learned_scales(weight, rule):
     config = SchemeConfig(scheme=weight)
