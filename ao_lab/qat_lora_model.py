@@ -106,7 +106,11 @@ def _check_state(name: str, module: nn.Module, config: QATConfig) -> None:
 
 
 def check_mergeable(name: str, layer: LoRALinear, config: QATConfig) -> None:
-    """ValueError where a layer's weight is quantized for something else."""
+    """ValueError where a layer's weight is quantized for something else; TypeError where it is distributed."""
+    if hasattr(layer.weight, "full_tensor"):
+        raise TypeError(
+            f"{name} is distributed: load its full weights into a prepared model on one rank, and convert that"
+        )
     have = layer.weight.recipe  # type: ignore[attr-defined]
     if config.base_config is None:
         return

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ao_lab
 import fast
@@ -207,3 +208,22 @@ def test_autocast(name):
     assert y.dtype == net.first.lora_a.grad.dtype == torch.bfloat16
     assert x.grad.dtype == torch.float32
     assert same(y.detach(), net.first(x.detach().bfloat16()))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_under_activation_checkpointing_and_without_gradients(name, dropout):
+    net = adapted(CONFIGS[name], lora=LoRA(rank=4, alpha=8, dropout=dropout))
+    x = numbers(3, 5, 128).requires_grad_()
+    found = []
+    for run in (net.first, lambda x: checkpoint(net.first, x, use_reentrant=False)):
+        net.zero_grad()
+        x.grad = None
+        torch.manual_seed(0)
+        run(x).float().square().mean().backward()
+        found.append([x.grad, net.first.lora_a.grad.clone(), net.first.lora_b.grad.clone()])
+    assert all(same(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    net.eval()
+    y = net(TOKENS)
+    with torch.inference_mode():
+        assert same(net(TOKENS), y.detach())
