@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from ao_lab.configs_integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
     from ao_lab.configs_integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+    from ao_lab.configs_low_bit import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
     from ao_lab.configs_static import (
         Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
     )
@@ -74,6 +75,10 @@ if TYPE_CHECKING:
     from ao_lab.qat import IntXQuantizationAwareTrainingConfig as IntXQuantizationAwareTrainingConfig
     from ao_lab.qat import QATConfig as QATConfig
     from ao_lab.qat import advance_qat as advance_qat
+    from ao_lab.qat_lora import LoRA as LoRA
+    from ao_lab.qat_lora import lora_state_dict as lora_state_dict
+    from ao_lab.qat_presets import llama32_configs as llama32_configs
+    from ao_lab.qat_presets import llama32_qat as llama32_qat
     from ao_lab.quantize_model import quantize_ as quantize_
     from ao_lab.recipes import Recipe as Recipe
     from ao_lab.report import Layer as Layer
@@ -162,6 +167,7 @@ NAMES = {
         "Int8WeightOnlyConfig",
         "IntxWeightOnlyConfig",
     ),
+    "configs_low_bit": ("LowBitWeightOnlyConfig",),
     "configs_static": (
         "Float8StaticActivationFloat8WeightConfig",
         "Int8StaticActivationInt8WeightConfig",
@@ -188,6 +194,8 @@ NAMES = {
         "QATConfig",
         "advance_qat",
     ),
+    "qat_lora": ("LoRA", "lora_state_dict"),
+    "qat_presets": ("llama32_configs", "llama32_qat"),
     "quantize_model": ("quantize_",),
     "recipes": ("Recipe",),
     "report": (

@@ -102,7 +102,7 @@ def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
     scheme = w.recipe.activation
     if scheme is None or not sums_along_blocks(w):
         return x
-    return fast.dequantize(quantized_input(x, w, scheme), x.dtype)
+    return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
 
 
 def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:

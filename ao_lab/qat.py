@@ -11,7 +11,8 @@ last forward on the same weights. Step "convert" without a base_config makes den
 Static activations take their scale from `act_quant_scale`, or from `forward_loop=` / `observers=` of step "prepare".
 `learn_scales=True` makes scales parameters (`qat_scale`, `qat_input_scale`; learned step sizes, arXiv 1902.08153), for schemes
 that keep them in float32; zero points that are codes stay as they were found. With `start_step=n` layers are plain until
-`advance_qat(model)`, called after each optimizer step, has been called n times; the count is in the state_dict.
+`advance_qat(model)`, called after each optimizer step, has been called n times; the count is in the state_dict. With `lora`
+weights are quantized and frozen, and adapters beside them train (`ao_lab.qat_lora`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ao_lab.observers import Observer
+    from ao_lab.qat_lora import LoRA
 
 STEPS = ("prepare", "convert")
 
@@ -51,6 +53,8 @@ class QATConfig(Config):
     #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), "sum" leaves it.
     scale_gradient: str = field(default="lsq", kw_only=True)
     start_step: int = field(default=0, kw_only=True)
+    #: Adapters beside frozen, quantized weights.
+    lora: LoRA | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         choice(self.step, STEPS, "QATConfig: step")
@@ -59,8 +63,10 @@ class QATConfig(Config):
             raise ValueError(f"QATConfig: start_step is a number of steps, got {self.start_step!r}")
         self._check_base()
         object.__setattr__(self, "axis", self._base.axis)
-        if self.step == "convert" and (self.learn_scales or self.start_step):
-            raise ValueError("QATConfig: learn_scales and start_step belong to step='prepare'")
+        if self.step == "convert" and (self.learn_scales or self.start_step or self.lora is not None):
+            raise ValueError("QATConfig: learn_scales, start_step and lora belong to step='prepare'")
+        if self.lora is not None:
+            self._check_lora(self.lora)
         if self.step == "prepare":
             self._check_trainable(self.recipe())
 
@@ -82,6 +88,18 @@ class QATConfig(Config):
             raise ValueError("QATConfig: weight_config and activation_config are for step='prepare' alone")
         if self.step == "prepare" and self.base_config is None and self.weight_config is None:
             raise ValueError("QATConfig: step='prepare' needs base_config, or weight_config")
+
+    def _check_lora(self, lora: LoRA) -> None:
+        """What does not go with a frozen base."""
+        if type(lora).__name__ != "LoRA":
+            raise TypeError(f"QATConfig: lora is an ao_lab.LoRA, got {type(lora).__name__}")
+        if self.learn_scales or self.start_step or self.base_config is None:
+            raise ValueError(
+                "QATConfig: lora trains beside weights that are frozen and quantized from the start, by base_config; "
+                "leave learn_scales, start_step, weight_config and activation_config out"
+            )
+        if self.axis != -1:
+            raise ValueError(f"QATConfig: lora is for weights (out, in), axis=-1; got axis={self.axis}")
 
     def _check_trainable(self, recipe: Recipe) -> None:
         """ValueError for a recipe that has no gradient."""
@@ -171,6 +189,21 @@ def qat_step(config: Any) -> str | None:
     return next(iter(steps), None)
 
 
+def lora_mode(config: Any) -> str | None:
+    """What a QATConfig with adapters rounds, or those that FqnToConfig names; None where there are none.
+
+    ValueError for a mixture.
+    """
+    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    adapters = [getattr(one, "lora", None) for one in configs if one is not None]
+    found = {None if one is None else one.rounds for one in adapters}
+    if len(found) > 1:
+        raise ValueError(
+            "FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), rounding the same, or in none"
+        )
+    return next(iter(found), None)
+
+
 def advance_qat(model: nn.Module) -> None:
     """Count one step for layers with a delayed start: call it after optimizer.step()."""
     for module in model.modules():
@@ -186,5 +219,6 @@ __all__ = [
     "IntxFakeQuantizeConfig",
     "QATConfig",
     "advance_qat",
+    "lora_mode",
     "qat_step",
 ]

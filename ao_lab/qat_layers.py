@@ -26,6 +26,8 @@ SMALLEST = 2.0**-126
 NOTHING = Given()
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
+#: Names of adapters (`ao_lab.qat_lora`).
+ADAPTERS = ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,10 @@ def plain_again(module: nn.Module) -> None:
     """Undo `train_as`, and drop what it has brought."""
     if isinstance(module, QATModule):
         kinds = {trained: plain for plain, trained in CLASSES.items()}
-        module.__class__ = kinds[type(module)]  # type: ignore[assignment]
+        module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
         del module.__dict__["qat"]
-    for name in ADDED:
+        module.__dict__.pop("lora", None)
+    for name in (*ADDED, *ADAPTERS):
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
@@ -191,6 +194,7 @@ def first_scales(weight: torch.Tensor, training: Training) -> Scales:
 
 
 __all__ = [
+    "ADAPTERS",
     "ADDED",
     "QATEmbedding",
     "QATLinear",

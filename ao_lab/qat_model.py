@@ -22,6 +22,8 @@ from ao_lab.observers import InputScales, Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.qat import QATConfig
 from ao_lab.qat_layers import QATLinear, QATModule, Training, first_scales, plain_again, train_as
+from ao_lab.qat_lora import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
+from ao_lab.qat_lora_model import check_mergeable, merge
 from ao_lab.qat_rule import weight_as_stored
 from ao_lab.quantize_model import Progress, keep_report, report_of, required_observers
 from ao_lab.report import ATTRIBUTE, Report
@@ -54,6 +56,9 @@ def prepare_qat(
         for module in undo:
             plain_again(module)
         raise
+    for change in plan.changes.values():
+        if isinstance(change.config, QATConfig) and change.config.lora is not None:
+            freeze(change.places.values())
     keep_report(model, plan)
     return report_of(model)
 
@@ -93,6 +98,8 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
             else:
                 module.register_buffer(name, tensor)
         unwatch(module)
+        if isinstance(module, nn.Linear) and config.lora is not None and config.lora.rank:
+            add_adapters(module, config.lora)
 
 
 def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
@@ -148,14 +155,28 @@ def convert_qat(
     """Step "convert"."""
     chosen, reasons = _chosen(model, config, filter_fn)
     weights: dict[int, list[tuple[str, QATModule, QATConfig]]] = {}
+    adapted: list[tuple[str, LoRALinear, QATConfig]] = []
     for name, module, wanted in chosen:
-        _check_convertible(name, module, wanted)
-        weights.setdefault(id(module.weight), []).append((name, module, wanted))
+        if isinstance(module, LoRALinear):
+            check_mergeable(name, module, wanted)
+            adapted.append((name, module, wanted))
+        else:
+            _check_convertible(name, module, wanted)
+    for name, module, wanted in chosen:
+        if isinstance(module, LoRASumLinear):
+            fold(module)
+        if isinstance(module, QATModule):
+            weights.setdefault(id(module.weight), []).append((name, module, wanted))
+    total = len(weights) + len(adapted)
     try:
         for done, places in enumerate(weights.values(), 1):
             _convert_one(places, device)
             if progress is not None:
-                progress(places[0][0], done, len(weights))
+                progress(places[0][0], done, total)
+        for done, (name, layer, wanted) in enumerate(adapted, len(weights) + 1):
+            merge(layer, wanted, device)
+            if progress is not None:
+                progress(name, done, total)
         if device is not None:
             model.to(device)
     finally:
@@ -165,12 +186,12 @@ def convert_qat(
 
 def _chosen(
     model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
-) -> tuple[list[tuple[str, QATModule, QATConfig]], dict[str, str]]:
+) -> tuple[list[tuple[str, QATModule | LoRALinear, QATConfig]], dict[str, str]]:
     """The layers in training that a configuration means (all, without a filter), and why each layer is as it will be."""
     if isinstance(config, FqnToConfig) and filter_fn is not None:
         raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
     patterns = Patterns(config) if isinstance(config, FqnToConfig) else None
-    chosen: list[tuple[str, QATModule, QATConfig]] = []
+    chosen: list[tuple[str, QATModule | LoRALinear, QATConfig]] = []
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     plain: list[str] = []
     for path, module, name, _ in candidates(model):
@@ -180,12 +201,15 @@ def _chosen(
             wanted, _ = patterns(path, module, full)
         elif filter_fn is not None:
             wanted = config if filter_fn(module, path) else None
-        if not isinstance(module, QATModule):
+        if not isinstance(module, (QATModule, LoRALinear)):
             plain += [full] if wanted is not None else []
             continue
         if wanted is not None and name == "weight":
             chosen.append((full, module, wanted))
-            reasons[full] = "trained by QAT" if wanted.base_config is not None else "QAT ended; dense again"
+            ended = "QAT ended; dense again" if wanted.base_config is None else "trained by QAT"
+            reasons[full] = (
+                f"{ended}, adapters merged" if isinstance(module, (LoRALinear, LoRASumLinear)) else ended
+            )
     if patterns is not None:
         patterns.check_all_matched(model)
     if not chosen:

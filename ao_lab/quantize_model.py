@@ -25,7 +25,7 @@ from ao_lab.fqn import FqnToConfig
 from ao_lab.layers import candidates
 from ao_lab.observers import Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
-from ao_lab.qat import qat_step
+from ao_lab.qat import lora_mode, qat_step
 from ao_lab.report import ATTRIBUTE, Report, described_layer
 from ao_lab.tensor import QuantizedTensor
 
@@ -58,8 +58,11 @@ def quantize_(
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
     if (step := qat_step(config)) is not None:
+        from ao_lab.qat_lora_model import prepare_lora
         from ao_lab.qat_model import convert_qat, prepare_qat
 
+        if step == "prepare" and lora_mode(config) == "base":
+            return prepare_lora(model, config, filter_fn, device, forward_loop, observers)
         if step == "prepare":
             return prepare_qat(model, config, filter_fn, device, forward_loop, observers)
         return convert_qat(model, config, filter_fn, device, progress)

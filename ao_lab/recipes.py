@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from reference.errors import choice
-from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
+from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
 
 #: What `Recipe.kernel` may say; `ao_lab.products` has the functions.
 KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
@@ -41,6 +41,8 @@ class Recipe:
 
 #: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
 INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+#: ternary_g64, stretched2_rowwise: level set, block.
+STRETCHED = re.compile(r"(ternary|stretched2)_(?:g([1-9]\d*)|(rowwise)|(tensorwise))")
 
 
 def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "float32") -> Scheme:
@@ -66,6 +68,12 @@ def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "fl
     )
 
 
+def stretched(element: str, block: Block) -> Scheme:
+    """Stretched levels in any block: the record that has this name, or a new one by the same rules."""
+    name = f"{element}_{block_name(block)}"
+    return SCHEMES[name] if name in SCHEMES else stretched_scheme(element, block, name)
+
+
 def block_name(block: Block) -> str:
     """How the names of house schemes call a block."""
     if isinstance(block, tuple):
@@ -74,13 +82,20 @@ def block_name(block: Block) -> str:
 
 
 def named(scheme: str | Scheme | None) -> Scheme | None:
-    """The record of a name, also of integers in blocks that no record has yet; records and None pass through."""
-    found = INTEGER.fullmatch(scheme) if isinstance(scheme, str) and scheme not in SCHEMES else None
+    """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass."""
+    new = isinstance(scheme, str) and scheme not in SCHEMES
+    if new and (levels := STRETCHED.fullmatch(str(scheme))) is not None:
+        return stretched(levels[1], _named_block(levels[2], levels[3]))
+    found = INTEGER.fullmatch(str(scheme)) if new else None
     if found is None:
         return None if scheme is None else scheme_of(scheme)
     bits, group, rows, _, asymmetric, bf16 = found.groups()
-    block: Block = int(group) if group else -1 if rows else "tensor"
+    block = _named_block(group, rows)
     return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
+
+
+def _named_block(group: str | None, rows: str | None) -> Block:
+    return int(group) if group else -1 if rows else "tensor"
 
 
 __all__ = [
@@ -90,4 +105,5 @@ __all__ = [
     "block_name",
     "integer_scheme",
     "named",
+    "stretched",
 ]

@@ -91,6 +91,8 @@ def family(method: str) -> str:
     scheme: Scheme | None = SCHEMES.get(method) or (named(method) if INTEGER.fullmatch(method) else None)
     if scheme is None:
         return "plain"
+    if scheme.format.reach:
+        return "integer"
     if scheme.format.kind == "codebook":
         return "NF4"
     if scheme.scale.storage == "float8_e8m0fnu":

@@ -2,8 +2,8 @@
 
 The forward value is `dequantize(quantize(x))` in x's own dtype, by definition the same bits as storage gives. The gradient
 with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that
-is where the rounded element lies beyond the largest code (Jacob et al., arXiv 1712.05877, section 3; Bengio et al., arXiv
-1308.3432).
+is where the rounded element lies beyond the largest code, of codebooks where the element lies beyond `Format.limit` (Jacob
+et al., arXiv 1712.05877, section 3; Bengio et al., arXiv 1308.3432).
 No gradient flows through a scale that was computed from x. A scale that is given is a parameter and gets the gradient of
 learned step size quantization (Esser et al., arXiv 1902.08153, equation 3).
 """
@@ -121,7 +121,7 @@ def saturation(
     if scheme.format.kind == "codebook":
         divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
         ratio = _ratio(ns, split, replace(chosen, scale=divisor), scheme)
-        return (ratio & MAGNITUDE) > bits_of(scheme.format.max)
+        return (ratio & MAGNITUDE) > bits_of(scheme.format.limit)
     own = {field.name: getattr(scheme, field.name) for field in fields(Scheme)}
     marked = _Marked(**{**own, "overflow": "mark", "nan": "ieee", "nan_code": None})
     return (element_codes(ns, split, chosen, marked, dtype, words) & MARK) != 0

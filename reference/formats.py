@@ -10,10 +10,12 @@ retyped. Four kinds exist:
 
 Names are those of ml_dtypes. `specials` says what the all-ones patterns mean: ``ieee`` (infinities and NaNs), ``nan_ones``
 (a NaN with all ones in exponent and mantissa, no infinity: the suffix fn), ``nan_negative_zero`` (one NaN in the place of
--0: fnuz), ``nan_all_ones`` (0xFF: e8m0), ``nan_minimum`` (the lowest integer stands for NaN) or ``none``.
+-0: fnuz), ``nan_all_ones`` (0xFF: e8m0), ``nan_minimum`` (the lowest integer stands for NaN), ``unused_minimum`` (it is never
+written: as many levels below zero as above) or ``none``.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, sections 5.1 to 5.4; Dettmers et al.,
-QLoRA (arXiv 2305.14314), appendix E, for NF4.
+QLoRA (arXiv 2305.14314), appendix E, for NF4; Liu et al., ParetoQ (arXiv 2502.02631), stretched elastic quantization, for
+`ternary` and `stretched2`.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Format:
     fraction_bits: int = 0
     #: Ascending values of the codebook kind.
     table: tuple[float, ...] = ()
+    #: Stretched formats: the end of the interval that the outermost values stand for; 0 where they are its end themselves.
+    reach: float = 0.0
 
     @property
     def emin(self) -> int:
@@ -158,8 +162,15 @@ class Format:
         return float(self.values[self.max_code])
 
     @property
+    def limit(self) -> float:
+        """The magnitude that scales map a block's largest element onto; a codebook saturates beyond it."""
+        return self.reach or self.max
+
+    @property
     def min(self) -> float:
-        """Lowest finite value (0 for unsigned integers, the smallest power of two for e8m0)."""
+        """Lowest value that is written (0 for unsigned integers, the smallest power of two for e8m0)."""
+        if self.kind == "int":
+            return float(np.ldexp(self.integer_range[0], -self.fraction_bits))
         return float(np.nanmin(np.where(np.isinf(self.values), np.nan, self.values)))
 
     @property
@@ -184,7 +195,7 @@ class Format:
     @property
     def integer_range(self) -> tuple[int, int]:
         """(qmin, qmax) of the int kind."""
-        lowest = -(1 << (self.bits - 1)) + (1 if self.specials == "nan_minimum" else 0)
+        lowest = -(1 << (self.bits - 1)) + (self.specials in ("nan_minimum", "unused_minimum"))
         return (lowest if self.signed else 0), self.max_code
 
     def __repr__(self) -> str:
@@ -221,6 +232,9 @@ def _formats() -> list[Format]:
         Format(name="mxint8", kind="int", bits=8, fraction_bits=6),
         Format(name="nf4", kind="codebook", bits=4, table=NF4_TABLE),
         Format(name="nf4_torchao", kind="codebook", bits=4, table=NF4_TORCHAO_TABLE),
+        # Three and four levels, stretched so that each stands for an interval of the same width.
+        Format(name="ternary", kind="int", bits=2, specials="unused_minimum", reach=1.5),
+        Format(name="stretched2", kind="codebook", bits=2, table=(-1.5, -0.5, 0.5, 1.5), reach=2.0),
         _float("bfloat16", 8, 7, 127, "ieee"),
         _float("float16", 5, 10, 15, "ieee"),
     ]  # fmt: skip

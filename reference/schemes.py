@@ -7,8 +7,9 @@ record with other values, under its own name (`reference.conventions`), never a 
 
 House schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
 reciprocal per block multiplies every element, followed by one rounding; powers of two are applied exactly; a block of zeros
-stores zeros; and a finite input never becomes NaN or infinity: scales have a floor below which they do not fall, and
-dequantization stops at the largest finite value. A NaN or an infinity makes its own block NaN and touches no other.
+stores zeros (in `stretched2`, which has none, its smallest number, -2**-127); and a finite input never becomes NaN or infinity:
+scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an infinity
+makes its own block NaN and touches no other.
 """
 
 from __future__ import annotations
@@ -243,6 +244,18 @@ def _integers() -> list[Scheme]:
     return made
 
 
+def stretched_scheme(element: str, block: Block, name: str) -> Scheme:
+    """ParetoQ's stretched levels (arXiv 2502.02631): a block's largest magnitude is the end of the outermost interval."""
+    scale = Scale(block=block, target=FORMATS[element].limit, floor=FLOOR)
+    return Scheme(name=name, element=element, scale=scale)
+
+
+def _stretched() -> list[Scheme]:
+    blocks: dict[str, Block] = {"rowwise": -1, "g32": 32}
+    elements = ("ternary", "stretched2")
+    return [stretched_scheme(e, block, f"{e}_{name}") for e in elements for name, block in blocks.items()]
+
+
 def _nf4() -> Scheme:
     scale = Scale(block="flat:64", target=1.0, floor=FLOOR, storage="int8_nan", partial=True)
     outer = Scale(
@@ -254,7 +267,7 @@ def _nf4() -> Scheme:
 def _schemes() -> dict[str, Scheme]:
     from reference.conventions import conventions
 
-    house = [*_fp8(), *_mx(), _nvfp4(), *_integers(), _nf4()]
+    house = [*_fp8(), *_mx(), _nvfp4(), *_integers(), *_stretched(), _nf4()]
     return {scheme.name: scheme for scheme in [*house, *conventions()]}
 
 
@@ -284,4 +297,5 @@ __all__ = [
     "mx_name",
     "mx_scheme",
     "scheme_of",
+    "stretched_scheme",
 ]

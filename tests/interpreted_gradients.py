@@ -54,6 +54,8 @@ CASES = (
     ("torchao.mxfp8_e4m3_rceil", {}, (3, 64), -1),
     ("nf4", {}, (3, 41), -1),
     ("torchao.nf4", {}, (64, 256), -1),
+    ("ternary_g32", {}, (3, 64), -1),
+    ("stretched2_rowwise", {}, (3, 77), -1),
 )
 
 

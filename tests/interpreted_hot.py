@@ -43,7 +43,7 @@ GROUPS = {
     "fours": ("mxfp4", "mxfp4_rceil", "nvfp4"),
     "sixes": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e3m2_rceil", "int6_g64"),
     "bytes": ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxint8", "fp8_rowwise", "fp8_1x128", "fp8_1x128_e5m2", "int8_rowwise"),
-    "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric"),
+    "integers": ("int4_g32", "int4_g32_asymmetric", "int2_g32", "int8_rowwise_asymmetric", "ternary_g32", "ternary_rowwise"),
     "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
     "ranges": ("int4_g128_asymmetric", "int8_g64_asymmetric"),
     "codebooks": ("nf4",),

@@ -45,6 +45,8 @@ GROUPS = {
            ("torchao.mxfp4_even", WHOLE[:1])),
     "integers": (("int8_rowwise_asymmetric", (*ROWS[1:], *LONG)), ("int4_g32", WHOLE), ("int4_g32_asymmetric", WHOLE[:3]),
                  ("int2_g32", WHOLE[:1]), ("int3_g32", WHOLE[:1]), ("int6_g64", WHOLE[:1]),
+                 ("ternary_rowwise", ROWS[:1]), ("ternary_g32", WHOLE[:2]), ("stretched2_rowwise", ROWS[:1]),
+                 ("stretched2_g32", WHOLE[:2]),
                  ("torchao.int4_g32_tinygemm", WHOLE[:2]), ("torchao.int8_rowwise_no_clipping", ROWS[:2])),
     "two levels": (("nvfp4", (*WHOLE, ((2, 9008), -1))), ("nf4", (((5, 64), -1), ((3, 41), 0))),
                    ("te.nvfp4_16x16", (((3, 16, 16), -1), ((32, 48), -1))),

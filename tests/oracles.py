@@ -287,7 +287,7 @@ def _exact_nan(fmt: Format) -> int:
     if fmt.specials == "ieee" and fmt.bits == 16:
         return {"bfloat16": 0x7FC0, "float16": 0x7E00}[fmt.name]
     return {"none": 0, "ieee": 0x7F, "nan_ones": 0x7F, "nan_negative_zero": 0x80, "nan_all_ones": 0xFF,
-            "nan_minimum": 0x80}[fmt.specials]  # fmt: skip
+            "nan_minimum": 0x80, "unused_minimum": 0}[fmt.specials]  # fmt: skip
 
 
 def _exact_integer(x: float, negative: bool, fmt: Format, mode: str, word: int) -> int:
@@ -297,7 +297,8 @@ def _exact_integer(x: float, negative: bool, fmt: Format, mode: str, word: int) 
         if abs(x) == float("inf")
         else _choose(abs(Fraction(x)), grid, fmt, mode, negative, word)
     )
-    lowest = -(1 << (fmt.bits - 1)) + (fmt.specials == "nan_minimum") if fmt.signed else 0
+    narrow = fmt.specials in ("nan_minimum", "unused_minimum")
+    lowest = -(1 << (fmt.bits - 1)) + narrow if fmt.signed else 0
     highest = (1 << (fmt.bits - fmt.signed)) - 1
     return max(lowest, min(highest, -index if negative else index)) % (1 << fmt.bits)
 

@@ -47,6 +47,12 @@ CASES = [
     ("IntxWeightOnlyConfig", {"weight_dtype": torch.int3, "granularity": PerGroup(16)}, "int3_g16", None),
     ("IntxWeightOnlyConfig", {"weight_dtype": torch.int4, **ASYMMETRIC}, "int4_rowwise_asymmetric", None),
     *((name, given, f"int{bits}_g32", None) for bits, (name, given) in enumerate(INTX, 1)),
+    ("LowBitWeightOnlyConfig", {}, "stretched2_rowwise", None),
+    ("LowBitWeightOnlyConfig", {"bits": 1.58, "granularity": PerGroup(32)}, "ternary_g32", None),
+    ("LowBitWeightOnlyConfig", {"bits": 2, "granularity": PerGroup(16)}, "stretched2_g16", None),
+    ("LowBitWeightOnlyConfig", {"bits": 3}, "int3_rowwise", None),
+    ("LowBitWeightOnlyConfig", {"bits": 4, "granularity": PerGroup(32)}, "int4_g32", None),
+    ("SchemeConfig", {"scheme": "ternary_tensorwise"}, "ternary_tensorwise", None),
     ("Int8DynamicActivationInt8WeightConfig", {}, "int8_rowwise", "int8_rowwise"),
     ("Int8DynamicActivationInt8WeightConfig", ACT_ASYMMETRIC, "int8_rowwise", "int8_rowwise_asymmetric"),
     ("Int8DynamicActivationInt8WeightConfig", {"granularity": [PerTensor(), PerRow()]}, "int8_rowwise", "int8_tensorwise"),
@@ -135,7 +141,7 @@ def test_parameters_are_those_of_torchao(name):
     mx = pytest.importorskip("torchao.prototype.mx_formats")
     theirs = getattr(torchao, name, getattr(mx, name, None))
     if theirs is None:
-        assert name in ("MXWeightOnlyConfig", "NF4WeightOnlyConfig")
+        assert name in ("MXWeightOnlyConfig", "NF4WeightOnlyConfig", "LowBitWeightOnlyConfig")
         return
     ours = inspect.signature(getattr(ao_lab, name)).parameters
     wanted = list(inspect.signature(theirs).parameters)
@@ -211,6 +217,8 @@ def test_blocks():
         ("MXDynamicActivationMXWeightConfig", {"scaling_mode": "even"}, "scaling_mode is one of"),
         ("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": False}, "is True"),
         ("NF4WeightOnlyConfig", {"block_size": 32}, "block_size is 64"),
+        ("LowBitWeightOnlyConfig", {"bits": 1}, "bits is 1.58 .three levels., 2, 3 or 4; got 1"),
+        ("LowBitWeightOnlyConfig", {"bits": 5}, "got 5"),
     ],
 )  # fmt: skip
 def test_what_is_not_here_is_refused(name, given, message):

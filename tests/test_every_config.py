@@ -43,6 +43,7 @@ ARGUMENTS = {
         {"weight_dtype": "int5", "granularity": PerGroup(32), "mapping_type": "ASYMMETRIC"},
         {"weight_dtype": "int2", "granularity": PerAxis(0), "scale_dtype": torch.bfloat16},
     ],
+    "LowBitWeightOnlyConfig": [{"bits": 1.58}, {}, {"bits": 1.58, "granularity": PerGroup(64)}, {"bits": 3}],
     "MXDynamicActivationMXWeightConfig": [{}, {"weight_dtype": "float4_e2m1fn_x2"}],
     "MXWeightOnlyConfig": [{}, {"weight_dtype": "fp6_e3m2"}, {"weight_dtype": "fp4_e2m1"}],
     "NF4WeightOnlyConfig": [{}],

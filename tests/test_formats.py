@@ -52,7 +52,8 @@ SPECIALS = {
 
 def test_every_format_of_the_issue_exists() -> None:
     integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9)}
-    assert set(FORMATS) == {*PUBLISHED, *integers, "uint1", "int8_nan", "mxint8", "nf4", "nf4_torchao"}
+    others = {"uint1", "int8_nan", "mxint8", "nf4", "nf4_torchao", "ternary", "stretched2"}
+    assert set(FORMATS) == {*PUBLISHED, *integers, *others}
     assert all(name == fmt.name for name, fmt in FORMATS.items())
 
 
@@ -105,7 +106,8 @@ def test_special_codes(name: str) -> None:
     assert fmt.infinity_code is None or fmt.values[fmt.infinity_code] == np.inf
     finite = fmt.values[np.isfinite(fmt.values)]
     assert fmt.values[fmt.max_code] == fmt.max == finite.max()
-    assert fmt.min == finite.min()
+    # The lowest integer of ternary is never written.
+    assert fmt.min == (-1 if name == "ternary" else finite.min())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -117,7 +119,7 @@ def test_zeros_and_signs(name: str) -> None:
     assert fmt.has_negative_zero == plain
     assert negative_zero == ([1 << (fmt.bits - 1)] if plain else [])
     assert fmt.sign_mask == (1 << (fmt.bits - 1) if fmt.kind == "float" else 0)
-    assert (0.0 in fmt.values) == (name != "float8_e8m0fnu")
+    assert (0.0 in fmt.values) == (name not in ("float8_e8m0fnu", "stretched2"))
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -132,7 +134,7 @@ def test_integers(name: str) -> None:
     """Range, step and order of two's complement and unsigned codes."""
     fmt = FORMATS[name]
     low, high = fmt.integer_range
-    assert high - low + 1 == (1 << fmt.bits) - (name == "int8_nan")
+    assert high - low + 1 == (1 << fmt.bits) - (name in ("int8_nan", "ternary"))
     step = 2.0**-fmt.fraction_bits
     assert (fmt.min, fmt.max, fmt.smallest_subnormal, fmt.epsilon) == (low * step, high * step, step, step)
     codes: Array = np.arange(low, high + 1) % (1 << fmt.bits)
@@ -164,11 +166,25 @@ def test_nf4_is_made_of_normal_quantiles() -> None:
 
 
 @pytest.mark.parametrize("name", CODEBOOKS)
-def test_codebooks_ascend_from_minus_one_to_one(name: str) -> None:
+def test_codebooks_ascend_between_equal_ends(name: str) -> None:
     fmt = FORMATS[name]
+    end = 1.5 if name == "stretched2" else 1.0
     assert (np.diff(fmt.values) > 0).all()
-    assert (fmt.min, fmt.max, len(fmt.table)) == (-1.0, 1.0, 1 << fmt.bits)
+    assert (fmt.min, fmt.max, len(fmt.table)) == (-end, end, 1 << fmt.bits)
     assert isnan(fmt.epsilon)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stretched_levels_stand_for_intervals_of_one_width(name: str) -> None:
+    """ParetoQ (arXiv 2502.02631): k levels, each the middle of its k-th of the range; elsewhere the ends are levels."""
+    fmt = FORMATS[name]
+    if not fmt.reach:
+        assert fmt.limit == fmt.max
+        return
+    levels = np.sort(fmt.values[fmt.values >= fmt.min])
+    width = 2 * fmt.limit / len(levels)
+    middles = (np.arange(len(levels)) + 0.5) * width - fmt.limit
+    assert (levels == middles).all()
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -26,6 +26,8 @@ PAIRS = [
     ("mxfp4", "mxfp8_e4m3"),
     ("nvfp4", "nvfp4"),
     ("nf4", None),
+    ("ternary_g32", None),
+    ("stretched2_rowwise", None),
     ("torchao.int4_g32", "torchao.int8_rowwise_asymmetric"),
     ("torchao.fp8_rowwise_training", "torchao.fp8_rowwise_training"),
 ]
@@ -108,7 +110,16 @@ def test_those_that_may_saturate_are_known():
 
 @pytest.mark.parametrize("rule", ["lsq", "sum"])
 @pytest.mark.parametrize(
-    "weight", ["int8_rowwise", "int4_g32", "int8_tensorwise", "int4_g32_asymmetric", "int1_g32"]
+    "weight",
+    [
+        "int8_rowwise",
+        "int4_g32",
+        "int8_tensorwise",
+        "int4_g32_asymmetric",
+        "int1_g32",
+        "ternary_rowwise",
+        "stretched2_g32",
+    ],
 )
 def test_learned_scales(weight, rule):
     config = SchemeConfig(scheme=weight)
@@ -210,7 +221,7 @@ def test_frozen_weights_are_rounded_and_pass_gradients_on():
 
 
 @pytest.mark.parametrize("learn", [False, True])
-@pytest.mark.parametrize("weight", ["int4_g32", "int4_g32_asymmetric", "fp8_rowwise"])
+@pytest.mark.parametrize("weight", ["int4_g32", "int4_g32_asymmetric", "fp8_rowwise", "ternary_rowwise"])
 def test_groups_of_zeros(weight, learn):
     """They stay zeros, their gradients pass, and a learned scale there begins where the others are."""
     layer = nn.Linear(64, 8, bias=False)

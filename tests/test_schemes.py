@@ -12,6 +12,7 @@ FP8 = [
     for block in ("tensorwise", "rowwise", "1x128", "128x128")
     for suffix in ("", "_e5m2")
 ]
+STRETCHED = [f"{element}_{block}" for element in ("ternary", "stretched2") for block in ("rowwise", "g32")]
 MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"]
 DESIGN = [*FP8, *MX, "nvfp4", "int8_tensorwise", "int8_rowwise", "int8_rowwise_asymmetric", "nf4"]
 INTEGERS = [
@@ -21,7 +22,7 @@ HOUSE = sorted(name for name in SCHEMES if "." not in name)
 PLAIN = {"block": 32, "target": 6.0}
 
 
-@pytest.mark.parametrize("name", [*DESIGN, *INTEGERS])
+@pytest.mark.parametrize("name", [*DESIGN, *INTEGERS, *STRETCHED])
 def test_every_scheme_of_the_design_exists(name):
     assert SCHEMES[name].name == name
     assert scheme_of(name) is SCHEMES[name]
@@ -52,7 +53,7 @@ def test_conventions_name_their_project(name):
 def test_targets_are_limits_of_the_element(name):
     scheme = SCHEMES[name]
     fmt = FORMATS[scheme.element]
-    codes = 2.0**fmt.bits - 1 if scheme.zero else fmt.max
+    codes = 2.0**fmt.bits - 1 if scheme.zero else {"ternary": 1.5, "stretched2": 2.0}.get(fmt.name, fmt.max)
     assert scheme.scale.target == codes
     if scheme.outer is not None and scheme.outer.statistic == "absmax_elements":
         assert scheme.outer.target == codes * FORMATS[scheme.scale.storage].max

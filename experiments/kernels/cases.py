@@ -75,6 +75,11 @@ def seen() -> list[Case]:
         dequantize("nf4"),
         fake_quantize("mxfp4"),
         fake_quantize("fp8_rowwise"),
+        *(
+            fake_quantize(f"{element}_{block}")
+            for element in ("ternary", "stretched2")
+            for block in ("rowwise", "g32")
+        ),
         fake_quantize("int4_g32", gradient=True),
         rms_norm("fp8_rowwise", residual=True),
         rms_norm("mxfp8_e4m3", residual=True),

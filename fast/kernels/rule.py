@@ -226,7 +226,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         negative_zero=scheme.negative_zero,
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
-        max_bits=bits_of(fmt.max),
+        max_bits=bits_of(fmt.limit),
         native=hardware, signs_nan=scheme.nan == "element", hot=hot_sequence(scheme, nearest and hardware),
         under_outer=hardware and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme), hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),

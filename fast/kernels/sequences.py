@@ -50,7 +50,7 @@ def hot_sequence(scheme: Scheme, nearest: bool) -> str:
         return ""
     if not _has_reciprocals(scheme):
         return ""
-    if fmt.kind == "int" and fmt.signed and fmt.specials == "none":
+    if fmt.kind == "int" and fmt.signed and fmt.nan_code is None:
         return (
             ""
             if scheme.outer is not None or (scheme.zero is not None and scheme.zero.rule == "value")
@@ -71,7 +71,7 @@ def is_read_by_sequence(fmt: Format) -> bool:
     if fmt.kind == "codebook":
         return fmt.bits == 4
     return ocp_name(fmt) in ("e4m3", "e2m3", "e3m2", "e2m1") or (
-        fmt.kind == "int" and fmt.signed and fmt.specials == "none" and fmt.bits <= 8
+        fmt.kind == "int" and fmt.signed and fmt.nan_code is None and fmt.bits <= 8
     )
 
 
