@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ao_lab.products import product
-from ao_lab.qat_rule import cannot_saturate, straight
+from ao_lab.qat_gradients import straight
+from ao_lab.qat_rule import cannot_saturate
 from ao_lab.tensor import QuantizedTensor
 from ao_lab.tensor_meta import PARTS, Meta, described, meta_from
 from ao_lab.tensor_table import operation
@@ -34,7 +35,7 @@ def input_gradient(g: torch.Tensor, x: torch.Tensor | None, weight: QuantizedTen
     """dx of rows; x may be left out where `needs_input` says so."""
     dx = torch.mm(g.contiguous(), weight.dequantize(g.dtype))
     scheme = weight.recipe.activation
-    return dx if x is None or scheme is None else straight(dx, x, scheme, -1, weight.input_scales, None)[0]
+    return dx if x is None or scheme is None else straight(dx, x, scheme, -1, weight.input_scales, None, None)[0]
 
 
 class FrozenLinear(torch.autograd.Function):
