@@ -144,7 +144,9 @@ def quantized(model: LanguageModel, config: object) -> LanguageModel:
 def bits(model: LanguageModel, exams: Sequence[Exam]) -> float:
     """Mean bits per byte over the windows of all exams."""
     model.requires_grad_(False)
-    return float(np.concatenate([score(model, exam).bits_per_byte for exam in exams]).mean())
+    mean = np.concatenate([score(model, exam).bits_per_byte for exam in exams]).mean()
+    # As a journal keeps it: a resumed run then finds the same over seeds.
+    return float(f"{mean:.9g}")
 
 
 def row(
@@ -157,7 +159,9 @@ def row(
 
 def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
     """Rows over seeds: losses, their intervals, and the recovered part or why there is none."""
-    found = {(row.setting, row.method, row.metric, row.seed): row.value for row in rows}
+    table = table_name(RUNS, settings.scale, settings.corpus.name)
+    runs = [row for row in rows if row.table == table]
+    found = {(row.setting, row.method, row.metric, row.seed): row.value for row in runs}
 
     def seeds(setting: str, method: str, metric: str) -> list[float]:
         return [found[setting, method, metric, seed] for seed in range(plan.seeds)]

@@ -23,8 +23,8 @@ TEXT = (
     "Losses are bits per held-out byte more than float32 trained equally long, means over seeds of differences taken seed by "
     "seed, behind the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds of "
     "100 (PTQ - QAT) / (PTQ - float32).",
-    f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage: it would "
-    "be a ratio of noise. How many deviations it is stands in its column.",
+    f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
+    "would be a ratio of noise. How many deviations it is stands in its column.",
     "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Learned scales of QAT start there as well, "
     "and then may clip: part of what low widths recover is this.",
 )
@@ -40,7 +40,9 @@ def section(where: Where, results: Results, runs: Results) -> Section:
     """What was lost and recovered, bars that are missed, and every seed."""
     title = f"Recovery on the stand-in ({where})"
     text = [verdict(results), baseline_text(results, runs), *TEXT]
-    return Section(title, text, [loss_plot(where, results)], [recovery_table(results), seed_table(runs)])
+    return Section(
+        title, text, [loss_plot(where, results)], [recovery_table(results), seed_table(runs, places(results))]
+    )
 
 
 def places(results: Results) -> list[tuple[str, str]]:
@@ -142,7 +144,7 @@ def with_interval(results: Results, place: tuple[str, str], metric: str, digits:
     return "" if mean is None else f"{number(mean, digits)} ± {number(half, digits)}"
 
 
-def seed_table(runs: Results) -> Table:
+def seed_table(runs: Results, found: Sequence[tuple[str, str]]) -> Table:
     """Bits per byte of every model: a line per method, PTQ and QAT of each seed."""
     seeds = sorted({row.seed for row in runs.rows})
     values = {(row.setting, row.method, row.metric, row.seed): row.value for row in runs.rows}
@@ -150,7 +152,7 @@ def seed_table(runs: Results) -> Table:
         [name, *(number(values.get((BASELINE, name, "bits per byte", seed)), 4) for seed in seeds)]
         for name in PLAIN
     ]
-    for place in places(runs):
+    for place in found:
         for metric, name in ((PTQ, "PTQ"), (QAT, "QAT")):
             cells = [number(values.get((*place, metric, seed)), 4) for seed in seeds]
             lines.append([f"{label(*place)}, {name}", *cells])
