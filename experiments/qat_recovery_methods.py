@@ -48,7 +48,9 @@ class Method:
 
     def step(self, step: str) -> QATConfig:
         """The configuration of step "prepare" or "convert"."""
-        return QATConfig(self.config, step=step, learn_scales=self.learn_scales and step == "prepare")
+        if step == "convert" or not self.learn_scales:
+            return QATConfig(self.config, step=step)
+        return QATConfig(self.config, step=step, learn_scales=True, scale_start="error")
 
 
 METHODS = (

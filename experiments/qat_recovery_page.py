@@ -25,8 +25,9 @@ TEXT = (
     "100 (PTQ - QAT) / (PTQ - float32).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
-    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Learned scales of QAT start there as well, "
-    "and then may clip: part of what low widths recover is this.",
+    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT, and start "
+    "where rounding has the least squared error; PTQ, clipped is the plain model quantized with scales of that kind, so that what "
+    "training gives back beyond clipping can be told.",
 )
 
 
