@@ -13,7 +13,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import stdev
+from statistics import fmean, stdev
 
 import numpy as np
 from torch import nn
@@ -35,6 +35,8 @@ TITLE = "What training for quantization gives back: a small model trained here o
 RUNS, RECOVERY = "runs", "recovery"
 BASELINE = "baseline"
 PTQ, QAT = "bits per byte, PTQ", "bits per byte, QAT"
+#: The plain model under the scales that QAT starts with, where those are not quantize_'s.
+CLIPPED = "bits per byte, PTQ clipped"
 NO_PERCENTAGE = f"recovered: no percentage, the loss is under {DEVIATIONS} seed deviations"
 
 
@@ -118,6 +120,9 @@ def measure(about: Subject, task: Task) -> list[Row]:
             (name, PTQ): quantized(copy.deepcopy(base), task.method.config),
             (name, QAT): trained_for(about, task.method, task.seed),
         }
+        if task.method.learn_scales:
+            started = quantized(trainable(base), task.method.step("prepare"))
+            models[name, CLIPPED] = quantized(started.eval(), task.method.step("convert"))
     return [
         row(about.settings, RUNS, task.place[0], method, metric, bits(model, about.exams), "bit", task.seed)
         for (method, metric), model in models.items()
@@ -175,6 +180,8 @@ def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
     for method in plan.methods:
         place = (method.setting, method.name)
         values = of_method(recovery(base, seeds(*place, PTQ), seeds(*place, QAT)), method.bar)
+        if method.learn_scales:
+            values |= loss_rows("loss, PTQ clipped", base, seeds(*place, CLIPPED))
         made += [
             row(settings, RECOVERY, *place, metric, value, unit, 0)
             for metric, (value, unit) in values.items()
@@ -184,14 +191,17 @@ def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
 
 def over_seeds(base: Sequence[float], values: Sequence[float]) -> dict[str, tuple[float, str]]:
     """A baseline's bits per byte, how far seeds lie apart, and its paired change to float32."""
-    own = interval(values)
-    change = interval([after - before for after, before in zip(values, base, strict=True)])
     return {
-        "bits per byte": (own.mean, "bit"),
+        "bits per byte": (fmean(values), "bit"),
         "bits per byte, standard deviation over seeds": (stdev(values), "bit"),
-        "loss": (change.mean, "bit"),
-        "loss, 95% interval": (change.half, "bit"),
+        **loss_rows("loss", base, values),
     }
+
+
+def loss_rows(name: str, base: Sequence[float], values: Sequence[float]) -> dict[str, tuple[float, str]]:
+    """A loss against float32 and half the width of its interval."""
+    found = interval([after - before for after, before in zip(values, base, strict=True)])
+    return {name: (found.mean, "bit"), f"{name}, 95% interval": (found.half, "bit")}
 
 
 def of_method(found: Recovery, bar: float | None) -> dict[str, tuple[float, str]]:

@@ -25,9 +25,9 @@ TEXT = (
     "100 (PTQ - QAT) / (PTQ - float32).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
-    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT, and start "
-    "where rounding has the least squared error; PTQ, clipped is the plain model quantized with scales of that kind, so that what "
-    "training gives back beyond clipping can be told.",
+    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and start "
+    "where rounding has the least squared error; PTQ, clipped is the plain model quantized with scales of that kind, which tells "
+    "what training gives back beyond clipping.",
 )
 
 
@@ -127,7 +127,10 @@ def recovery_table(results: Results) -> Table:
         lines.append(
             [
                 label(*place),
-                *(with_interval(results, place, f"loss, {name}", 4) for name in ("PTQ", "QAT")),
+                *(
+                    with_interval(results, place, f"loss, {name}", 4)
+                    for name in ("PTQ", "PTQ clipped", "QAT")
+                ),
                 number(results.value(*place, "loss to recover, in seed deviations"), 1),
                 with_interval(results, place, "recovered", 1)
                 or ("none: too small a loss" if results.value(*place, NO_PERCENTAGE) is not None else ""),

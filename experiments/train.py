@@ -37,7 +37,7 @@ CODE = ("model.py", "train.py")
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One training run. `matrix_rate` is Muon's learning rate (None: AdamW trains matrices too), `rate` AdamW's; both end at
-    a twentieth. `scale_rate` is AdamW's for learned scales of quantization, as a part of the mean scale of each layer.
+    a twentieth. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
     `start`: the run whose model this one trains on; None: it begins with random weights."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -170,13 +170,15 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
     hidden = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
     by_muon = hidden if settings.matrix_rate is not None else []
     apart = {id(parameter) for parameter in (*scales, *by_muon)}
-    groups = [{"params": [p for p in named.values() if id(p) not in apart]}]
-    # Adam's steps do not depend on the size of gradients: a rate relative to the scale moves all layers alike.
-    groups += [
-        {"params": [scale], "lr": settings.scale_rate * float(scale.detach().mean())} for scale in scales
-    ]
+    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in apart]}]
+    if scales:
+        # Adam's steps do not depend on the size of gradients, so the rate is relative to what it moves.
+        usual = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
+        groups.append({"params": scales, "lr": settings.scale_rate * usual})
+    # Fused, a step is a few launches instead of some per parameter; small models wait for launches.
+    fused = model.lm_head.weight.is_cuda
     made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     ]
     if by_muon:
         made += [torch.optim.Muon(by_muon, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]

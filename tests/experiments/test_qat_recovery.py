@@ -121,6 +121,7 @@ def test_what_is_measured():
     assert set(QUICK_METHODS) <= set(METHODS)
     for method in METHODS:
         assert method.step("prepare").learn_scales == method.learn_scales
+        assert method.step("prepare").scale_start == ("error" if method.learn_scales else "rule")
         assert method.step("convert").recipe() == method.config.recipe()
 
 
@@ -140,6 +141,7 @@ def test_every_seed_and_method_has_its_rows(small):
     methods = [
         (method.name, metric) for method in PLAN.methods for metric in (qat_recovery.PTQ, qat_recovery.QAT)
     ]
+    methods.append(("int4_g32", qat_recovery.CLIPPED))
     methods += [(name, "bits per byte") for name in ("float32", "bfloat16")]
     assert counted == {(*method, seed) for method in methods for seed in range(2)}
     assert len(runs) == len(counted)
@@ -182,7 +184,7 @@ def test_the_baseline_is_trained_like_the_others_and_quantized_by_quantize(small
     config = PLAN.methods[0].config
     quantize_(
         model,
-        QATConfig(config, learn_scales=True),
+        QATConfig(config, learn_scales=True, scale_start="error"),
         filter_fn=lambda module, _: isinstance(module, torch.nn.Linear),
     )
     scales = {name: value.clone() for name, value in model.named_parameters() if name.endswith("qat_scale")}
@@ -195,6 +197,15 @@ def test_the_baseline_is_trained_like_the_others_and_quantized_by_quantize(small
     assert qat_recovery.bits(model, exams) == pytest.approx(found["int4_g32", qat_recovery.QAT, 1], abs=1e-6)
     base = train.train(plain, settings.corpus, "cpu", begun)[0]
     assert qat_recovery.bits(base, exams) == pytest.approx(found["float32", "bits per byte", 1], abs=1e-6)
+    scaled = train.trainable(base)
+    quantize_(
+        scaled,
+        PLAN.methods[0].step("prepare"),
+        filter_fn=lambda module, _: isinstance(module, torch.nn.Linear),
+    )
+    quantize_(scaled, QATConfig(config, step="convert"))
+    clipped = found["int4_g32", qat_recovery.CLIPPED, 1]
+    assert qat_recovery.bits(scaled, exams) == pytest.approx(clipped, abs=1e-6)
     quantize_(base, config, filter_fn=lambda module, _: isinstance(module, torch.nn.Linear))
     assert qat_recovery.bits(base, exams) == pytest.approx(found["int4_g32", qat_recovery.PTQ, 1], abs=1e-6)
     assert not torch.equal(begun.lm_head.weight, base.lm_head.weight.dequantize())
