@@ -25,8 +25,8 @@ TEXT = (
     "100 (PTQ - QAT) / (PTQ - float32).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
-    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and start "
-    "where rounding has the least squared error; PTQ, clipped is the plain model quantized with scales of that kind, which tells "
+    "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and "
+    "start where rounding has the least squared error. PTQ, clipped is the plain model under scales of that kind, and tells "
     "what training gives back beyond clipping.",
 )
 
