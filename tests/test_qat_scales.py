@@ -50,8 +50,9 @@ def test_every_block_has_the_least_error(name, axis):
     part = (found.scale / rule.scale).numpy()
     assert all(np.abs(np.array(PARTS) - one).min() < 1e-6 for one in part.flat)
     if scheme.format.bits < 4:
-        # Clipping pays for most blocks of few bits.
+        # Clipping pays for most blocks of few bits, and the least part is never the best.
         assert (part < 1).mean() > 0.5
+    assert part.min() > PARTS[-1]
     if rule.zero is not None:
         assert torch.equal(found.zero, rule.zero)
 
@@ -62,6 +63,12 @@ def test_the_error_by_hand():
     scales = Scales(torch.tensor([[1.0], [1.0]]))
     # 3.4 becomes 3, 4 becomes 3, -4 stays, 0.5 is a tie and becomes 0.
     assert squared_error(x, scheme, -1, scales) == pytest.approx(np.array([[0.16], [1.25]]))
+
+
+def test_the_larger_of_two_as_good():
+    # -3 is exact under 1 (code -3) and under 0.75 (code -4).
+    x = torch.tensor([[-3.0, 0.0, 0.0, 0.0]])
+    assert first_scales(x, named("int3_g4"), -1, "error").scale.tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

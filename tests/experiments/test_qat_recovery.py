@@ -256,6 +256,9 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     monkeypatch.setitem(qat_recovery.PLANS, "quick", PLAN)
     places = Places(tmp_path / "cache", tmp_path / "reports")
     registry.run_one("qat_recovery", tiny.settings(tmp_path), places)
+    pages.write_pages(places)
+    assert "**Bars on the mean recovered part; " in (places.reports / "qat_recovery.md").read_text()
+    assert "qat_recovery" in (places.reports / "index.html").read_text()
     page = pages.make_page(places, "qat_recovery")
     assert "qat-recovery-quick-cpu" in page.pictures
     (section,) = page.sections
