@@ -16,8 +16,8 @@ from reference.blocks import Blocks
 
 #: The smallest scale of the house's records.
 SMALLEST = 2.0**-126
-#: Parts of the rule's scale that are tried: with the range of two bits a quarter is already too little.
-PARTS = tuple(1 - number / 40 for number in range(31))
+#: Parts of the rule's scale that are tried, down to a tenth: two bits go to a quarter, more bits stay far above.
+PARTS = tuple(1 - number / 40 for number in range(37))
 
 
 def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "rule") -> Scales:
