@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
@@ -54,12 +54,21 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Models:
+    """What the tasks of a seed go on from: the model that was begun, and that trained on as it is, the baseline."""
+
+    begun: LanguageModel
+    base: LanguageModel
+
+
+@dataclass(frozen=True)
 class Subject:
     """What all tasks share."""
 
     settings: Settings
     plan: Plan
     exams: tuple[Exam, ...]
+    models: Mapping[int, Models]
 
 
 def subject(settings: Settings) -> str:
@@ -77,10 +86,9 @@ def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = 
     table = table_name(RUNS, settings.scale, settings.corpus.name)
     tasks = [task for task in all_tasks(plan) if not journal.finished(table, *task.place, task.seed)]
     if tasks:
-        for seed in sorted({task.seed for task in tasks}):
-            # Models that several tasks need are trained before these run side by side.
-            baseline(settings, plan, seed)
-        about = Subject(settings, plan, exams_of(settings, plan))
+        # Models that several tasks need are trained before these run side by side.
+        models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
+        about = Subject(settings, plan, exams_of(settings, plan), models)
         with bar("QAT", len(tasks)) as step:
             for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):
                 journal.add(rows)
@@ -102,15 +110,21 @@ def exams_of(settings: Settings, plan: Plan) -> tuple[Exam, ...]:
     return tuple(make_exam(settings.corpus, exam) for exam in asked)
 
 
-def baseline(settings: Settings, plan: Plan, seed: int) -> LanguageModel:
-    """The model trained on without quantization, from the cache or trained now."""
-    made = trained_model(plan.plain(settings, seed), settings.corpus, settings.device, settings.cache)
-    return made.model
+def models_of(settings: Settings, plan: Plan, seed: int) -> Models:
+    """The models of a seed, from the cache or trained now."""
+    plain = plan.plain(settings, seed)
+    if plain.start is None:
+        raise ValueError("training for quantization goes on from a trained model")
+    begun, base = (
+        trained_model(one, settings.corpus, settings.device, settings.cache).model
+        for one in (plain.start, plain)
+    )
+    return Models(begun, base)
 
 
 def measure(about: Subject, task: Task) -> list[Row]:
     """All rows of one method of one seed."""
-    base = baseline(about.settings, about.plan, task.seed)
+    base = about.models[task.seed].base
     if task.method is None:
         rounded = quantized_model(base, "bfloat16", "bfloat16").model
         models = {("float32", "bits per byte"): base, ("bfloat16", "bits per byte"): rounded}
@@ -131,12 +145,8 @@ def measure(about: Subject, task: Task) -> list[Row]:
 
 def trained_for(about: Subject, method: Method, seed: int) -> LanguageModel:
     """The model trained for a method from where the baseline started, converted."""
-    settings, plain = about.settings, about.plan.plain(about.settings, seed)
-    if plain.start is None:
-        raise ValueError("training for quantization goes on from a trained model")
-    begun = trained_model(plain.start, settings.corpus, settings.device, settings.cache).model
-    model = quantized(trainable(begun), method.step("prepare"))
-    fit(model, plain, settings.corpus)
+    model = quantized(trainable(about.models[seed].begun), method.step("prepare"))
+    fit(model, about.plan.plain(about.settings, seed), about.settings.corpus)
     return quantized(model.eval(), method.step("convert"))
 
 

@@ -240,7 +240,7 @@ def test_seeds_and_methods_that_are_finished_are_not_measured_again(small, monke
         {row.key: row.value for row in rows}, abs=1e-6
     )
     measured.clear()
-    monkeypatch.setattr(qat_recovery, "baseline", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(qat_recovery, "models_of", lambda *_: pytest.fail("trained again"))
     assert len(qat_recovery.run(settings, Journal(path), PLAN)) == len(read(path)) == len(rows)
     assert measured == []
 
