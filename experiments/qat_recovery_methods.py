@@ -109,6 +109,7 @@ class Plan:
         )
 
 
+#: Seeds of the compared training lie this far above those of what went before.
 FURTHER = 1000
 PLANS = {
     "quick": Plan(
@@ -119,7 +120,7 @@ PLANS = {
         batch=2,
         rate=3e-4,
         scale_rate=5e-3,
-        windows=60,
+        windows=48,
     ),
     "full": Plan(
         methods=METHODS,
@@ -128,10 +129,10 @@ PLANS = {
         start=TrainSettings(
             model=ModelSettings(width=512, layers=3, heads=8, kv_heads=4, feed_forward=1536, context=512),
             batch=32,
-            steps=800,
+            steps=600,
             warmup=50,
         ),
-        steps=150,
+        steps=200,
         batch=32,
         rate=1e-3,
         scale_rate=5e-3,
