@@ -117,10 +117,10 @@ PLANS = {
         seeds=2,
         start=None,
         steps=30,
-        batch=2,
+        batch=4,
         rate=3e-4,
         scale_rate=5e-3,
-        windows=48,
+        windows=40,
     ),
     "full": Plan(
         methods=METHODS,
