@@ -10,9 +10,10 @@ last forward on the same weights. Step "convert" without a base_config makes den
 
 Static activations take their scale from `act_quant_scale`, or from `forward_loop=` / `observers=` of step "prepare".
 `learn_scales=True` makes scales parameters (`qat_scale`, `qat_input_scale`; learned step sizes, arXiv 1902.08153), for schemes
-that keep them in float32; zero points that are codes stay as they were found. With `start_step=n` layers are plain until
-`advance_qat(model)`, called after each optimizer step, has been called n times; the count is in the state_dict. With `lora`
-weights are quantized and frozen, and adapters beside them train (`ao_lab.qat_lora`).
+that keep them in float32; zero points that are codes stay as they were found. They start where the scheme's rule puts them or,
+with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits down. With
+`start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n times; the count
+is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train (`ao_lab.qat_lora`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ao_lab.qat_lora import LoRA
 
 STEPS = ("prepare", "convert")
+STARTS = ("rule", "error")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,17 @@ class QATConfig(Config):
     start_step: int = field(default=0, kw_only=True)
     #: Adapters beside frozen, quantized weights.
     lora: LoRA | None = field(default=None, kw_only=True)
+    #: Where learned scales start: "rule", at those of the scheme; "error", at those with the least squared error of rounding.
+    scale_start: str = field(default="rule", kw_only=True)
 
     def __post_init__(self) -> None:
         choice(self.step, STEPS, "QATConfig: step")
         choice(self.scale_gradient, ("lsq", "sum"), "QATConfig: scale_gradient")
+        choice(self.scale_start, STARTS, "QATConfig: scale_start")
+        if self.scale_start != "rule" and not self.learn_scales:
+            raise ValueError(
+                "QATConfig: scale_start says where learned scales start; give learn_scales=True as well"
+            )
         if type(self.start_step) is not int or self.start_step < 0:
             raise ValueError(f"QATConfig: start_step is a number of steps, got {self.start_step!r}")
         self._check_base()

@@ -21,8 +21,6 @@ from ao_lab.recipes import Recipe
 from reference import Scales, Scheme
 from reference.record_text import record_of
 
-#: The smallest scale of the house's records.
-SMALLEST = 2.0**-126
 NOTHING = Given()
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
@@ -180,19 +178,6 @@ def plain_again(module: nn.Module) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
-def first_scales(weight: torch.Tensor, training: Training) -> Scales:
-    """Where learned scales start: the scales of the weight as it is; a block of zeros starts at the largest of the others.
-
-    A block of zeros has the smallest scale that there is; a weight that leaves zero would saturate there, and stay.
-    """
-    scales = fast.choose_scales(weight.detach(), training.recipe.weight, axis=training.axis)
-    if not scales.scale.numel():
-        return scales
-    most = scales.scale.amax()
-    usual = torch.where(most > SMALLEST, most, 1.0)
-    return Scales(torch.where(scales.scale > SMALLEST, scales.scale, usual), None, scales.zero)
-
-
 __all__ = [
     "ADAPTERS",
     "ADDED",
@@ -200,7 +185,6 @@ __all__ = [
     "QATLinear",
     "QATModule",
     "Training",
-    "first_scales",
     "plain_again",
     "refusal",
     "train_as",

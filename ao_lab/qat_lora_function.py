@@ -35,7 +35,9 @@ def input_gradient(g: torch.Tensor, x: torch.Tensor | None, weight: QuantizedTen
     """dx of rows; x may be left out where `needs_input` says so."""
     dx = torch.mm(g.contiguous(), weight.dequantize(g.dtype))
     scheme = weight.recipe.activation
-    return dx if x is None or scheme is None else straight(dx, x, scheme, -1, weight.input_scales, None, None)[0]
+    return (
+        dx if x is None or scheme is None else straight(dx, x, scheme, -1, weight.input_scales, None, None)[0]
+    )
 
 
 class FrozenLinear(torch.autograd.Function):

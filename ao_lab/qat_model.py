@@ -21,10 +21,11 @@ from ao_lab.layers import candidates
 from ao_lab.observers import InputScales, Observer
 from ao_lab.plan import ALREADY, Change, Device, Filter, Plan, planned
 from ao_lab.qat import QATConfig
-from ao_lab.qat_layers import QATLinear, QATModule, Training, first_scales, plain_again, train_as
+from ao_lab.qat_layers import QATLinear, QATModule, Training, plain_again, train_as
 from ao_lab.qat_lora import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
 from ao_lab.qat_lora_model import check_mergeable, merge
 from ao_lab.qat_rule import weight_as_stored
+from ao_lab.qat_scales import first_scales
 from ao_lab.quantize_model import Progress, keep_report, report_of, required_observers
 from ao_lab.report import ATTRIBUTE, Report
 from reference import Scales
@@ -112,7 +113,7 @@ def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> 
             raise ValueError(
                 "learned scales start from the weight's numbers; on the meta device there are none"
             )
-        start = first_scales(weight, Training(change.recipe, config.axis))
+        start = first_scales(weight, change.recipe.weight, config.axis, config.scale_start)
         made["qat_scale"] = _parameter(start.scale, frozen)
         if start.zero is not None:
             made["qat_zero"] = (

@@ -40,6 +40,7 @@ EXPERIMENTS = {
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.page", always=False, trained=False),
     # Speed and memory of a quantized model; on a CPU a tiny stand-in goes the same way.
     "decode": Experiment("experiments.decode", "experiments.decode_page", trained=False, part_of="ptq"),
+    "qat": Experiment("experiments.qat_recovery", "experiments.qat_recovery_page"),
     # Time and memory of training; on a CPU tiny stand-ins go the same way.
     "qat_overhead": Experiment(
         "experiments.qat_overhead", "experiments.qat_overhead_page", trained=False, part_of="qat"

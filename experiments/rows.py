@@ -160,11 +160,11 @@ class Journal:
         """All finished rows."""
         return list(self._rows.values())
 
-    def finished(self, table: str, setting: str, method: str) -> bool:
-        """Whether a method's rows are there. They are added together, so one stands for all."""
+    def finished(self, table: str, setting: str, method: str, seed: int | None = None) -> bool:
+        """Whether a method's rows are there (those of a seed). They are added together, so one stands for all."""
         with self._lock:
             return any(
-                (row.table, row.setting, row.method) == (table, setting, method)
+                (row.table, row.setting, row.method) == (table, setting, method) and seed in (None, row.seed)
                 for row in self._rows.values()
             )
 

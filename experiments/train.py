@@ -8,6 +8,7 @@ an old model.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -15,13 +16,14 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.corpus import Corpus
@@ -34,16 +36,20 @@ CODE = ("model.py", "train.py")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """One training run. `matrix_rate` is Muon's learning rate, `rate` AdamW's; both end at a twentieth."""
+    """One training run. `matrix_rate` is Muon's learning rate (None: AdamW trains matrices too), `rate` AdamW's; both end at
+    a twentieth. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
+    `start`: the run whose model this one trains on; None: it begins with random weights."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     batch: int = 8
     steps: int = 650
     warmup: int = 20
-    matrix_rate: float = 0.01
+    matrix_rate: float | None = 0.01
     rate: float = 8e-3
+    scale_rate: float = 0.0
     clip: float = 1.0
     seed: int = 0
+    start: TrainSettings | None = None
 
 
 QUICK = TrainSettings(
@@ -72,7 +78,8 @@ def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: P
     folder = cache / "models" / key
     if not (folder / "model.json").exists():
         started = time.perf_counter()
-        model, loss = train(settings, corpus, device)
+        begun = settings.start and trained_model(settings.start, corpus, device, cache).model
+        model, loss = train(settings, corpus, device, begun)
         facts = {
             "key": key,
             "settings": asdict(settings),
@@ -100,22 +107,48 @@ def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def train(settings: TrainSettings, corpus: Corpus, device: str) -> tuple[LanguageModel, float]:
-    """A new model and its training loss, bits per byte over the last tenth of the steps."""
-    torch.manual_seed(settings.seed)
-    model = LanguageModel(settings.model).to(device)
-    text = text_of(corpus).to(device)
+def train(
+    settings: TrainSettings, corpus: Corpus, device: str, begun: LanguageModel | None = None
+) -> tuple[LanguageModel, float]:
+    """A new model, or a copy of one that was begun, after training; and its loss, bits per byte over the last tenth of the
+    steps."""
+    if begun is None:
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(settings.model).to(device)
+    else:
+        model = trainable(begun)
+    with bar("training", settings.steps) as step:
+        loss = fit(model, settings, corpus, step)
+    return model.eval(), loss
+
+
+def trainable(model: LanguageModel) -> LanguageModel:
+    """A copy of a model that trains."""
+    return copy.deepcopy(model).train().requires_grad_(True)
+
+
+def fit(
+    model: LanguageModel,
+    settings: TrainSettings,
+    corpus: Corpus,
+    step: Callable[[str], None] = lambda word: None,
+) -> float:
+    """Train a model where it stands, on the text that `settings.seed` draws; the loss as `train` gives it.
+
+    step: called after each step, with a word about it (`experiments.progress`). One seed draws the same text whatever the
+    model is, so runs can be paired.
+    """
+    text = text_of(corpus).to(model.lm_head.weight.device)
     optimizers = _optimizers(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     losses: list[Tensor] = []
-    with bar("training", settings.steps) as step:
-        for number in range(settings.steps):
-            _set_rates(optimizers, share_of_rate(number, settings))
-            losses.append(_train_step(model, optimizers, _sample(text, settings, generator), settings))
-            shown = number % 10 == 0
-            step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
+    for number in range(settings.steps):
+        _set_rates(optimizers, share_of_rate(number, settings))
+        losses.append(_train_step(model, optimizers, _sample(text, settings, generator), settings))
+        shown = number % 10 == 0
+        step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
     last = losses[-max(1, settings.steps // 10) :]
-    return model.eval(), torch.stack(last).mean().item() / math.log(2)
+    return torch.stack(last).mean().item() / math.log(2)
 
 
 def text_of(corpus: Corpus) -> Tensor:
@@ -132,13 +165,23 @@ def share_of_rate(number: int, settings: TrainSettings) -> float:
 
 
 def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    hidden = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    matrices = {id(parameter) for parameter in hidden}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
-    made = [
-        torch.optim.Muon(hidden, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0),
+    named = dict(model.named_parameters())
+    scales = [parameter for name, parameter in named.items() if name.rpartition(".")[2].startswith("qat_")]
+    hidden = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    by_muon = hidden if settings.matrix_rate is not None else []
+    apart = {id(parameter) for parameter in (*scales, *by_muon)}
+    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in apart]}]
+    if scales:
+        # Adam's steps do not depend on the size of gradients, so the rate is relative to what it moves.
+        usual = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
+        groups.append({"params": scales, "lr": settings.scale_rate * usual})
+    # Fused, a step is a few launches instead of some per parameter; small models wait for launches.
+    fused = model.lm_head.weight.is_cuda
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     ]
+    if by_muon:
+        made += [torch.optim.Muon(by_muon, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
     for optimizer in made:
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]

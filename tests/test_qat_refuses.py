@@ -89,6 +89,12 @@ def test_what_has_no_gradient():
         ({"base_config": INT4, "start_step": -1}, ValueError, "start_step is a number of steps"),
         ({"base_config": INT4, "scale_gradient": "mean"}, ValueError, "scale_gradient is one of lsq, sum"),
         (
+            {"base_config": INT4, "learn_scales": True, "scale_start": "mse"},
+            ValueError,
+            "scale_start is one of rule, error",
+        ),
+        ({"base_config": INT4, "scale_start": "error"}, ValueError, "give learn_scales=True as well"),
+        (
             {"base_config": INT4, "step": "convert", "learn_scales": True},
             ValueError,
             "belong to step='prepare'",

@@ -54,6 +54,18 @@ def test_the_key_covers_the_libraries(monkeypatch, library):
     assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") != key
 
 
+def test_a_run_goes_on_from_another(tmp_path):
+    """Steps of nothing leave the model where it was; steps move it, and the one that was begun stays."""
+    begun = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    further = tiny.replace(tiny.TRAIN, start=tiny.TRAIN, matrix_rate=None, seed=7)
+    still = train.trained_model(tiny.replace(further, rate=0.0), tiny.corpus(), "cpu", tmp_path)
+    moved = train.trained_model(further, tiny.corpus(), "cpu", tmp_path)
+    before, after, other = (made.model.state_dict() for made in (begun, still, moved))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(torch.equal(before[name], other[name]) for name in before if "proj" in name)
+    assert len({begun.key, still.key, moved.key}) == 3
+
+
 def test_the_rate_warms_up_and_falls():
     settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10)
     shares = [train.share_of_rate(number, settings) for number in range(100)]
