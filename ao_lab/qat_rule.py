@@ -45,8 +45,8 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """All fields in one text, for operators' arguments."""
-        return "\n".join((self.weight, self.activation, self.kernel, self.accumulation, str(self.axis)))
+        """All fields in one line, for operators' arguments: compilers write these into comments of their programs."""
+        return "\t".join((self.weight, self.activation, self.kernel, self.accumulation, str(self.axis)))
 
     @property
     def recipe(self) -> Recipe:
@@ -68,7 +68,7 @@ def _recipe_of(rule: Rule) -> Recipe:
 @lru_cache(maxsize=256)
 def rule_of(text: str) -> Rule:
     """The rule of its text."""
-    weight, activation, kernel, accumulation, axis = text.split("\n")
+    weight, activation, kernel, accumulation, axis = text.split("\t")
     return Rule(weight, activation, kernel, accumulation, int(axis))
 
 

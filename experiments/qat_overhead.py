@@ -23,7 +23,7 @@ from experiments.decode import COMPILED_LIMIT, SCHEME_LIMIT, gate
 from experiments.decode_configs import TORCHAO, version_of
 from experiments.decode_model import Shape
 from experiments.kernels.outcome import Values, attempt, free, keep, status
-from experiments.kernels.timing import AGAIN, CudaWatch, Plan, Span, Watch, interleaved, summary
+from experiments.kernels.timing import AGAIN, CudaWatch, Plan, Watch, rounds_of, summary
 from experiments.progress import bar
 from experiments.qat_overhead_arms import (
     ARMS,
@@ -47,6 +47,8 @@ EAGER, COMPILED = "eager", "compiled"
 SECONDS = 150.0
 #: Programs that one function may have at once: blocks of all arms are compiled beside each other.
 PROGRAMS = 64
+#: Steps of an arm before the one that is timed.
+SETTLE = 2
 
 
 STEADY = Plan(rounds=30, warmup=2, seconds=7.0, fewest=8)
@@ -236,8 +238,7 @@ def _prepared(bench: Bench, group: Group, arm: Arm, trainees: dict[Arm, Trainee]
 
 def with_times(bench: Bench, group: Group, trainees: Mapping[Arm, Trainee], found: dict[Arm, Values]) -> None:
     """Times of all trainees in turn, and everything over plain training, join what was found."""
-    spans = {arm.method: Span(1, trainee.step, trainee.step) for arm, trainee in trainees.items()}
-    times = interleaved(bench.watch, spans, group.plan, graph=False)
+    times = in_turn(bench.watch, trainees, group.plan)
     base = summary(times[PLAIN.method]).median
     for arm in trainees:
         timing = summary(times[arm.method])
@@ -251,6 +252,22 @@ def with_times(bench: Bench, group: Group, trainees: Mapping[Arm, Trainee], foun
                 values[f"{metric} over plain"] = (over(values[metric][0], found[PLAIN][metric][0]), "%")
     again = summary(times[AGAIN]).median
     found[PLAIN]["time again over plain"] = (over(again, base), "%")
+
+
+def in_turn(watch: Watch, trainees: Mapping[Arm, Trainee], plan: Plan) -> dict[str, list[float]]:
+    """Seconds of a step of each arm by its name, round by round in turn, and of plain training once more under AGAIN.
+
+    A GPU that is near its power limit runs faster after a step that was easy on it. So each arm takes steps of its own before
+    the one that counts: it is timed as it trains, after itself.
+    """
+    order = [*trainees, PLAIN]
+    names = [*(arm.method for arm in trainees), AGAIN]
+    calls = [trainees[arm].step for arm in order for _ in range(SETTLE + 1)]
+    warm = [sum(watch.seconds(calls)) for _ in range(plan.warmup)]
+    rounds = [
+        watch.seconds(calls)[SETTLE :: SETTLE + 1] for _ in range(rounds_of(plan, min(warm, default=0.0)))
+    ]
+    return {name: list(seconds) for name, seconds in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
 def over(value: float, base: float) -> float:

@@ -24,8 +24,9 @@ NAMES = {
 }
 STEP = (
     "A step is forward and backward in bfloat16, without optimizer, without recomputation of activations. Random weights, two "
-    "texts of 4096 tokens. All arms run in turn in one process, plain training first and last in each round: time is the "
-    "median over rounds with the 20% and 80% quantiles, and 'again' is what the two timings of plain training differ by. "
+    "texts of 4096 tokens. All arms run in turn in one process, plain training first and last in each round; each takes two "
+    "steps before the one that is timed, since a GPU at its power limit runs faster after a step that was easy on it. Time is "
+    "the median over rounds with the 20% and 80% quantiles, and 'again' is what the two timings of plain training differ by. "
     "Compiled models are compiled block by block.",
     "Peak memory is the most that was allocated in a step, weights, gradients and batch of the model included, those of other "
     "arms not. Kept for backward are all tensors that autograd holds between forward and backward, each once, without weights "

@@ -258,7 +258,7 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     registry.run_one("qat", tiny.settings(tmp_path), places)
     pages.write_pages(places)
     assert "**Bars on the mean recovered part; " in (places.reports / "qat.md").read_text()
-    assert "qat-recovery-quick-cpu" in (places.reports / "index.html").read_text()
+    assert "data/qat.csv" in (places.reports / "index.html").read_text()
     page = pages.make_page(places, "qat")
     assert "qat-recovery-quick-cpu" in page.pictures
     (section,) = page.sections
