@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ao_lab
 from ao_lab import QATConfig, SchemeConfig, quantize_
+from ao_lab.qat_rule import rule_of
 from tests.qat_models import everything, in_training, multiplied, same
 from tests.test_every_config import TOKENS
 
@@ -170,3 +171,11 @@ def test_inputs_of_any_rank():
         assert y.shape == (*shape[:-1], 256)
         y.sum().backward()
         assert x.grad.shape == shape
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rule_is_one_line(name):
+    """Compilers write operators' arguments into comments of the programs that they make: a second line would be code."""
+    layer = next(m for m in in_training(CONFIGS[name]).modules() if hasattr(m, "qat"))
+    assert len(layer.qat.rule.text.splitlines()) == 1
+    assert rule_of(layer.qat.rule.text) == layer.qat.rule

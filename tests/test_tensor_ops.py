@@ -356,13 +356,18 @@ def test_inference_mode(scheme):
         assert same(t.detach().clone().t().dequantize(), dense.t())
 
 
-def test_memory_is_pinned_nowhere_without_a_gpu():
-    t = quantized(weight(32, 64), "int4_g32")
+def test_memory_is_pinned_where_there_is_a_gpu():
+    """The table passes it on to every part; without a GPU torch says why it cannot."""
+    t = quantized(weight(32, 64), "int4_g32").cpu()
     assert not t.is_pinned()
-    if not torch.cuda.is_available():
-        # The table passes it on to every part; torch says why it cannot.
-        with pytest.raises(RuntimeError, match=r"pin|CUDA|accelerator"):
-            t.pin_memory()
+    if torch.cuda.is_available():
+        pinned = t.pin_memory()
+        assert torch.equal(pinned, t)
+        assert pinned.codes.is_pinned()
+        assert pinned.scale.is_pinned()
+        return
+    with pytest.raises(RuntimeError, match=r"pin|CUDA|accelerator"):
+        t.pin_memory()
 
 
 def test_equal():
