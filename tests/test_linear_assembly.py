@@ -24,8 +24,9 @@ BYTES = {
 }
 # What `byte_kernel` says of the operands.
 OPERANDS = "=&f,f,r,f,f,f,f"
-#: What a nibble's pattern counts beside the nibble, and the zero point from which on the offset is not exact.
-NIBBLES = {"bf16": (ml_dtypes.bfloat16, 128, 121), "f16": (np.float16, 1024, 128)}
+#: The dtypes of pairs; what they count beside a nibble.
+NIBBLES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+MORE = 16
 
 
 @np.errstate(all="ignore")
@@ -58,19 +59,15 @@ def test_four_bytes_times_four_inputs(kind):
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", NIBBLES)
-def test_eight_nibbles_less_a_zero_point(kind, signed):
-    """Codes j and j + 4 make a pair; every code in every place less every zero point is exact, up to 120 in bfloat16."""
-    dtype, base, beyond = NIBBLES[kind]
-    decoded = nibble_product._decoded("$4", "o", "$5", kind, signed)
+def test_eight_nibbles_and_sixteen(kind, signed):
+    """Codes j and j + 4 make a pair; every code in every place, 16 more of it, 24 more of two's complement."""
+    decoded = nibble_product._decoded("$4", "o", kind, signed)
     text = f"{{ .reg .b32 v, o<4>; {decoded}" + "".join(f"mov.b32 ${j}, o{j}; " for j in range(4)) + "}"
-    for zero in range(-128, beyond):
-        codes = (np.arange(64)[:, None] * 3 + 5 * np.arange(8)) % 16
-        word = (codes.astype(np.uint64) << (4 * np.arange(8)).astype(np.uint64)).sum(1).astype(np.uint32)
-        half = np.array(-(base + 8 * signed + zero), np.float32).astype(dtype).view(np.uint16)
-        offset = np.uint32(int(half) * 0x10001)
-        pairs = run(text, "=&r,=&r,=&r,=&r,r,r", [word, np.full(64, offset)])
-        values = ((codes ^ 8) - 8 if signed else codes) - zero
-        for j, pair in enumerate(pairs):
-            halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(dtype).astype(np.int64)
-            assert (halves[:, 0] == values[:, j]).all(), zero
-            assert (halves[:, 1] == values[:, j + 4]).all(), zero
+    codes = (np.arange(64)[:, None] * 3 + 5 * np.arange(8)) % 16
+    assert all(set(column) == set(range(16)) for column in codes.T)
+    word = (codes.astype(np.uint64) << (4 * np.arange(8)).astype(np.uint64)).sum(1).astype(np.uint32)
+    values = ((codes ^ 8) - 8 + 8 if signed else codes) + MORE
+    for j, pair in enumerate(run(text, "=&r,=&r,=&r,=&r,r", [word])):
+        halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(NIBBLES[kind]).astype(np.int64)
+        assert (halves[:, 0] == values[:, j]).all()
+        assert (halves[:, 1] == values[:, j + 4]).all()
