@@ -228,7 +228,7 @@ def _prepared(bench: Bench, group: Group, arm: Arm, trainees: dict[Arm, Trainee]
         values["change by compiling"] = gate(made, trainee.result, COMPILED_LIMIT, "by compiling")
     del made
     values |= trainee.memory()
-    if arm.recipe:
+    if arm.rounds:
         moved = rounding_bytes(RECIPES[arm.recipe], linear_shapes(trainee.model), group.tokens)
         values["bytes to round"] = (moved / 1e9, "GB")
         values["time to round at the copy rate"] = (moved / COPY_RATE * 1e3, "ms")

@@ -1,4 +1,5 @@
-"""What is trained in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, and what each must cost.
+"""What is trained in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, adapters beside frozen
+quantized weights, and what each must cost.
 
 The floor is that of recomputation: nothing is kept for backward that plain training does not keep, so both operands of every
 layer are rounded once in forward and once in backward. A pass reads an element and writes it, 4 bytes of bfloat16. Gradients of
@@ -17,6 +18,7 @@ from experiments.decode_configs import TORCHAO, version_of
 from experiments.qat_overhead_model import Blocks, Whole, blocks_of
 
 OURS, BASELINE = "ours", "bfloat16"
+LORA = "LoRA"
 INT8_INT4, INT4 = "int8 dynamic, int4 g32", "int4 weight-only g128"
 #: Bytes of an element that is rounded from bfloat16 to bfloat16, and how often a step does that.
 ROUNDED, PASSES = 4, 2
@@ -76,18 +78,31 @@ class Arm:
     #: Whose, and of which recipe; together they name a method.
     maker: str = BASELINE
     recipe: str = ""
+    #: Whether adapters are trained beside weights that are quantized and frozen; nothing else is trained then.
+    lora: bool = False
 
     @property
     def method(self) -> str:
         """The name of its rows."""
-        return f"{self.maker}, {self.recipe}" if self.recipe else self.maker
+        name = f"{self.maker}, {self.recipe}" if self.recipe else self.maker
+        return f"{name}, {LORA}" if self.lora else name
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds the operands of layers that it trains."""
+        return bool(self.recipe) and not self.lora
 
     def prepare(self, model: Blocks | Whole) -> None:
         """Make the linear layers of the blocks train for the recipe."""
         if self.maker == OURS:
-            from ao_lab import QATConfig, quantize_
+            from ao_lab import LoRA, QATConfig, quantize_
 
-            quantize_(blocks_of(model), QATConfig(RECIPES[self.recipe].ours(), step="prepare"), is_linear)
+            if self.lora:
+                model.requires_grad_(False)
+            config = QATConfig(
+                RECIPES[self.recipe].ours(), step="prepare", lora=LoRA() if self.lora else None
+            )
+            quantize_(blocks_of(model), config, is_linear)
         elif self.maker == TORCHAO:
             from torchao.quantization import quantize_ as theirs_
             from torchao.quantization.qat import QATConfig as TheirConfig
@@ -107,7 +122,11 @@ def is_linear(module: nn.Module, name: str) -> bool:
 
 
 PLAIN = Arm()
-ARMS = (PLAIN, *(Arm(maker=maker, recipe=recipe) for recipe in RECIPES for maker in (OURS, TORCHAO)))
+ARMS = (
+    PLAIN,
+    *(Arm(maker=maker, recipe=recipe) for recipe in RECIPES for maker in (OURS, TORCHAO)),
+    Arm(maker=OURS, recipe=INT8_INT4, lora=True),
+)
 
 
 def rounding_bytes(recipe: Recipe, layers: list[tuple[int, int]], tokens: int) -> int:
@@ -128,6 +147,7 @@ __all__ = [
     "COPY_RATE",
     "INT4",
     "INT8_INT4",
+    "LORA",
     "OURS",
     "PLAIN",
     "RECIPES",

@@ -8,13 +8,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 from experiments.published_rows import FOLDER, Published, read
-from experiments.qat_overhead_arms import OURS
+from experiments.qat_overhead_arms import LORA, OURS
 from experiments.results import Results
 
 PUBLISHED = FOLDER / "qat_overhead.csv"
 TIME, MEMORY = "time over plain", "peak memory over plain"
 #: Largest overheads, in percent.
 BARS = {TIME: 8.0, MEMORY: 5.0}
+#: With adapters a step is to be faster and smaller than one of plain training of everything.
+LORA_BARS = {TIME: 0.0, MEMORY: 0.0}
 #: How published tables call plain training, and metrics of which a ratio is made; less throughput is more time.
 PLAINLY, THROUGHPUT = "fine-tuning without QAT", "training_throughput"
 PEAKS = ("training_peak_memory", "training_peak_reserved_memory")
@@ -25,7 +27,7 @@ def missed(results: Results) -> list[str]:
     lines = dict.fromkeys((row.setting, row.method) for row in results.rows if row.method.startswith(OURS))
     made = []
     for setting, method in lines:
-        for metric, bar in BARS.items():
+        for metric, bar in (LORA_BARS if method.endswith(LORA) else BARS).items():
             value = results.value(setting, method, metric)
             if value is not None and value > bar:
                 made.append(f"{method}, {setting}: {metric} {value:.1f} of {bar:.0f} %")
@@ -58,4 +60,4 @@ def over(value: float, base: float) -> float:
     return (value / base - 1) * 100
 
 
-__all__ = ["BARS", "MEMORY", "TIME", "missed", "over", "overheads", "published"]
+__all__ = ["BARS", "LORA_BARS", "MEMORY", "TIME", "missed", "over", "overheads", "published"]

@@ -38,7 +38,8 @@ STEP = (
 )
 BLOCKS = (
     f"**Bars of ours**: {BARS[TIME]:.0f}% time and {BARS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
-    "eager and compiled.",
+    "eager and compiled; with adapters beside frozen quantized weights (rank 16, nothing else trained) neither more time nor "
+    "more memory than plain training of everything.",
 )
 WHOLE = (
     "28 layers, a vocabulary of 128256 tied to the output layer, loss of the next token. The linear layers of the blocks are "

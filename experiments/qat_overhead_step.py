@@ -76,7 +76,8 @@ class Trainee:
         lost = [
             name
             for name, parameter in self.model.named_parameters()
-            if parameter.grad is None or not torch.isfinite(parameter.grad).all()
+            if parameter.requires_grad
+            and (parameter.grad is None or not torch.isfinite(parameter.grad).all())
         ]
         self.clear()
         if lost:
@@ -99,12 +100,19 @@ class Trainee:
 
     def own(self) -> int:
         """Bytes of the model's weights and of its batch."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), self.inputs]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Weights, buffers and batch; of a quantized weight its parts."""
+        return [
+            part
+            for tensor in (*self.model.parameters(), *self.model.buffers(), self.inputs)
+            for part in parts_of(tensor)
+        ]
 
     def kept(self) -> int:
         """Bytes of all memory that autograd holds between forward and backward, beside what `own` counts; each once."""
-        mine = {id_of(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), self.inputs)}
+        mine = {id_of(tensor) for tensor in self.tensors()}
         held: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -119,6 +127,13 @@ class Trainee:
         self.backward(y)
         self.clear()
         return total
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors in a tensor subclass; a plain tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def id_of(tensor: Tensor) -> int:

@@ -4,13 +4,13 @@ import pytest
 
 from experiments import pages, qat_overhead_page, registry
 from experiments.places import Places
-from experiments.qat_overhead_arms import ARMS, INT4, INT8_INT4, PLAIN
+from experiments.qat_overhead_arms import ARMS, INT4, INT8_INT4, LORA, PLAIN
 from experiments.qat_overhead_bars import MEMORY, TIME, missed, overheads, published
 from experiments.qat_overhead_model import LLAMA_3B, TINY_BLOCKS, TWO_BLOCKS
 from experiments.results import Results
 from experiments.rows import Row, publish, source_hash
 
-COSTS = {"ours": (6.5, 2.0), "torchao": (80.0, 70.0), "bfloat16": (0.0, 0.0)}
+COSTS = {"ours": (6.5, 2.0), LORA: (-10.0, -20.0), "torchao": (80.0, 70.0), "bfloat16": (0.0, 0.0)}
 
 
 def row(method, metric, value, data=TWO_BLOCKS.name, setting="eager"):
@@ -32,7 +32,7 @@ def rows(data=TWO_BLOCKS.name, costs=COSTS):
     made = []
     for setting in ("eager", "compiled"):
         for arm in ARMS:
-            time, memory = costs[arm.maker]
+            time, memory = costs[LORA if arm.lora else arm.maker]
             made.append(row(arm.method, "status: ok", 1.0, data, setting))
             made.append(row(arm.method, TIME, time, data, setting))
             made.append(row(arm.method, MEMORY, memory, data, setting))
@@ -56,6 +56,9 @@ def test_bars_are_of_ours_alone():
         f"ours, {INT8_INT4}, eager: peak memory over plain 5.5 of 5 %",
     ]
     assert f"ours, {INT4}, compiled: peak memory over plain 5.5 of 5 %" in late
+    late = missed(Results(rows(costs={**COSTS, LORA: (0.5, -20.0)})))
+    assert late[0] == f"ours, {INT8_INT4}, LoRA, eager: time over plain 0.5 of 0 %"
+    assert len(late) == 2
     assert missed(Results([])) == []
 
 
@@ -74,7 +77,7 @@ def test_published_costs_follow_from_published_rates():
 def test_sections_of_the_real_shapes():
     (section,) = qat_overhead_page.sections(rows())
     assert section.title == f"Two blocks of Llama-3-8B (full scale, a GPU, {TWO_BLOCKS.name})"
-    assert "All 8 figures that have a bar keep it." in text(section)
+    assert "All 12 figures that have a bar keep it." in text(section)
     assert "**Bars of ours**: 8% time and 5% peak memory" in text(section)
     assert "eager +0.25%, compiled +0.25%" in text(section)
     assert len(section.drawings) == 1
