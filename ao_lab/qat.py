@@ -214,10 +214,15 @@ def lora_mode(config: Any) -> str | None:
 
 
 def advance_qat(model: nn.Module) -> None:
-    """Count one step for layers with a delayed start: call it after optimizer.step()."""
-    for module in model.modules():
-        if (step := module._buffers.get("qat_step")) is not None:
-            step.add_(1)
+    """Count one step for layers with a delayed start: call it after optimizer.step().
+
+    Layers that share a weight share its count, which goes up by one all the same.
+    """
+    counts = {
+        id(step): step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None
+    }
+    for step in counts.values():
+        step.add_(1)
 
 
 __all__ = [

@@ -172,6 +172,17 @@ def test_a_shared_weight_stays_shared():
     assert "table.qat_scale" not in net.state_dict()
 
 
+def test_a_shared_weight_counts_each_step_once():
+    net = Net(torch.float32)
+    net.head = nn.Linear(128, 16, bias=False)
+    net.head.weight = net.table.weight
+    quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig(), start_step=2), everything)
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        ao_lab.advance_qat(model)
+        assert [int(layer.qat_step) for layer in (model.head, model.table, model.first)] == [1, 1, 1]
+
+
 def test_dense_again():
     net = in_training(ao_lab.Int4WeightOnlyConfig(group_size=32))
     weight = net.first.weight
