@@ -10,10 +10,12 @@ last forward on the same weights. Step "convert" without a base_config makes den
 
 Static activations take their scale from `act_quant_scale`, or from `forward_loop=` / `observers=` of step "prepare".
 `learn_scales=True` makes scales parameters (`qat_scale`, `qat_input_scale`; learned step sizes, arXiv 1902.08153), for schemes
-that keep them in float32; zero points that are codes stay as they were found. They start where the scheme's rule puts them or,
-with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits down. With
-`start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n times; the count
-is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train (`ao_lab.qat_lora`).
+that keep them in float32; zero points that are codes stay as they were found. A scale that training makes zero or negative
+counts as the smallest there is, 2**-126, and still gets its gradient, so that it can come back. Scales start where the scheme's
+rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
+down. With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
+times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
+(`ao_lab.qat_lora`).
 """
 
 from __future__ import annotations

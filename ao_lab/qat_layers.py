@@ -17,6 +17,7 @@ from torch import nn
 import fast
 from ao_lab.qat_function import qat_linear
 from ao_lab.qat_rule import Given, Rule
+from ao_lab.qat_scales import SMALLEST
 from ao_lab.recipes import Recipe
 from reference import Scales, Scheme
 from reference.record_text import record_of
@@ -91,10 +92,11 @@ class QATModule(nn.Module):
             return NOTHING
         scale, zero, input_scale, input_zero, step = (getattr(self, name, None) for name in ADDED)
         if scale is not None:
-            scale = scale.to(torch.float32)
+            scale = raised(scale.to(torch.float32))
             zero = zero.to(torch.float32) if zero is not None and zero.is_floating_point() else zero
         if input_scale is not None:
             input_scale = input_scale.to(torch.float32)
+            input_scale = raised(input_scale) if training.learn_scales else input_scale
         if training.learn_scales and training.scale_gradient == "lsq" and torch.is_grad_enabled():
             if scale is not None:
                 scale = scaled_gradient(
@@ -108,6 +110,14 @@ class QATModule(nn.Module):
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""
         return f"{super().extra_repr()}, {self.qat.recipe}"
+
+
+def raised(scale: torch.Tensor) -> torch.Tensor:
+    """A learned scale as layers use it: one that training made zero or negative counts as the smallest that there is.
+
+    Its gradient goes straight through, so that the parameter can come back. NaN and infinity stay.
+    """
+    return torch.where(scale <= SMALLEST, scale - scale.detach() + SMALLEST, scale)
 
 
 def lsq_factor(scheme: Scheme, elements: int) -> float:
