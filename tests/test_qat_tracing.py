@@ -179,3 +179,21 @@ def test_a_rule_is_one_line(name):
     layer = next(m for m in in_training(CONFIGS[name]).modules() if hasattr(m, "qat"))
     assert len(layer.qat.rule.text.splitlines()) == 1
     assert rule_of(layer.qat.rule.text) == layer.qat.rule
+
+
+@pytest.mark.parametrize(("kernel", "compiled"), [("auto", False), ("auto", True), ("reference", False)])
+def test_a_bias_of_another_dtype_is_as_the_converted_layer_takes_it(kernel, compiled):
+    """Where that raises, as nn.Linear does, training raises; where it adds the bias unrounded, so does training."""
+    config = replace(CONFIGS["int8 x int4"], kernel=kernel)
+    layer = in_training(config).first
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    if kernel == "auto":
+        with pytest.raises(RuntimeError, match="dtype"):
+            run(x)
+        return
+    y = layer(x)
+    y.sum().backward()
+    assert layer.bias.grad.dtype == torch.float32
+    quantize_(layer, QATConfig(config, step="convert"))
+    assert same(layer(x), y.detach())
