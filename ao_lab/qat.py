@@ -54,7 +54,8 @@ class QATConfig(Config):
     weight_config: str | Scheme | None = None
     step: str = field(default="prepare", kw_only=True)
     learn_scales: bool = field(default=False, kw_only=True)
-    #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), "sum" leaves it.
+    #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), of inputs by sqrt(features * largest
+    #: code), however many rows there are; "sum" leaves it.
     scale_gradient: str = field(default="lsq", kw_only=True)
     start_step: int = field(default=0, kw_only=True)
     #: Adapters beside frozen, quantized weights.

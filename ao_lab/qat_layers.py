@@ -85,8 +85,8 @@ class QATModule(nn.Module):
     qat: Training
     weight: torch.Tensor
 
-    def given(self, elements: int = 0) -> Given:
-        """The layer's learned and static tensors now; `elements` of an input share its scale."""
+    def given(self) -> Given:
+        """The layer's learned and static tensors now."""
         training = self.qat
         if not training.added:
             return NOTHING
@@ -103,7 +103,8 @@ class QATModule(nn.Module):
                     scale, self.weight.numel() // max(scale.numel(), 1), training.rule.weight
                 )
             if input_scale is not None:
-                input_scale = scaled_gradient(input_scale, elements, training.rule.activation)
+                # Features, as in the paper: the rows of a batch, or of its parts, do not count.
+                input_scale = scaled_gradient(input_scale, self.weight.shape[-1], training.rule.activation)
         started = None if step is None else step >= training.start_step
         return Given(scale, zero, input_scale, input_zero, started)
 
@@ -130,7 +131,7 @@ class QATLinear(QATModule, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product of the rounded operands; see `ao_lab.qat_function`."""
-        return qat_linear(input, self.weight, self.bias, self.given(input.numel()), self.qat.rule)
+        return qat_linear(input, self.weight, self.bias, self.given(), self.qat.rule)
 
 
 class QATEmbedding(QATModule, nn.Embedding):

@@ -130,7 +130,7 @@ class LoRASumLinear(QATLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the rounded sum."""
-        return qat_linear(input, self.merged(), self.bias, self.given(input.numel()), self.qat.rule)
+        return qat_linear(input, self.merged(), self.bias, self.given(), self.qat.rule)
 
     def merged(self) -> torch.Tensor:
         """The sum in the weight's dtype, under autocast too: step "convert" makes it once more, outside.

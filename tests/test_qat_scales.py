@@ -157,7 +157,7 @@ def test_a_learned_scale_of_inputs_has_the_same_floor():
     quantize_(layer, QATConfig(config, learn_scales=True))
     with torch.no_grad():
         layer.qat_input_scale.fill_(-1.0)
-    assert layer.given(64).input_scale.item() == SMALLEST
+    assert layer.given().input_scale.item() == SMALLEST
     layer(torch.randn(3, 64)).sum().backward()
     assert layer.qat_input_scale.grad.abs() > 0
     quantize_(layer, QATConfig(config, step="convert"))

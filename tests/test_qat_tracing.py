@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import ao_lab
@@ -49,6 +50,18 @@ def test_compiled_with_learned_scales():
     for ours, theirs in zip(gradients(net, compiled), gradients(net), strict=True):
         assert same(ours, theirs)
     torch.compiler.reset()
+
+
+def test_batches_of_any_size_are_one_program():
+    """A factor that counted the rows of a batch made a program for each size."""
+    torch.compiler.reset()
+    config = ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.02)
+    layer = in_training(config, learn_scales=True).first
+    run = torch.compile(layer, backend="aot_eager", dynamic=True)
+    before = counters["stats"]["unique_graphs"]
+    for rows in (3, 5, 8, 7):
+        run(torch.randn(rows, 128)).sum().backward()
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.parametrize("strict", [True, False])
