@@ -89,6 +89,23 @@ def test_blocks_of_zeros_and_nan(dtype):
     assert found.scale[0, 0] == found.scale.flatten()[1:].max()
 
 
+@pytest.mark.parametrize("start", ["rule", "error"])
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_block_that_is_lost_stays_lost_and_spoils_no_other(start, lost):
+    x = weight(4, 128)
+    x[0, :32] = 0
+    plain = first_scales(x, named("int3_g32"), -1, start)
+    x[1, 5] = lost
+    found = first_scales(x, named("int3_g32"), -1, start)
+    assert found.scale[1, 0].isnan()
+    others = torch.ones_like(found.scale, dtype=torch.bool)
+    others[1, 0] = False
+    assert torch.equal(found.scale[others], plain.scale[others])
+    made = fast.fake_quantize(x, named("int3_g32"), scales=found)
+    assert made[1, :32].isnan().all()
+    assert made.isnan().sum() == 32
+
+
 def test_empty_weights():
     assert first_scales(torch.empty(0, 32), named("int3_g32"), -1, "error").scale.numel() == 0
 
