@@ -191,3 +191,22 @@ def test_convert_goes_on_after_an_error():
     quantize_(net, QATConfig(INT4, step="convert"))
     quantize_(twin, QATConfig(INT4, step="convert"))
     assert torch.equal(net(TOKENS), twin(TOKENS))
+
+
+def test_torchs_fast_path_past_the_layers_is_refused():
+    """nn.TransformerEncoderLayer in eval mode reads the weights of its layers and does not call them."""
+    layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+    with pytest.raises(ValueError, match="set_fastpath_enabled"):
+        quantize_(nn.Sequential(layer), QATConfig(INT4))
+    assert type(layer.linear1) is nn.Linear
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        quantize_(layer.eval(), QATConfig(INT4))
+        x = torch.randn(2, 5, 64)
+        with torch.no_grad():
+            y = layer(x)
+        assert torch.equal(y, layer(x).detach())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+    quantize_(nn.TransformerEncoderLayer(64, 4, 64), QATConfig(INT4))
