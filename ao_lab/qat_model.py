@@ -183,6 +183,8 @@ def convert_qat(
             fold(module)
         if isinstance(module, QATModule):
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
+    for places in weights.values():
+        _check_one_end(places)
     total = len(weights) + len(adapted)
     try:
         for done, places in enumerate(weights.values(), 1):
@@ -256,6 +258,15 @@ def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
         raise ValueError(
             f"{name} has not begun to round: step {int(step)} of start_step {training.start_step}; "
             f"call ao_lab.advance_qat(model) after each optimizer step, or convert without base_config"
+        )
+
+
+def _check_one_end(places: list[tuple[str, QATModule, QATConfig]]) -> None:
+    """ValueError where one weight is to be both quantized and dense."""
+    if len({config.base_config is None for _, _, config in places}) > 1:
+        names = " and ".join(name for name, _, _ in places)
+        raise ValueError(
+            f"{names} share one weight, but are to be quantized and dense; give them one configuration"
         )
 
 

@@ -133,6 +133,13 @@ def test_explain_and_reports():
     assert report.left[0].reason == reasons["table.weight"]
 
 
+def test_reports_name_learned_scales():
+    net = in_training(ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32)), learn_scales=True)
+    reasons = {layer.name: layer.reason for layer in explain(net).layers}
+    assert reasons["first.qat_scale"] == "learned by QAT beside the weight"
+    assert reasons["first.weight"].startswith("QAT: trained as int4_g32, scales learned")
+
+
 def test_names_choose_configurations():
     def both(step):
         first, second = ao_lab.Int4WeightOnlyConfig(group_size=32), ao_lab.MXWeightOnlyConfig()
