@@ -10,10 +10,12 @@ last forward on the same weights. Step "convert" without a base_config makes den
 
 Static activations take their scale from `act_quant_scale`, or from `forward_loop=` / `observers=` of step "prepare".
 `learn_scales=True` makes scales parameters (`qat_scale`, `qat_input_scale`; learned step sizes, arXiv 1902.08153), for schemes
-that keep them in float32; zero points that are codes stay as they were found. They start where the scheme's rule puts them or,
-with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits down. With
-`start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n times; the count
-is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train (`ao_lab.qat_lora`).
+that keep them in float32; zero points that are codes stay as they were found. A scale that training makes zero or negative
+counts as the smallest there is, 2**-126, and still gets its gradient, so that it can come back. Scales start where the scheme's
+rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
+down. With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
+times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
+(`ao_lab.qat_lora`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class QATConfig(Config):
     weight_config: str | Scheme | None = None
     step: str = field(default="prepare", kw_only=True)
     learn_scales: bool = field(default=False, kw_only=True)
-    #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), "sum" leaves it.
+    #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), of inputs by sqrt(features * largest
+    #: code), however many rows there are; "sum" leaves it.
     scale_gradient: str = field(default="lsq", kw_only=True)
     start_step: int = field(default=0, kw_only=True)
     #: Adapters beside frozen, quantized weights.
@@ -214,10 +217,15 @@ def lora_mode(config: Any) -> str | None:
 
 
 def advance_qat(model: nn.Module) -> None:
-    """Count one step for layers with a delayed start: call it after optimizer.step()."""
-    for module in model.modules():
-        if (step := module._buffers.get("qat_step")) is not None:
-            step.add_(1)
+    """Count one step for layers with a delayed start: call it after optimizer.step().
+
+    Layers that share a weight share its count, which goes up by one all the same.
+    """
+    counts = {
+        id(step): step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None
+    }
+    for step in counts.values():
+        step.add_(1)
 
 
 __all__ = [

@@ -139,12 +139,15 @@ qat_linear_op.register_autograd(_backward, setup_context=_keep)
 def qat_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, given: Given, rule: Rule
 ) -> torch.Tensor:
-    """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear."""
+    """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear.
+
+    Outside it a bias keeps its dtype: what the converted layer would not add to these inputs is not trained with.
+    """
     kind = x.device.type
     casts = kind != "meta" and torch.is_autocast_enabled(kind)
     if casts and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
-    bias = None if bias is None else bias.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
     rows = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
     if is_traced(x) or is_traced(weight):

@@ -17,6 +17,7 @@ from torch import nn
 import fast
 from ao_lab.qat_function import qat_linear
 from ao_lab.qat_rule import Given, Rule
+from ao_lab.qat_scales import SMALLEST
 from ao_lab.recipes import Recipe
 from reference import Scales, Scheme
 from reference.record_text import record_of
@@ -84,30 +85,40 @@ class QATModule(nn.Module):
     qat: Training
     weight: torch.Tensor
 
-    def given(self, elements: int = 0) -> Given:
-        """The layer's learned and static tensors now; `elements` of an input share its scale."""
+    def given(self) -> Given:
+        """The layer's learned and static tensors now."""
         training = self.qat
         if not training.added:
             return NOTHING
         scale, zero, input_scale, input_zero, step = (getattr(self, name, None) for name in ADDED)
         if scale is not None:
-            scale = scale.to(torch.float32)
+            scale = raised(scale.to(torch.float32))
             zero = zero.to(torch.float32) if zero is not None and zero.is_floating_point() else zero
         if input_scale is not None:
             input_scale = input_scale.to(torch.float32)
+            input_scale = raised(input_scale) if training.learn_scales else input_scale
         if training.learn_scales and training.scale_gradient == "lsq" and torch.is_grad_enabled():
             if scale is not None:
                 scale = scaled_gradient(
                     scale, self.weight.numel() // max(scale.numel(), 1), training.rule.weight
                 )
             if input_scale is not None:
-                input_scale = scaled_gradient(input_scale, elements, training.rule.activation)
+                # Features, as in the paper: the rows of a batch, or of its parts, do not count.
+                input_scale = scaled_gradient(input_scale, self.weight.shape[-1], training.rule.activation)
         started = None if step is None else step >= training.start_step
         return Given(scale, zero, input_scale, input_zero, started)
 
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""
         return f"{super().extra_repr()}, {self.qat.recipe}"
+
+
+def raised(scale: torch.Tensor) -> torch.Tensor:
+    """A learned scale as layers use it: one that training made zero or negative counts as the smallest that there is.
+
+    Its gradient goes straight through, so that the parameter can come back. NaN and infinity stay.
+    """
+    return torch.where(scale <= SMALLEST, scale - scale.detach() + SMALLEST, scale)
 
 
 def lsq_factor(scheme: Scheme, elements: int) -> float:
@@ -120,7 +131,7 @@ class QATLinear(QATModule, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product of the rounded operands; see `ao_lab.qat_function`."""
-        return qat_linear(input, self.weight, self.bias, self.given(input.numel()), self.qat.rule)
+        return qat_linear(input, self.weight, self.bias, self.given(), self.qat.rule)
 
 
 class QATEmbedding(QATModule, nn.Embedding):

@@ -130,12 +130,19 @@ class LoRASumLinear(QATLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the rounded sum."""
-        return qat_linear(input, self.merged(), self.bias, self.given(input.numel()), self.qat.rule)
+        return qat_linear(input, self.merged(), self.bias, self.given(), self.qat.rule)
 
     def merged(self) -> torch.Tensor:
-        """The sum in the weight's dtype: one operation, so that a compiler rounds it as eager calls do."""
+        """The sum in the weight's dtype, under autocast too: step "convert" makes it once more, outside.
+
+        One operation, so that a compiler rounds it as eager calls do.
+        """
         a, b = (part.to(self.weight.dtype) for part in (self.lora_a, self.lora_b))
-        return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+        kind = a.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+        with torch.autocast(kind, enabled=False):
+            return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
 
 
 def add_adapters(layer: nn.Linear, lora: LoRA) -> None:

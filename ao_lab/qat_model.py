@@ -42,6 +42,7 @@ def prepare_qat(
     """Step "prepare"."""
     plan = planned(model, config, filter_fn, device)
     _check_untouched(plan)
+    _check_called(model, plan)
     if forward_loop is not None and observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
     if forward_loop is not None:
@@ -76,6 +77,20 @@ def _check_untouched(plan: Plan) -> None:
         raise ValueError(
             f"{', '.join(training[:5])} prepared for QAT already; train, and call quantize_ with step='convert'"
         )
+
+
+def _check_called(model: nn.Module, plan: Plan) -> None:
+    """ValueError where a module would multiply with the dense weights of layers that are to train, past these."""
+    training = {id(module) for change in plan.changes.values() for module, _ in change.places.values()}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.TransformerEncoderLayer) or not module.self_attn.batch_first:
+            continue
+        if torch.backends.mha.get_fastpath_enabled() and training & {id(module.linear1), id(module.linear2)}:
+            raise ValueError(
+                f"in eval mode torch's fast path of {name or 'the model'} computes with dense weights and calls no layer; "
+                f"call torch.backends.mha.set_fastpath_enabled(False) before step='prepare', or leave its layers out by "
+                f"filter_fn"
+            )
 
 
 def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Module]) -> None:
@@ -168,6 +183,8 @@ def convert_qat(
             fold(module)
         if isinstance(module, QATModule):
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
+    for places in weights.values():
+        _check_one_end(places)
     total = len(weights) + len(adapted)
     try:
         for done, places in enumerate(weights.values(), 1):
@@ -241,6 +258,15 @@ def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
         raise ValueError(
             f"{name} has not begun to round: step {int(step)} of start_step {training.start_step}; "
             f"call ao_lab.advance_qat(model) after each optimizer step, or convert without base_config"
+        )
+
+
+def _check_one_end(places: list[tuple[str, QATModule, QATConfig]]) -> None:
+    """ValueError where one weight is to be both quantized and dense."""
+    if len({config.base_config is None for _, _, config in places}) > 1:
+        names = " and ".join(name for name, _, _ in places)
+        raise ValueError(
+            f"{names} share one weight, but are to be quantized and dense; give them one configuration"
         )
 
 

@@ -23,8 +23,9 @@ PARTS = tuple(1 - number / 40 for number in range(37))
 def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "rule") -> Scales:
     """Scales of the weight as it is, by the scheme's rule or (start="error") with the least error.
 
-    A block of zeros starts at the largest scale of the others: its own is the smallest that there is, and a weight that leaves
-    zero would saturate there, and stay.
+    A block with NaN or infinity keeps the rule's NaN: it is as visible as in a model that is quantized at once. A block of
+    zeros starts at the largest scale of the others: its own is the smallest that there is, and a weight that leaves zero would
+    saturate there, and stay.
     """
     weight = weight.detach()
     scales = fast.choose_scales(weight, scheme, axis=axis)
@@ -32,9 +33,9 @@ def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "
         return scales
     if start == "error":
         scales = closest_scales(weight, scheme, axis, scales)
-    most = scales.scale.amax()
+    most = torch.where(scales.scale.isfinite(), scales.scale, 0.0).amax()
     usual = torch.where(most > SMALLEST, most, 1.0)
-    return Scales(torch.where(scales.scale > SMALLEST, scales.scale, usual), None, scales.zero)
+    return Scales(torch.where(scales.scale <= SMALLEST, usual, scales.scale), None, scales.zero)
 
 
 def closest_scales(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> Scales:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ao_lab.layers import candidates
 from ao_lab.products import chosen
-from ao_lab.qat_layers import ADAPTERS, QATModule
+from ao_lab.qat_layers import ADAPTERS, ADDED, QATModule
 from ao_lab.qat_lora import LoRALinear, LoRASumLinear
 from ao_lab.tensor import QuantizedTensor
 from fast.linear import rows_fused
@@ -83,6 +83,8 @@ def described_layer(
     reason = reasons.get(full, "never given to quantize_")
     if isinstance(module, QATModule) and name == "weight":
         reason = str(module.qat)
+    if isinstance(module, QATModule) and name in ADDED:
+        reason = "learned by QAT beside the weight"
     if isinstance(module, (LoRALinear, LoRASumLinear)) and name in ("weight", *ADAPTERS):
         reason = str(module.lora) if name == "weight" else "an adapter; it trains"
     kind, shape = type(module).__name__, tuple(parameter.shape)

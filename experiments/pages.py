@@ -34,6 +34,14 @@ class Table:
     lines: Sequence[Sequence[str]]
     stale: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        """ValueError where a line has more or fewer cells than there are columns: they would stand under other names."""
+        for line in self.lines:
+            if len(line) != len(self.columns):
+                raise ValueError(
+                    f"{self.caption}: {len(line)} cells under {len(self.columns)} columns: {line}"
+                )
+
 
 @dataclass(frozen=True)
 class Drawing:

@@ -115,6 +115,7 @@ def recovery_table(results: Results) -> Table:
     columns = [
         "method",
         "PTQ loss",
+        "PTQ, clipped, loss",
         "QAT loss",
         "deviations to recover",
         "recovered (%)",

@@ -133,6 +133,13 @@ def test_explain_and_reports():
     assert report.left[0].reason == reasons["table.weight"]
 
 
+def test_reports_name_learned_scales():
+    net = in_training(ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32)), learn_scales=True)
+    reasons = {layer.name: layer.reason for layer in explain(net).layers}
+    assert reasons["first.qat_scale"] == "learned by QAT beside the weight"
+    assert reasons["first.weight"].startswith("QAT: trained as int4_g32, scales learned")
+
+
 def test_names_choose_configurations():
     def both(step):
         first, second = ao_lab.Int4WeightOnlyConfig(group_size=32), ao_lab.MXWeightOnlyConfig()
@@ -170,6 +177,17 @@ def test_a_shared_weight_stays_shared():
     assert isinstance(net.head.weight, QuantizedTensor)
     assert same(net.head(net.table(TOKENS)), y)
     assert "table.qat_scale" not in net.state_dict()
+
+
+def test_a_shared_weight_counts_each_step_once():
+    net = Net(torch.float32)
+    net.head = nn.Linear(128, 16, bias=False)
+    net.head.weight = net.table.weight
+    quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig(), start_step=2), everything)
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        ao_lab.advance_qat(model)
+        assert [int(layer.qat_step) for layer in (model.head, model.table, model.first)] == [1, 1, 1]
 
 
 def test_dense_again():

@@ -108,6 +108,18 @@ def test_those_that_may_saturate_are_known():
     assert not cannot_saturate(replace(asymmetric, name="shifted", scale=scale))
 
 
+def test_the_gradient_of_an_inputs_scale_adds_up_over_parts_of_a_batch():
+    """The factor counts features (Esser et al., section 2.2), so that accumulated gradients are those of the whole."""
+    config = ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.01)
+    layer, plain = (layer_of(config, learn_scales=True, scale_gradient=rule) for rule in ("lsq", "sum"))
+    x = numbers(8, 128)
+    for part in x.split(2):
+        layer(part).sum().backward()
+    plain(x).sum().backward()
+    whole = plain.qat_input_scale.grad / sqrt(128 * layer.qat.recipe.activation.format.max)
+    assert float(layer.qat_input_scale.grad) == pytest.approx(float(whole), rel=1e-5)
+
+
 @pytest.mark.parametrize("rule", ["lsq", "sum"])
 @pytest.mark.parametrize(
     "weight",

@@ -129,6 +129,16 @@ def test_of_a_rounded_sum_what_was_multiplied_is_what_is_stored(name, dtype):
         assert set(layer.__dict__) == set(nn.Linear(1, 1).__dict__)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sum_under_autocast_is_the_one_that_is_stored(compiled):
+    layer = adapted(CONFIGS["int4"], torch.float32, replace(SUM, dtype=torch.float32)).first
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with multiplied() as operands, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        run(torch.randn(4, 128))
+    stored = ao_lab.quantized(layer.merged().detach(), layer.qat.recipe)
+    assert same(operands[-1][1], stored.dequantize(torch.bfloat16))
+
+
 def test_gradients_of_a_rounded_sum():
     layer = adapted(CONFIGS["int4"], torch.float32, replace(SUM, dtype=torch.float32)).first
     x, g = numbers(6, 128, dtype=torch.float32), numbers(6, 256, seed=2, dtype=torch.float32)

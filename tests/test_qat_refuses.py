@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab import SCHEMES, QATConfig, QuantizedTensor, SchemeConfig, explain, quantize_
+from ao_lab import SCHEMES, FqnToConfig, QATConfig, QuantizedTensor, SchemeConfig, explain, quantize_
 from ao_lab.qat_layers import QATLinear
 from tests.qat_models import everything, in_training, linears
 from tests.test_every_config import TOKENS, Net
@@ -191,3 +191,35 @@ def test_convert_goes_on_after_an_error():
     quantize_(net, QATConfig(INT4, step="convert"))
     quantize_(twin, QATConfig(INT4, step="convert"))
     assert torch.equal(net(TOKENS), twin(TOKENS))
+
+
+def test_torchs_fast_path_past_the_layers_is_refused():
+    """nn.TransformerEncoderLayer in eval mode reads the weights of its layers and does not call them."""
+    layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+    with pytest.raises(ValueError, match="set_fastpath_enabled"):
+        quantize_(nn.Sequential(layer), QATConfig(INT4))
+    assert type(layer.linear1) is nn.Linear
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        quantize_(layer.eval(), QATConfig(INT4))
+        x = torch.randn(2, 5, 64)
+        with torch.no_grad():
+            y = layer(x)
+        assert torch.equal(y, layer(x).detach())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+    quantize_(nn.TransformerEncoderLayer(64, 4, 64), QATConfig(INT4))
+
+
+def test_a_shared_weight_ends_in_one_way():
+    net = Net(torch.float32)
+    net.head = nn.Linear(128, 16, bias=False)
+    net.head.weight = net.table.weight
+    chosen = lambda module, name: name in ("table", "head")  # noqa: E731
+    quantize_(net, QATConfig(INT4), chosen)
+    ends = {"table": QATConfig(step="convert"), "head": QATConfig(INT4, step="convert")}
+    with pytest.raises(ValueError, match="share one weight, but are to be quantized and dense"):
+        quantize_(net, FqnToConfig(ends))
+    assert type(net.head) is QATLinear
+    quantize_(net, QATConfig(INT4, step="convert"), chosen)

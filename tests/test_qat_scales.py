@@ -1,5 +1,7 @@
 """Where learned scales start: block by block at the least squared error, found here by arithmetic on plain arrays."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import ao_lab
 import fast
 from ao_lab import QATConfig, quantize_
 from ao_lab.configs import SchemeConfig
-from ao_lab.qat_scales import PARTS, first_scales, squared_error
+from ao_lab.qat_scales import PARTS, SMALLEST, first_scales, squared_error
 from ao_lab.recipes import named
 from reference import Scales
 
@@ -87,6 +89,23 @@ def test_blocks_of_zeros_and_nan(dtype):
     assert found.scale[0, 0] == found.scale.flatten()[1:].max()
 
 
+@pytest.mark.parametrize("start", ["rule", "error"])
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_block_that_is_lost_stays_lost_and_spoils_no_other(start, lost):
+    x = weight(4, 128)
+    x[0, :32] = 0
+    plain = first_scales(x, named("int3_g32"), -1, start)
+    x[1, 5] = lost
+    found = first_scales(x, named("int3_g32"), -1, start)
+    assert found.scale[1, 0].isnan()
+    others = torch.ones_like(found.scale, dtype=torch.bool)
+    others[1, 0] = False
+    assert torch.equal(found.scale[others], plain.scale[others])
+    made = fast.fake_quantize(x, named("int3_g32"), scales=found)
+    assert made[1, :32].isnan().all()
+    assert made.isnan().sum() == 32
+
+
 def test_empty_weights():
     assert first_scales(torch.empty(0, 32), named("int3_g32"), -1, "error").scale.numel() == 0
 
@@ -111,3 +130,52 @@ def test_the_start_is_the_rule_unless_asked():
     x = weight()
     assert QATConfig(ao_lab.Int4WeightOnlyConfig(), learn_scales=True).scale_start == "rule"
     assert torch.equal(first_scales(x, named("int2_g32"), -1).scale, fast.choose_scales(x, "int2_g32").scale)
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_a_scale_that_falls_to_zero_or_below_counts_as_the_smallest_and_comes_back(kind):
+    """Without the floor a negative scale gives back what saturates with the wrong sign."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 4, bias=False) if kind == "linear" else nn.Embedding(4, 64)
+    model, config = nn.Sequential(module), SchemeConfig(scheme="int4_g32", kernel="reference")
+    chosen = lambda module, name: isinstance(module, (nn.Linear, nn.Embedding))  # noqa: E731
+    quantize_(model, QATConfig(config, learn_scales=True), chosen)
+    layer = model[0]
+    x = torch.randn(64, 64) if kind == "linear" else torch.arange(4)
+    target = model(x).detach()
+    with torch.no_grad():
+        layer.qat_scale[0] = torch.tensor([-0.01, 0.0])
+        layer.qat_scale[1, 0] = float("nan")
+    assert layer.given().scale[0].tolist() == [SMALLEST, SMALLEST]
+    assert layer.given().scale[1, 0].isnan()
+    with torch.no_grad():
+        layer.qat_scale[1, 0] = SMALLEST / 2
+    y = model(x).detach()
+    twin = quantized_twin(model, config, chosen)
+    assert torch.equal(twin(x), y)
+    assert twin[0].weight.dequantize()[0].abs().max() < 1e-30
+    optimizer = torch.optim.Adam([layer.qat_scale], lr=1e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+    assert (layer.qat_scale[:2] > 0.005).all()
+
+
+def quantized_twin(model, config, chosen):
+    twin = copy.deepcopy(model)
+    quantize_(twin, QATConfig(config, step="convert"), chosen)
+    return twin
+
+
+def test_a_learned_scale_of_inputs_has_the_same_floor():
+    layer = nn.Linear(64, 4)
+    config = ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.01)
+    quantize_(layer, QATConfig(config, learn_scales=True))
+    with torch.no_grad():
+        layer.qat_input_scale.fill_(-1.0)
+    assert layer.given().input_scale.item() == SMALLEST
+    layer(torch.randn(3, 64)).sum().backward()
+    assert layer.qat_input_scale.grad.abs() > 0
+    quantize_(layer, QATConfig(config, step="convert"))
+    assert float(layer.weight.input_scale) == SMALLEST

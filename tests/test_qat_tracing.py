@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import ao_lab
@@ -49,6 +50,18 @@ def test_compiled_with_learned_scales():
     for ours, theirs in zip(gradients(net, compiled), gradients(net), strict=True):
         assert same(ours, theirs)
     torch.compiler.reset()
+
+
+def test_batches_of_any_size_are_one_program():
+    """A factor that counted the rows of a batch made a program for each size."""
+    torch.compiler.reset()
+    config = ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=0.02)
+    layer = in_training(config, learn_scales=True).first
+    run = torch.compile(layer, backend="aot_eager", dynamic=True)
+    before = counters["stats"]["unique_graphs"]
+    for rows in (3, 5, 8, 7):
+        run(torch.randn(rows, 128)).sum().backward()
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -179,3 +192,21 @@ def test_a_rule_is_one_line(name):
     layer = next(m for m in in_training(CONFIGS[name]).modules() if hasattr(m, "qat"))
     assert len(layer.qat.rule.text.splitlines()) == 1
     assert rule_of(layer.qat.rule.text) == layer.qat.rule
+
+
+@pytest.mark.parametrize(("kernel", "compiled"), [("auto", False), ("auto", True), ("reference", False)])
+def test_a_bias_of_another_dtype_is_as_the_converted_layer_takes_it(kernel, compiled):
+    """Where that raises, as nn.Linear does, training raises; where it adds the bias unrounded, so does training."""
+    config = replace(CONFIGS["int8 x int4"], kernel=kernel)
+    layer = in_training(config).first
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    if kernel == "auto":
+        with pytest.raises(RuntimeError, match="dtype"):
+            run(x)
+        return
+    y = layer(x)
+    y.sum().backward()
+    assert layer.bias.grad.dtype == torch.float32
+    quantize_(layer, QATConfig(config, step="convert"))
+    assert same(layer(x), y.detach())

@@ -129,3 +129,8 @@ def test_plots_leave_gaps_and_survive_no_numbers():
     plots.svg(plots.heatmap(["a"], ["b"], [[None]], "x"))
     plots.svg(plots.dots([], {"s": []}, "x"))
     plots.svg(plots.scatter_panels({"one": [plots.Point(1.0, -2.0, "MX", "mxfp4")]}, "x", "y", symlog=0.1))
+
+
+def test_lines_of_a_table_fit_its_columns():
+    with pytest.raises(ValueError, match="2 cells under 3 columns"):
+        pages.Table("A table", ["name", "a", "b"], [["one", "1", "2"], ["two", "3"]])
