@@ -97,7 +97,7 @@ def test_edges(element, dtype):
 @pytest.mark.parametrize("bits", [1.58, 2, 3, 4])
 @pytest.mark.parametrize("granularity", [ao_lab.PerAxis(0), ao_lab.PerGroup(32)], ids=["rows", "groups"])
 def test_trained_and_converted(bits, granularity):
-    """The published recipe: learned scales of rows (or groups), some of which the high rate makes negative; what was trained with is stored."""
+    """The published recipe: learned scales, of which the high rate makes some negative; what was trained with is stored."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     config = ao_lab.LowBitWeightOnlyConfig(bits=bits, granularity=granularity)
