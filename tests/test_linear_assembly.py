@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from reference.linear_bound import ADDED
 from tests.ptx import run
 from tests.ptx_opcodes import fused
 
@@ -67,6 +68,8 @@ def test_eight_nibbles_and_sixteen(kind, signed):
     assert all(set(column) == set(range(16)) for column in codes.T)
     word = (codes.astype(np.uint64) << (4 * np.arange(8)).astype(np.uint64)).sum(1).astype(np.uint32)
     values = ((codes ^ 8) - 8 + 8 if signed else codes) + MORE
+    # The bound of `linear` counts what is added, and taken off again.
+    assert (values - ((codes ^ 8) - 8 if signed else codes)).max() <= ADDED / 2
     for j, pair in enumerate(run(text, "=&r,=&r,=&r,=&r,r", [word])):
         halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(NIBBLES[kind]).astype(np.int64)
         assert (halves[:, 0] == values[:, j]).all()

@@ -108,11 +108,16 @@ def test_it_is_small_and_holds_for_the_result(name, out_dtype):
     got = reference.linear(x, w, out_dtype=out_dtype).astype(np.float64)
     bound = reference.linear_error_bound(x, w, out_dtype=out_dtype)
     assert (np.abs(got - truth(x, w)) <= bound).all()
-    # 2 K + 10 roundings of 2**-24, more of more under zero points and in blocks of 4 bits, and one of the result.
-    size = np.abs(x).astype(np.float64) @ np.abs(reference.dequantize(w)).astype(np.float64).T
+    # Of the module: 2 K roundings, 10 of factors and zero points; of 48 more in each block of 4-bit integers; the result's.
+    inputs, unit = np.abs(x).astype(np.float64), 2.0**-24
+    size = np.abs(reference.dequantize(w)).astype(np.float64)
+    plain = 0 if w.zero is None else np.abs(reference.dequantize(replace(w, zero=np.zeros_like(w.zero))))
+    limit = (2 * 256 + 10) * unit * (inputs @ (size + 2.0 * plain).T)
+    if name.startswith("int4"):
+        block = 256 // w.scale.shape[1]
+        limit += (2 * block + 4 + 2) * unit * (inputs @ (48.0 * elements(w.scale, w)).T)
     narrow = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[out_dtype]
-    factor = {"int4_g64_asymmetric": 40, "int4_g32": 9, "nf4": 3}.get(name, 1)
-    assert (bound <= (factor * 530 * 2.0**-24 + narrow) * size * 1.01).all()
+    assert (bound <= (limit + narrow * (inputs @ size.T + limit)) * (1 + 2.0**-10)).all()
 
 
 def test_a_result_is_rounded_once_more_where_it_is_narrow():
