@@ -219,11 +219,12 @@ def lora_mode(config: Any) -> str | None:
 def advance_qat(model: nn.Module) -> None:
     """Count one step for layers with a delayed start: call it after optimizer.step().
 
-    Layers that share a weight share its count, which goes up by one all the same.
+    Layers that share a weight share its count, which goes up by one all the same; also where each has it as a tensor of its own
+    over the same memory, as after `load_state_dict(assign=True)`.
     """
-    counts = {
-        id(step): step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None
-    }
+    steps = [step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None]
+    # Tensors without memory (meta, fake ones, DTensors) are the same only as objects.
+    counts = {(step.device, step.data_ptr() or id(step)): step for step in steps}
     for step in counts.values():
         step.add_(1)
 

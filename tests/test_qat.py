@@ -179,15 +179,36 @@ def test_a_shared_weight_stays_shared():
     assert "table.qat_scale" not in net.state_dict()
 
 
-def test_a_shared_weight_counts_each_step_once():
+def counting():
+    """A model that counts steps, and in which two layers share a weight and its count."""
     net = Net(torch.float32)
     net.head = nn.Linear(128, 16, bias=False)
     net.head.weight = net.table.weight
     quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig(), start_step=2), everything)
-    twin = copy.deepcopy(net)
-    for model in (net, twin):
+    return net
+
+
+def counted(net):
+    return [int(layer.qat_step) for layer in (net.head, net.table, net.first)]
+
+
+def test_a_shared_weight_counts_each_step_once():
+    net = counting()
+    loaded = copy.deepcopy(net)
+    loaded.load_state_dict(loaded.state_dict(), assign=True)
+    assert loaded.head.qat_step is not loaded.table.qat_step
+    for model in (net, copy.deepcopy(net), loaded):
         ao_lab.advance_qat(model)
-        assert [int(layer.qat_step) for layer in (model.head, model.table, model.first)] == [1, 1, 1]
+        assert counted(model) == [1, 1, 1]
+
+
+def test_counts_without_memory_are_told_apart_as_objects():
+    """All of them have the address 0; a tensor's version says how often it was written."""
+    net = counting().to("meta")
+    net.head.qat_step = net.table.qat_step
+    before = [layer.qat_step._version for layer in (net.table, net.first)]
+    ao_lab.advance_qat(net)
+    assert [layer.qat_step._version for layer in (net.table, net.first)] == [n + 1 for n in before]
 
 
 def test_dense_again():
