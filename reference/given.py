@@ -46,7 +46,8 @@ def _given_double(ns: Namespace, given: Scales, blocks: Blocks, scheme: Scheme, 
 def usable(ns: Namespace, chosen: Chosen, scheme: Scheme, dtype: str) -> Chosen:
     """Given scales as a house scheme divides x of this dtype by them: raised to its floors, so that a scale of 0 makes no NaN.
 
-    A NaN or infinite scale makes its block NaN; a negative one counts as the floor.
+    A NaN or infinite scale makes its block NaN; a negative one counts as the floor. Only codes are made with these: `kept` is
+    what was given, and `dequantize` multiplies by that. Other projects' conventions and powers of two stay as they are.
     """
     if scheme.nan != "block" or scheme.scale.power_of_two:
         return chosen

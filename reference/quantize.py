@@ -100,8 +100,12 @@ def quantize(
     float32 first). scheme: a name of `SCHEMES` or a record. axis: where blocks run; the contraction axis of a matmul.
     scales: `Scales` from an earlier call or a calibration (static scales), a bare array where the scheme has only a block
     scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
-    giving the kept ones back changes a few.) random_bits: uint32 of x's shape, where the record rounds
-    stochastically. packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
+    giving the kept ones back changes a few.) They are kept as they were given, and `dequantize` multiplies by them as they are.
+    Only to make codes do house schemes take a given scale below its record's floor (0, negative, too small) for the floor, and
+    an outer one that comes with block scales likewise; alone it counts as it is. So 0 gives 0 back and a negative scale the
+    other sign: raise scales first where they may be such.
+    random_bits: uint32 of x's shape, where the record rounds stochastically.
+    packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
     tiled: whether the scales come as `tile_scales` stores them: of a matrix, blocks along its last axis, a byte each.
 
     Raises TypeError for integer, complex or 8-bit input, ValueError for an unknown scheme, a shape that the blocks do not
