@@ -11,6 +11,7 @@ a compiler that saw inside would keep the dense weight of forward for backward.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -71,6 +72,11 @@ def _meta(text: str) -> Meta:
     return meta_from(json.loads(text))
 
 
+def _weight(parts: Sequence[torch.Tensor | None], shape: list[int], meta: str) -> QuantizedTensor:
+    """The weight of an operator's arguments; schemas have no place for it as a whole."""
+    return QuantizedTensor(dict(zip(PARTS, parts, strict=True)), _meta(meta), shape)
+
+
 @torch.library.custom_op("ao_lab::frozen_parts", mutates_args=())
 def frozen_parts_op(
     x: torch.Tensor,
@@ -85,8 +91,8 @@ def frozen_parts_op(
     meta: str,
 ) -> torch.Tensor:
     """The product, of the weight's parts."""
-    parts = dict(zip(PARTS, (codes, scale, outer, zero, input_scale, input_zero), strict=True))
-    return product(x, QuantizedTensor(parts, _meta(meta), shape).turned(), bias)
+    weight = _weight((codes, scale, outer, zero, input_scale, input_zero), shape, meta)
+    return product(x, weight.turned(), bias)
 
 
 @frozen_parts_op.register_fake
@@ -108,8 +114,8 @@ def frozen_parts_backward_op(
     meta: str,
 ) -> torch.Tensor:
     """`input_gradient`, of the weight's parts."""
-    parts = dict(zip(PARTS, (codes, scale, outer, zero, input_scale, input_zero), strict=True))
-    return input_gradient(g, x, QuantizedTensor(parts, _meta(meta), shape))
+    weight = _weight((codes, scale, outer, zero, input_scale, input_zero), shape, meta)
+    return input_gradient(g, x, weight)
 
 
 @frozen_parts_backward_op.register_fake
