@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.decode_model import LLAMA_8B, TINY, FeedForward, Shape, frequencies
+from experiments.model import Attention, ModelSettings
 
 #: Two blocks of Llama-3-8B, as issues and pages name them; no embedding, no output layer.
 TWO_BLOCKS = replace(LLAMA_8B, name="llama-3-8b-two-blocks-random", layers=2)
@@ -34,48 +35,21 @@ TINY_BLOCKS = replace(
 TINY_WHOLE = replace(TINY_BLOCKS, name="tiny-model-stand-in-random", layers=1)
 
 
-class Attention(nn.Module):
-    """Causal attention of grouped queries over one text."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        inside, kv_width = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-        self.head_width = shape.head_width
-        self.q_proj = nn.Linear(shape.width, inside, bias=False)
-        self.k_proj = nn.Linear(shape.width, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.width, kv_width, bias=False)
-        self.o_proj = nn.Linear(inside, shape.width, bias=False)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """o(attention of q, k, v), with rotated q and k."""
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotated(q, cosine, sine), rotated(k, cosine, sine)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Pairs (i, i + half) of each head, rotated by the angle of their position."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
 class Block(nn.Module):
     """One decoder layer; all of a model's are alike to the compiler."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.epsilon)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(
+            ModelSettings(width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads)
+        )
         self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.epsilon)
         self.mlp = FeedForward(shape)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Add what attention and feed-forward say to the residual stream."""
-        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
+        x = x + self.self_attn(self.input_layernorm(x), (cosine, sine), None)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
