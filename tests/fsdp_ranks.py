@@ -6,8 +6,6 @@ Prints "equal" where outputs, gradients and the gathered state are those of one 
 """
 
 import copy
-import os
-import socket
 import sys
 from pathlib import Path
 
@@ -15,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from ao_lab import SchemeConfig, quantize_
+from tests.ranks import start_ranks
 
 UNEQUAL = ("int4_g32_asymmetric", "fp8_tensorwise", "nvfp4", "int8_rowwise")
 SCHEMES = ("int4_g32_asymmetric", "fp8_tensorwise", "nvfp4", "nf4")
@@ -61,17 +59,12 @@ def compare_unequal(scheme, mesh):
         assert torch.equal(whole["0.weight"], one[0].weight), (scheme, rows)
 
 
-def run(rank, ranks, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+def run():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for scheme in SCHEMES:
         compare(scheme, mesh)
     for scheme in UNEQUAL:
         compare_unequal(scheme, mesh)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def compare(scheme, mesh):
@@ -97,8 +90,4 @@ def compare(scheme, mesh):
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    mp.spawn(run, args=(int(sys.argv[1]), free), nprocs=int(sys.argv[1]))
-    print("equal")
+    start_ranks(run)

@@ -6,8 +6,6 @@ Prints "equal" where outputs and gradients are those of one process.
 """
 
 import copy
-import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ao_lab
 from ao_lab import QATConfig, quantize_
+from tests.ranks import start_ranks
 
 #: Adapters of the model's own dtype: FSDP2 reduces the gradients of one group in one dtype.
 LORA = ao_lab.LoRA(rank=4, dtype=torch.float32)
@@ -63,19 +60,10 @@ def compare(config, options):
         quantize_(many, QATConfig(config, step="convert"))
 
 
-def run(rank, ranks, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def run():
     for config, options in CASES:
         compare(config, options)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    mp.spawn(run, args=(int(sys.argv[1]), free), nprocs=int(sys.argv[1]))
-    print("equal")
+    start_ranks(run)

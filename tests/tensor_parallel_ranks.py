@@ -7,9 +7,7 @@ process as here: `F.linear` of each slice of the input and the weight, with its 
 """
 
 import copy
-import os
 import re
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -35,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ao_lab import QuantizedTensor, Recipe, quantized
 from reference import SCHEMES, Scales
 from tests.quantized_weights import COLLECTIVES, recorded_operations, same, weight
+from tests.ranks import start_ranks
 
 # One of each kind, the last with inputs quantized too.
 RECIPES = tuple(
@@ -300,12 +298,9 @@ def check_hashes(mesh):
         assert first.startswith(dense._stable_hash_for_caching())
 
 
-def run(rank, ranks, port, directory):
+def run(directory):
     warnings.filterwarnings("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     check_hashes(mesh)
     check_refusals(mesh)
     check_collectives(mesh)
@@ -319,22 +314,15 @@ def run(rank, ranks, port, directory):
     check_products(static, mesh, Scales(torch.tensor(0.05)))
     for number, recipe in enumerate(MODELS):
         check_model(recipe, mesh, f"{directory}/{number}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def recorded(*args):
+def recorded(directory):
     """`run`, and that it met every collective of the table."""
     used = set()
     with pytest.MonkeyPatch().context() as patch, recorded_operations(patch, used):
-        run(*args)
+        run(directory)
     assert used >= COLLECTIVES, COLLECTIVES - used
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    count = int(sys.argv[1])
-    mp.spawn(recorded, args=(count, free, sys.argv[2]), nprocs=count)
-    print("equal")
+    start_ranks(recorded)

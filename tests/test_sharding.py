@@ -1,8 +1,5 @@
 """`QuantizedTensor` under FSDP2: two ranks on this machine give the bits of one."""
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +8,7 @@ import torch
 from ao_lab import quantized
 from ao_lab.sharding import gathered_parts, whole_weight
 from tests.quantized_weights import KINDS, same, weight
-
-ROOT = Path(__file__).resolve().parent.parent
-RANKS = 2
+from tests.ranks import RANKS, check_on_ranks
 
 
 def mesh(ranks):
@@ -114,14 +109,4 @@ def test_one_axis_and_back():
 
 def test_two_ranks():
     """Adapters train beside frozen quantized weights; outputs and gradients are those of one process."""
-    script = str(ROOT / "tests" / "fsdp_ranks.py")
-    done = subprocess.run(
-        [sys.executable, script, str(RANKS)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "equal"
+    check_on_ranks("fsdp_ranks.py")
