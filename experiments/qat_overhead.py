@@ -23,7 +23,7 @@ from experiments.decode import COMPILED_LIMIT, SCHEME_LIMIT, gate
 from experiments.decode_configs import TORCHAO, version_of
 from experiments.decode_model import Shape
 from experiments.kernels.outcome import Values, attempt, free, keep, status
-from experiments.kernels.timing import AGAIN, CudaWatch, Plan, Watch, rounds_of, summary
+from experiments.kernels.timing import AGAIN, CudaWatch, Plan, Stopwatch, rounds_of, summary
 from experiments.progress import bar
 from experiments.qat_overhead_arms import (
     ARMS,
@@ -114,7 +114,7 @@ class Bench:
 
     settings: Settings
     groups: Sequence[Group]
-    watch: Watch
+    watch: Stopwatch
     clock: Callable[[], float] = time.perf_counter
     until: float = field(init=False)
 
@@ -124,7 +124,7 @@ class Bench:
     @classmethod
     def of(cls, settings: Settings) -> Bench:
         """The bench of a run: the real shapes at full scale on a GPU, otherwise the stand-ins."""
-        watch: Watch = CudaWatch() if settings.device == "cuda" else HostWatch()
+        watch: Stopwatch = CudaWatch() if settings.device == "cuda" else HostWatch()
         return cls(settings, GPU_GROUPS if is_exact(settings) else TINY_GROUPS, watch)
 
     def late(self) -> str | None:
@@ -254,7 +254,7 @@ def with_times(bench: Bench, group: Group, trainees: Mapping[Arm, Trainee], foun
     found[PLAIN]["time again over plain"] = (over(again, base), "%")
 
 
-def in_turn(watch: Watch, trainees: Mapping[Arm, Trainee], plan: Plan) -> dict[str, list[float]]:
+def in_turn(watch: Stopwatch, trainees: Mapping[Arm, Trainee], plan: Plan) -> dict[str, list[float]]:
     """Seconds of a step of each arm by its name, round by round in turn, and of plain training once more under AGAIN.
 
     A GPU that is near its power limit runs faster after a step that was easy on it. So each arm takes steps of its own before

@@ -147,10 +147,6 @@ class HostWatch:
     def sync(self) -> None:
         """Nothing is under way."""
 
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """There are no graphs on a host."""
-        raise NotImplementedError("a host replays no graphs")
-
     def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
         """Seconds of each call, in turn."""
         found = []

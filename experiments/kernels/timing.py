@@ -33,17 +33,21 @@ class NoDevice(OSError):
     """There is no GPU to time on."""
 
 
-class Watch(Protocol):
+class Stopwatch(Protocol):
     """What times calls; `CudaWatch` on a GPU, a script in tests."""
-
-    def capture(self, calls: Sequence[Call]) -> Call:
-        """One call that does all of these, replayed from a CUDA graph."""
 
     def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
         """Device seconds of each call, in turn; with `cold` the L2 is emptied before each."""
 
     def sync(self) -> None:
         """Wait until all work is done."""
+
+
+class Watch(Stopwatch, Protocol):
+    """One that has CUDA graphs too."""
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """One call that does all of these, replayed from a CUDA graph."""
 
 
 class CudaWatch:
