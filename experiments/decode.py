@@ -147,7 +147,7 @@ def compiler(config: Config, plan: Plan) -> Iterator[None]:
     if plan.graph:
         # A captured step needs no program any more, and the next model should not be held against all earlier ones.
         torch.compiler.reset()
-    settings = {**OTHERWISE, **dict.fromkeys(TUNED, config.tuned)}
+    settings = {**OTHERWISE, **dict.fromkeys(TUNED, config.tuned), "triton.enable_pdl": config.dependent}
     with tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

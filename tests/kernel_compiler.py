@@ -120,13 +120,8 @@ def tile(arguments: dict[str, Any]) -> int:
     if "TILE" in arguments:
         return int(arguments["TILE"])
     if "ALONG" in arguments:
-        # A step along K of the kernels in Gluon, in words of eight codes, or in fours.
-        return int(
-            arguments["ALONG"]
-            * arguments["ROWS"]
-            * 32
-            * (8 * arguments["WORDS"] if "WORDS" in arguments else 16)
-        )
+        # A turn along K of the kernels in Gluon: sixteen rows of 256 a warp, or some of 512.
+        return int(arguments["ALONG"] * (arguments["ROWS"] * 512 if "ROWS" in arguments else 16 * 256))
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
     if "C" in arguments:

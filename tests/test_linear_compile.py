@@ -61,13 +61,13 @@ def test_products_compile_as_they_are_meant_to(one):
 
 
 def nibbles(machine, call):
-    """The tensor core multiplies, and words of the weight that lie in a block are one load, of 16 bytes at most."""
-    block = int(re.search(r"_g(\d+)", call.args[0]).group(1))
-    width = min(16, block // 8)
-    assert machine.named("HMMA") >= 2
-    # Inputs are read by 16 bytes too, for two or four rows at once.
-    wanted = machine.elements / 2 + (machine.elements / 2 if width == 16 else 0)
-    assert machine.accesses("LDG").get(width, 0) * width >= wanted
+    """The tensor core multiplies; 32 codes of a row are a load, eight inputs another; 28 warps fit a multiprocessor."""
+    loads = int(machine.elements) // 32
+    inputs = 4
+    assert machine.accesses("LDG")[16] == loads + inputs
+    # A product for each word; for the sums, which serve all rows, two for each load of inputs.
+    assert machine.named("HMMA") == machine.elements // 8 + 2 * inputs
+    assert machine.registers <= 65536 // (28 * 32)
     late_and_alone(machine)
 
 

@@ -31,10 +31,12 @@ from reference.schemes import Scheme
 MOST_ROWS, MOST_BLOCK_ROWS = 128, 32
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
-# Warps that keep an H200 busy with codes of 8 bits and of 4, and the most of them that share a row.
-BUSY, BUSY_NIBBLES, ALONG = 3500, 3000, 8
-# Rows of a 4-bit weight that a warp takes.
-NIBBLE_ROWS = 4
+# Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
+BUSY, ALONG = 3500, 8
+# Rows of a 4-bit weight that a program takes, elements along K that a warp takes at once, and the programs that fill an H200.
+NIBBLE_ROWS, NIBBLE_UNIT, MANY_TILES = 16, 256, 600
+# Registers a lane, so that 28 warps are at work on a multiprocessor.
+NIBBLE_REGISTERS = 72
 # What 32 lanes of 16 bytes read of a row, and of `vector_product` a program.
 BYTES, THREAD_BYTES, VECTOR_ROWS, VECTOR_WARPS = 512, 16, 8, 2
 SMALLEST_STEP = 32
@@ -164,7 +166,7 @@ def is_of_nibbles(weight: Weight) -> bool:
     rule = weight.rule
     integers = rule.bits == 4 and rule.kind == "int" and rule.low in (-8, 0) and not rule.fraction_bits
     kept = rule.zero == "" or rule.low == -8 if rule.zero != "value" else rule.zero_storage == "bfloat16"
-    blocks = weight.block >= 0 and weight.high == 1 and weight.step >= 32 and weight.length % 256 == 0
+    blocks = weight.block >= 0 and weight.high == 1 and weight.step >= 32 and weight.length % NIBBLE_UNIT == 0
     blocks &= weight.rows >= NIBBLE_ROWS
     return weight.packed and integers and blocks and kept and _one_level(weight)
 
@@ -181,22 +183,20 @@ def is_of_bytes(weight: Weight) -> bool:
 
 
 def nibble_launch(weight: Weight, dtype: str) -> Fixed:
-    """One row, 4-bit integers. Where blocks are long, a warp has few steps: more of them, each with little left to wait for."""
-    words = min(4, weight.step // 32, power_in(weight.length // 256))
-    steps = weight.length // (256 * words)
-    along = min(4, power_in(steps)) if words == 4 else _along(weight, NIBBLE_ROWS, steps, BUSY_NIBBLES)
-    unroll = 2 if along == 1 and steps % 2 == 0 else 1
+    """One row, 4-bit integers: with few rows more warps share them, so that enough bytes are under way."""
+    tiles = ceil_div(weight.rows, NIBBLE_ROWS)
+    along = min(4 if tiles >= MANY_TILES else 8, power_in(weight.length // NIBBLE_UNIT))
     tail = (
-        weight.rows, weight.length, weight.block or weight.length, words, NIBBLE_ROWS, along, unroll, weight.storage,
-        bool(weight.rule.low < 0), bool(weight.rule.zero == "value"), dtype, True,
+        weight.rows, weight.length, weight.block or weight.length, along, weight.storage, bool(weight.rule.low < 0),
+        bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
-    return Fixed(nibble_kernel, ceil_div(weight.rows, NIBBLE_ROWS), tail, along, launch_pdl=True)
+    return Fixed(nibble_kernel, tiles, tail, along, launch_pdl=True, maxnreg=NIBBLE_REGISTERS)
 
 
 def byte_launch(weight: Weight, dtype: str) -> Fixed:
     """One row, 8-bit elements: four rows of the weight a warp where there are many, else two."""
     rows = 4 if ceil_div(weight.rows, 4) >= BUSY else 2
-    along = _along(weight, rows, weight.length // BYTES, BUSY)
+    along = _along(weight, rows, weight.length // BYTES)
     kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
     tail = (
         weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
@@ -205,10 +205,10 @@ def byte_launch(weight: Weight, dtype: str) -> Fixed:
     return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
 
 
-def _along(weight: Weight, rows: int, steps: int, busy: int) -> int:
+def _along(weight: Weight, rows: int, steps: int) -> int:
     """Warps that share the rows of a program, so that there are enough in all; they take `steps` steps along K."""
     along = 1
-    while along < min(ALONG, power_in(steps)) and ceil_div(weight.rows, rows) * along < busy:
+    while along < min(ALONG, power_in(steps)) and ceil_div(weight.rows, rows) * along < BUSY:
         along *= 2
     return along
 

@@ -2,23 +2,26 @@
 
 At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `vector_product` takes 5 of them. Here two
 codes become a pair of 16-bit numbers by one shift and one logical operation, and the tensor core (`mma.m16n8k16`) multiplies
-and adds.
+and adds: 1.5 instructions a code in all.
 
-Memory is read as it lies: a warp takes 32 * WORDS words of a row, a lane WORDS neighbouring ones, and the inputs of the same
-places. The instruction's 16 rows are eight parts of K, twice: lane (g, t) holds the t-th quarter of part g of a row n, and of
-the next row n + 1. Its eight columns are the inputs of the eight parts, so of the products only the diagonal means anything: a
-part of W by its own inputs. It costs seven eighths of the tensor core's work, of which there is plenty, and no data moves
-between lanes. The order of K is free where both operands have the same one: codes j and j + 4 of a word make a pair, and the
-inputs are paired likewise.
+The instruction's 16 rows are rows of the weight; lane (g, t) of a warp reads 16 neighbouring bytes of rows g and g + 8, which
+are 32 codes of the t-th quarter of a step of 128 along K. The order of K is free where both operands have the same one: codes
+j and j + 4 of a word make a pair, and the inputs are paired likewise. Codes therefore go from memory to the tensor core in the
+lane that read them.
 
-WORDS is chosen so that a part lies in one block. A code sits in the highest bits of the fraction of 16, so that a pair of
-numbers is 16 more than the codes, and 24 more where codes are two's complement (their highest bit is flipped) or 8 stands for
-0. What a part has too much, this and its zero point, is a number times the sum of its inputs, which the tensor core makes once
-for all rows; it is taken off before the block's scale, in float32, so that nothing grows beyond a block:
+The instruction's 8 columns are 8 neighbouring parts of K, each within one block: column n holds the inputs of part n and
+zeros in place of the other parts of its step. A lane so needs the inputs of one step in STEPS and hands them to the tensor
+core in all of them; what other steps make of its column is not looked at. Each lane ends up with two rows times two parts,
+every one with a scale of its own, so that nothing is scaled twice and no data moves between lanes.
 
-    y[n] = sum over parts of s (sum of (c + 24) x  -  (24 + z) sum of x)  [+ z sum of x, where zero points are values]
+A code sits in the highest bits of the fraction of 16, so that a pair of numbers is 16 more than the codes, and 24 more where
+codes are two's complement (their highest bit is flipped) or 8 stands for 0. What a part has too much, this and its zero
+point, is a number times the sum of its inputs, which the tensor core makes once for all rows; it is taken off before the
+block's scale, in float32, so that nothing grows beyond a block:
 
-What comes from memory is asked for a step ahead. Layouts are explicit, since the assembly depends on them.
+    y[n] = sum over parts of s (-(24 + z) sum of x  +  sum of (c + 24) x)  [+ z sum of x, where zero points are values]
+
+Layouts are explicit, since the assembly depends on them.
 """
 
 import triton.experimental.gluon.language as gl
@@ -39,89 +42,63 @@ def _decoded(word: str, out: str, kind: str, signed: bool) -> str:
     return text
 
 
-def _products(words: int, kind: str, signed: bool) -> str:
-    """Assembly for the words of two rows: sums of parts, what they have too much taken off, scaled and added.
-
-    Operands, 2 * words registers each, those of the first row first: totals out; totals in; words; four pairs of inputs; sums
-    of inputs; their factors; scales; and which of a lane's two columns may be on the diagonal. Totals and sums are in the
-    first register of each row.
-    """
-    count = 2 * words
-    totals, codes, inputs, sums, factors, scales, odd = (count * i for i in (1, 2, 3, 7, 8, 9, 10))
-    text = "{ .reg .b32 v, l<4>, h<4>; .reg .f32 c<4>; .reg .pred p; "
-    text += f"setp.ne.s32 p, ${odd}, 0; "
-    text += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
-    for word in range(words):
-        text += _decoded(f"${codes + word}", "l", kind, signed)
-        text += _decoded(f"${codes + words + word}", "h", kind, signed)
-        b = [f"${inputs + count * pair + word}" for pair in range(4)]
-        for j in (0, 2):
-            text += (
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, "
-                f"{{l{j}, h{j}, l{j + 1}, h{j + 1}}}, {{{b[j]}, {b[j + 1]}}}, {{c0, c1, c2, c3}}; "
-            )
-    text += "selp.f32 c0, c1, c0, p; selp.f32 c2, c3, c2, p; "
-    for i in range(count):
-        sum_of = {0: "c0", words: "c2"}.get(i)
-        if sum_of is None:
-            text += f"mov.f32 ${i}, ${totals + i}; "
-            continue
-        text += f"fma.rn.f32 {sum_of}, ${factors + i}, ${sums + i}, {sum_of}; "
-        text += f"fma.rn.f32 ${i}, {sum_of}, ${scales + i}, ${totals + i}; "
-    return text + "}"
-
-
-def _sums(words: int, kind: str) -> str:
-    """Assembly: the sum of a part's inputs, in the first register of each lane that is on the diagonal; the other factor is 1.
-
-    Operands, `words` registers each: sums out; four pairs of inputs; which of a lane's two columns may be on the diagonal.
-    """
-    one = "0x3F803F80" if kind == "bf16" else "0x3C003C00"
-    text = (
-        "{ .reg .b32 l; .reg .f32 c<4>; .reg .pred p; "
-        + f"setp.ne.s32 p, ${5 * words}, 0; mov.b32 l, {one}; "
+def _multiplied(kind: str, a: list[str], b: list[str]) -> str:
+    """Assembly: add the product of a step's four registers of A and two of B to c0 to c3."""
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, {{{', '.join(a)}}}, "
+        f"{{{', '.join(b)}}}, {{c0, c1, c2, c3}}; "
     )
-    text += "".join(f"mov.f32 c{i}, 0f00000000; " for i in range(4))
-    for word in range(words):
-        b = [f"${words * (1 + pair) + word}" for pair in range(4)]
+
+
+def _begun(values: list[str]) -> str:
+    """Assembly: registers for the sums of two rows and two columns, which begin at these values."""
+    return ".reg .f32 c<4>; " + "".join(f"mov.f32 c{i}, {value}; " for i, value in enumerate(values))
+
+
+ENDED = "".join(f"mov.f32 ${i}, c{i}; " for i in range(4)) + "}"
+
+
+def _products(kind: str, signed: bool) -> str:
+    """Assembly of a step: add rows g and g + 8 times columns 2 t and 2 t + 1.
+
+    Operands, four registers each: sums out; sums in; words of row g; of row g + 8; the four pairs of the inputs of each word.
+    """
+    text = "{ .reg .b32 v, l<4>, h<4>; " + _begun([f"${4 + i}" for i in range(4)])
+    for word in range(4):
+        text += _decoded(f"${8 + word}", "l", kind, signed) + _decoded(f"${12 + word}", "h", kind, signed)
         for j in (0, 2):
-            text += (
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, "
-                f"{{l, l, l, l}}, {{{b[j]}, {b[j + 1]}}}, {{c0, c1, c2, c3}}; "
-            )
-    text += "selp.f32 $0, c1, c0, p; " + "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(1, words))
-    return text + "}"
+            a = [f"l{j}", f"h{j}", f"l{j + 1}", f"h{j + 1}"]
+            text += _multiplied(kind, a, [f"${16 + 4 * pair + word}" for pair in (j, j + 1)])
+    return text + ENDED
 
 
-def _operands(words: int) -> str:
-    kinds = ["=&f", "f", "r", "r", "r", "r", "r", "f", "f", "f", "r"]
-    return ",".join(kind for kind in kinds for _ in range(2 * words))
+def _sums(kind: str) -> str:
+    """Assembly: the sums of the inputs of columns 2 t and 2 t + 1, twice. Operands: sums out; the four pairs of each word."""
+    text = (
+        "{ .reg .b32 l; "
+        + _begun(["0f00000000"] * 4)
+        + f"mov.b32 l, {'0x3F803F80' if kind == 'bf16' else '0x3C003C00'}; "
+    )
+    for word in range(4):
+        for j in (0, 2):
+            text += _multiplied(kind, ["l"] * 4, [f"${4 + 4 * pair + word}" for pair in (j, j + 1)])
+    return text + ENDED
 
 
-#: Assembly by 4 * WORDS + 2 * (bfloat16) + (two's complement), of sums of inputs without the last.
-PRODUCTS = gl.constexpr(
-    {
-        4 * words + 2 * brain + signed: _products(words, "bf16" if brain else "f16", bool(signed))
-        for words in (1, 2, 4)
-        for brain in (0, 1)
-        for signed in (0, 1)
-    }
-)
-SUMS = gl.constexpr(
-    {
-        4 * words + 2 * brain: _sums(words, "bf16" if brain else "f16")
-        for words in (1, 2, 4)
-        for brain in (0, 1)
-    }
-)
-OPERANDS = gl.constexpr({words: _operands(words) for words in (1, 2, 4)})
-SUM_OPERANDS = gl.constexpr({words: ",".join(["=&f"] * words + ["r"] * (5 * words)) for words in (1, 2, 4)})
+#: Elements of a part, of a step and of a unit along K; parts of a step, steps of a unit, whose parts are the eight columns.
+PART, STEP, UNIT = gl.constexpr(32), gl.constexpr(128), gl.constexpr(256)
+PARTS, STEPS = gl.constexpr(4), gl.constexpr(2)
+#: Assembly by 2 * (bfloat16) + (two's complement), and by (bfloat16).
+PRODUCTS = gl.constexpr([_products(kind, signed) for kind in ("f16", "bf16") for signed in (False, True)])
+SUMS = gl.constexpr([_sums(kind) for kind in ("f16", "bf16")])
+OPERANDS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4 + ["r"] * 24))
+SUM_OPERANDS = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 16))
 
 
 @gluon.jit
 def _paired(x, TILE: gl.constexpr):
     """Eight inputs of each word (..., 4 pairs of neighbours) as the four pairs of its codes."""
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], x.shape[3], 2, 2]))
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
     x0, x1, x2, x3 = (
@@ -135,100 +112,91 @@ def _paired(x, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _per_row(pointers, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """One number for two columns (ALONG, 32, 2 rows, 1 or 2) as one for each of a lane's sums."""
+    v = gl.load(pointers)
+    LAYOUT: gl.constexpr = v.type.layout
+    v = gl.broadcast(v, gl.zeros([SHAPE[0], 32, 2, 2], gl.int32, LAYOUT))[0]
+    return gl.convert_layout(gl.reshape(v, SHAPE), TILE, assert_trivial=True)
+
+
+@gluon.jit
 def nibble_kernel(
     x, codes, scale, zero, bias, y, rows,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr,
-    UNROLL: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr, SHIFTED: gl.constexpr, DTYPE: gl.constexpr,
-    LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N, at least ROWS; LENGTH: K; BLOCK: elements of a block along K; ALONG: warps along K; UNROLL:
-    steps of a turn; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values, bfloat16, not
-    codes; LATE: launched before the kernel in front of it has ended."""
-    SHAPE: gl.constexpr = [ALONG, ROWS, 32, WORDS]
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, WORDS], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
-    INPUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, WORDS, 4], [1, 1, 32, 1, 1], [ALONG, 1, 1, 1, 1], [4, 3, 2, 1, 0]
-    )
+    """16 numbers of y. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a block along K; ALONG:
+    warps along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values, bfloat16, not codes;
+    LATE: launched before the kernel in front of it has ended."""
+    SHAPE: gl.constexpr = [ALONG, 32, 4]
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [ALONG, 1, 1], [2, 1, 0])
+    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 32, 1, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
+    SCALE: gl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [1, 32, 1, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     BRAIN: gl.constexpr = DTYPE == "bfloat16"
-    # What codes have too much; elements that the warps along K take at once; blocks in a row, and in a step.
+    # What codes have too much; elements that the warps along K take at once; blocks in a row.
     MORE: gl.constexpr = 24.0 if SIGNED or SHIFTED else 16.0
-    STEP: gl.constexpr = 256 * WORDS * ALONG
+    TURN: gl.constexpr = UNIT * ALONG
     BLOCKS: gl.constexpr = LENGTH // BLOCK
-    STEADY: gl.constexpr = STEP % BLOCK == 0
-    # The last programs take rows again where rows are no multiple, so that a row is a constant distance.
-    first = gl.minimum(gl.program_id(0) * ROWS, rows - ROWS)
-    word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * WORDS + numbered(WORDS, 3, 4, TILE)
+    # Columns of a lane that have a scale each.
+    APART: gl.constexpr = 1 if BLOCK % (2 * PART) == 0 else 2
+    # The last program takes rows again where they are no multiple of 16.
+    first = gl.minimum(gl.program_id(0) * 16, rows - 16)
+    lane = numbered(32, 1, 3, TILE)
+    k = numbered(ALONG, 0, 3, TILE) * UNIT + 32 * (lane % 4)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + first.to(gl.int64) * (LENGTH // 8)
-    words = words + word + numbered(ROWS, 1, 4, TILE) * (LENGTH // 8)
-    pair = (numbered(ALONG, 0, 5, INPUT) * 32 + numbered(32, 2, 5, INPUT)) * WORDS + numbered(
-        WORDS, 3, 5, INPUT
-    )
-    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * pair + numbered(4, 4, 5, INPUT))
-    lane = numbered(32, 2, 4, LANES)
-    odd = spread(lane // 4 % 2, SHAPE, LANES, TILE)
-    odd_once = spread(lane // 4 % 2, [ALONG, 1, 32, WORDS], LANES, TILE)
-    start = (numbered(ALONG, 0, 4, LANES) * 32 + lane) * (8 * WORDS)
-    scales = scale + first.to(gl.int64) * BLOCKS + numbered(ROWS, 1, 4, LANES) * BLOCKS
-    zeros = (
-        scales if zero is None else zero + first.to(gl.int64) * BLOCKS + numbered(ROWS, 1, 4, LANES) * BLOCKS
-    )
-    HELD: gl.constexpr = gl.float32 if STORAGE == "float32" else gl.int32
+    words = words + (k // 8 + numbered(4, 2, 3, TILE) + lane // 4 * (LENGTH // 8))
+    # Inputs of the step that a lane's column is in, where they are of its part.
+    lane_in = numbered(32, 1, 4, INPUT)
+    k_in = numbered(ALONG, 0, 4, INPUT) * UNIT + lane_in // 4 // PARTS * STEP + 32 * (lane_in % 4)
+    own = lane_in % 4 * 32 // PART == lane_in // 4 % PARTS
+    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True)
+    inputs = inputs + (k_in // 2 + 4 * numbered(4, 2, 4, INPUT) + numbered(4, 3, 4, INPUT))
+    # Scales: rows g and g + 8, parts 2 t and 2 t + 1.
+    lane_of = numbered(32, 1, 4, SCALE)
+    row = lane_of // 4 + numbered(2, 2, 4, SCALE) * 8
+    part = 2 * (lane_of % 4) + numbered(APART, 3, 4, SCALE)
+    begin = numbered(ALONG, 0, 4, SCALE) * UNIT + PART * part
+    # Blocks of these rows, which a program counts from its first.
+    scales = scale + first.to(gl.int64) * BLOCKS
+    zeros = scales if zero is None else zero + first.to(gl.int64) * BLOCKS
+    mine = 2 * (lane % 4) // PARTS
     after_others(LATE)
     total = gl.zeros(SHAPE, gl.float32, TILE)
-    shift = gl.zeros([ALONG, ROWS, 32, 1], gl.float32, LANES)
-    w = gl.load(words, eviction_policy="evict_first")
-    s = gl.load(scales + start // BLOCK).to(HELD)
-    z = s if zero is None else gl.load(zeros + start // BLOCK).to(gl.int32)
-    for turn in range(0, LENGTH, STEP * UNROLL):
-        for part in gl.static_range(UNROLL):
-            b0, b1, b2, b3 = _paired(gl.load(inputs + turn // 2 + part * STEP // 2), TILE)
-            # The step ahead; blocks of which every step has a whole number lie at fixed distances.
-            if part == UNROLL - 1:
-                more = turn + (part + 1) * STEP < LENGTH
-            else:
-                more = True
-            if STEADY:
-                at = start // BLOCK + turn // BLOCK + (part + 1) * STEP // BLOCK
-            else:
-                at = (start + turn + (part + 1) * STEP) // BLOCK
-            w_ahead = gl.load(
-                words + turn // 8 + (part + 1) * STEP // 8, mask=more, other=0, eviction_policy="evict_first"
-            )
-            s_ahead = gl.load(scales + at, mask=more, other=0).to(HELD)
-            z_ahead = s_ahead if zero is None else gl.load(zeros + at, mask=more, other=0).to(gl.int32)
-            sums = gl.inline_asm_elementwise(
-                SUMS[4 * WORDS + 2 * BRAIN], SUM_OPERANDS[WORDS], [b0, b1, b2, b3, odd_once],
-                dtype=gl.float32, is_pure=True, pack=WORDS,
-            )  # fmt: skip
-            if zero is None or SHIFTED:
-                less = gl.full([ALONG, ROWS, 32, 1], -MORE, gl.float32, LANES)
-            else:
-                less = -MORE - z.to(gl.float32)
-            total = gl.inline_asm_elementwise(
-                PRODUCTS[4 * WORDS + 2 * BRAIN + SIGNED], OPERANDS[WORDS],
-                [
-                    total, w, spread(b0, SHAPE, TILE, TILE), spread(b1, SHAPE, TILE, TILE), spread(b2, SHAPE, TILE, TILE),
-                    spread(b3, SHAPE, TILE, TILE), spread(sums, SHAPE, TILE, TILE), spread(less, SHAPE, LANES, TILE),
-                    spread(as_scale(s, STORAGE), SHAPE, LANES, TILE), odd,
-                ],
-                dtype=gl.float32, is_pure=True, pack=2 * WORDS,
-            )  # fmt: skip
-            if SHIFTED:
-                once = gl.convert_layout(gl.expand_dims(gl.sum(sums, axis=3), 3), LANES, assert_trivial=True)
-                shift = gl.fma(
-                    (z << 16).to(gl.float32, bitcast=True),
-                    spread(once, [ALONG, ROWS, 32, 1], LANES, LANES),
-                    shift,
+    for at in range(0, LENGTH, TURN):
+        w = ()
+        for step in gl.static_range(STEPS):
+            for half in gl.static_range(2):
+                w = w + (
+                    gl.load(words + (half * LENGTH + (at + STEP * step) // 8), eviction_policy="evict_first"),
                 )
-            w, s, z = w_ahead, s_ahead, z_ahead
-    made = gl.expand_dims(gl.sum(total, axis=3), 3)
-    made = gl.convert_layout(made, LANES, assert_trivial=True)
-    if SHIFTED:
-        made += shift
-    made = gl.where(lane % 4 == lane // 8, made, 0.0)
-    made = gl.sum(gl.sum(gl.sum(made, axis=3), axis=2), axis=0)
-    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+        b0, b1, b2, b3 = _paired(gl.load(inputs + at // 2, mask=own, other=0), TILE)
+        s = as_scale(_per_row(scales + (row * BLOCKS + (at + begin) // BLOCK), SHAPE, TILE), STORAGE)
+        sums = gl.inline_asm_elementwise(
+            SUMS[BRAIN], SUM_OPERANDS, [b0, b1, b2, b3], dtype=gl.float32, is_pure=True, pack=4
+        )
+        less = gl.full(SHAPE, -MORE, gl.float32, TILE)
+        if zero is not None:
+            z = _per_row(zeros + (row * BLOCKS + (at + begin) // BLOCK), SHAPE, TILE).to(gl.int32)
+            if SHIFTED:
+                total = gl.fma((z << 16).to(gl.float32, bitcast=True), sums, total)
+            else:
+                less -= z.to(gl.float32)
+        # What codes have too much comes first, so that nothing but the scale is left for the end.
+        less *= sums
+        added = less
+        for step in gl.static_range(STEPS):
+            made = gl.inline_asm_elementwise(
+                PRODUCTS[2 * BRAIN + SIGNED], OPERANDS, [less, w[2 * step], w[2 * step + 1], b0, b1, b2, b3],
+                dtype=gl.float32, is_pure=True, pack=4,
+            )  # fmt: skip
+            added = gl.where(mine == step, made, added)
+        total = gl.fma(added, s, total)
+    # (warps, g, t, rows g and g + 8, columns) to rows.
+    made = gl.sum(gl.sum(gl.sum(gl.reshape(total, [ALONG, 8, 4, 2, 2]), axis=4), axis=2), axis=0)
+    made = gl.reshape(made, [16])
+    i = gl.arange(0, 16, layout=made.type.layout)
+    n = first + i // 2 + i % 2 * 8
     if bias is not None:
         made += gl.load(bias + n).to(gl.float32)
     gl.store(y + n, narrowed(made, DTYPE))
