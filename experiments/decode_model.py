@@ -1,9 +1,9 @@
 """A Llama that generates one token at a time: the shapes of Llama-3.1-8B, or tiny ones, with random weights.
 
 Written plainly, much as gpt-fast does it, with which the published numbers were measured: every matrix is an ``nn.Linear``
-without bias, those of queries, keys and values are one, keys and values go into a cache of fixed length, and nothing depends on
-the host, so that a step can be compiled and captured. Unlike there, gate and up are one matrix too, as servers have them. Query heads that share keys are laid out as rows of one head, which makes
-grouped attention plain attention over fewer heads.
+without bias, those of queries, keys and values are one, keys and values go into a cache of fixed length, and nothing depends
+on the host, so that a step can be compiled and captured. Unlike there, gate and up are one matrix too, as servers have them.
+Query heads that share keys are laid out as rows of one head, which makes grouped attention plain attention over fewer heads.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Layouts are explicit, since the assembly depends on them.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.lanes import after_others, as_scale, narrowed, numbered, spread
+from fast.kernels.lanes import after_others, as_scale, narrowed, numbered
 
 
 def _decoded(word: str, out: str, kind: str, signed: bool) -> str:
@@ -167,9 +167,8 @@ def nibble_kernel(
         w = ()
         for step in gl.static_range(STEPS):
             for half in gl.static_range(2):
-                w = w + (
-                    gl.load(words + (half * LENGTH + (at + STEP * step) // 8), eviction_policy="evict_first"),
-                )
+                p = words + (half * LENGTH + (at + STEP * step) // 8)
+                w = w + (gl.load(p, eviction_policy="evict_first"),)  # noqa: RUF005, Gluon has no unpacking
         b0, b1, b2, b3 = _paired(gl.load(inputs + at // 2, mask=own, other=0), TILE)
         s = as_scale(_per_row(scales + (row * BLOCKS + (at + begin) // BLOCK), SHAPE, TILE), STORAGE)
         sums = gl.inline_asm_elementwise(
