@@ -2,7 +2,7 @@
 
 At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `vector_product` takes 5 of them. Here two
 codes become a pair of 16-bit numbers by one shift and one logical operation, and the tensor core (`mma.m16n8k16`) multiplies
-and adds: 1.5 instructions a code in all.
+and adds: 2 instructions a code in all.
 
 The instruction's 16 rows are rows of the weight; lane (g, t) of a warp reads 16 neighbouring bytes of rows g and g + 8, which
 are 32 codes of the t-th quarter of a step of 128 along K. The order of K is free where both operands have the same one: codes
