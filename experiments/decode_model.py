@@ -1,9 +1,9 @@
 """A Llama that generates one token at a time: the shapes of Llama-3.1-8B, or tiny ones, with random weights.
 
-Written plainly, much as gpt-fast does it, with which the published numbers were measured: every matrix is an ``nn.Linear``
-without bias, those of queries, keys and values are one, keys and values go into a cache of fixed length, and nothing depends
-on the host, so that a step can be compiled and captured. Unlike there, gate and up are one matrix too, as servers have them.
-Query heads that share keys are laid out as rows of one head, which makes grouped attention plain attention over fewer heads.
+Written plainly, as gpt-fast does it, with which the published numbers were measured: every matrix is an ``nn.Linear`` without
+bias, those of queries, keys and values are one (gate and up are not), keys and values go into a cache of fixed length, and
+nothing depends on the host, so that a step can be compiled and captured. Query heads that share keys are laid out as rows of
+one head, which makes grouped attention plain attention over fewer heads.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def several_queries(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor) ->
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, its two matrices that read the same inputs one."""
+    """SwiGLU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(shape.width, 2 * shape.feed_forward, bias=False)
+        self.gate_proj = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.down_proj = nn.Linear(shape.feed_forward, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(functional.silu(gate) * up)
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

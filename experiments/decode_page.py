@@ -23,8 +23,8 @@ TEXT = (
     "Each quantized model is a copy of the bfloat16 model beside it, and both generate in turn, bfloat16 first and last: the "
     "speedup is the ratio of medians within one configuration. Bfloat16 and torchao's configurations run with what torchao "
     "recommends for the compiler (coordinate descent, which turns products of one row into tuned reductions); ours need no "
-    "tuning. 'Library products' is bfloat16 without it. All models have one matrix for queries, keys and values, and one for "
-    "gate and up. 'Dependent launches' are rows of their own, beside no bar: there what the compiler writes may begin while "
+    "tuning. 'Library products' is bfloat16 without it. "
+    "'Dependent launches' are rows of their own, beside no bar: there what the compiler writes may begin while "
     "the kernel in front of it ends, which bfloat16 is not given.",
     "Sizes are those of the linear layers, in decimal GB, lm_head included and the embedding not. Peak memory is the most that "
     "was reserved (as published tables have it) and allocated from the end of quantization to the end of generation, without "

@@ -50,21 +50,13 @@ def test_the_shapes_are_the_real_models():
     assert made.lm_head.weight is not made.model.embed_tokens.weight
 
 
-#: Our matrices that are several of transformers'.
-JOINED = {
-    "qkv_proj": ({"q_proj": TINY.heads, "k_proj": TINY.kv_heads, "v_proj": TINY.kv_heads}, TINY.head_width),
-    "gate_up_proj": ({"gate_proj": 1, "up_proj": 1}, TINY.feed_forward),
-}
-
-
 def taken_apart(model):
     """A state_dict under transformers' names."""
     made = {}
     for name, value in model.state_dict().items():
-        *where, module, weight = name.split(".")
-        sizes, unit = JOINED.get(module, ({module: 1}, value.shape[0]))
-        for one, part in zip(sizes, value.split([size * unit for size in sizes.values()]), strict=True):
-            made[".".join([*where, one, weight])] = part
+        parts = value.split(model.model.layers[0].self_attn.parts) if "qkv_proj" in name else [value]
+        names = [name.replace("qkv_proj", f"{one}_proj") for one in "qkv"] if "qkv_proj" in name else [name]
+        made.update(zip(names, parts, strict=True))
     return made
 
 
@@ -180,7 +172,7 @@ def test_a_wrong_product_gets_no_time(tmp_path, monkeypatch):
 def test_a_layer_that_was_left_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(Config, "quantize", lambda self, model: None)
     (row,) = measure(bench(tmp_path), [INT8], Journal())
-    assert row.metric.startswith("status: wrong: 9 linear layers were left")
+    assert row.metric.startswith("status: wrong: 11 linear layers were left")
 
 
 def test_rows_are_resumed_and_errors_are_said(tmp_path, monkeypatch):
@@ -276,7 +268,7 @@ def test_parts_are_chosen_by_name():
 def test_sizes_count_everything_inside(model, method, bits):
     made = copy.deepcopy(model)
     ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
-    weight = made.model.layers[0].mlp.gate_up_proj.weight
+    weight = made.model.layers[0].mlp.gate_proj.weight
     rest = 4 * weight.shape[0] if method == "int8wo" else 4 if method == "nvfp4wo" else 0
     assert stored_bytes(weight) == weight.numel() * bits / 8 + rest
     assert stored_bytes(nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))) == 6
