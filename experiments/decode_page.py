@@ -41,8 +41,8 @@ STAND_IN = (
 BESIDE = (
     f"Published numbers ({MODEL}, {HARDWARE}, PyTorch's TorchAO paper and the README of its release 0.12) were measured with "
     "trained weights on other hardware and by another script: tokens a second do not compare directly, ratios to bfloat16 of "
-    "the same table do, and sizes are to agree where storage is the same. The published 4-bit size has zero points in "
-    "bfloat16, where ours take a byte."
+    "the same table do, and sizes are to agree where storage is the same: the published 4-bit size has zero points in "
+    "bfloat16, as ours of the same name; the house's own take a byte."
 )
 #: Families of colours by method.
 FAMILIES = {"bfloat16": "plain", "int": "integer", "float8": "FP8", "mx": "MX", "nvfp4": "NVFP4"}
