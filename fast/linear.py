@@ -21,8 +21,9 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
 
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
     bfloat16 or float16 (32 where scales change along K); the result is within `reference.linear_error_bound` of the exact
-    product. Where no kernel takes them (see `rows_fused`), torch multiplies what `dequantize` gives in x's dtype. CPU tensors
-    run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
+    product, which promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input
+    is infinite, a result may be NaN. Where no kernel takes them (see `rows_fused`), torch multiplies what `dequantize` gives
+    in x's dtype. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
     """
     key, known = _call(require_tensor(x, "linear"), w, bias)
     if known is not None:

@@ -8,7 +8,8 @@ or, where zero points are values, s (sum of c x) + z (sum of x). So c x and z x 
 a product calls |c - z| is |c| + |z| here, at most |c - z| + 2 |c|.
 
 Kernels also take codes of 4 bits with up to 24 added, and take the 24 off again block by block: (c + 24) x and (24 + z) x are
-the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K.
+the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K. These sums are made before
+a block's scale: where they may overflow, nothing is promised, however small the scale.
 
 float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value that T is made
 of, one in the kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values
@@ -16,7 +17,8 @@ that have no factors in T (a codebook, a value for zero, blocks of the flattened
 
 Sums on tensor cores: additions of 16 products cut where float32 would round. A product, and the accumulator, loses less than
 2**-24 of the largest magnitude (at least 24 fraction bits are kept for 16-bit operands), the delivered sum less than 2**-23:
-K (1 + 3 / 16) times 2**-24 S in all. Counting every addition twice covers both ways.
+K (1 + 3 / 16) times 2**-24 S in all. Where only every fourth product is not zero, as in blocks of 32 whose products are spread
+over eight instructions, it is K (1 + 3 / 4). Counting every addition twice covers all of it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from reference.quantize import Quantized, unpacked
 
 #: Roundings under a zero point, and of the factors of a value that T does not have; what codes of 4 bits have too much, twice.
 ZERO, FACTORS, ADDED = 4, 6, 48.0
+#: Half of what float32 holds.
+LIMIT = 2.0**127
 
 
 def linear_error_bound(
@@ -61,7 +65,8 @@ def linear_error_bound(
         error = error + _underflow(left, right, w) + _added(left, w)
         if name != "float32":
             error = error + rounding_error(truth + error, name)
-        bound = np.where(np.isfinite(truth) & np.isfinite(error), error * UPWARD, np.inf)
+        certain = np.isfinite(truth) & np.isfinite(error) & ~_overflows(left, w)
+        bound = np.where(certain, error * UPWARD, np.inf)
     return of_library(bound[0] if len(x.shape) == 1 else bound, x)
 
 
@@ -86,8 +91,9 @@ def _terms(right: Operand, w: Quantized) -> Operand:
 
 
 def _added(left: Operand, w: Quantized) -> F64 | float:
-    """Error of the sums of a block where 4-bit codes have something added: as if all codes were ADDED."""
-    if w.scheme.format.kind != "int" or w.scheme.format.bits != 4:
+    """Error of the sums of a block where 4-bit codes have something added: as if all codes were ADDED (or seven times that,
+    where zero points are values)."""
+    if not _has_additions(w):
         return 0.0
     ones = np.ones(unpacked(w).codes.shape, np.uint8)
     alike = replace(w, codes=namespace_of(w.codes).constant(ones, w.codes), zero=_nothing(w), packed=False)
@@ -96,6 +102,18 @@ def _added(left: Operand, w: Quantized) -> F64 | float:
     block = w.scheme.scale.flat_size or w.scheme.scale.block
     size = left.k if isinstance(block, str) else (block[1] if isinstance(block, tuple) else block)
     return float32_error(left, scales, None, 2 * (left.k if size == -1 else size) + ZERO)
+
+
+def _overflows(left: Operand, w: Quantized) -> np.ndarray:
+    """Rows of x (M, 1) with which the sums of codes, and of what is added to them, may leave float32 before any scale."""
+    most = float(np.max(np.abs(w.scheme.format.values[np.isfinite(w.scheme.format.values)])))
+    most += ADDED * _has_additions(w)
+    return np.asarray(most * np.sum(np.abs(left.values), -1, keepdims=True) >= LIMIT)
+
+
+def _has_additions(w: Quantized) -> bool:
+    """Whether kernels may add something to codes."""
+    return w.scheme.format.kind == "int" and w.scheme.format.bits == 4
 
 
 def _nothing(w: Quantized) -> Array | None:

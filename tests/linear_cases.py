@@ -43,6 +43,8 @@ def exact_weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quant
     zero = None
     if scheme.zero is not None:
         zero = torch.randint(-1, 2, blocks.scale_shape, generator=generator(seed + 2)).to(torch.int8)
+        if scheme.zero.rule == "value":
+            zero = zero.to(torch.bfloat16).view(torch.uint16)
     outer = None if scheme.outer is None else torch.tensor(2.0)
     most = {2: 1, 3: 3, 4: 6, 5: 12, 6: 7}.get(scheme.format.bits, 100)
     dense = integers(-most, most, (rows, length), seed)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 import fast
 import reference
 from ao_lab import testing
+from ao_lab.recipes import named
 from fast.linear import rows_fused
-from reference import SCHEMES
+from reference import SCHEMES, Scheme
 from reference.bridge import to_numpy
 from reference.linear import transposed
 from reference.schemes import scheme_of
@@ -194,7 +195,7 @@ def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None
     """The name of the kernel that would run, None where there is none."""
     from fast.kernels.linear import launch_for
 
-    record = scheme_of(scheme)
+    record = scheme if isinstance(scheme, Scheme) else named(scheme)
     w = fast.quantize(
         torch.zeros(shape), record, packed=record.format.bits < 8 if packed is None else packed, tiled=tiled
     )
@@ -208,12 +209,25 @@ def scheme_with(name, **scale):
     return replace(record, name=f"{name} {scale}", scale=replace(record.scale, **scale))
 
 
+TINYGEMM, ASYMMETRIC = (scheme_of(name) for name in ("torchao.int4_g64_tinygemm", "int4_g64_asymmetric"))
+UNSIGNED = replace(SCHEMES["int4_g64"], name="unsigned", element="uint4")
+
+
 @linux
 @pytest.mark.parametrize(
     ("kernel", "scheme", "options"),
     [
         (NIBBLE, "int4_g32", {}),
         (NIBBLE, "int4_g256_asymmetric", {"dtype": torch.float16}),
+        (NIBBLE, "int4_g32", {"shape": (16, 512)}),
+        (NIBBLE, "int4_rowwise", {}),
+        (NIBBLE, "int4_g96", {"shape": (64, 768)}),
+        (NIBBLE, "torchao.int4_g64_tinygemm", {}),
+        (NIBBLE, UNSIGNED, {}),
+        (VECTOR, "int4_g32", {"shape": (15, 512)}),
+        (VECTOR, "int4_tensorwise", {}),
+        (VECTOR, replace(TINYGEMM, name="wide zero", zero=replace(TINYGEMM.zero, storage="float32")), {}),
+        (VECTOR, replace(ASYMMETRIC, name="unsigned zero", element="uint4"), {}),
         (VECTOR, "int4_g32", {"dtype": torch.float32}),
         (VECTOR, "int4_g32", {"packed": False}),
         (VECTOR, "int4_g32", {"shape": (64, 1184)}),

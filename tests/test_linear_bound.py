@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from ao_lab.recipes import integer_scheme
+from ao_lab.recipes import integer_scheme, named
 from reference import SCHEMES
 
 F32 = np.float32
@@ -153,3 +153,15 @@ def test_errors_are_those_of_linear():
         reference.linear_error_bound(np.ones((2, 64), F32), np.ones((4, 64), F32))
     with pytest.raises(ValueError, match="out_dtype"):
         reference.linear_error_bound(np.ones((2, 64), F32), w, out_dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("name", ["torchao.int4_g32_tinygemm", "int4_g32", "int4_g64_asymmetric"])
+def test_sums_that_overflow_before_their_scale_have_no_bound(name):
+    """24 x leaves float32 though the weight is small: a kernel may make NaN of it."""
+    w = reference.quantize(np.full((4, 64), 0.01, F32), named(name))
+    x = np.zeros((2, 64), F32)
+    x[0, 3], x[1, 3] = 2e37, 1e33
+    assert np.isfinite(truth(x, w)).all()
+    bound = reference.linear_error_bound(x, w)
+    assert np.isinf(bound[0]).all()
+    assert (bound[1] < 1e-3 * np.abs(truth(x, w)[1])).all()

@@ -1,8 +1,9 @@
 """`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-One row is bound by reading the weight: `nibble_product` takes 4-bit integers, `byte_product` 8-bit elements, `vector_product`
-all else. Up to MOST_ROWS rows of 16-bit inputs go to `tile_product`. Beyond, the tensor cores are the limit, and a dense weight
-that is made for the call costs little beside it: the caller dequantizes.
+One row is bound by reading the weight: `nibble_product` takes 4-bit integers and `byte_product` 8-bit elements, where sizes are
+theirs (`is_of_nibbles`, `is_of_bytes`), `vector_product` all else. Up to MOST_ROWS rows of 16-bit inputs go to `tile_product`.
+Beyond, the tensor cores are the limit, and a dense weight that is made for the call costs little beside it: the caller
+dequantizes.
 """
 
 from __future__ import annotations

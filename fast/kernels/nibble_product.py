@@ -126,9 +126,9 @@ def nibble_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a block along K; ALONG:
-    warps along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values, bfloat16, not codes;
-    LATE: launched before the kernel in front of it has ended."""
+    """16 numbers of y. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a block along K, a
+    multiple of 32 that divides K; ALONG: warps along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero
+    points are values, bfloat16, not codes; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [ALONG, 1, 1], [2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 32, 1, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])

@@ -24,16 +24,17 @@ from tests.gpu.kernel_run import Failure, Run, Settings, outcome
 
 SCHEMES = (
     "int4_g32", "int4_g64", "int4_g128", "int4_g32_asymmetric", "int4_g64_asymmetric", "int4_g256_asymmetric",
-    "int4_g64_asymmetric_bf16", "int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32",
-    "int8_g128_asymmetric", "fp8_rowwise", "fp8_rowwise_e5m2", "fp8_tensorwise", "fp8_1x128", "fp8_128x128", "mxfp8_e4m3",
-    "mxfp8_e5m2", "mxint8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nf4", "int2_g32", "int2_g64_asymmetric",
-    "int3_g32", "int3_g128_asymmetric", "int5_g64", "int6_g32_asymmetric",
+    "int4_g64_asymmetric_bf16", "int4_rowwise", "torchao.int4_g32_tinygemm", "torchao.int4_g64_tinygemm", "int8_rowwise",
+    "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32", "int8_g128_asymmetric", "fp8_rowwise", "fp8_rowwise_e5m2",
+    "fp8_tensorwise", "fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
+    "nvfp4", "nf4", "int2_g32", "int2_g64_asymmetric", "int3_g32", "int3_g128_asymmetric", "int5_g64", "int6_g32_asymmetric",
 )  # fmt: skip
 ROWS, WIDTHS, LENGTHS = (1, 2, 5, 16, 17, 64, 128), (37, 70, 256), (256, 512, 1536, 4096)
 HALVES = (torch.bfloat16, torch.float16)
 #: One of each kernel and of its forms, at shapes of a model: many rows, few rows, long rows.
 SHIPPED = (("int4_g64_asymmetric", 1, (4096, 4096)), ("int4_g128", 1, (14336, 4096)), ("int4_g32", 1, (1024, 4096)),
-           ("int8_rowwise", 1, (14336, 4096)), ("int8_rowwise", 1, (1024, 4096)), ("mxfp8_e4m3", 1, (4096, 4096)),
+           ("torchao.int4_g64_tinygemm", 1, (4096, 14336)), ("int8_rowwise", 1, (14336, 4096)),
+           ("int8_rowwise", 1, (1024, 4096)), ("mxfp8_e4m3", 1, (4096, 4096)),
            ("fp8_rowwise", 1, (4096, 14336)), ("nvfp4", 1, (4096, 4096)), ("mxfp4", 1, (4096, 4096)),
            ("int4_g64", 16, (4096, 4096)), ("int8_rowwise", 64, (4096, 4096)), ("mxfp8_e4m3", 32, (4096, 4096)))  # fmt: skip
 STREAMED = ("int4_g64_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4")
