@@ -8,14 +8,12 @@ there.
 
 from __future__ import annotations
 
-from experiments.decode_configs import BFLOAT16, OURS, TORCHAO
+from experiments.decode_configs import BFLOAT16, OURS, RACED, TORCHAO
 from experiments.kernels.lines import PEER_TOLERANCE
 from experiments.published_rows import published
 from experiments.results import Results
 
 SPEEDUP, SIZE = "speedup over bfloat16", "model size"
-#: Published configurations whose speedups are bars.
-RACED = ("int8wo", "float8wo", "int4wo-64")
 #: A size may be larger than the published by this part; quantization may take so many seconds, and so many models' memory.
 SIZE_TOLERANCE, QUANTIZE_SECONDS, QUANTIZE_PEAK = 0.01, 30.0, 1.1
 

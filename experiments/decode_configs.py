@@ -91,6 +91,8 @@ FLOAT8_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
 TINYGEMM, INT4 = "torchao.int4_g64_tinygemm", "int4_g64_asymmetric_bf16"
 
 LIBRARY, DEPENDENT = f"{BFLOAT16}, library products", "dependent launches"
+#: Published configurations whose speedups are bars.
+RACED = ("int8wo", "float8wo", "int4wo-64")
 BASE = Config(setting=BASELINE, method=BFLOAT16, tuned=True)
 OUR_CONFIGS = {
     "int8wo": ours("Int8WeightOnlyConfig"),
@@ -119,14 +121,12 @@ CONFIGS = (
     *(Config(setting=OURS, method=name, make=make) for name, make in OUR_CONFIGS.items()),
     *(
         Config(setting=OURS, method=f"{name}, {DEPENDENT}", make=OUR_CONFIGS[name], dependent=True)
-        for name in ("int8wo", "float8wo", "int4wo-64")
+        for name in RACED
     ),
     *(Config(setting=TORCHAO, method=name, make=make, tuned=True) for name, make in TORCHAO_CONFIGS.items()),
     # Checks that the baseline loses nothing, each of which compiles for minutes: as one program, and with dependent launches.
     Config(setting=BASELINE, method=f"{BFLOAT16}, compiled whole", tuned=True, whole=True, always=False),
-    Config(
-        setting=BASELINE, method=f"{BFLOAT16}, dependent launches", tuned=True, dependent=True, always=False
-    ),
+    Config(setting=BASELINE, method=f"{BFLOAT16}, {DEPENDENT}", tuned=True, dependent=True, always=False),
 )
 
 

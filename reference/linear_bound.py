@@ -17,8 +17,12 @@ that have no factors in T (a codebook, a value for zero, blocks of the flattened
 
 Sums on tensor cores: additions of 16 products cut where float32 would round. A product, and the accumulator, loses less than
 2**-24 of the largest magnitude (at least 24 fraction bits are kept for 16-bit operands), the delivered sum less than 2**-23:
-K (1 + 3 / 16) times 2**-24 S in all. Where only every fourth product is not zero, as in blocks of 32 whose products are spread
-over eight instructions, it is K (1 + 3 / 4). Counting every addition twice covers all of it.
+K (1 + 3 / 16) times 2**-24 S in all. Counting every addition twice covers both ways.
+
+What is added to codes of 4 bits is summed in parts of 32 products, spread over eight instructions so that only every fourth
+product of one is not zero: a sum then loses 32 (1 + 3 / 4) = 56 units of 2**-24. 24 x passes one such sum, (24 + z) x two and a
+product between them: 24 * 56 + 24 * 113 units of a part's sum of |x|, as 48 with 85 roundings. Counting every addition of a
+block, 32 at least, four times covers them.
 """
 
 from __future__ import annotations
@@ -101,7 +105,7 @@ def _added(left: Operand, w: Quantized) -> F64 | float:
     scales = replace(scales, codes=ADDED * np.abs(scales.codes))
     block = w.scheme.scale.flat_size or w.scheme.scale.block
     size = left.k if isinstance(block, str) else (block[1] if isinstance(block, tuple) else block)
-    return float32_error(left, scales, None, 2 * (left.k if size == -1 else size) + ZERO)
+    return float32_error(left, scales, None, 4 * (left.k if size == -1 else size) + ZERO)
 
 
 def _overflows(left: Operand, w: Quantized) -> np.ndarray:

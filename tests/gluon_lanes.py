@@ -38,9 +38,9 @@ class Pointer:
 
 def load(pointer, mask=True, other=0, eviction_policy=""):
     at = np.broadcast_to(pointer.at, np.broadcast_shapes(np.shape(pointer.at), np.shape(mask)))
-    assert at.min() >= 0
-    assert at.max() < pointer.memory.size
-    return np.where(mask, pointer.memory[at], pointer.memory.dtype.type(other)).view(Tensor)
+    asked = np.broadcast_to(mask, at.shape)
+    assert ((at >= 0) & (at < pointer.memory.size))[asked].all()
+    return np.where(asked, pointer.memory[at * asked], pointer.memory.dtype.type(other)).view(Tensor)
 
 
 def store(pointer, value):

