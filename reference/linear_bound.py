@@ -21,8 +21,7 @@ K (1 + 3 / 16) times 2**-24 S in all. Counting every addition twice covers both 
 
 What is added to codes of 4 bits is summed in parts of 32 products, spread over eight instructions so that only every fourth
 product of one is not zero: a sum then loses 32 (1 + 3 / 4) = 56 units of 2**-24. 24 x passes one such sum, (24 + z) x two and a
-product between them: 24 * 56 + 24 * 113 units of a part's sum of |x|, as 48 with 85 roundings. Counting every addition of a
-block, 32 at least, four times covers them.
+product between them: 24 * 56 + 24 * 113 units of a part's sum of |x|, which is 48 with 85 roundings (PARTED and ZERO).
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ from reference.quantize import Quantized, unpacked
 
 #: Roundings under a zero point, and of the factors of a value that T does not have; what codes of 4 bits have too much, twice.
 ZERO, FACTORS, ADDED = 4, 6, 48.0
+#: The fewest roundings of what codes of 4 bits have too much, besides ZERO.
+PARTED = 81
 #: Half of what float32 holds.
 LIMIT = 2.0**127
 
@@ -105,7 +106,7 @@ def _added(left: Operand, w: Quantized) -> F64 | float:
     scales = replace(scales, codes=ADDED * np.abs(scales.codes))
     block = w.scheme.scale.flat_size or w.scheme.scale.block
     size = left.k if isinstance(block, str) else (block[1] if isinstance(block, tuple) else block)
-    return float32_error(left, scales, None, 4 * (left.k if size == -1 else size) + ZERO)
+    return float32_error(left, scales, None, max(2 * (left.k if size == -1 else size), PARTED) + ZERO)
 
 
 def _overflows(left: Operand, w: Quantized) -> np.ndarray:
