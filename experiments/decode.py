@@ -17,7 +17,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -143,12 +143,15 @@ def compiler(config: Config, plan: Plan) -> Iterator[None]:
     """The compiler's settings for one model; afterwards those that were there."""
     import torch._dynamo.config as tracer
     import torch._inductor.config as inductor
+    from torch._inductor.utils import fresh_cache
 
     if plan.graph:
         # A captured step needs no program any more, and the next model should not be held against all earlier ones.
         torch.compiler.reset()
     settings = {**OTHERWISE, **dict.fromkeys(TUNED, config.tuned), "triton.enable_pdl": config.dependent}
-    with tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings), warnings.catch_warnings():
+    cache = fresh_cache() if config.afresh else nullcontext()
+    patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings)
+    with patched[0], patched[1], cache, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from experiments.decode_attention import attend_one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -77,35 +79,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, where: Where, keys: Tensor, values: Tensor) -> Tensor:
         """Write this text's keys and values into the cache, attend to what the mask allows."""
-        q, k, v = (self._heads(part) for part in self.qkv_proj(x).split(self.parts, -1))
+        qkv = self.qkv_proj(x)
+        if x.shape[1] == 1 and x.is_cuda:
+            return self.o_proj(attend_one(qkv, where.cosine, where.sine, where.position, keys, values))
+        return self.o_proj(self._attend(qkv, where, keys, values))
+
+    def _attend(self, qkv: Tensor, where: Where, keys: Tensor, values: Tensor) -> Tensor:
+        """The same for a prompt, or on a CPU, by torch's attention."""
+        q, k, v = (self._heads(part) for part in qkv.split(self.parts, -1))
         q, k = rotate(q, where), rotate(k, where)
         keys.index_copy_(2, where.position, k)
-        values.index_copy_(3, where.position, v.mT)
+        values.index_copy_(2, where.position, v)
         # (heads, time) as (kv_heads, group * time): heads that share keys become rows.
         rows = q.reshape(q.shape[0], self.kv_heads, -1, self.head_width)
-        y = (one_query if q.shape[2] == 1 else several_queries)(rows, keys, values, where.mask)
-        y = y.reshape(q.shape).transpose(1, 2).flatten(2)
-        return self.o_proj(y)
+        y = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=where.mask)
+        return y.reshape(q.shape).transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-
-
-def one_query(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of a single position, by sums in float32 or wider.
-
-    The compiler makes three small kernels of it, the sums along rows of memory: values lie in the cache as columns. Of torch's
-    attention it makes a call of cuDNN that takes 15 us for 232 keys.
-    """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    scores = (rows[..., None, :].to(wide) * keys[:, :, None].to(wide)).sum(-1) * rows.shape[-1] ** -0.5
-    chances = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-    return (chances[..., None, :] * values[:, :, None].to(wide)).sum(-1).to(rows.dtype)
-
-
-def several_queries(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The same for a prompt, by torch's attention."""
-    return functional.scaled_dot_product_attention(rows, keys, values.mT, attn_mask=mask)
 
 
 class FeedForward(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.decode import KIND, TITLE
-from experiments.decode_bars import missed, published_speedup
-from experiments.decode_configs import BASELINE, BFLOAT16, LIBRARY, OURS, TORCHAO
+from experiments.decode_bars import fastest_bfloat16, missed, published_speedup
+from experiments.decode_configs import BASELINE, BFLOAT16, OURS, TORCHAO
 from experiments.decode_model import LLAMA_8B
 from experiments.pages import Drawing, Section, Table
 from experiments.plots import Point, scatter_panels
@@ -23,7 +23,8 @@ TEXT = (
     "Each quantized model is a copy of the bfloat16 model beside it, and both generate in turn, bfloat16 first and last: the "
     "speedup is the ratio of medians within one configuration. Bfloat16 and torchao's configurations run with what torchao "
     "recommends for the compiler (coordinate descent, which turns products of one row into tuned reductions); ours need no "
-    "tuning. 'Library products' is bfloat16 without it. "
+    "tuning. 'Library products' is bfloat16 without it, 'tuned again' a second tuning from nothing: what tuning finds differs, "
+    "and bars are held against the fastest form of bfloat16. Attention of the one token is one kernel, the same for all. "
     "'Dependent launches' are rows of their own, beside no bar: there what the compiler writes may begin while "
     "the kernel in front of it ends, which bfloat16 is not given.",
     "Sizes are those of the linear layers, in decimal GB, lm_head included and the embedding not. Peak memory is the most that "
@@ -103,10 +104,10 @@ def verdict(results: Results) -> list[str]:
     found = {method: missed(results, method) for method in ours}
     late = [f"{method} ({'; '.join(words)})" for method, words in found.items() if words]
     made = [f"**Missed bars: {len(late)} configurations.** " + ", ".join(late) + "."] if late else []
-    better = results.value(BASELINE, LIBRARY, "speedup over bfloat16")
-    if better is not None and better > 1:
+    best, better = fastest_bfloat16(results)
+    if better > 1:
         made.append(
-            f"**Bfloat16 is {better:.3f} times as fast by library products**: divide speedups by that."
+            f"**The fastest bfloat16 is '{best}', {better:.3f} times the baseline**: bars are held against it."
         )
     return made
 

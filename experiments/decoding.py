@@ -54,14 +54,12 @@ class State:
 
     @classmethod
     def of(cls, model: Llama, plan: Plan) -> State:
-        """An empty cache, beside a model's weights: keys are rows, values columns (see `decode_model.one_query`)."""
+        """An empty cache, beside a model's weights."""
         shape, table = model.shape, model.model.embed_tokens.weight
+        size = (1, shape.kv_heads, plan.length, shape.head_width)
         keys, values = (
-            [
-                torch.zeros(1, shape.kv_heads, *size, dtype=table.dtype, device=table.device)
-                for _ in range(shape.layers)
-            ]
-            for size in ((plan.length, shape.head_width), (shape.head_width, plan.length))
+            [torch.zeros(size, dtype=table.dtype, device=table.device) for _ in range(shape.layers)]
+            for _ in range(2)
         )
         token, position, made = (
             torch.zeros(count, dtype=torch.int64, device=table.device) for count in (1, 1, plan.length)

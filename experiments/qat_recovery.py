@@ -1,7 +1,8 @@
 """Experiment `qat`: how much of what quantization costs a trained model is got back by training for it.
 
-All models of a seed go on from one trained model, on the same text, for as many steps, with the same optimizer: one as it is
-(the baseline, which is then quantized: ptq), and one per method in `QATConfig`'s step "prepare", converted at its end (qat).
+All models go on from one trained model, those of a seed on the same text, for as many steps, with the same optimizer: one
+as it is (the baseline, which is then quantized: ptq), and one per method in `QATConfig`'s step "prepare", converted at its
+end (qat).
 Measured are bits per held-out byte of the models as they would be served: converted, in float32. Every linear layer is
 quantized, lm_head too. Rows of table "runs" are one seed each; those of table "recovery" are over seeds
 (`experiments.qat_recovery_summary`).

@@ -16,10 +16,10 @@ from experiments.rows import Row
 __all__ = ["TITLE", "sections"]
 
 TEXT = (
-    "A stand-in: a small byte-level model of the Llama family, trained here on the source of sympy. All models of a seed go on "
-    "from one trained model, on the same text, for as many steps, with the same optimizer. One trains as it is; its loss is "
-    "the zero of all others, and quantized it is the line PTQ. The others train in QATConfig's step prepare for the method of "
-    "their line, and are measured converted: QAT. Every linear layer is quantized, lm_head too.",
+    "A stand-in: a small byte-level model of the Llama family, trained here on the source of sympy. All models go on from "
+    "one trained model, those of a seed on the same text, for as many steps, with the same optimizer. One trains as it is; "
+    "its loss is the zero of all others, and quantized it is the line PTQ. The others train in QATConfig's step prepare for "
+    "the method of their line, and are measured converted: QAT. Every linear layer is quantized, lm_head too.",
     "Losses are bits per held-out byte more than float32 trained equally long, means over seeds of differences taken seed by "
     "seed, behind the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds of "
     "100 (PTQ - QAT) / (PTQ - float32).",

@@ -30,14 +30,15 @@ from experiments.corpus import Corpus
 from experiments.model import LanguageModel, ModelSettings
 from experiments.progress import bar
 from experiments.rows import hash_files, library_versions
+from experiments.train_steps import Steps
 
-CODE = ("model.py", "train.py")
+CODE = ("model.py", "train.py", "train_steps.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One training run. `matrix_rate` is Muon's learning rate (None: AdamW trains matrices too), `rate` AdamW's; both end at
-    a twentieth. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
+    the part `last_rate` of themselves. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
     `start`: the run whose model this one trains on; None: it begins with random weights."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -46,6 +47,7 @@ class TrainSettings:
     warmup: int = 20
     matrix_rate: float | None = 0.01
     rate: float = 8e-3
+    last_rate: float = 0.05
     scale_rate: float = 0.0
     clip: float = 1.0
     seed: int = 0
@@ -142,9 +144,12 @@ def fit(
     optimizers = _optimizers(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     losses: list[Tensor] = []
+    # Muon's step is not made to be captured.
+    captured = text.is_cuda and settings.matrix_rate is None
+    steps = Steps(lambda tokens: _train_step(model, optimizers, tokens, settings), captured=captured)
     for number in range(settings.steps):
         _set_rates(optimizers, share_of_rate(number, settings))
-        losses.append(_train_step(model, optimizers, _sample(text, settings, generator), settings))
+        losses.append(steps(_sample(text, settings, generator)))
         shown = number % 10 == 0
         step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
     last = losses[-max(1, settings.steps // 10) :]
@@ -158,10 +163,10 @@ def text_of(corpus: Corpus) -> Tensor:
 
 
 def share_of_rate(number: int, settings: TrainSettings) -> float:
-    """Which part of the learning rate step `number` uses: a linear warm-up times a cosine from 1 to 1/20."""
+    """Which part of the learning rate step `number` uses: a linear warm-up times a cosine from 1 to `last_rate`."""
     warm = min(1.0, (number + 1) / settings.warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * number / settings.steps))
-    return warm * (0.05 + 0.95 * cosine)
+    return warm * (settings.last_rate + (1 - settings.last_rate) * cosine)
 
 
 def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:
@@ -178,20 +183,28 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
     # Fused, a step is a few launches instead of some per parameter; small models wait for launches.
     fused = model.lm_head.weight.is_cuda
     made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        torch.optim.AdamW(
+            groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused, capturable=fused
+        )
     ]
     if by_muon:
         made += [torch.optim.Muon(by_muon, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
     for optimizer in made:
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
+            if group.get("capturable"):
+                group["lr"] = torch.tensor(group["lr"], device=model.lm_head.weight.device)
     return made
 
 
 def _set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["full_rate"] * share
+            rate = group["full_rate"] * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _sample(text: Tensor, settings: TrainSettings, generator: torch.Generator) -> Tensor:

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from ao_lab import Int8DynamicActivationIntxWeightConfig, PerGroup, QATConfig, quantize_
 from experiments import train
-from experiments.model import ModelSettings
+from experiments.model import LanguageModel, ModelSettings
+from experiments.train_steps import Steps
 from tests.experiments import tiny
 
 
@@ -72,6 +74,56 @@ def test_the_rate_warms_up_and_falls():
     assert shares[0] == pytest.approx(0.1)
     assert max(shares) == pytest.approx(max(shares[8:12]))
     assert shares[-1] < 0.06
+
+
+def test_the_rate_ends_where_it_is_told():
+    settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10, last_rate=0.0)
+    assert train.share_of_rate(99, settings) < 1e-3
+    assert train.share_of_rate(99, tiny.replace(settings, last_rate=0.5)) == pytest.approx(0.5, abs=1e-3)
+
+
+def sums(device):
+    """A step that changes what it goes on from, and what came out of nine of them."""
+    held = torch.zeros(4, device=device)
+
+    def step(batch):
+        held.mul_(0.5).add_(batch)
+        return held.sum()
+
+    steps = Steps(step, captured=device == "cuda")
+    return [float(loss) for loss in [steps(torch.full((4,), float(n), device=device)) for n in range(9)]]
+
+
+def test_steps_follow_each_other():
+    assert sums("cpu")[:3] == [0.0, 4.0, 10.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_steps_are_the_same_on_cuda():
+    assert sums("cuda") == sums("cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("config", [None, Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32))])
+def test_a_model_trains_in_captured_steps_on_cuda(config, monkeypatch):
+    """As in steps that are launched one by one; torch's attention adds gradients in no fixed order, so losses are near."""
+    settings = tiny.replace(tiny.TRAIN, steps=10, batch=4, matrix_rate=None, warmup=2)
+    found = []
+    for captured in (True, False):
+        monkeypatch.setattr(
+            train, "Steps", lambda step, captured, wanted=captured: Steps(step, captured=wanted)
+        )
+        torch.manual_seed(0)
+        model = LanguageModel(settings.model).to("cuda")
+        if config is not None:
+            quantize_(model, QATConfig(config, learn_scales=True), filter_fn=is_linear)
+        found.append(train.fit(model, settings, tiny.corpus()))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def is_linear(module, _):
+    """What `quantize_` is to take."""
+    return isinstance(module, torch.nn.Linear)
 
 
 def test_widths_that_heads_do_not_divide_are_refused():
