@@ -74,7 +74,7 @@ def seen() -> list[Case]:
         dequantize("int4_g128_asymmetric", packed=True),
         dequantize("nf4"),
         fake_quantize("mxfp4"),
-        fake_quantize("fp8_rowwise"),
+        *(fake_quantize(name) for name in ("fp8_rowwise", "int8_rowwise_asymmetric", "int4_g128_asymmetric")),
         *(
             fake_quantize(f"{element}_{block}")
             for element in ("ternary", "stretched2")
