@@ -151,9 +151,10 @@ def compiler(config: Config, plan: Plan) -> Iterator[None]:
     settings = {**OTHERWISE, **dict.fromkeys(TUNED, config.tuned), "triton.enable_pdl": config.dependent}
     cache = fresh_cache() if config.afresh else nullcontext()
     patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings)
-    with patched[0], patched[1], cache, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        with patched[0], patched[1], cache:
+            yield
 
 
 def prepared(bench: Bench, config: Config, model: Llama) -> tuple[Values, Decoding, Tensor]:

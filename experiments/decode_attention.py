@@ -8,6 +8,8 @@ flex_attention 18. This is the part that a serving engine brings along. Bfloat16
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -27,17 +29,37 @@ def attend_one(
     written. Returns (1, 1, heads * head_width).
 
     Rotated queries and keys are rounded to their dtype, as they are stored; everything else is float32, rounded at the end.
+    ValueError for other sizes, and for a width that is no power of two.
     """
     from experiments.decode_attention_kernel import attention_kernel
 
-    kv_heads, length, width = keys.shape[1:]
+    kv_heads, length, width = _checked(qkv, keys, values)
     heads = qkv.shape[-1] // width - 2 * kv_heads
     y = qkv.new_empty(1, 1, heads * width)
+    # Hopper and later: the kernel asks for the cache while the one in front of it ends.
+    late = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
     attention_kernel[heads,](
         qkv, cosine, sine, position, keys, values, y, width**-0.5,
-        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, LATE=True, num_warps=WARPS, launch_pdl=True,
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, LATE=late, num_warps=WARPS, launch_pdl=late,
     )  # fmt: skip
     return y
+
+
+def _checked(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int]:
+    """Heads of keys, positions and width."""
+    kv_heads, length, width = keys.shape[1:]
+    one = qkv.shape[:2] == (1, 1) and keys.shape[0] == 1 and values.shape == keys.shape
+    if not one or width & (width - 1) or not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError(
+            f"attend_one takes one token of one text, contiguous caches and heads of a power of two; got {tuple(qkv.shape)} "
+            f"and caches of {tuple(keys.shape)} and {tuple(values.shape)}; Attention goes by torch's attention otherwise"
+        )
+    return kv_heads, length, width
+
+
+def takes(qkv: Tensor) -> bool:
+    """Whether `attend_one` is for this product: one token, on a GPU for which there are kernels."""
+    return qkv.shape[:2] == (1, 1) and qkv.is_cuda and find_spec("triton") is not None
 
 
 @attend_one.register_fake
@@ -48,4 +70,4 @@ def _fake(
     return qkv.new_empty(1, 1, qkv.shape[-1] - 2 * kv_heads * width)
 
 
-__all__ = ["attend_one"]
+__all__ = ["attend_one", "takes"]

@@ -30,8 +30,8 @@ def attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, STEP: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH numbers of y. scale: of scores; LENGTH: of the cache; STEP: keys at once; LATE: launched before the kernel in front
-    of it has ended, so that what the cache holds is on its way by then."""
+    """WIDTH numbers of y. scale: of scores; LENGTH: of the cache; STEP: keys at once; LATE: launched while the last programs of
+    the kernel in front of it run, so that what the cache holds is on its way when they end."""
     head = tl.program_id(0)
     of = head // (HEADS // KV_HEADS)
     d, n = tl.arange(0, WIDTH), tl.arange(0, STEP)
@@ -48,8 +48,9 @@ def attention_kernel(
     own_key = _rotated(qkv + (HEADS + of) * WIDTH, cosine, sine, d, WIDTH)
     own_value = tl.load(qkv + (HEADS + KV_HEADS + of) * WIDTH + d)
     if head % (HEADS // KV_HEADS) == 0:
-        tl.store(keys + last * WIDTH + d, own_key.to(keys.dtype.element_ty))
-        tl.store(values + last * WIDTH + d, own_value)
+        # Beyond the cache lies another head's.
+        tl.store(keys + last * WIDTH + d, own_key.to(keys.dtype.element_ty), mask=last < LENGTH)
+        tl.store(values + last * WIDTH + d, own_value, mask=last < LENGTH)
     top, total, made = tl.sum(q * own_key, 0), 1.0, own_value.to(tl.float32)
     scores = tl.where(n < last, tl.sum(q[None, :] * k.to(tl.float32), 1), float("-inf"))
     top, total, made = _added(top, total, made, scores, v)

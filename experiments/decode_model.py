@@ -1,9 +1,10 @@
 """A Llama that generates one token at a time: the shapes of Llama-3.1-8B, or tiny ones, with random weights.
 
-Written plainly, as gpt-fast does it, with which the published numbers were measured: every matrix is an ``nn.Linear`` without
-bias, those of queries, keys and values are one (gate and up are not), keys and values go into a cache of fixed length, and
-nothing depends on the host, so that a step can be compiled and captured. Query heads that share keys are laid out as rows of
-one head, which makes grouped attention plain attention over fewer heads.
+Written as gpt-fast does it, with which the published numbers were measured: every matrix is an ``nn.Linear`` without bias,
+those of queries, keys and values are one (gate and up are not), keys and values go into a cache of fixed length, and nothing
+depends on the host, so that a step can be compiled and captured. Unlike there, attention of a single token on a GPU is a kernel
+(`decode_attention`). In a prompt, query heads that share keys are laid out as rows of one head, which makes grouped attention
+plain attention over fewer heads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.decode_attention import attend_one
+from experiments.decode_attention import attend_one, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, where: Where, keys: Tensor, values: Tensor) -> Tensor:
         """Write this text's keys and values into the cache, attend to what the mask allows."""
         qkv = self.qkv_proj(x)
-        if x.shape[1] == 1 and x.is_cuda:
+        if takes(qkv):
             return self.o_proj(attend_one(qkv, where.cosine, where.sine, where.position, keys, values))
         return self.o_proj(self._attend(qkv, where, keys, values))
 

@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """Positions of the cache, in whole eights as attention kernels want their masks."""
+        """Positions of the cache, in whole eights as torch's attention wants its mask."""
         return -(-(self.prompt + self.new) // 8) * 8
 
 
@@ -116,6 +116,8 @@ class Decoding:
         self._front, self._block, self._tail = self._parts(compiled and not whole)
         self._step = self._compiled(self._eager_step) if compiled and whole else self._eager_step
         self.replay: Callable[[], Tensor] = self._step
+        # What the captured step runs: a graph does not keep the code of its kernels, and the compiler forgets programs.
+        self.programs: list[object] = []
 
     def _compiled(self, function: Callable) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=self.plan.backend)
@@ -168,6 +170,7 @@ class Decoding:
         self.rewind()
         with torch.cuda.graph(graph):
             logits = self._step()
+        self.programs = compiled_programs()
 
         def replay() -> Tensor:
             graph.replay()
@@ -186,6 +189,13 @@ class Decoding:
         """What the last generation made."""
         first = self.prompt.shape[0]
         return self.state.made[first : first + self.plan.new].tolist()
+
+
+def compiled_programs() -> list[object]:
+    """All programs that the compiler has made so far and holds; whoever holds them too keeps their kernels loaded."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return list(PyCodeCache.modules)
 
 
 def cuda_times(replay: Callable[[], object], count: int) -> list[float]:

@@ -23,7 +23,7 @@ from ao_lab import quantize_
 from experiments.exam import Exam, make_exam, score
 from experiments.model import LanguageModel
 from experiments.progress import bar
-from experiments.qat_recovery_methods import PLANS, Method, Plan
+from experiments.qat_recovery_methods import PLANS, UNSEEN, Method, Plan
 from experiments.qat_recovery_summary import DEVIATIONS, Recovery, interval, recovery
 from experiments.quantized_model import PLAIN, quantized_model
 from experiments.rows import Journal, Row, table_name
@@ -106,7 +106,8 @@ def all_tasks(plan: Plan) -> list[Task]:
 def exams_of(settings: Settings, plan: Plan) -> tuple[Exam, ...]:
     """Held-out text, a window of every file or of as many as the plan says, several times over."""
     asked = [
-        replace(settings.exam, questions=1, windows=plan.windows, seed=seed) for seed in range(plan.exams)
+        replace(settings.exam, questions=1, windows=plan.windows, seed=UNSEEN + number)
+        for number in range(plan.exams)
     ]
     return tuple(make_exam(settings.corpus, exam) for exam in asked)
 

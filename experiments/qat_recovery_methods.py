@@ -113,8 +113,9 @@ class Plan:
         )
 
 
-#: Seeds of the compared training lie this far above those of what went before.
-FURTHER = 1000
+#: Seeds of the compared training, and of its exams, lie this far above those of what went before, and of what rates were
+#: chosen by.
+FURTHER, UNSEEN = 2000, 100
 PLANS = {
     "quick": Plan(
         methods=QUICK_METHODS,

@@ -1,7 +1,7 @@
 """Train the small language model from scratch, once; later experiments take it from the cache.
 
 Hidden matrices are trained by Muon, everything else by AdamW, with a short warm-up and a cosine schedule. The seed fixes
-initialization and the order of the text; on one machine with one number of threads the weights come out bit for bit the same.
+initialization and the order of the text; on one CPU with one number of threads the weights come out bit for bit the same.
 The cache's key covers the settings, the corpus, this code and the versions of torch and numpy, so a changed recipe never finds
 an old model.
 """
@@ -145,7 +145,7 @@ def fit(
     generator = torch.Generator().manual_seed(settings.seed)
     losses: list[Tensor] = []
     # Muon's step is not made to be captured.
-    captured = text.is_cuda and settings.matrix_rate is None
+    captured = all(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups)
     steps = Steps(lambda tokens: _train_step(model, optimizers, tokens, settings), captured=captured)
     for number in range(settings.steps):
         _set_rates(optimizers, share_of_rate(number, settings))
@@ -184,7 +184,12 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
     fused = model.lm_head.weight.is_cuda
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused, capturable=fused
+            groups,
+            lr=settings.rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=fused,
+            capturable=fused and not by_muon,
         )
     ]
     if by_muon:

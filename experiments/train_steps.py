@@ -1,7 +1,7 @@
 """Steps of training, one after the other: on a GPU the launches of a step are captured once and replayed.
 
 A small model in quantization-aware training waits for its host: 25 ms a step of which the GPU works a few. A CUDA graph takes
-the host out, and changes no number: kernels, their order and their inputs are the same. Learning rates lie in tensors, which
+the host out, and changes no kernel, order or input. Learning rates lie in tensors, which
 the host fills between steps. Steps that must look at numbers on the host cannot be captured.
 """
 

@@ -225,14 +225,30 @@ def test_a_peer_runs_and_leaves_the_compiler_as_it_was(tmp_path):
 
 def test_the_compiler_is_set_for_each_configuration():
     import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    before = cache_dir()
     for config in CONFIGS:
         with decode.compiler(config, PLAN):
             assert inductor.coordinate_descent_tuning == config.tuned
             assert inductor.triton.enable_pdl == config.dependent
+            assert (cache_dir() != before) == config.afresh
+    assert [config.method for config in CONFIGS if config.afresh] == [decode_configs.AGAIN]
     assert [c.method for c in CONFIGS if c.dependent] == [
         c.method for c in CONFIGS if "dependent" in c.method
     ]
+
+
+def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
+    """A captured graph replays kernels whose programs a compilation from nothing makes the compiler forget."""
+    from torch._inductor.codecache import PyCodeCache
+
+    program = object()
+    monkeypatch.setattr(PyCodeCache, "modules", [program])
+    held = decoding.compiled_programs()
+    with decode.compiler(next(config for config in CONFIGS if config.afresh), PLAN):
+        assert program not in PyCodeCache.modules
+    assert held == [program]
 
 
 def test_a_peer_that_is_not_installed_is_said(tmp_path, monkeypatch):
