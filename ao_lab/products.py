@@ -38,6 +38,8 @@ from reference.quantize import unpacked, with_plain_scales
 Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
 Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
 
+#: Products that read the codes as they are stored read rows along which they sum.
+STORED = "the weight must be a matrix, stored as (out, in)"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
 
@@ -115,7 +117,7 @@ def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         found = "on a CPU" if not w.is_cuda else f"of compute capability {capability[0]}.{capability[1]}"
         return f"its kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later, this weight is {found}"
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
-        return "the weight must be a matrix, stored as (out, in), its scales plain"
+        return f"{STORED}, its scales plain"
     return (
         None
         if rows_fused(w.quantized, dtype)
@@ -142,7 +144,7 @@ def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> tor
 
 def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
     """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
-    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1 and w.meta.transposed):
+    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
         return False
     able = _capability(w.device.index or 0) >= OLDEST
     return able and takes_codes(_activation(w).key, w.scheme.key, tuple(w.codes.shape), x.dtype)
@@ -162,8 +164,8 @@ def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return "both operands must be int8"
     if not (one_scale(scheme) and one_scale(w.scheme)) or w.zero is not None:
         return "each row must have one float32 scale, and the weight no zero point"
-    if len(w.shape) != 2:
-        return "the weight must be a matrix"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
     if w.shape[0] > LONGEST_INT8:
         return f"sums longer than {LONGEST_INT8} may overflow int32"
     if w.is_cuda and any(length % STEP_INT8 for length in w.shape):
@@ -193,8 +195,8 @@ def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         return "both operands must be float8_e4m3fn or float8_e5m2"
     if not (one_scale(scheme) and one_scale(w.scheme)):
         return "each row must have one float32 scale for decoding"
-    if len(w.shape) != 2:
-        return "the weight must be a matrix"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it does not write {dtype}"
     if w.is_cuda:

@@ -252,6 +252,19 @@ def test_a_weight_on_the_left_quantizes_its_inputs_too(activation):
     assert torch.equal(torch.bmm(batch, columns), torch.bmm(inputs, batch.dequantize().mT).mT)
 
 
+@pytest.mark.parametrize("scheme", [*INT8[:2], *FLOAT8])
+def test_a_weight_stored_the_other_way_round_is_dequantized(scheme):
+    """Its codes are not rows along which one sums: read as if they were, a square one would be another matrix."""
+    x, dense = numbers(5, 128, seed=1), numbers(128, 128)
+    w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]), axis=0)
+    inputs = reference.dequantize(reference.quantize(x, scheme))
+    assert chosen(w, x.dtype) == "dequantize"
+    assert torch.equal(x @ w, inputs @ w.dequantize())
+    kernel = "int8" if scheme in INT8 else "scaled_mm"
+    with pytest.raises(ValueError, match=r"stored as \(out, in\)"):
+        _ = x @ w.with_recipe(kernel=kernel)
+
+
 def test_scaled_sums_beside_quantized_inputs_are_refused():
     w, x = weight_of("int8_rowwise", "int8_rowwise"), numbers(5, 128, seed=1)
     with pytest.raises(ValueError, match="alpha and beta"):
