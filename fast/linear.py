@@ -21,6 +21,7 @@ from reference import Quantized, Scheme
 from reference.errors import choice
 from reference.exact import RESULTS
 from reference.linear import check_linear
+from reference.quantize import check_quantized
 from reference.record_text import record_of
 
 #: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
@@ -80,6 +81,10 @@ def linear_of_codes(
     float32 in another order, within `reference.matmul_error_bound` of that accumulation. Where no kernel takes them (see
     `takes_codes`), the reference runs, on the host. ValueError for other operands, as well as those of `reference.linear`.
     """
+    if not isinstance(x, Quantized):
+        raise TypeError(
+            f"linear_of_codes takes Quantized inputs, got {type(x).__name__}; `linear` takes others"
+        )
     require_tensor(x.codes, "linear_of_codes")
     key, known = _call_of_codes(x, w, bias, dtype)
     if known is not None:
@@ -89,6 +94,8 @@ def linear_of_codes(
     name = choice(str(dtype).removeprefix("torch."), tuple(RESULTS), "dtype")
     if is_traced(x.codes) or is_traced(w.codes):
         return ops.linear_of_codes(x, w, bias, dtype)
+    check_quantized(x)
+    check_quantized(w)
     bias = None if bias is None else bias.detach()
     if has_kernels(x.codes):
         from fast.kernels import code_linear as kernels

@@ -100,6 +100,20 @@ def test_errors(x, w, dtype, text):
         linear_of_codes(x, w, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("x", "w", "text"),
+    [
+        (torch.ones(1, 128), W, "Quantized inputs, got Tensor"),
+        (X, torch.ones(48, 128), "Quantized weight, got Tensor"),
+        (reference.quantize(np.ones((1, 128), np.float32), "int8_rowwise"), W, "got ndarray"),
+        (X, replace(W, codes=W.codes.to(torch.int32)), "codes as uint8 or uint16, got int32"),
+    ],
+)
+def test_errors_of_types(x, w, text):
+    with pytest.raises(TypeError, match=text):
+        linear_of_codes(x, w, dtype=torch.float32)
+
+
 def test_sums_that_may_overflow_are_refused():
     """The longest sum holds the largest products; one element more is refused."""
     for more in (0, 1):
