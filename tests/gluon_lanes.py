@@ -106,7 +106,7 @@ def body(module, kernel, program):
         to_tensor=lambda v: np.asarray(v, np.int32).view(Tensor), sum=lambda v, axis: np.sum(v, axis, v.dtype),
         arange=lambda low, high, layout: np.arange(low, high, dtype=np.int32).view(Tensor),
         expand_dims=np.expand_dims, reshape=np.reshape,
-        split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind),
+        split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind).view(Tensor),
         full=lambda s, v, kind, _: np.full(s, v, kind).view(Tensor),
         fma=lambda a, b, c: (a.astype(float) * b + c).astype(np.float32),
     )  # fmt: skip
