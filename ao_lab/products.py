@@ -6,7 +6,8 @@ order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothin
 * ``int8``: `torch._int_mm`, exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one
   rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
-  Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: the same bits, the same bound.
+  Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
+  inside the same bound, with other bits than that row has among several.
 * ``fused``: `fast.linear`, for weights alone, on a GPU: codes are decoded on the way to the products of one row, or of a few;
   within `reference.linear_error_bound` of the exact product. For more rows (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
