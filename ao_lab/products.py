@@ -6,6 +6,8 @@ order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothin
 * ``int8``: `torch._int_mm`, exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one
   rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
+  Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
+  inside the same bound, with other bits than that row has among several.
 * ``fused``: `fast.linear`, for weights alone, on a GPU: codes are decoded on the way to the products of one row, or of a few;
   within `reference.linear_error_bound` of the exact product. For more rows (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
@@ -29,7 +31,7 @@ import fast
 from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
 from fast.device import OLDEST
-from fast.linear import rows_fused
+from fast.linear import LONGEST_INT8, linear_of_codes, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.linear import transposed
 from reference.quantize import unpacked, with_plain_scales
@@ -37,8 +39,8 @@ from reference.quantize import unpacked, with_plain_scales
 Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
 Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
 
-#: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
-LONGEST_INT8 = 65536
+#: Products that read the codes as they are stored read rows along which they sum.
+STORED = "the weight must be a matrix, stored as (out, in)"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
 
@@ -116,7 +118,7 @@ def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
         found = "on a CPU" if not w.is_cuda else f"of compute capability {capability[0]}.{capability[1]}"
         return f"its kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later, this weight is {found}"
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
-        return "the weight must be a matrix, stored as (out, in), its scales plain"
+        return f"{STORED}, its scales plain"
     return (
         None
         if rows_fused(w.quantized, dtype)
@@ -130,6 +132,8 @@ def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
 
 def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     inputs = quantized_input(x, w, _activation(w))
+    if _is_one_row(x, w):
+        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     weight = w.codes.view(torch.int8)
     sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
     if inputs.zero is not None:
@@ -137,6 +141,14 @@ def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> tor
     y = sums.to(torch.float32) * inputs.scale * _row(w.scale)
     total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
     return total.to(x.dtype)
+
+
+def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
+    """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
+    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
+        return False
+    able = _capability(w.device.index or 0) >= OLDEST
+    return able and takes_codes(_activation(w).key, w.scheme.key, tuple(w.codes.shape), x.dtype)
 
 
 def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -151,10 +163,10 @@ def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     scheme = w.recipe.activation
     if scheme is None or scheme.element != "int8" or w.scheme.element != "int8":
         return "both operands must be int8"
-    if not (_one_scale(scheme) and _one_scale(w.scheme)) or w.zero is not None:
+    if not (one_scale(scheme) and one_scale(w.scheme)) or w.zero is not None:
         return "each row must have one float32 scale, and the weight no zero point"
-    if len(w.shape) != 2:
-        return "the weight must be a matrix"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
     if w.shape[0] > LONGEST_INT8:
         return f"sums longer than {LONGEST_INT8} may overflow int32"
     if w.is_cuda and any(length % STEP_INT8 for length in w.shape):
@@ -166,9 +178,13 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return _dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
+    if _is_one_row(x, w):
+        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
     scale_a, scale_b = inputs.scale, _row(w.scale)
     if scale_a.dim() != scale_b.dim():
+        # One scale in all becomes a column or row; of 0-d, a column of one would have strides of 0.
+        scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
         scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
     scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
@@ -178,10 +194,10 @@ def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     scheme = w.recipe.activation
     if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
         return "both operands must be float8_e4m3fn or float8_e5m2"
-    if not (_one_scale(scheme) and _one_scale(w.scheme)):
+    if not (one_scale(scheme) and one_scale(w.scheme)):
         return "each row must have one float32 scale for decoding"
-    if len(w.shape) != 2:
-        return "the weight must be a matrix"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it does not write {dtype}"
     if w.is_cuda:
@@ -239,18 +255,6 @@ def _activation(w: QuantizedTensor) -> Scheme:
     if scheme is None:
         raise ValueError(f"{w.recipe} has no scheme for its input")
     return scheme
-
-
-def _one_scale(scheme: Scheme) -> bool:
-    """Whether every row has one float32 scale that multiplies codes, and nothing else but a zero point."""
-    scale = scheme.scale
-    plain = scale.storage == "float32" and scale.stored == "decode" and scheme.outer is None
-    return (
-        plain
-        and scale.block in (-1, "tensor")
-        and scheme.dequantize != "target"
-        and (scheme.zero is None or scheme.zero.rule == "code")
-    )
 
 
 def _row(scale: torch.Tensor) -> torch.Tensor:

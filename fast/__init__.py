@@ -9,7 +9,7 @@ from fast.both import quantize_both
 from fast.compress import compress, decompress
 from fast.encode import decode, encode
 from fast.fake_quantize import fake_quantize, fake_quantize_vjp
-from fast.linear import linear
+from fast.linear import linear, linear_of_codes
 from fast.matmul import matmul, matmul_error_bound
 from fast.normalize import rms_norm, rms_norm_quantize
 from fast.pack import pack, unpack
@@ -27,6 +27,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_vjp",
     "linear",
+    "linear_of_codes",
     "matmul",
     "matmul_error_bound",
     "pack",
@@ -48,6 +49,7 @@ KERNEL_OF = {
     ),
     **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/pointwise.py"),
     "linear": "fast/kernels/vector_product.py",
+    "linear_of_codes": "fast/kernels/code_product.py",
     "quantize_both": "fast/kernels/both.py",
     **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/normalize.py"),
     **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/swiglu.py"),

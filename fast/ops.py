@@ -141,6 +141,34 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
+@torch.library.custom_op("ao_lab::linear_of_codes", mutates_args=())
+def linear_of_codes_op(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_zero: torch.Tensor | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scheme: str,
+    scheme: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One row of codes times the transpose of a weight of codes."""
+    from fast.linear import linear_of_codes
+
+    left = Quantized(x, x_scale, None, x_zero, tuple(x.shape), 1, record_of(x_scheme))
+    w = Quantized(codes, scale, None, None, tuple(codes.shape), 1, record_of(scheme))
+    return linear_of_codes(left, w, bias, dtype=dtype)
+
+
+@linear_of_codes_op.register_fake
+def _linear_of_codes_fake(
+    x: torch.Tensor, x_scale: Any, x_zero: Any, codes: torch.Tensor, scale: Any, bias: Any, x_scheme: str, scheme: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], codes.shape[0]), dtype=dtype)
+
+
 @torch.library.custom_op("ao_lab::fake_quantize", mutates_args=())
 def fake_quantize_op(
     x: torch.Tensor,
@@ -281,4 +309,14 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Te
     return made
 
 
-__all__ = ["dequantize", "fake_quantize", "linear", "quantize"]
+def linear_of_codes(
+    x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`fast.linear.linear_of_codes`, recorded."""
+    made: torch.Tensor = linear_of_codes_op(
+        x.codes, x.scale, x.zero, w.codes, w.scale, bias, record_name(x.scheme), record_name(w.scheme), dtype
+    )
+    return made
+
+
+__all__ = ["dequantize", "fake_quantize", "linear", "linear_of_codes", "quantize"]

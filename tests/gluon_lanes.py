@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from fast.kernels import lanes
-from tests.ptx import OPERAND, immediate, parsed
+from tests.ptx import OPERAND, immediate, parsed, run
 from tests.ptx_opcodes import OPCODES
 
 
@@ -43,8 +43,11 @@ def load(pointer, mask=True, other=0, eviction_policy=""):
     return np.where(asked, pointer.memory[at * asked], pointer.memory.dtype.type(other)).view(Tensor)
 
 
-def store(pointer, value):
-    pointer.memory[pointer.at] = value
+def store(pointer, value, mask=True):
+    at = np.broadcast_to(pointer.at, np.shape(value))
+    asked = np.broadcast_to(mask, at.shape)
+    assert ((at >= 0) & (at < pointer.memory.size))[asked].all()
+    pointer.memory[at[asked]] = value[asked]
 
 
 def multiplied(a, b, c, kind):
@@ -66,12 +69,22 @@ def assembly(text, constraints, given, dtype, is_pure, pack):
     outputs = constraints.count("=")
     given = [np.ascontiguousarray(v).view(np.uint32) for v in given]
     words = given if pack == 1 else [v[..., i] for v in given for i in range(pack)]
+    if not words:
+        return None
+    made = on_tensor_cores(text, outputs, words) if "mma" in text else run(text, constraints, words)
+    if isinstance(dtype, tuple):
+        return tuple(v.view(kind).view(Tensor) for v, kind in zip(made, dtype, strict=True))
+    return (made[0] if pack == 1 else np.stack(made, -1)).view(dtype).view(Tensor)
+
+
+def on_tensor_cores(text, outputs, words):
+    """The outputs of assembly with products of the tensor core."""
     held = {f"${outputs + i}": word for i, word in enumerate(words)}
 
     def read(name):
         return np.broadcast_to(immediate(name), words[0].shape) if name[0].isdigit() else held[name]
 
-    for opcode, target, sources in parsed(text)[1] if words else ():
+    for opcode, target, sources in parsed(text)[1]:
         if opcode.startswith("mma"):
             a, b, c = ([read(name) for name in OPERAND.findall(group[1:-1])] for group in sources)
             held.update(
@@ -79,10 +92,7 @@ def assembly(text, constraints, given, dtype, is_pure, pack):
             )
         else:
             held[target] = OPCODES[opcode](*map(read, sources))
-    made = [held.get(f"${i}") for i in range(outputs)]
-    if isinstance(dtype, tuple):
-        return tuple(v.view(kind).view(Tensor) for v, kind in zip(made, dtype, strict=True))
-    return np.stack(made, -1).view(dtype).view(Tensor) if words else None
+    return [held[f"${i}"] for i in range(outputs)]
 
 
 def body(module, kernel, program):
@@ -92,9 +102,11 @@ def body(module, kernel, program):
         pointer_type=lambda kind: kind, BlockedLayout=lambda *_: None, convert_layout=lambda v, *_, **__: v, load=load,
         store=store, inline_asm_elementwise=assembly, static_range=range, program_id=lambda _: program,
         where=lambda *v: np.where(*v).view(Tensor),
-        minimum=lambda a, b: np.asarray(min(a, b)).view(Tensor), to_tensor=lambda v: np.asarray(v).view(Tensor), sum=np.sum,
-        arange=lambda low, high, layout: np.arange(low, high).view(Tensor), expand_dims=np.expand_dims, reshape=np.reshape,
-        split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind),
+        minimum=lambda a, b: np.asarray(np.minimum(a, b)).view(Tensor),
+        to_tensor=lambda v: np.asarray(v, np.int32).view(Tensor), sum=lambda v, axis: np.sum(v, axis, v.dtype),
+        arange=lambda low, high, layout: np.arange(low, high, dtype=np.int32).view(Tensor),
+        expand_dims=np.expand_dims, reshape=np.reshape,
+        split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind).view(Tensor),
         full=lambda s, v, kind, _: np.full(s, v, kind).view(Tensor),
         fma=lambda a, b, c: (a.astype(float) * b + c).astype(np.float32),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ao_lab.recipes import named
-from fast.kernels import both, clipping, normalize, pointwise, quantizer, swiglu
+from fast.kernels import both, clipping, code_linear, normalize, pointwise, quantizer, swiglu
 from fast.kernels import linear as products
 from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
@@ -134,6 +134,17 @@ def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
     kept = scales_of(scheme, shape, 1)
     w = Quantized(codes, kept.scale, kept.outer, kept.zero, shape, 1, scheme, scheme.format.bits < 8)
     return products.linear(empty((rows, shape[1]), dtype), w, empty(shape[:1], dtype) if bias else None)
+
+
+def codes(inputs, weight, dtype="bfloat16", shape=(4096, 4096), bias=False):
+    """One row of codes times a weight of codes."""
+    x, w = (
+        Quantized(empty(size, "uint8"), kept.scale, kept.outer, kept.zero, size, 1, scheme)
+        for size, scheme in (((1, shape[1]), named(inputs)), (shape, named(weight)))
+        for kept in (scales_of(scheme, size, 1),)
+    )
+    added = empty(shape[:1], dtype) if bias else None
+    return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)
 
 
 @dataclass(frozen=True)

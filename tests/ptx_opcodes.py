@@ -205,6 +205,14 @@ def prmt(a: Words, b: Words, selector: Words) -> Words:
     return made
 
 
+def dot4(a: Words, b: Words, c: Words) -> Words:
+    """c plus the products of four two's complement bytes, modulo 2**32."""
+    for place in range(4):
+        x, y = (signed(v >> np.uint32(8 * place), 8) for v in (a, b))
+        c = c + (x * y).astype(np.uint32)
+    return c
+
+
 def pairwise(make: Callable[..., Words]) -> Callable[..., Words]:
     """The same for the low and the high halves of registers."""
 
@@ -246,6 +254,7 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor,
     "shl.b32": shift_left, "shr.u32": shift_right, "shr.s32": shift_signed,
     "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
+    "dp4a.s32.s32": dot4,
     "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "mul.rn.f32": multiply, "fma.rn.f32": fma,
     "mul.rn.sat.f32": lambda a, b: saturated(multiply(a, b)),
     "fma.rn.sat.f32": lambda a, b, c: saturated(fma(a, b, c)),

@@ -12,7 +12,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from fast import ready
-from fast.kernels import launch, quantizer
+from fast.kernels import code_linear, launch, quantizer
 
 # Shared by JIT and C function: how Triton names what it compiled.
 FUNCTION, METADATA = 1234, (4, 1, 0)
@@ -71,10 +71,12 @@ class Recorded:
         monkeypatch.setattr(launch, "current_device", lambda: self.device)
         monkeypatch.setattr(launch, "current_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", self.guard)
-        for name in ("quantize", "fake_quantize", "both", "encode", "pack", "normalize", "swiglu"):
+        for name in ("quantize", "fake_quantize", "both", "encode", "linear", "pack", "normalize", "swiglu"):
             monkeypatch.setattr(sys.modules[f"fast.{name}"], "has_kernels", lambda x: True)
         monkeypatch.setattr(ready, "READY", {})
         monkeypatch.setattr(quantizer, "PLANS", {})
+        # Launches that are kept would keep what passes for compiled here.
+        monkeypatch.setattr(code_linear, "_launch", code_linear._launch.__wrapped__)
 
     def note(self, head: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """What the C function does here."""

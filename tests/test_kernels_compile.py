@@ -264,6 +264,18 @@ def test_maxima_over_rows_stay_in_their_warp(name):
         assert machine.named("SHFL") <= machine.elements / 4
 
 
+@pytest.mark.parametrize("name", ["int8_rowwise", "int8_rowwise_asymmetric", "fp8_rowwise", "fp8_tensorwise"])
+@pytest.mark.parametrize("length", [4096, 8192, 14336, 16384])
+def test_a_block_alone_has_many_warps(name, length):
+    """One row of inputs is one launch of one program, in which a thread has 16 elements; two rows have no more than others."""
+    (machine,) = launched(case(quantize, name, shape=(1, length)).call)
+    assert machine.elements == 16
+    assert (machine.local, machine.stack, machine.accesses("LDG")) == (0, 0, {16: 2})
+    if not name.endswith("tensorwise"):
+        (machine,) = launched(case(quantize, name, shape=(2, length)).call)
+        assert machine.elements >= 32
+
+
 def entries():
     """Kernels that are launched, by the way they are named."""
     nodes = [node for path in KERNELS.glob("*.py") for node in ast.parse(path.read_text()).body]

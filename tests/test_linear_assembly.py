@@ -16,7 +16,7 @@ from tests.ptx_opcodes import fused
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels import byte_product, nibble_product
+from fast.kernels import byte_product, code_product, nibble_product
 
 BYTES = {
     "int": (byte_product.TEXT_INT.value, np.int8),
@@ -56,6 +56,28 @@ def test_four_bytes_times_four_inputs(kind):
     assert (made[~nan] == wanted.view(np.uint32)[~nan]).all()
     assert (np.isnan(made.view(np.float32)) == nan).all()
     assert nan.any() == (kind != "int")
+
+
+def test_four_bytes_times_four_bytes():
+    """Exact, and so are four bytes alone."""
+    codes = np.random.default_rng(1).integers(-128, 128, (2, 4096, 4), dtype=np.int8)
+    total = np.random.default_rng(2).integers(-(2**30), 2**30, 4096, dtype=np.int32)
+    words = [part.view("<u4")[:, 0].copy() for part in codes]
+    made = run(code_product.DOT.value, "=r,r,r,r", [total.view(np.uint32), *words])[0].view(np.int32)
+    assert (made == total + codes.astype(np.int32).prod(0).sum(1)).all()
+    alone = run(code_product.SUM.value, "=r,r,r", [total.view(np.uint32), words[0]])[0].view(np.int32)
+    assert (alone == total + codes[0].astype(np.int32).sum(1)).all()
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_four_bytes_are_four_floats(kind):
+    """All codes in all places."""
+    text = {"e4m3": code_product.DECODE_E4M3, "e5m2": code_product.DECODE_E5M2}[kind].value
+    codes = (np.arange(256)[:, None] + np.array([0, 77, 140, 203])).astype(np.uint8)
+    made = run(text, "=&f,=&f,=&f,=&f,r", [codes.view("<u4")[:, 0].copy()])
+    for place, got in enumerate(made):
+        wanted = codes[:, place].copy().view(BYTES[kind][1]).astype(np.float32)
+        np.testing.assert_array_equal(got.astype(np.uint32).view(np.float32), wanted)
 
 
 @pytest.mark.parametrize("signed", [True, False])

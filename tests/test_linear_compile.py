@@ -11,11 +11,11 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from tests.kernel_calls import case, linear
+from tests.kernel_calls import case, codes, linear
 from tests.kernel_compiler import launched
 
-NIBBLE, BYTE, VECTOR, TILE = (
-    (name,) for name in ("nibble_kernel", "byte_kernel", "vector_kernel", "tile_kernel")
+NIBBLE, BYTE, CODE, VECTOR, TILE = (
+    (f"{name}_kernel",) for name in ("nibble", "byte", "code", "vector", "tile")
 )
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 PRODUCTS = (
@@ -32,6 +32,13 @@ PRODUCTS = (
     case(linear, "fp8_tensorwise_e5m2", dtype="float16", kernels=BYTE),
     case(linear, "fp8_128x128", kernels=BYTE),
     case(linear, "mxfp8_e4m3", shape=UP, kernels=BYTE),
+    case(codes, "int8_rowwise", "int8_rowwise", shape=UP, kernels=CODE),
+    case(codes, "int8_tensorwise", "int8_rowwise", shape=KEYS, bias=True, kernels=CODE),
+    case(codes, "int8_rowwise_asymmetric", "int8_tensorwise", dtype="float32", kernels=CODE),
+    case(codes, "int8_rowwise", "int8_rowwise", shape=(4096, 11008), kernels=CODE),
+    case(codes, "fp8_rowwise", "fp8_rowwise", shape=DOWN, kernels=CODE),
+    case(codes, "fp8_tensorwise", "fp8_tensorwise_e5m2", dtype="float16", shape=UP, kernels=CODE),
+    case(codes, "fp8_rowwise_e5m2", "fp8_rowwise", shape=(4096, 2768), bias=True, kernels=CODE),
     case(linear, "mxfp4", kernels=VECTOR),
     case(linear, "nvfp4", shape=UP, bias=True, kernels=VECTOR),
     case(linear, "nf4", kernels=VECTOR),
@@ -57,7 +64,7 @@ def test_products_compile_as_they_are_meant_to(one):
     assert (machine.kernel,) == one.kernels
     assert (machine.local, machine.stack) == (0, 0)
     assert machine.accesses("LDL") == machine.accesses("STL") == {}
-    {NIBBLE: nibbles, BYTE: octets, VECTOR: vectors, TILE: tiles}[one.kernels](machine, one.call)
+    {NIBBLE: nibbles, BYTE: octets, CODE: pairs, VECTOR: vectors, TILE: tiles}[one.kernels](machine, one.call)
 
 
 def nibbles(machine, call):
@@ -75,6 +82,17 @@ def octets(machine, call):
     """Sixteen codes are a load."""
     assert machine.accesses("LDG").get(16, 0) * 16 >= machine.elements
     assert machine.named("HMMA", "HGMMA") == 0
+    late_and_alone(machine)
+
+
+def pairs(machine, call):
+    """Sixteen codes are a load, of the inputs as well; integers by fours, and no product meets a sum after the last one."""
+    loads = machine.accesses("LDG")
+    assert loads[16] * 16 > machine.elements
+    assert set(loads) <= {1, 2, 4, 16}
+    integers = call.args[0].startswith("int8")
+    assert (machine.named("IDP") > 0, machine.named("FFMA") > 0) == (integers, not integers)
+    assert machine.named("IDP") % (machine.elements // 4) == 0
     late_and_alone(machine)
 
 

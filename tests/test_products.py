@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import fast
 import reference
-from ao_lab import Recipe, quantized
+from ao_lab import Recipe, products, quantized
 from ao_lab.products import PRODUCTS, as_right_operand, chosen
 from ao_lab.recipes import integer_scheme
 from reference import SCHEMES, Scales
@@ -42,9 +43,10 @@ def host(x, w, accumulation, **options):
 @pytest.mark.parametrize("scheme", INT8[:2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_int8_is_the_reference_bit_for_bit(scheme, activation, dtype, bias):
+@pytest.mark.parametrize("rows", [9, 1])
+def test_int8_is_the_reference_bit_for_bit(scheme, activation, dtype, bias, rows):
     """Exact integer sums, then scales and bias in float32: one block of the blocked tier."""
-    w, x = weight_of(scheme, activation, dtype=dtype), numbers(9, 128, seed=1, dtype=dtype)
+    w, x = weight_of(scheme, activation, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
     added = numbers(48, seed=2, dtype=dtype) if bias else None
     assert chosen(w.turned(), dtype) == "int8"
     expected = host(x, w, "blocked", block=128, bias=added)
@@ -68,10 +70,11 @@ def test_int8_with_static_scales(activation):
 @pytest.mark.parametrize("scheme", FLOAT8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias):
+@pytest.mark.parametrize("rows", [9, 1])
+def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias, rows):
     if device == "cuda" and dtype != torch.bfloat16:
         pytest.skip("on a GPU it writes bfloat16")
-    w, x = weight_of(scheme, activation, dtype=dtype), numbers(9, 128, seed=1, dtype=dtype)
+    w, x = weight_of(scheme, activation, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
     added = numbers(48, seed=2, dtype=dtype) if bias else None
     assert chosen(w.turned(), dtype) == "scaled_mm"
     got = functional.linear(x, w, added).double()
@@ -79,11 +82,54 @@ def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias):
     out = str(dtype).removeprefix("torch.")
     exact = reference.dequantize(operands[0]).double() @ reference.dequantize(operands[1]).double()
     exact = exact if added is None else exact + added.double()
-    # Tensor cores add float8 products with fewer bits than float32 has.
-    tier = {"accumulation": "blocked", "block": 1} if device == "cpu" else {"accumulation": "hopper_fp8"}
+    # Tensor cores add float8 products with fewer bits than float32 has, which one row is added in.
+    cores = device == "cuda" and rows > 1
+    tier = {"accumulation": "hopper_fp8"} if cores else {"accumulation": "blocked", "block": 1}
     bound = fast.matmul_error_bound(*operands, out_dtype=out, bias=added, **tier)
     assert ((got - exact).abs() <= bound.double() + 2.0**-40).all()
     assert torch.equal(got.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("shape", [(48, 128), (8, 16), (40, 528), (1000, 1040), (72, 136)])
+@pytest.mark.parametrize("activation", INT8)
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [(torch.bfloat16, None), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_one_row_has_the_bits_of_several(activation, shape, dtype, bias, monkeypatch):
+    """A kernel for one row, called twice since the second call is a replay, and the product that others take."""
+    w, x = (
+        weight_of("int8_rowwise", activation, shape=shape, dtype=dtype),
+        numbers(1, shape[1], seed=1, dtype=dtype),
+    )
+    added = None if bias is None else numbers(shape[0], seed=2, dtype=bias)
+    with torch.no_grad():
+        first, again = (functional.linear(x, w, added) for _ in range(2))
+        monkeypatch.setattr(products, "takes_codes", lambda *_: False)
+        wanted = functional.linear(x, w, added)
+    assert torch.equal(first, wanted)
+    assert torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    ("rows", "length", "newest", "taken"),
+    [(1, 128, (9, 0), 1), (2, 128, (9, 0), 0), (1, 136, (9, 0), 0), (1, 128, (8, 9), 0), (0, 128, (9, 0), 0)],
+)
+def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, taken, monkeypatch):
+    """Of tensors that only say where they would be, and of a GPU that is there in name alone."""
+    seen, multiplied = [], products.linear_of_codes
+    monkeypatch.setattr(products, "_capability", lambda index: newest)
+    monkeypatch.setattr(
+        products, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
+    )
+    monkeypatch.setattr(products, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
+    with FakeTensorMode(), torch.no_grad():
+        dense = torch.empty(48, length, device="cuda:0", dtype=torch.bfloat16)
+        w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
+        made = functional.linear(dense.new_empty(rows, length), w)
+    assert (made.shape, made.dtype, made.device.type) == ((rows, 48), torch.bfloat16, "cuda")
+    assert len(seen) == taken
 
 
 @pytest.mark.parametrize(
@@ -204,6 +250,19 @@ def test_a_weight_on_the_left_quantizes_its_inputs_too(activation):
     columns = numbers(3, 128, 1, seed=2)
     inputs = reference.dequantize(reference.quantize(columns.mT.contiguous(), activation))
     assert torch.equal(torch.bmm(batch, columns), torch.bmm(inputs, batch.dequantize().mT).mT)
+
+
+@pytest.mark.parametrize("scheme", [*INT8[:2], *FLOAT8])
+def test_a_weight_stored_the_other_way_round_is_dequantized(scheme):
+    """Its codes are not rows along which one sums: read as if they were, a square one would be another matrix."""
+    x, dense = numbers(5, 128, seed=1), numbers(128, 128)
+    w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]), axis=0)
+    inputs = reference.dequantize(reference.quantize(x, scheme))
+    assert chosen(w, x.dtype) == "dequantize"
+    assert torch.equal(x @ w, inputs @ w.dequantize())
+    kernel = "int8" if scheme in INT8 else "scaled_mm"
+    with pytest.raises(ValueError, match=r"stored as \(out, in\)"):
+        _ = x @ w.with_recipe(kernel=kernel)
 
 
 def test_scaled_sums_beside_quantized_inputs_are_refused():

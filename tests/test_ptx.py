@@ -115,6 +115,15 @@ def test_prmt():
         assert int(got[0]) == int.from_bytes(bytes(out), "little")
 
 
+def test_dp4a():
+    a, b, c = words(2000, 21), words(2000, 22), words(2000, 23)
+    a[:2], b[:2], c[:2] = 0x80808080, (0x80808080, 0x7F7F7F7F), (0x7FFFFFFF, 0x80000000)
+    got = OPCODES["dp4a.s32.s32"](a, b, c)
+    for x, y, z, made in zip(a, b, c, got, strict=True):
+        x, y = (struct.unpack("<4b", int(v).to_bytes(4, "little")) for v in (x, y))
+        assert int(made) == (int(z) + sum(i * j for i, j in zip(x, y, strict=True))) % 2**32
+
+
 def test_integers():
     a, b = words(200, 1), words(200, 2)
     for by in (0, 1, 16, 31, 32, 200):

@@ -47,6 +47,7 @@ TENSORWISE, ZEROS = SCHEMES["fp8_tensorwise"], SCHEMES["int4_g32_asymmetric"]
 ONE = reference.choose_scales(X, TENSORWISE)
 TWO = Scales(ONE.scale * 2)
 GIVEN = reference.choose_scales(X, ZEROS)
+ROW, ROWWISE = reference.quantize(X[:1], "int8_rowwise"), reference.quantize(X, "int8_rowwise")
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
 # Of each function a call, and others that are like it but for a detail.
 LIKE = {
@@ -102,6 +103,15 @@ LIKE = {
         [{"shape": (ROWS, 2 * COLUMNS - 1)}, {"packed": transposed(CODES)}, {"packed": unaligned(CODES)},
          {"fmt": "int2", "shape": (ROWS, 4 * COLUMNS)}, {"packed": CODES.view(-1), "shape": (2 * ROWS * COLUMNS,)}],
     ),
+    "linear_of_codes": (
+        lambda x=ROW, w=ROWWISE, bias=None, dtype=torch.bfloat16: fast.linear_of_codes(x, w, bias, dtype=dtype),
+        [{"bias": X[:, 0].contiguous()}, {"dtype": torch.float16}, {"x": replace(ROW, codes=unaligned(ROW.codes))},
+         {"x": reference.quantize(X[:1], "int8_rowwise_asymmetric")}, {"x": reference.quantize(X[:1], "int8_tensorwise")},
+         {"w": replace(ROWWISE, codes=transposed(ROWWISE.codes))}, {"w": reference.quantize(X, "int8_tensorwise")},
+         {"w": reference.quantize(X[:64], "int8_rowwise")},
+         {"x": replace(ROW, scheme=replace(ROW.scheme, nan="ieee"))},
+         {"w": replace(ROWWISE, scheme=replace(ROWWISE.scheme, nan="ieee"))}],
+    ),
     "rms_norm_quantize": (
         lambda x=X, w=WEIGHT, s="mxfp8_e4m3", **more: fast.rms_norm_quantize(x, w, s, **more),
         [{"eps": 1}, {"x": X.half(), "w": WEIGHT.half()}, {"residual": X}, {"packed": True}, {"s": "mxfp8_e5m2"},
@@ -143,6 +153,8 @@ WRONG = {
     "decode": [{"codes": X}, {"fmt": "float9"}],
     "pack": [{"codes": X}, {"fmt": "float9"}],
     "unpack": [{"shape": (ROWS, COLUMNS)}, {"shape": (float(ROWS), 2.0 * COLUMNS)}, {"packed": X}],
+    "linear_of_codes": [{"x": X}, {"x": ROWWISE}, {"w": X}, {"dtype": torch.float64}, {"bias": X},
+                        {"w": replace(ROWWISE, scale=ROW.scale)}, {"x": replace(ROW, scale=ROWWISE.scale)}],
     "rms_norm_quantize": [{"eps": "1e-6"}, {"eps": -1.0}, {"w": WEIGHT[:1]}, {"residual": X[:1]}, {"w": None}],
     "swiglu_quantize": [{"up": X[:1]}, {"up": X.half()}, {"up": None}, {"s": "fp8"}],
 }  # fmt: skip
@@ -216,6 +228,17 @@ def test_two_scales_over_the_same_memory_are_two(flat):
     fast.quantize_both(X, TENSORWISE, scales=(ONE, other))
     fast.quantize_both(X, TENSORWISE, scales=(ONE, ONE))
     assert [given[-4] for given in flat.jit] == [False, True]
+
+
+def test_a_product_of_codes_is_launched_on_its_own_tensors(flat):
+    """The second time, on other tensors: their addresses, and that of what comes back."""
+    fast.linear_of_codes(ROW, ROWWISE, dtype=torch.bfloat16)
+    x, w = (replace(q, codes=q.codes.clone(), scale=q.scale.clone()) for q in (ROW, ROWWISE))
+    made = fast.linear_of_codes(x, w, dtype=torch.bfloat16)
+    assert (made.shape, made.dtype) == ((1, ROWS), torch.bfloat16)
+    given = (x.codes, x.scale, None, w.codes, w.scale, None, made)
+    assert flat.counts() == (1, 1)
+    assert [None if part is None else part.data_ptr() for part in given] == [*flat.straight[0][: len(given)]]
 
 
 def test_launches_within_a_tensor_are_not_remembered(flat):

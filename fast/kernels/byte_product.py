@@ -9,7 +9,16 @@ Layouts are explicit: no number changes its lane before the sums of a row do.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.lanes import after_others, as_scale, narrowed, numbered, row_of, spread
+from fast.kernels.lanes import (
+    after_others,
+    as_scale,
+    narrowed,
+    numbered,
+    row_of,
+    spread,
+    word_of,
+    words_of_rows,
+)
 
 
 def _integers() -> gl.constexpr:
@@ -60,9 +69,7 @@ def byte_kernel(
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * ALONG
     first = gl.program_id(0) * ROWS
-    row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
-    word = (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
-    words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 4) + word)
+    words = words_of_rows(codes, first, rows, word_of(ALONG, TILE), LENGTH, ROWS, WIDE, TILE)
     inputs = x + (
         (numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT)
     )

@@ -38,6 +38,21 @@ def row_of(row, rows, WIDE: gl.constexpr):
 
 
 @gluon.jit
+def word_of(ALONG: gl.constexpr, TILE: gl.constexpr):
+    """Places of the words of 4 bytes that ALONG warps take of a row at once, four neighbours a lane: (ALONG, 1, 32, 4)."""
+    return (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
+
+
+@gluon.jit
+def words_of_rows(
+    codes, first, rows, word, LENGTH: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Pointers to these words of ROWS rows of LENGTH bytes: (ALONG, ROWS, 32, 4)."""
+    row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
+    return codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 4) + word)
+
+
+@gluon.jit
 def after_others(LATE: gl.constexpr):
     """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch)."""
     if LATE:

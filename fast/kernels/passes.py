@@ -37,6 +37,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 RANGE = (0, 0x7FFFFFFF, -0x80000000)
 # Elements of a tile of short blocks whose gradients are looked at.
 CLIPPED = 1024
+# Elements of a warp where one block is all there is: it has the multiprocessor to itself, whose time is what it waits for.
+ALONE, MOST_WARPS = 512, 32
 # Scales of which one program makes an average, and how many numbers every program that quantizes scales may average.
 AVERAGED, LEFT = 4096, 1024
 
@@ -289,6 +291,8 @@ def paired(of: Asked, packed: bool) -> bool:
 def _place(of: Asked, outer: str, pairs: bool) -> Geometry:
     """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
     place = of.place
+    if place.blocks == 1 and place.shape == "flat" and not place.chunked:
+        return replace(place, warps=max(place.warps, min(MOST_WARPS, place.size // ALONE)))
     if not pairs or of.rule.ranged or outer == "statistic" or place.blocks % 64:
         return place
     return replace(place, p=64, warps=2, programs=place.blocks // 64)

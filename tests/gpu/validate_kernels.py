@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu import (
+    kernel_codes,
     kernel_devices,
     kernel_errors,
     kernel_formats,
@@ -45,7 +46,7 @@ from tests.gpu.kernel_pool import Done, Job, run_jobs
 from tests.gpu.kernel_run import Check, Settings
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
-            kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_quotients,
+            kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
             kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
