@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: Keys that a program takes at once, and its warps.
 STEP, WARPS = 256, 8
+#: Asked for here, since tracers do not follow the question.
+HAS_TRITON = find_spec("triton") is not None
 
 
 @torch.library.custom_op("ao_lab_decode::attend_one", mutates_args=("keys", "values"), device_types="cuda")
@@ -59,7 +61,7 @@ def _checked(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int]:
 
 def takes(qkv: Tensor) -> bool:
     """Whether `attend_one` is for this product: one token, on a GPU for which there are kernels."""
-    return qkv.shape[:2] == (1, 1) and qkv.is_cuda and find_spec("triton") is not None
+    return qkv.shape[:2] == (1, 1) and qkv.is_cuda and HAS_TRITON
 
 
 @attend_one.register_fake

@@ -22,6 +22,7 @@ import triton
 
 import fast
 from fast.kernels import quantizer
+from reference import SCHEMES
 from tests.kernel_calls import (
     BIG,
     KERNELS,
@@ -222,6 +223,25 @@ def with_marks(cases):
     later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
     spills = pytest.mark.xfail(later, reason="Triton 3.7 spills", raises=AssertionError, strict=False)
     return [pytest.param(one, id=one.name, marks=[spills] * (one.name in SPILLS_LATER)) for one in cases]
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"), [("fp8_rowwise", 8), ("int8_rowwise", 8), ("int8_rowwise_asymmetric", 0)]
+)
+def test_rows_of_14336_are_rounded_by_three_programs_of_a_multiprocessor(name, stack):
+    """80 registers of 256 threads three times, for a spill of two words; measured to be faster (see the log)."""
+    x = torch.empty(64, 14336, dtype=torch.bfloat16)
+    (machine,) = launched(lambda: quantizer.fake_quantize(x, SCHEMES[name], -1, None))
+    assert 3 * 256 * machine.registers <= 65536
+    assert machine.stack <= stack
+
+
+@pytest.mark.parametrize(("name", "length"), [("fp8_rowwise", 9001), ("stretched2_rowwise", 14336)])
+def test_rows_that_would_spill_get_their_registers(name, length):
+    """Masks of single numbers, and instructions that take more."""
+    x = torch.empty(64, length, dtype=torch.bfloat16)
+    (machine,) = launched(lambda: quantizer.fake_quantize(x, SCHEMES[name], -1, None))
+    stay_in_registers(machine)
 
 
 @pytest.mark.parametrize("one", with_marks(COMPILED))

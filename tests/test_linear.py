@@ -204,6 +204,24 @@ def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None
     return None if launch is None else launch.kernel.__name__
 
 
+@linux
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g64", "mxfp4_rceil"])
+def test_a_launch_serves_one_kind_of_bias(scheme, rows):
+    """It keeps the kernel that was compiled for its first pointers, and would read others as those, or not at all."""
+    from fast.kernels.linear import launch_for
+
+    w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
+    biases = [
+        None,
+        *(torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    ]
+    found = [launch_for(w, rows, torch.bfloat16, bias) for bias in biases]
+    assert None not in found
+    assert len({id(launch) for launch in found}) == 4
+    assert launch_for(w, rows, torch.bfloat16, torch.ones(64)) is found[1]
+
+
 def scheme_with(name, **scale):
     record = SCHEMES[name]
     return replace(record, name=f"{name} {scale}", scale=replace(record.scale, **scale))

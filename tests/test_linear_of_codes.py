@@ -231,6 +231,20 @@ def test_not_a_number_stays_in_its_row():
 
 
 @linux
+def test_a_launch_serves_one_kind_of_zero_point_and_bias():
+    """It keeps the kernel that was compiled for its first pointers."""
+    weight = SCHEMES["int8_rowwise"]
+    biases = [None, torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)]
+    found = [
+        launch_for(SCHEMES[name], weight, (64, 512), torch.bfloat16, bias)
+        for name in ("int8_rowwise", "int8_rowwise_asymmetric")
+        for bias in biases
+    ]
+    assert None not in found
+    assert len({id(launch) for launch in found}) == 6
+
+
+@linux
 @pytest.mark.parametrize("inputs", ["int8_rowwise", "fp8_rowwise"])
 def test_indices_beyond_32_bits(inputs):
     """The last rows of 2**34 codes, all of which are one number in memory."""

@@ -10,7 +10,7 @@ import torch
 from fast.kernels.code_product import code_kernel
 from fast.kernels.geometry import INT32, ceil_div
 from fast.kernels.launch import Fixed, interpreted, together
-from fast.kernels.linear import ALONG, BUSY, BYTES, FLOATS
+from fast.kernels.linear import ALONG, BUSY, BYTES, FLOATS, kind_of
 from fast.kernels.quantizer import in_words
 from fast.kernels.replay import NAMES, Recording, picked
 from reference import Quantized, Scheme
@@ -25,7 +25,7 @@ def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
 ) -> torch.Tensor | None:
     """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `ready`."""
-    launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
+    launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype, bias)
     given = {
         "x": x.codes,
         "x_scale": x.scale,
@@ -45,19 +45,33 @@ def linear_of_codes(
     return call.tensors["y"]
 
 
-def launch_for(x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> Fixed | None:
-    """The launch that multiplies one row of codes by a weight of some shape, both as `check_codes` allows; None where there
-    is none: rows whose length is no multiple of 16, no rows, other dtypes."""
+def launch_for(
+    x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> Fixed | None:
+    """The launch that multiplies one row of codes by a weight of some shape, both as `check_codes` allows, and adds such a
+    bias; None where there is none: rows whose length is no multiple of 16, no rows, other dtypes."""
     rows, length = shape
     if dtype not in FLOATS or not rows or not length or length % LANE or interpreted():
         return None
     kinds = KINDS[x.element], KINDS[w.element]
-    return _launch(*kinds, w.scale.block == -1, rows, length, NAMES[dtype])
+    given = (x.zero is not None, kind_of(bias))
+    return _launch(*kinds, w.scale.block == -1, rows, length, NAMES[dtype], given)
 
 
 @lru_cache(maxsize=4096)
-def _launch(inputs: str, kind: str, each: bool, rows: int, length: int, dtype: str) -> Fixed:
-    """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all."""
+def _launch(
+    inputs: str,
+    kind: str,
+    each: bool,
+    rows: int,
+    length: int,
+    dtype: str,
+    given: tuple[bool, torch.dtype | None],
+) -> Fixed:
+    """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all.
+
+    given: whether inputs have a zero point, and the kind of the bias, for a launch of its own.
+    """
     taken = 4 if ceil_div(rows, 4) >= BUSY else 2
     along, most = 1, min(ALONG, ceil_div(length, BYTES))
     while 2 * along <= most and ceil_div(rows, taken) * along < BUSY:

@@ -77,7 +77,7 @@ class Weight:
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = None) -> torch.Tensor | None:
     """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: of the call; see `ready`."""
     parts = (w.codes, w.scale, w.outer, w.zero)
-    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype)
+    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype, bias)
     if launch is None or not together(x, *parts, bias):
         return None
     names = dict(zip(("codes", "scale", "outer", "zero"), parts, strict=True))
@@ -89,17 +89,24 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     return call.tensors["y"]
 
 
-def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> Fixed | None:
-    """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
+def launch_for(
+    w: Quantized, count: int, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> Fixed | None:
+    """The launch that multiplies `count` rows of a dtype by a weight and adds such a bias; None where there is none."""
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None
-    return _launch(weight, count, NAMES[dtype])
+    return _launch(weight, count, NAMES[dtype], kind_of(bias))
+
+
+def kind_of(tensor: torch.Tensor | None) -> torch.dtype | None:
+    """What a kernel is compiled for where a tensor may be missing. Each kind has a launch, which keeps one compiled kernel."""
+    return None if tensor is None else tensor.dtype
 
 
 @lru_cache(maxsize=4096)
-def _launch(weight: Weight, count: int, dtype: str) -> Fixed | None:
-    """The first of the kernels that takes a weight."""
+def _launch(weight: Weight, count: int, dtype: str, bias: torch.dtype | None) -> Fixed | None:
+    """The first of the kernels that takes a weight. bias: its kind (`kind_of`), for a launch of its own."""
     if count > 1:
         exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
         most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS

@@ -260,6 +260,22 @@ def aside(program: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]) ->
     return made
 
 
+def bias_kinds(run: Run) -> None:
+    """One weight with no bias and with biases of each dtype, in turn: every kind has a compiled kernel of its own."""
+    for name in ("int4_g64", "int8_rowwise", "mxfp4"):
+        w = cases.exact_weight(record_of(name), 37, 512)
+        for rows in (1, 6):
+            x = cases.exact_inputs(rows, 512, torch.bfloat16)
+            placed, inputs = run.put(w), run.put(x)
+            for turn, kind in enumerate(2 * (None, torch.float32, torch.bfloat16, torch.float16)):
+                bias = None if kind is None else cases.integers(-3, 3, (37,), turn).to(kind)
+                added = run.put(bias) if bias is not None else None
+                got = run.guarded(
+                    lambda inputs=inputs, placed=placed, added=added: run.fast.linear(inputs, placed, added)
+                )
+                run.compare("linear", f"{name} rows {rows} bias {kind}", got, cases.exact_result(x, w, bias))
+
+
 def view_case(run: Run) -> None:
     """Views at odd addresses, inputs that are not contiguous, vectors, batches, no rows; errors of the reference."""
     for name in ("int4_g64", "int8_rowwise", "mxfp4", "mxfp6_e3m2"):
@@ -281,5 +297,6 @@ def view_case(run: Run) -> None:
         ):
             got = run.guarded(lambda given=given, weight=weight: run.fast.linear(given, weight))
             run.compare("linear", f"{name} {label}", got, rows)
+    bias_kinds(run)
     run.same("linear", "another length", x[:, 1:].float().numpy(), w)
     run.same("linear", "another bias", x.float().numpy(), w, x.float().numpy())
