@@ -112,7 +112,10 @@ def digest(root: Path, name: str) -> str:
 
 
 def public_functions(root: Path) -> dict[str, list[str]]:
-    """For each public function of `fast`: the file that defines it, and that file's dependencies."""
+    """For each public function of `fast`: the file that defines it, and that file's dependencies.
+
+    What a module names in ``__all__`` has its name there too, behind the module's: ``clipped.noted``.
+    """
     made = {}
     for node in ast.walk(parsed(root / PACKAGE / "__init__.py")):
         if isinstance(node, ast.ImportFrom):
@@ -120,4 +123,19 @@ def public_functions(root: Path) -> dict[str, list[str]]:
             if home:
                 files = [home, *dependencies(root, home)]
                 made.update({alias.asname or alias.name: files for alias in node.names})
+    for path in sorted((root / PACKAGE).glob("*.py")):
+        home = path.relative_to(root).as_posix()
+        files = [home, *dependencies(root, home)]
+        made.update({f"{path.stem}.{name}": files for name in named_by(path)})
     return made
+
+
+def named_by(path: Path) -> list[str]:
+    """What a module lists in ``__all__``, as long as that is a list of texts."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == ["__all__"]:
+            listed = node.value.elts if isinstance(node.value, (ast.List, ast.Tuple)) else []
+            return [
+                one.value for one in listed if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+    return []

@@ -68,10 +68,11 @@ class Sample:
 class Case:
     """One kernel to measure.
 
-    name: ``operation.scheme`` and perhaps a variant. needs: functions of `fast` that it calls, ``function:parameter`` where
-    a parameter may not exist. read, moved: bytes of the input (what a copy of the same size reads) and of the floor. make:
-    inputs of a shape, from a seed. call: the kernel. compare: what of a result must equal what, at a sample. beside: other
-    calls that are timed in turn with it, by name. host: whether the host's time for a launch is measured as well.
+    name: ``operation.scheme`` and perhaps a variant. needs: functions of `fast` that it calls, ``module.function`` of one of
+    its modules, ``function:parameter`` where a parameter may not exist. read, moved: bytes of the input (what a copy of the
+    same size reads) and of the floor. make: inputs of a shape, from a seed. call: the kernel. compare: what of a result must
+    equal what, at a sample. beside: other calls that are timed in turn with it, by name. host: whether the host's time for a
+    launch is measured as well.
     """
 
     name: str
@@ -103,8 +104,10 @@ class Case:
 
 def has(fast: Any, need: str) -> bool:
     """Whether `fast` has a function, and the parameter that stands behind a colon."""
-    name, _, parameter = need.partition(":")
-    function = getattr(fast, name, None)
+    path, _, parameter = need.partition(":")
+    function = fast
+    for name in path.split("."):
+        function = getattr(function, name, None)
     if not callable(function):
         return False
     return not parameter or parameter in inspect.signature(function).parameters

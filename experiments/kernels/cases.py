@@ -12,8 +12,17 @@ from collections.abc import Sequence
 from ao_lab.recipes import integer_scheme
 from experiments.kernels.case import HUGE, LARGE, Bar, Case
 from experiments.kernels.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
-from experiments.kernels.linear import linear
-from experiments.kernels.operations import both, fake_quantize, quantize, small, stochastic, storage, whole
+from experiments.kernels.linear import linear, linear_of_codes
+from experiments.kernels.operations import (
+    both,
+    fake_quantize,
+    noted,
+    quantize,
+    small,
+    stochastic,
+    storage,
+    whole,
+)
 from reference import SCHEMES
 
 WITH_HUGE = (*LARGE, HUGE)
@@ -75,6 +84,7 @@ def seen() -> list[Case]:
         dequantize("nf4"),
         fake_quantize("mxfp4"),
         *(fake_quantize(name) for name in ("fp8_rowwise", "int8_rowwise_asymmetric", "int4_g128_asymmetric")),
+        *(noted(name) for name in ("int8_rowwise_asymmetric", "int4_g128_asymmetric")),
         *(
             fake_quantize(f"{element}_{block}")
             for element in ("ternary", "stretched2")
@@ -97,6 +107,7 @@ def seen() -> list[Case]:
             for name in ("int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "int4_g128", "mxfp4", "nvfp4")
         ),
         linear(SCHEMES["int8_rowwise"], wrapped=True),
+        *(linear_of_codes(name) for name in ("int8_rowwise", "fp8_rowwise")),
         linear(integer_scheme(4, 64, asymmetric=True, storage="bfloat16")),
         *(linear(SCHEMES[name], rows) for name in ("int8_rowwise", "int4_g128") for rows in (16, 64)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from experiments.kernels import floors
 from experiments.kernels.case import Bar, Case, Compared, Inputs, Sample
 from experiments.kernels.floors import Shape
 from experiments.kernels.inputs import normal, quantized_piece
-from reference import Quantized, Scheme
+from reference import SCHEMES, Quantized, Scheme
+from reference.linear import transposed
 
 #: Weights (N, K) of Llama-3.1-8B: up and down.
 WEIGHTS = ("14336x4096", "4096x14336")
@@ -76,6 +78,51 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
         options={"packed": packed},
     )
+
+
+def linear_of_codes(name: str) -> Case:
+    """`fast.linear_of_codes`: a row of inputs that are codes themselves, as dynamic activations make them."""
+    scheme = SCHEMES[name]
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        x = normal((2, shape[1]), device, seed + 1)[1:]
+        return {"x": fast.quantize(x, scheme), "w": fast.quantize(normal(shape, device, seed), scheme)}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        w, x = quantized_piece(inputs["w"], sample), on_host(inputs["x"])
+        options: dict[str, Any] = {"accumulation": "blocked", "block": w.shape[1], "out_dtype": "bfloat16"}
+        wanted = reference.linear(x, w, **options)
+        made = got[:, sample.start : sample.stop].cpu()
+        if scheme.element == "int8":
+            return [("values", made, wanted)]
+        right = transposed(w)
+        bound = reference.matmul_error_bound(
+            x, right, accumulation="blocked", block=w.shape[1], out_dtype="bfloat16"
+        )
+        inside = (
+            made.double() - exact(torch.as_tensor(reference.dequantize(x)), w)
+        ).abs() <= torch.as_tensor(bound)
+        return [("within the bound", inside, torch.ones_like(inside))]
+
+    return Case(
+        name=f"linear_of_codes.{name}",
+        operation="linear_of_codes",
+        scheme=name,
+        needs=("linear_of_codes",),
+        read=lambda shape: floors.stored_bytes(scheme, shape),
+        moved=lambda shape: floors.stored_bytes(scheme, shape) + shape[1] + floors.wide_bytes((1, shape[0])),
+        make=make,
+        call=lambda fast, inputs: fast.linear_of_codes(inputs["x"], inputs["w"], dtype=torch.bfloat16),
+        compare=compare,
+        shapes=WEIGHTS,
+        host=True,
+    )
+
+
+def on_host(q: Quantized) -> Quantized:
+    """The same codes and scales on the host."""
+    parts = {part: getattr(q, part) for part in ("codes", "scale", "outer", "zero")}
+    return replace(q, **{part: None if tensor is None else tensor.cpu() for part, tensor in parts.items()})
 
 
 def exact(x: torch.Tensor, w: Quantized) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import fast.clipped  # noqa: F401  `fast` does not import it by itself
 import reference
 from experiments.kernels import floors
 from experiments.kernels.case import Bar, Case, Compared, Inputs, Sample
@@ -136,6 +137,26 @@ def stochastic(name: str) -> Case:
         moved=lambda shape: floors.wide_bytes(shape) + 4.0 * prod(shape) + floors.stored_bytes(scheme, shape),
         make=make,
         call=lambda fast, inputs: fast.quantize(inputs["x"], scheme, random_bits=inputs["words"]),
+        compare=compare,
+    )
+
+
+def noted(name: str) -> Case:
+    """Rounding in place with a note of each block that saturates, for which backward needs no pass of its own."""
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        x = sample.rows(inputs["x"])
+        return [("values", sample.rows(got[0]), reference.fake_quantize(x, name))]
+
+    return Case(
+        name=f"noted.{name}",
+        operation="noted",
+        scheme=name,
+        needs=("clipped.noted",),
+        read=floors.wide_bytes,
+        moved=lambda shape: 2 * floors.wide_bytes(shape),
+        make=lambda fast, shape, device, seed: {"x": normal(shape, device, seed)},
+        call=lambda fast, inputs: fast.clipped.noted(inputs["x"], name),
         compare=compare,
     )
 

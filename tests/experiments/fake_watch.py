@@ -63,10 +63,30 @@ def measured(folder, names, **changes):
     return run.measure(bench(folder, **changes), run.pairs([CASES[name] for name in names], TINY))
 
 
+def noted(x, scheme):
+    """What `fast.clipped.noted` makes where there are no kernels."""
+    return reference.fake_quantize(x, scheme), None
+
+
+def linear_of_codes(x, w, bias=None, *, dtype):
+    """`fast.linear_of_codes` as the reference specifies it."""
+    name = str(dtype).removeprefix("torch.")
+    return reference.linear(x, w, bias, accumulation="blocked", block=w.shape[1], out_dtype=name)
+
+
+def specified():
+    """The reference under the names of `fast`."""
+    made = {name: getattr(reference, name) for name in reference.__all__}
+    return {**made, "linear_of_codes": linear_of_codes, "clipped": types.SimpleNamespace(noted=noted)}
+
+
 def broken(function, change):
     """A `fast` in which one function's result is changed."""
-    right = getattr(reference, function)
-    made = {name: getattr(reference, name) for name in reference.__all__}
+    made = specified()
+    if function == "clipped.noted":
+        made["clipped"].noted = lambda x, scheme: change(noted(x, scheme))
+        return types.SimpleNamespace(**made)
+    right = made[function]
     made[function] = functools.wraps(right)(lambda *args, **kwargs: change(right(*args, **kwargs)))
     return types.SimpleNamespace(**made)
 

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu import (
+    kernel_clipped,
     kernel_codes,
     kernel_devices,
     kernel_errors,
@@ -47,7 +48,7 @@ from tests.gpu.kernel_run import Check, Settings
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
             kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
-            kernel_jax)  # fmt: skip
+            kernel_clipped, kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows
