@@ -97,7 +97,7 @@ def tail(model: Llama, plan: Plan, state: State, x: Tensor, said: Tensor) -> Ten
 
 def sample(logits: Tensor, plan: Plan) -> Tensor:
     """A token (1) of the top k, by its probability at this temperature."""
-    best, tokens = torch.topk(logits, min(plan.top_k, logits.shape[-1]))
+    best, tokens = torch.topk(logits, min(plan.top_k, logits.shape[-1]), sorted=False)
     chances = torch.softmax(best.float() / plan.temperature, dim=-1)
     # The largest of p / e, e exponentially distributed, is token i with probability p(i).
     chosen = torch.argmax(chances / torch.empty_like(chances).exponential_(1.0), dim=-1, keepdim=True)

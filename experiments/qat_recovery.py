@@ -177,8 +177,7 @@ def row(
 def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
     """Rows over seeds: losses, their intervals, and the recovered part or why there is none."""
     table = table_name(RUNS, settings.scale, settings.corpus.name)
-    runs = [row for row in rows if row.table == table]
-    found = {(row.setting, row.method, row.metric, row.seed): row.value for row in runs}
+    found = {(one.setting, one.method, one.metric, one.seed): one.value for one in rows if one.table == table}
 
     def seeds(setting: str, method: str, metric: str) -> list[float]:
         return [found[setting, method, metric, seed] for seed in range(plan.seeds)]

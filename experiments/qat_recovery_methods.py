@@ -141,7 +141,7 @@ PLANS = {
             rate=2e-3,
         ),
         steps=1000,
-        batch=24,
+        batch=32,
         rate=3e-4,
         scale_rate=5e-3,
         windows=70,

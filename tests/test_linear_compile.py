@@ -11,6 +11,7 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+from fast.kernels.linear import BYTE_REGISTERS
 from tests.kernel_calls import case, codes, linear
 from tests.kernel_compiler import launched
 
@@ -124,3 +125,12 @@ def tiles(machine, call):
     assert all(a.startswith("%rd") and b.startswith("%rd") for a, b in operands)
     assert (len(operands) > 0) == (call.args[1] > 32)
     assert machine.named("HMMA", "HGMMA") > 0
+
+
+@pytest.mark.parametrize("name", ["int8_rowwise", "fp8_rowwise", "fp8_tensorwise"])
+@pytest.mark.parametrize("shape", [(16384, 4096), DOWN])
+def test_long_or_many_rows_of_bytes_leave_room_for_more_warps(name, shape):
+    """At most 64 registers, and nothing is spilled for it."""
+    (machine,) = launched(case(linear, name, shape=shape, kernels=BYTE).call)
+    assert machine.registers <= BYTE_REGISTERS
+    assert (machine.local, machine.stack) == (0, 0)

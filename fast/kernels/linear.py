@@ -34,6 +34,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
 # Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
 BUSY, ALONG = 3500, 8
+# Registers a lane for 8-bit codes where rows are long or many: more warps at work; shorter ones lose by it.
+BYTE_REGISTERS, LONG = 64, 8192
 # Rows of a 4-bit weight that a program takes, elements along K that a warp takes at once, and the programs that fill an H200.
 NIBBLE_ROWS, NIBBLE_UNIT, MANY_TILES = 16, UNIT.value, 600
 # Registers a lane, so that 28 warps are at work on a multiprocessor.
@@ -210,7 +212,9 @@ def byte_launch(weight: Weight, dtype: str) -> Fixed:
         weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
         1.0 / (1 << weight.rule.fraction_bits), rows, along, weight.wide, dtype, True,
     )  # fmt: skip
-    return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True)
+    limit = weight.block <= 0 and (rows == 4 or weight.length > LONG)
+    registers = {"maxnreg": BYTE_REGISTERS} if limit else {}
+    return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
 
 
 def _along(weight: Weight, rows: int, steps: int) -> int:
