@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ao_lab.checkpoints import Saved as Saved
     from ao_lab.checkpoints import load_pretrained as load_pretrained
     from ao_lab.checkpoints import save_pretrained as save_pretrained
+    from ao_lab.compiled_products import compile_options as compile_options
     from ao_lab.configs import SchemeConfig as SchemeConfig
     from ao_lab.configs_float import (
         Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
@@ -149,6 +150,7 @@ SPECIFIED = (
 NAMES = {
     "calibration": ("calibrate",),
     "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
+    "compiled_products": ("compile_options",),
     "configs": ("SchemeConfig",),
     "configs_float": (
         "Float8DynamicActivationFloat8WeightConfig",

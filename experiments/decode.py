@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.decode_configs import BASE, TORCHAO, Config, chosen, missing, version_of
+from ao_lab import compile_options
+from experiments.decode_configs import BASE, OURS, TORCHAO, Config, chosen, missing, version_of
 from experiments.decode_model import LLAMA_8B, TINY, Llama, Shape, random_llama
 from experiments.decoding import Decoding, Plan
 from experiments.kernels.check import Wrong
@@ -148,7 +149,10 @@ def compiler(config: Config, plan: Plan) -> Iterator[None]:
     if plan.graph:
         # A captured step needs no program any more, and the next model should not be held against all earlier ones.
         torch.compiler.reset()
-    settings = {**OTHERWISE, **dict.fromkeys(TUNED, config.tuned), "triton.enable_pdl": config.dependent}
+    # Products of one input are joined: by ours in the compiled graph, of plain weights by the compiler itself.
+    joined = compile_options() if config.setting == OURS else {}
+    tuned = dict.fromkeys(TUNED, config.tuned)
+    settings = {**OTHERWISE, **tuned, **joined, "triton.enable_pdl": config.dependent}
     cache = fresh_cache() if config.afresh else nullcontext()
     patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings)
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ from fast.compress import compress, decompress
 from fast.encode import decode, encode
 from fast.fake_quantize import fake_quantize, fake_quantize_vjp
 from fast.linear import linear, linear_of_codes
+from fast.linear_pair import linear_pair
 from fast.matmul import matmul, matmul_error_bound
 from fast.normalize import rms_norm, rms_norm_quantize
 from fast.pack import pack, unpack
@@ -28,6 +29,7 @@ __all__ = [
     "fake_quantize_vjp",
     "linear",
     "linear_of_codes",
+    "linear_pair",
     "matmul",
     "matmul_error_bound",
     "pack",
@@ -50,6 +52,7 @@ KERNEL_OF = {
     **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/pointwise.py"),
     "linear": "fast/kernels/vector_product.py",
     "linear_of_codes": "fast/kernels/code_product.py",
+    "linear_pair": "fast/kernels/nibble_product.py",
     "quantize_both": "fast/kernels/both.py",
     **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/normalize.py"),
     **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/swiglu.py"),

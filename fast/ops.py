@@ -141,6 +141,38 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
+@torch.library.custom_op("ao_lab::linear_pair", mutates_args=())
+def linear_pair_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    outer: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    codes2: torch.Tensor,
+    scale2: torch.Tensor,
+    outer2: torch.Tensor | None,
+    zero2: torch.Tensor | None,
+    shape: list[int],
+    scheme: str,
+    packed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs times the transposes of two weights of one shape and scheme."""
+    from fast.linear_pair import linear_pair
+
+    record, size = record_of(scheme), tuple(shape)
+    first = Quantized(codes, scale, outer, zero, size, 1, record, packed)
+    return linear_pair(x, first, Quantized(codes2, scale2, outer2, zero2, size, 1, record, packed))
+
+
+@linear_pair_op.register_fake
+def _linear_pair_fake(
+    x: torch.Tensor, codes: Any, scale: Any, outer: Any, zero: Any, codes2: Any, scale2: Any, outer2: Any, zero2: Any,
+    shape: list[int], scheme: str, packed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    size = (*x.shape[:-1], shape[0])
+    return x.new_empty(size), x.new_empty(size)
+
+
 @torch.library.custom_op("ao_lab::linear_of_codes", mutates_args=())
 def linear_of_codes_op(
     x: torch.Tensor,
@@ -309,6 +341,16 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Te
     return made
 
 
+def linear_pair(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fast.linear_pair.linear_pair`, recorded."""
+    a, b = with_plain_scales(first), with_plain_scales(second)
+    parts = (a.codes, a.scale, a.outer, a.zero, b.codes, b.scale, b.outer, b.zero)
+    made: tuple[torch.Tensor, torch.Tensor] = linear_pair_op(
+        x, *parts, list(a.shape), record_name(a.scheme), a.packed
+    )
+    return made
+
+
 def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -319,4 +361,4 @@ def linear_of_codes(
     return made
 
 
-__all__ = ["dequantize", "fake_quantize", "linear", "linear_of_codes", "quantize"]
+__all__ = ["dequantize", "fake_quantize", "linear", "linear_of_codes", "linear_pair", "quantize"]

@@ -31,6 +31,7 @@ FAST_ALONE = {
     "linear.one_scale": "as check_codes, for those who choose a product",
     "linear.rows_fused": "how many rows kernels take; a reference has none",
     "linear.takes_codes": "which codes a kernel takes; a reference has none",
+    "linear_pair": "two calls of linear in one launch",
     "ops": "operators for those who trace a torch program",
     "ready": "a reference run has nothing to remember: no kernel, no launch",
     "tensors": "reference takes arrays of any library, fast takes torch tensors",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ao_lab.recipes import integer_scheme
 from experiments.kernels.case import HUGE, LARGE, Bar, Case
 from experiments.kernels.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
-from experiments.kernels.linear import linear, linear_of_codes
+from experiments.kernels.linear import linear, linear_of_codes, linear_pair
 from experiments.kernels.operations import (
     both,
     fake_quantize,
@@ -108,6 +108,7 @@ def seen() -> list[Case]:
         ),
         linear(SCHEMES["int8_rowwise"], wrapped=True),
         *(linear_of_codes(name) for name in ("int8_rowwise", "fp8_rowwise")),
+        *(linear_pair(SCHEMES[name]) for name in ("int8_rowwise", "fp8_rowwise", "int4_g128")),
         linear(integer_scheme(4, 64, asymmetric=True, storage="bfloat16")),
         *(linear(SCHEMES[name], rows) for name in ("int8_rowwise", "int4_g128") for rows in (16, 64)),
     ]

@@ -119,6 +119,46 @@ def linear_of_codes(name: str) -> Case:
     )
 
 
+def linear_pair(scheme: Scheme) -> Case:
+    """`fast.linear_pair` of one row and two weights that are stored alike."""
+    packed = scheme.format.bits < 8
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        both = [fast.quantize(normal(shape, device, seed + i), scheme, packed=packed) for i in (0, 1)]
+        return {"x": normal((2, shape[1]), device, seed + 2)[1:], "w": both}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        made, x = [], inputs["x"].cpu()
+        for y, weight in zip(got, inputs["w"], strict=True):
+            w = quantized_piece(weight, sample)
+            error = (y[:, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
+            inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
+            made.append(("within the bound", inside, torch.ones_like(inside)))
+        return made
+
+    def apart(fast: Any, inputs: Inputs) -> Any:
+        return [fast.linear(inputs["x"], w) for w in inputs["w"]]
+
+    return Case(
+        name=f"linear_pair.{scheme.name}",
+        operation="linear_pair",
+        scheme=scheme.name,
+        needs=("linear_pair",),
+        read=lambda shape: 2 * floors.stored_bytes(scheme, shape, packed=packed),
+        moved=lambda shape: (
+            2 * floors.stored_bytes(scheme, shape, packed=packed)
+            + floors.wide_bytes((1, 2 * shape[0] + shape[1]))
+        ),
+        make=make,
+        call=lambda fast, inputs: fast.linear_pair(inputs["x"], *inputs["w"]),
+        compare=compare,
+        shapes=WEIGHTS[:1],
+        beside={"unfused": apart},
+        host=True,
+        options={"packed": packed},
+    )
+
+
 def on_host(q: Quantized) -> Quantized:
     """The same codes and scales on the host."""
     parts = {part: getattr(q, part) for part in ("codes", "scale", "outer", "zero")}

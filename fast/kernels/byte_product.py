@@ -59,16 +59,49 @@ def byte_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one
-    scale a row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
-    ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
+    """ROWS numbers of y; see `_rows`."""
+    _rows(
+        gl.program_id(0), x, codes, scale, zero, bias, y, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS,
+        ALONG, WIDE, DTYPE, LATE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def byte_pair_kernel(
+    x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """The same for two weights of `rows` rows, one after the other."""
+    program, tiles = gl.program_id(0), (rows + (ROWS - 1)) // ROWS
+    if program < tiles:
+        _rows(
+            program, x, codes, scale, zero, None, y, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS, ALONG,
+            WIDE, DTYPE, LATE,
+        )  # fmt: skip
+    else:
+        _rows(
+            program - tiles, x, codes2, scale2, zero2, None, y2, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR,
+            ROWS, ALONG, WIDE, DTYPE, LATE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _rows(
+    program, x, codes, scale, zero, bias, y, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """ROWS numbers of y, those of a program. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block
+    along K, 0 for one scale a row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales;
+    FACTOR: of codes; ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, 1, 1], [2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * ALONG
-    first = gl.program_id(0) * ROWS
+    first = program * ROWS
     words = words_of_rows(codes, first, rows, word_of(ALONG, TILE), LENGTH, ROWS, WIDE, TILE)
     inputs = x + (
         (numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT)

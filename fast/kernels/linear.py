@@ -192,10 +192,13 @@ def is_of_bytes(weight: Weight) -> bool:
     return rule.bits == 8 and kinds and blocks and rule.zero != "value" and _one_level(weight)
 
 
-def nibble_launch(weight: Weight, dtype: str) -> Fixed:
-    """One row, 4-bit integers: with few rows more warps share them, so that enough bytes are under way."""
+def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
+    """One row, 4-bit integers: with few rows more warps share them, so that enough bytes are under way.
+
+    times: weights like this one that a launch reads, as in `byte_launch`; here it is for the kernel of one.
+    """
     tiles = ceil_div(weight.rows, NIBBLE_ROWS)
-    along = min(4 if tiles >= MANY_TILES else 8, power_in(weight.length // NIBBLE_UNIT))
+    along = min(4 if times * tiles >= MANY_TILES else 8, power_in(weight.length // NIBBLE_UNIT))
     tail = (
         weight.rows, weight.length, weight.block or weight.length, along, weight.storage, bool(weight.rule.low < 0),
         bool(weight.rule.zero == "value"), dtype, True,
@@ -203,10 +206,10 @@ def nibble_launch(weight: Weight, dtype: str) -> Fixed:
     return Fixed(nibble_kernel, tiles, tail, along, launch_pdl=True, maxnreg=NIBBLE_REGISTERS)
 
 
-def byte_launch(weight: Weight, dtype: str) -> Fixed:
+def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     """One row, 8-bit elements: four rows of the weight a warp where there are many, else two."""
-    rows = 4 if ceil_div(weight.rows, 4) >= BUSY else 2
-    along = _along(weight, rows, weight.length // BYTES)
+    rows = 4 if times * ceil_div(weight.rows, 4) >= BUSY else 2
+    along = _along(times * ceil_div(weight.rows, rows), weight.length // BYTES)
     kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
     tail = (
         weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
@@ -217,10 +220,10 @@ def byte_launch(weight: Weight, dtype: str) -> Fixed:
     return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
 
 
-def _along(weight: Weight, rows: int, steps: int) -> int:
+def _along(programs: int, steps: int) -> int:
     """Warps that share the rows of a program, so that there are enough in all; they take `steps` steps along K."""
     along = 1
-    while along < min(ALONG, power_in(steps)) and ceil_div(weight.rows, rows) * along < BUSY:
+    while along < min(ALONG, power_in(steps)) and programs * along < BUSY:
         along *= 2
     return along
 

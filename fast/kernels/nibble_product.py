@@ -126,9 +126,41 @@ def nibble_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a block along K, a
-    multiple of 32 that divides K; ALONG: warps along K; STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero
-    points are values, bfloat16, not codes; LATE: launched before the kernel in front of it has ended."""
+    """16 numbers of y; see `_rows`."""
+    _rows(
+        gl.program_id(0), x, codes, scale, zero, bias, y, rows, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED, DTYPE, LATE
+    )  # fmt: skip
+
+
+@gluon.jit
+def nibble_pair_kernel(
+    x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """The same for two weights of `rows` rows, one after the other."""
+    program, tiles = gl.program_id(0), (rows + 15) // 16
+    if program < tiles:
+        _rows(
+            program, x, codes, scale, zero, None, y, rows, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED, DTYPE, LATE
+        )  # fmt: skip
+    else:
+        _rows(
+            program - tiles, x, codes2, scale2, zero2, None, y2, rows, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED,
+            DTYPE, LATE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _rows(
+    program, x, codes, scale, zero, bias, y, rows,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """16 numbers of y, those of a program. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a
+    block along K, a multiple of 32 that divides K; ALONG: warps along K; STORAGE: of scales; SIGNED: codes are two's
+    complement; SHIFTED: zero points are values, bfloat16, not codes; LATE: launched before the kernel in front of it has
+    ended."""
     SHAPE: gl.constexpr = [ALONG, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [ALONG, 1, 1], [2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 32, 1, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
@@ -141,7 +173,7 @@ def nibble_kernel(
     # Columns of a lane that have a scale each.
     APART: gl.constexpr = 1 if BLOCK % (2 * PART) == 0 else 2
     # The last program takes rows again where they are no multiple of 16.
-    first = gl.minimum(gl.program_id(0) * 16, rows - 16)
+    first = gl.minimum(program * 16, rows - 16)
     lane = numbered(32, 1, 3, TILE)
     k = numbered(ALONG, 0, 3, TILE) * UNIT + 32 * (lane % 4)
     words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + first.to(gl.int64) * (LENGTH // 8)

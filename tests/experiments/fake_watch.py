@@ -74,10 +74,16 @@ def linear_of_codes(x, w, bias=None, *, dtype):
     return reference.linear(x, w, bias, accumulation="blocked", block=w.shape[1], out_dtype=name)
 
 
+def linear_pair(x, first, second):
+    """`fast.linear_pair`: two products."""
+    return reference.linear(x, first), reference.linear(x, second)
+
+
 def specified():
     """The reference under the names of `fast`."""
     made = {name: getattr(reference, name) for name in reference.__all__}
-    return {**made, "linear_of_codes": linear_of_codes, "clipped": types.SimpleNamespace(noted=noted)}
+    others = {"linear_of_codes": linear_of_codes, "linear_pair": linear_pair}
+    return {**made, **others, "clipped": types.SimpleNamespace(noted=noted)}
 
 
 def broken(function, change):

@@ -46,6 +46,8 @@ def test_the_reference_passes_the_gate(name):
         ("linear.int4_g64_asymmetric_bf16", "linear", lambda y: y + y.abs().max() / 64),
         ("linear_of_codes.int8_rowwise", "linear_of_codes", lambda y: y * 1.01),
         ("linear_of_codes.fp8_rowwise", "linear_of_codes", lambda y: y * 1.02),
+        ("linear_pair.int8_rowwise", "linear_pair", lambda made: (made[0], made[1] * 1.02)),
+        ("linear_pair.int4_g128", "linear_pair", lambda made: (made[1], made[0])),
         ("noted.int4_g128_asymmetric", "clipped.noted", lambda made: (-made[0], None)),
     ],
 )

@@ -36,6 +36,7 @@ from tests.gpu import (
     kernel_jax,
     kernel_layouts,
     kernel_linear,
+    kernel_pair,
     kernel_producers,
     kernel_quotients,
     kernel_races,
@@ -48,7 +49,7 @@ from tests.gpu.kernel_run import Check, Settings
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
             kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
-            kernel_clipped, kernel_jax)  # fmt: skip
+            kernel_clipped, kernel_pair, kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows
