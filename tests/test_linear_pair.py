@@ -83,6 +83,9 @@ def test_launches():
     assert nibbles.grid == (1792, 1, 1)
     assert nibbles.warps == linear.nibble_launch(doubled, "bfloat16").warps
     assert launch("int8_rowwise").grid == (7168, 1, 1)
+    # Alone these would have more warps to a row, and fewer rows a program.
+    assert launch("int4_g64", (5000, 4096)).warps == 4
+    assert launch("int8_rowwise", (7168, 4096)).grid == (2 * 1792, 1, 1)
     assert launch("int4_g64", (1024, 4096)).warps == 8
     assert launch("mxfp4_rceil") is None
     assert launch("int8_rowwise", (16, 500)) is None
