@@ -46,11 +46,13 @@ class JoinProducts:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node multiplies one row by a stored weight, without a bias."""
+    """Whether a node multiplies one row by a stored weight, without a bias. Sizes that are left open are not one."""
     if node.op != "call_function" or node.target is not torch.ops.ao_lab.linear.default:
         return False
     x = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    return x is not None and node.args[BIAS] is None and x.numel() == x.shape[-1]
+    if x is None or node.args[BIAS] is not None:
+        return False
+    return all(isinstance(size, int) for size in x.shape) and x.numel() == x.shape[-1]
 
 
 def source(value: Any) -> Any:

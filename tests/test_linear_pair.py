@@ -134,6 +134,18 @@ def test_others_are_left(case):
     assert targets(graph) == ["ao_lab.linear.default"] * 2
 
 
+def test_products_of_an_open_number_of_rows_are_left():
+    first, second = weights("int8_rowwise", 16, 512)
+
+    def both(x):
+        return fast.linear(x, first), fast.linear(x, second)
+
+    given = exact_inputs(3, 512, torch.bfloat16)
+    graph = make_fx(both, tracing_mode="symbolic", _allow_non_fake_inputs=True)(given)
+    JoinProducts()(graph.graph)
+    assert targets(graph) == ["ao_lab.linear.default"] * 2
+
+
 def test_products_of_other_inputs_and_later_weights_are_left():
     w = stored("int8_rowwise", 512, 512)
     x = exact_inputs(1, 512, torch.bfloat16)
