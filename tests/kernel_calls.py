@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ao_lab.recipes import named
-from fast.kernels import both, clipping, code_linear, normalize, pointwise, quantizer, swiglu
+from fast.kernels import both, clipping, code_linear, normalize, pair_linear, pointwise, quantizer, swiglu
 from fast.kernels import linear as products
 from fast.kernels.rule import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
@@ -128,12 +128,22 @@ def unpack(fmt, shape=SOME):
     return pointwise.unpack(empty(packed_shape(shape, FORMATS[fmt]), "uint8"), fmt, shape)
 
 
-def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
+def weight(name, shape):
+    """A stored weight, small codes packed."""
     scheme = named(name)
     codes = empty(packed_shape(shape, scheme.format), "uint8")
     kept = scales_of(scheme, shape, 1)
-    w = Quantized(codes, kept.scale, kept.outer, kept.zero, shape, 1, scheme, scheme.format.bits < 8)
-    return products.linear(empty((rows, shape[1]), dtype), w, empty(shape[:1], dtype) if bias else None)
+    return Quantized(codes, kept.scale, kept.outer, kept.zero, shape, 1, scheme, scheme.format.bits < 8)
+
+
+def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
+    added = empty(shape[:1], dtype) if bias else None
+    return products.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
+
+
+def pair(name, dtype="bfloat16", shape=(4096, 4096)):
+    """One row times two weights."""
+    return pair_linear.linear_pair(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
 
 
 def codes(inputs, weight, dtype="bfloat16", shape=(4096, 4096), bias=False):

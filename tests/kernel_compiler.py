@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fast import ready
-from fast.kernels import code_linear, linear, quantizer
+from fast.kernels import code_linear, linear, pair_linear, quantizer
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -94,14 +94,14 @@ def compiling(found: list[Machine]) -> Iterator[None]:
     driver.set_active(OnlyTarget())
     for cache in (quantizer.PLANS, ready.READY):
         cache.clear()
-    for module in (linear, code_linear):
+    for module in (linear, code_linear, pair_linear):
         module._launch.cache_clear()
     try:
         yield
     finally:
         JITFunction.run = run
         driver._active = active
-        for module in (linear, code_linear):
+        for module in (linear, code_linear, pair_linear):
             module._launch.cache_clear()
         for cache, before in zip((quantizer.PLANS, ready.READY), kept, strict=True):
             cache.clear()

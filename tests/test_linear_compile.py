@@ -12,12 +12,13 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.linear import BYTE_REGISTERS
-from tests.kernel_calls import case, codes, linear
+from tests.kernel_calls import case, codes, linear, pair
 from tests.kernel_compiler import launched
 
 NIBBLE, BYTE, CODE, VECTOR, TILE = (
     (f"{name}_kernel",) for name in ("nibble", "byte", "code", "vector", "tile")
 )
+NIBBLES, BYTES = ("nibble_pair_kernel",), ("byte_pair_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 PRODUCTS = (
     case(linear, "int4_g32", shape=UP, kernels=NIBBLE),
@@ -40,6 +41,11 @@ PRODUCTS = (
     case(codes, "fp8_rowwise", "fp8_rowwise", shape=DOWN, kernels=CODE),
     case(codes, "fp8_tensorwise", "fp8_tensorwise_e5m2", dtype="float16", shape=UP, kernels=CODE),
     case(codes, "fp8_rowwise_e5m2", "fp8_rowwise", shape=(4096, 2768), bias=True, kernels=CODE),
+    case(pair, "int4_g64", shape=UP, kernels=NIBBLES),
+    case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=NIBBLES),
+    case(pair, "int8_rowwise", shape=UP, kernels=BYTES),
+    case(pair, "fp8_rowwise", shape=KEYS, kernels=BYTES),
+    case(pair, "mxfp8_e4m3", kernels=BYTES),
     case(linear, "mxfp4", kernels=VECTOR),
     case(linear, "nvfp4", shape=UP, bias=True, kernels=VECTOR),
     case(linear, "nf4", kernels=VECTOR),
@@ -65,7 +71,16 @@ def test_products_compile_as_they_are_meant_to(one):
     assert (machine.kernel,) == one.kernels
     assert (machine.local, machine.stack) == (0, 0)
     assert machine.accesses("LDL") == machine.accesses("STL") == {}
-    {NIBBLE: nibbles, BYTE: octets, CODE: pairs, VECTOR: vectors, TILE: tiles}[one.kernels](machine, one.call)
+    meant = {
+        NIBBLE: nibbles,
+        BYTE: octets,
+        NIBBLES: twice,
+        BYTES: twice,
+        CODE: pairs,
+        VECTOR: vectors,
+        TILE: tiles,
+    }
+    meant[one.kernels](machine, one.call)
 
 
 def nibbles(machine, call):
@@ -84,6 +99,18 @@ def octets(machine, call):
     assert machine.accesses("LDG").get(16, 0) * 16 >= machine.elements
     assert machine.named("HMMA", "HGMMA") == 0
     late_and_alone(machine)
+
+
+def twice(machine, call):
+    """The kernel of one weight two times over, in as many registers; each waits for the kernel in front for itself."""
+    dtype = call.keywords.get("dtype", "bfloat16")
+    alone = case(linear, *call.args, dtype=dtype, shape=call.keywords.get("shape", (4096, 4096)))
+    (one,) = launched(alone.call)
+    wide, single = machine.accesses("LDG")[16], one.accesses("LDG")[16]
+    assert wide in (2 * single, 4 * single), (wide, single)
+    assert machine.named("HMMA") in (2 * one.named("HMMA"), 0)
+    assert machine.registers <= max(one.registers, BYTE_REGISTERS)
+    assert machine.order.count("ACQBULK") == 2
 
 
 def pairs(machine, call):
