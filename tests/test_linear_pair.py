@@ -172,6 +172,8 @@ def test_the_compilers_caches_know_the_pass():
 def test_the_compiler_takes_the_pass():
     """Inductor on a CPU: the same bits, and products that were joined."""
     first, second = weights("int8_rowwise", 16, 512)
+    from torch._inductor.utils import fresh_cache
+
     x, seen = exact_inputs(1, 512, torch.bfloat16), []
 
     def both(x):
@@ -180,7 +182,8 @@ def test_the_compiler_takes_the_pass():
     options = compile_options()
     joined = options["post_grad_custom_pre_pass"]
     options["post_grad_custom_pre_pass"] = watched(joined, seen)
-    with warnings.catch_warnings():
+    # A program from the compiler's cache would not be seen by the pass again.
+    with warnings.catch_warnings(), fresh_cache():
         warnings.simplefilter("ignore")
         made = torch.compile(both, options=options, fullgraph=True)(x)
     for y, wanted in zip(made, both(x), strict=True):
