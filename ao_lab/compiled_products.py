@@ -4,7 +4,8 @@
 
 A layer multiplies its inputs by several weights: those of a gate and of what it gates, or of queries, keys and values. For one
 row of inputs each launch loses time at its beginning and end, and the compiler, which joins products of plain weights by
-itself, cannot look into an operator. This pass over the compiled graph joins them two and two (`fast.linear_pair`).
+itself, cannot look into an operator. This pass over the compiled graph joins them: silu of one times the other as one launch
+(`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-#: Operators that only say how memory is looked at: the same of the same are the same.
-VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
+from ao_lab import compiled_swiglu
+from ao_lab.compiled_swiglu import VIEWS, gated, name_of
+
 #: Arguments of `ao_lab::linear`: its inputs, the parts of the weight, the bias; then how the weight is stored.
 PARTS, BIAS = slice(1, 5), 5
 
@@ -27,22 +29,56 @@ class JoinProducts:
     """The pass, for Inductor's `post_grad_custom_pre_pass`."""
 
     def __call__(self, graph: Graph) -> None:
-        """Join pairs of products in place."""
-        waiting: dict[Any, Node] = {}
+        """Join products in place."""
         for node in list(graph.nodes):
-            if not is_product(node):
-                continue
-            key = (source(node.args[0]), *map(str, node.args[BIAS + 1 :]))
-            first = waiting.pop(key, None)
-            if first is None:
-                waiting[key] = node
-            else:
-                join(graph, first, node)
+            join_gated(graph, node)
+        join_pairs(graph)
         graph.lint()
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its text."""
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        texts = (Path(module).read_bytes() for module in (__file__, compiled_swiglu.__file__))
+        return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def join_gated(graph: Graph, node: Node) -> None:
+    """Put one node in place of silu(gate) * up, where both are products of one 16-bit row by weights of one shape."""
+    found = gated(node)
+    if found is None or not all(map(is_product, found[:2])):
+        return
+    gate, up, between = found
+    stored = [one.args[BIAS + 1 :] for one in (gate, up)]
+    like, wanted = gate.meta["val"], node.meta["val"]
+    alike = source(gate.args[0]) == source(up.args[0]) and stored[0][0] == stored[1][0]
+    if not alike or like.dtype not in (torch.bfloat16, torch.float16) or wanted.numel() != like.numel():
+        return
+    with graph.inserting_before(node):
+        parts = (*gate.args[PARTS], *up.args[PARTS])
+        made = graph.call_function(
+            torch.ops.ao_lab.linear_swiglu.default, (gate.args[0], *parts, *stored[0], *stored[1][1:])
+        )
+        made.meta["val"] = like
+        shaped = graph.call_function(torch.ops.aten.reshape.default, (made, list(wanted.shape)))
+        shaped.meta.update(node.meta)
+        node.replace_all_uses_with(shaped)
+    for one in reversed(list(graph.nodes)):
+        if one is node or one in {*between, gate, up}:
+            graph.erase_node(one)
+
+
+def join_pairs(graph: Graph) -> None:
+    """Put one node in place of two products of one input."""
+    waiting: dict[Any, Node] = {}
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if not is_product(node):
+            continue
+        key = (source(node.args[0]), *map(str, node.args[BIAS + 1 :]))
+        first = waiting.pop(key, None)
+        if first is None:
+            waiting[key] = node
+        else:
+            join(graph, first, node, order)
 
 
 def is_product(node: Node) -> bool:
@@ -59,13 +95,15 @@ def source(value: Any) -> Any:
     """What a value is, so that the same looks at the same memory are equal."""
     if not isinstance(value, Node) or value.op != "call_function":
         return value
-    name = getattr(value.target, "__name__", "").partition(".")[0]
+    name = name_of(value)
     return (name, *map(source, value.args)) if name in VIEWS else value
 
 
-def join(graph: Graph, first: Node, second: Node) -> None:
-    """Put one node in place of two products, where the parts of the second weight are there by then."""
-    order = {node: at for at, node in enumerate(graph.nodes)}
+def join(graph: Graph, first: Node, second: Node, order: dict[Node, int]) -> None:
+    """Put one node in place of two products, where the parts of the second weight are there by then.
+
+    order: places in the graph as it was; what has been put in since is no part of a weight.
+    """
     parts = [part for part in second.args[PARTS] if isinstance(part, Node)]
     if any(order[part] > order[first] for part in parts):
         return
@@ -84,13 +122,20 @@ def join(graph: Graph, first: Node, second: Node) -> None:
 
 
 def compile_options() -> dict[str, Any]:
-    """Options of `torch.compile` (backend "inductor") under which products of one input are joined."""
+    """Options of `torch.compile` (backend "inductor") with which a model of our weights generates fastest.
+
+    Products of one input are joined. On GPUs that can (Hopper and later), what the compiler writes may begin while the kernel
+    in front of it ends, as our kernels do (programmatic dependent launch), where this version of torch has a setting for that.
+    """
+    import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    import fast.ops  # noqa: F401  the operators
+    import fast.linear_ops  # noqa: F401  the operators
 
     # The compiler's caches want this class, which takes a second to import.
-    return {"post_grad_custom_pre_pass": type("JoinProducts", (JoinProducts, CustomGraphPass), {})()}
+    join = type("JoinProducts", (JoinProducts, CustomGraphPass), {})()
+    late = {"triton.enable_pdl": True} if hasattr(inductor.triton, "enable_pdl") else {}
+    return {"post_grad_custom_pre_pass": join, **late}
 
 
 __all__ = ["JoinProducts", "compile_options"]

@@ -144,8 +144,9 @@ def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> tor
 
 
 def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
-    """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
-    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
+    """Whether x is one row that a kernel multiplies as codes. Of sizes that a tracer leaves open nothing is said."""
+    open_sizes = not all(isinstance(size, int) for size in (x.shape[0], *w.codes.shape))
+    if open_sizes or not (w.is_cuda and x.shape[0] == 1):
         return False
     able = _capability(w.device.index or 0) >= OLDEST
     return able and takes_codes(_activation(w).key, w.scheme.key, tuple(w.codes.shape), x.dtype)

@@ -150,9 +150,9 @@ def compiler(config: Config, plan: Plan) -> Iterator[None]:
         # A captured step needs no program any more, and the next model should not be held against all earlier ones.
         torch.compiler.reset()
     # Products of one input are joined: by ours in the compiled graph, of plain weights by the compiler itself.
-    joined = compile_options() if config.setting == OURS else {}
+    advised = compile_options() if config.setting == OURS else {}
     tuned = dict.fromkeys(TUNED, config.tuned)
-    settings = {**OTHERWISE, **tuned, **joined, "triton.enable_pdl": config.dependent}
+    settings = {**OTHERWISE, **tuned, "triton.enable_pdl": config.dependent, **advised}
     cache = fresh_cache() if config.afresh else nullcontext()
     patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings)
     with warnings.catch_warnings():

@@ -31,7 +31,7 @@ def attention_kernel(
     LATE: tl.constexpr,
 ):  # fmt: skip
     """WIDTH numbers of y. scale: of scores; LENGTH: of the cache; STEP: keys at once; LATE: launched while the last programs of
-    the kernel in front of it run, so that what the cache holds is on its way when they end."""
+    the kernel in front of it run, so that what the cache holds is on its way when they end; the kernel behind likewise."""
     head = tl.program_id(0)
     of = head // (HEADS // KV_HEADS)
     d, n = tl.arange(0, WIDTH), tl.arange(0, STEP)
@@ -44,6 +44,7 @@ def attention_kernel(
     v = tl.load(values + place, mask=there, other=0.0)
     if LATE:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q = _rotated(qkv + head * WIDTH, cosine, sine, d, WIDTH) * scale
     own_key = _rotated(qkv + (HEADS + of) * WIDTH, cosine, sine, d, WIDTH)
     own_value = tl.load(qkv + (HEADS + KV_HEADS + of) * WIDTH + d)

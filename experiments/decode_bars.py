@@ -7,14 +7,14 @@ memory. A number that was not measured misses nothing: its line says why it is n
 
 from __future__ import annotations
 
-from experiments.decode_configs import AGAIN, BASELINE, BFLOAT16, LIBRARY, OURS, RACED, TORCHAO
+from experiments.decode_configs import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, RACED, TORCHAO
 from experiments.kernels.lines import PEER_TOLERANCE
 from experiments.published_rows import published
 from experiments.results import Results
 
 RATE, SIZE = "tokens/s", "model size"
-#: Forms of bfloat16 that are compiled with the launches that all have, and rows that hold a rate of the first.
-FORMS, BESIDE = (BFLOAT16, LIBRARY, AGAIN), ("bfloat16 before", "bfloat16 after")
+#: Forms of bfloat16, and rows that hold a rate of the first.
+FORMS, BESIDE = (BFLOAT16, LIBRARY, DEPENDENT), ("bfloat16 before", "bfloat16 after")
 #: A size may be larger than the published by this part; quantization may take so many seconds, and so many models' memory.
 SIZE_TOLERANCE, QUANTIZE_SECONDS, QUANTIZE_PEAK = 0.01, 30.0, 1.1
 

@@ -23,13 +23,12 @@ TEXT = (
     "Each quantized model is a copy of the bfloat16 model beside it, and both generate in turn, bfloat16 first and last: the "
     "speedup is the ratio of medians within one configuration. Bfloat16 and torchao's configurations run with what torchao "
     "recommends for the compiler (coordinate descent, which turns products of one row into tuned reductions); ours need no "
-    "tuning. 'Library products' is bfloat16 without it, 'tuned again' a second tuning from nothing: what tuning finds differs, "
-    "and bars are held against the fastest form of bfloat16. "
-    "'Dependent launches' are rows of their own, beside no bar: there what the compiler writes may begin while "
-    "the kernel in front of it ends, which bfloat16 is not given.",
+    "tuning, and run with what this library recommends (products of one input are joined, as the compiler joins those of plain "
+    "weights; what it writes may begin while the kernel in front of it ends, a dependent launch). 'Library products' is bfloat16 "
+    "without tuning, 'dependent launches' a second tuning, from nothing and with such launches: what tuning finds differs, and "
+    "bars are held against the fastest form of bfloat16.",
     "Attention of the one token is a kernel of this experiment, the same in all rows; the published runs had torch's. Less "
-    "time outside the products raises every ratio: with torch's operations in its place, INT8 was at 1.45 here and INT4 at "
-    "1.79 (the log).",
+    "time outside the products raises every ratio.",
     "Sizes are those of the linear layers, in decimal GB, lm_head included and the embedding not. Peak memory is the most that "
     "was reserved (as published tables have it) and allocated from the end of quantization to the end of generation, without "
     "what the bfloat16 model beside it holds. The peak of quantization is over the bfloat16 model's own bytes.",

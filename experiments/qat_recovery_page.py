@@ -24,8 +24,7 @@ TEXT = (
     "seed, behind the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds of "
     "100 (PTQ - QAT) / (PTQ - float32).",
     "Seeds differ in the text of the further training alone: intervals and deviations say nothing about another model to "
-    "begin with. On a GPU the rate (3e-4) was chosen by one run on other text and another exam, in which 1e-4 recovered 82 to "
-    "94 percent where 3e-4 recovered 94 to 97.",
+    "begin with. On a GPU the rate (3e-4, not 1e-4) was chosen by one run on other text and another exam (see the log).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
     "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and "

@@ -11,6 +11,7 @@ from fast.encode import decode, encode
 from fast.fake_quantize import fake_quantize, fake_quantize_vjp
 from fast.linear import linear, linear_of_codes
 from fast.linear_pair import linear_pair
+from fast.linear_swiglu import linear_swiglu
 from fast.matmul import matmul, matmul_error_bound
 from fast.normalize import rms_norm, rms_norm_quantize
 from fast.pack import pack, unpack
@@ -30,6 +31,7 @@ __all__ = [
     "linear",
     "linear_of_codes",
     "linear_pair",
+    "linear_swiglu",
     "matmul",
     "matmul_error_bound",
     "pack",
@@ -52,7 +54,7 @@ KERNEL_OF = {
     **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/pointwise.py"),
     "linear": "fast/kernels/vector_product.py",
     "linear_of_codes": "fast/kernels/code_product.py",
-    "linear_pair": "fast/kernels/nibble_product.py",
+    **dict.fromkeys(("linear_pair", "linear_swiglu"), "fast/kernels/nibble_product.py"),
     "quantize_both": "fast/kernels/both.py",
     **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/normalize.py"),
     **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/swiglu.py"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import reference
-from fast import ops, ready
+from fast import linear_ops, ready
 from fast.device import has_kernels, is_traced
 from fast.quantize import dequantize
 from fast.tensors import require_tensor
@@ -45,7 +45,7 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     check_linear(x, w, bias)
     require_tensor(w.codes, "linear")
     if is_traced(x) or is_traced(w.codes):
-        return ops.linear(x, w, bias)
+        return linear_ops.linear(x, w, bias)
     x = x.detach()
     if not has_kernels(x):
         return require_tensor(reference.linear(x, w, bias), "linear")
@@ -93,7 +93,7 @@ def linear_of_codes(
     check_codes(x, w)
     name = choice(str(dtype).removeprefix("torch."), tuple(RESULTS), "dtype")
     if is_traced(x.codes) or is_traced(w.codes):
-        return ops.linear_of_codes(x, w, bias, dtype)
+        return linear_ops.linear_of_codes(x, w, bias, dtype)
     check_quantized(x)
     check_quantized(w)
     bias = None if bias is None else bias.detach()

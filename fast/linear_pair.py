@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fast import ops, ready
+from fast import linear_ops, ready
 from fast.device import has_kernels, is_traced
 from fast.linear import linear
 from fast.tensors import require_tensor
@@ -21,7 +21,7 @@ def linear_pair(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[t
     multiplies them by kernels of one row) take one launch. Its results lie within `reference.linear_error_bound`, like those of
     `linear`, whose sums may be made in another order. Everything else is two calls. Arguments and errors are those of `linear`.
     """
-    key, known = _call(require_tensor(x, "linear_pair"), first, second)
+    key, known = ready_pair("linear_pair", x, first, second)
     if known is not None:
         return known  # type: ignore[no-any-return]
     for w in (first, second):
@@ -45,19 +45,20 @@ def alike(first: Quantized, second: Quantized) -> bool:
 
 def _traced(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     if alike(first, second):
-        return ops.linear_pair(x, first, second)
-    return ops.linear(x, first, None), ops.linear(x, second, None)
+        return linear_ops.linear_pair(x, first, second)
+    return linear_ops.linear(x, first, None), linear_ops.linear(x, second, None)
 
 
-def _call(x: torch.Tensor, first: Any, second: Any) -> tuple[Any, Any]:
-    """`ready.call` of `linear_pair`."""
+def ready_pair(name: str, x: torch.Tensor, first: Any, second: Any) -> tuple[Any, Any]:
+    """`ready.call` of a function of two weights."""
+    require_tensor(x, name)
     stored = isinstance(first, Quantized) and isinstance(second, Quantized)
     if torch.compiler.is_compiling() or not stored:
         return None, None
     # A key has the id of one record: the other one travels by name.
     values = (second.scheme.key, *ready.settings(first), *ready.settings(second))
     parts = (part for w in (first, second) for part in (w.codes, w.scale, w.outer, w.zero))
-    return ready.call("linear_pair", first.scheme, values, x, *parts)
+    return ready.call(name, first.scheme, values, x, *parts)
 
 
-__all__ = ["alike", "linear_pair"]
+__all__ = ["alike", "linear_pair", "ready_pair"]

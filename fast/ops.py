@@ -1,5 +1,7 @@
 """`torch.library` operators of the functions here, for what traces a program: torch.compile, export, opcheck.
 
+Those of products are in `linear_ops`.
+
 Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer the
 public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A scheme travels by
 name, a record of one's own (`dataclasses.replace`) with all its fields, so that a saved program runs in another process.
@@ -112,93 +114,6 @@ def _dequantize_fake(
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     return codes.new_empty(shape, dtype=dtype)
-
-
-@torch.library.custom_op("ao_lab::linear", mutates_args=())
-def linear_op(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    outer: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: list[int],
-    scheme: str,
-    packed: bool,
-) -> torch.Tensor:
-    """Inputs times the transpose of the weight that codes and scales stand for."""
-    import fast
-
-    return fast.linear(
-        x, Quantized(codes, scale, outer, zero, tuple(shape), 1, record_of(scheme), packed), bias
-    )
-
-
-@linear_op.register_fake
-def _linear_fake(
-    x: torch.Tensor, codes: Any, scale: Any, outer: Any, zero: Any, bias: Any, shape: list[int], scheme: str, packed: bool
-) -> torch.Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], shape[0]))
-
-
-@torch.library.custom_op("ao_lab::linear_pair", mutates_args=())
-def linear_pair_op(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    outer: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    codes2: torch.Tensor,
-    scale2: torch.Tensor,
-    outer2: torch.Tensor | None,
-    zero2: torch.Tensor | None,
-    shape: list[int],
-    scheme: str,
-    packed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs times the transposes of two weights of one shape and scheme."""
-    from fast.linear_pair import linear_pair
-
-    record, size = record_of(scheme), tuple(shape)
-    first = Quantized(codes, scale, outer, zero, size, 1, record, packed)
-    return linear_pair(x, first, Quantized(codes2, scale2, outer2, zero2, size, 1, record, packed))
-
-
-@linear_pair_op.register_fake
-def _linear_pair_fake(
-    x: torch.Tensor, codes: Any, scale: Any, outer: Any, zero: Any, codes2: Any, scale2: Any, outer2: Any, zero2: Any,
-    shape: list[int], scheme: str, packed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    size = (*x.shape[:-1], shape[0])
-    return x.new_empty(size), x.new_empty(size)
-
-
-@torch.library.custom_op("ao_lab::linear_of_codes", mutates_args=())
-def linear_of_codes_op(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scheme: str,
-    scheme: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """One row of codes times the transpose of a weight of codes."""
-    from fast.linear import linear_of_codes
-
-    left = Quantized(x, x_scale, None, x_zero, tuple(x.shape), 1, record_of(x_scheme))
-    w = Quantized(codes, scale, None, None, tuple(codes.shape), 1, record_of(scheme))
-    return linear_of_codes(left, w, bias, dtype=dtype)
-
-
-@linear_of_codes_op.register_fake
-def _linear_of_codes_fake(
-    x: torch.Tensor, x_scale: Any, x_zero: Any, codes: torch.Tensor, scale: Any, bias: Any, x_scheme: str, scheme: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], codes.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op("ao_lab::fake_quantize", mutates_args=())
@@ -332,33 +247,4 @@ def fake_quantize(x: torch.Tensor, scheme: Any, axis: int, scales: Any, random_b
     return made
 
 
-def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fast.linear`, recorded."""
-    q = with_plain_scales(w)
-    made: torch.Tensor = linear_op(
-        x, q.codes, q.scale, q.outer, q.zero, bias, list(q.shape), record_name(q.scheme), q.packed
-    )
-    return made
-
-
-def linear_pair(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fast.linear_pair.linear_pair`, recorded."""
-    a, b = with_plain_scales(first), with_plain_scales(second)
-    parts = (a.codes, a.scale, a.outer, a.zero, b.codes, b.scale, b.outer, b.zero)
-    made: tuple[torch.Tensor, torch.Tensor] = linear_pair_op(
-        x, *parts, list(a.shape), record_name(a.scheme), a.packed
-    )
-    return made
-
-
-def linear_of_codes(
-    x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """`fast.linear.linear_of_codes`, recorded."""
-    made: torch.Tensor = linear_of_codes_op(
-        x.codes, x.scale, x.zero, w.codes, w.scale, bias, record_name(x.scheme), record_name(w.scheme), dtype
-    )
-    return made
-
-
-__all__ = ["dequantize", "fake_quantize", "linear", "linear_of_codes", "linear_pair", "quantize"]
+__all__ = ["dequantize", "fake_quantize", "quantize"]

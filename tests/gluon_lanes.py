@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from fast.kernels import lanes
+from fast.kernels import bits, halves, lane_swiglu, lanes, swiglu
 from tests.ptx import OPERAND, immediate, parsed, run
-from tests.ptx_opcodes import OPCODES
+from tests.ptx_opcodes import OPCODES, fused
 
 
 class Tensor(np.ndarray):
@@ -36,7 +36,27 @@ class Pointer:
         return Pointer(self.memory, self.at + np.asarray(offset))
 
 
+class Either:
+    """Places in two arrays, each element in one of them."""
+
+    def __init__(self, which, one, other):
+        self.which, self.one, self.other = which, one, other
+
+    def __add__(self, offset):
+        return Either(self.which, self.one + offset, self.other + offset)
+
+
+def where(which, one, other):
+    if isinstance(one, Pointer):
+        return Either(np.asarray(which), one, other)
+    return np.where(which, one, other).view(Tensor)
+
+
 def load(pointer, mask=True, other=0, eviction_policy=""):
+    if isinstance(pointer, Either):
+        halves_of = (pointer.one, pointer.which), (pointer.other, ~pointer.which)
+        one, other = (load(part, mask & mine, other) for part, mine in halves_of)
+        return where(pointer.which, one, other)
     at = np.broadcast_to(pointer.at, np.broadcast_shapes(np.shape(pointer.at), np.shape(mask)))
     asked = np.broadcast_to(mask, at.shape)
     assert ((at >= 0) & (at < pointer.memory.size))[asked].all()
@@ -95,27 +115,33 @@ def on_tensor_cores(text, outputs, words):
     return [held[f"${i}"] for i in range(outputs)]
 
 
+def fma(a, b, c):
+    """a * b + c of float32, rounded once."""
+    return fused(*(np.asarray(v, np.float32) for v in (a, b, c))).view(Tensor)
+
+
 def body(module, kernel, program):
     """A kernel of a module as a Python function, for one program."""
     gl = SimpleNamespace(
         int16=np.int16, int32=np.int32, int64=np.int64, float16=np.float16, bfloat16=ml_dtypes.bfloat16, float32=np.float32,
         pointer_type=lambda kind: kind, BlockedLayout=lambda *_: None, convert_layout=lambda v, *_, **__: v, load=load,
         store=store, inline_asm_elementwise=assembly, static_range=range, program_id=lambda _: program,
-        where=lambda *v: np.where(*v).view(Tensor),
+        where=where, cast=lambda v, kind: np.asarray(v).astype(kind).view(Tensor),
         minimum=lambda a, b: np.asarray(np.minimum(a, b)).view(Tensor),
+        maximum=lambda a, b: np.asarray(np.maximum(a, b)).view(Tensor),
         to_tensor=lambda v: np.asarray(v, np.int32).view(Tensor), sum=lambda v, axis: np.sum(v, axis, v.dtype),
         arange=lambda low, high, layout: np.arange(low, high, dtype=np.int32).view(Tensor),
         expand_dims=np.expand_dims, reshape=np.reshape,
         split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind).view(Tensor),
         full=lambda s, v, kind, _: np.full(s, v, kind).view(Tensor),
-        fma=lambda a, b, c: (a.astype(float) * b + c).astype(np.float32),
+        fma=fma,
     )  # fmt: skip
     gl.broadcast = lambda *v: [part.view(Tensor) for part in np.broadcast_arrays(*v)]
-    names = {"gl": gl, "_alone": lambda *_: None}
-    for home in (lanes, module):
+    names = {"gl": gl, "tl": gl, "_alone": lambda *_: None}
+    for home in (bits, halves, swiglu, lane_swiglu, lanes, module):
         for name, value in vars(home).items():
             if isinstance(value, JITFunction):
-                names[name] = FunctionType(value.fn.__code__, names)
+                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             elif name.isupper():
                 names[name] = getattr(value, "value", value)
     return names[kernel]

@@ -146,6 +146,11 @@ def pair(name, dtype="bfloat16", shape=(4096, 4096)):
     return pair_linear.linear_pair(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
 
 
+def gated(name, dtype="bfloat16", shape=(4096, 4096)):
+    """silu of one product of one row times another."""
+    return pair_linear.linear_swiglu(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
+
+
 def codes(inputs, weight, dtype="bfloat16", shape=(4096, 4096), bias=False):
     """One row of codes times a weight of codes."""
     x, w = (

@@ -12,13 +12,14 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.linear import BYTE_REGISTERS
-from tests.kernel_calls import case, codes, linear, pair
+from tests.kernel_calls import case, codes, gated, linear, pair
 from tests.kernel_compiler import launched
 
 NIBBLE, BYTE, CODE, VECTOR, TILE = (
     (f"{name}_kernel",) for name in ("nibble", "byte", "code", "vector", "tile")
 )
 NIBBLES, BYTES = ("nibble_pair_kernel",), ("byte_pair_kernel",)
+GATED = NIBBLES_GATED, BYTES_GATED = ("nibble_swiglu_kernel",), ("byte_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 PRODUCTS = (
     case(linear, "int4_g32", shape=UP, kernels=NIBBLE),
@@ -46,6 +47,13 @@ PRODUCTS = (
     case(pair, "int8_rowwise", shape=UP, kernels=BYTES),
     case(pair, "fp8_rowwise", shape=KEYS, kernels=BYTES),
     case(pair, "mxfp8_e4m3", kernels=BYTES),
+    case(gated, "int4_g64", shape=UP, kernels=NIBBLES_GATED),
+    case(gated, "int4_g64_asymmetric_bf16", shape=UP, kernels=NIBBLES_GATED),
+    case(gated, "int4_g32_asymmetric", dtype="float16", kernels=NIBBLES_GATED),
+    case(gated, "int8_rowwise", shape=UP, kernels=BYTES_GATED),
+    case(gated, "int8_g128_asymmetric", dtype="float16", shape=UP, kernels=BYTES_GATED),
+    case(gated, "fp8_rowwise", shape=KEYS, kernels=BYTES_GATED),
+    case(gated, "mxfp8_e4m3", kernels=BYTES_GATED),
     case(linear, "mxfp4", kernels=VECTOR),
     case(linear, "nvfp4", shape=UP, bias=True, kernels=VECTOR),
     case(linear, "nf4", kernels=VECTOR),
@@ -76,6 +84,7 @@ def test_products_compile_as_they_are_meant_to(one):
         BYTE: octets,
         NIBBLES: twice,
         BYTES: twice,
+        **dict.fromkeys(GATED, both_at_once),
         CODE: pairs,
         VECTOR: vectors,
         TILE: tiles,
@@ -112,6 +121,18 @@ def twice(machine, call):
         assert machine.named(name) == 2 * one.named(name)
     assert machine.registers <= max(one.registers, BYTE_REGISTERS)
     assert machine.order.count("ACQBULK") == 2
+
+
+def both_at_once(machine, call):
+    """What the kernel of one weight of as many rows reads and multiplies, in as many registers; silu comes after."""
+    dtype = call.keywords.get("dtype", "bfloat16")
+    rows, length = call.keywords.get("shape", (4096, 4096))
+    alone = case(linear, *call.args, dtype=dtype, shape=(2 * rows, length))
+    (one,) = launched(alone.call)
+    assert machine.accesses("LDG") == one.accesses("LDG")
+    assert machine.named("HMMA") == one.named("HMMA")
+    assert machine.registers <= max(one.registers, BYTE_REGISTERS)
+    late_and_alone(machine)
 
 
 def pairs(machine, call):

@@ -108,7 +108,11 @@ def seen() -> list[Case]:
         ),
         linear(SCHEMES["int8_rowwise"], wrapped=True),
         *(linear_of_codes(name) for name in ("int8_rowwise", "fp8_rowwise")),
-        *(linear_pair(SCHEMES[name]) for name in ("int8_rowwise", "fp8_rowwise", "int4_g128")),
+        *(
+            linear_pair(SCHEMES[name], gated=gated)
+            for gated in (False, True)
+            for name in ("int8_rowwise", "fp8_rowwise", "int4_g128")
+        ),
         linear(integer_scheme(4, 64, asymmetric=True, storage="bfloat16")),
         *(linear(SCHEMES[name], rows) for name in ("int8_rowwise", "int4_g128") for rows in (16, 64)),
     ]

@@ -22,6 +22,8 @@ from reference.linear import transposed
 WEIGHTS = ("14336x4096", "4096x14336")
 #: Rows of inputs whose results are compared.
 COMPARED = 4
+#: The largest slope of silu (1.09984, at 2.4); half a unit in the last place of bfloat16, relative; its smallest subnormal.
+STEEPEST, HALF_UNIT, SMALLEST = 1.1, 2.0**-8, 2.0**-133
 
 
 def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
@@ -54,10 +56,7 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         return functional.linear(inputs["x"], fast.dequantize(inputs["w"], "bfloat16"))
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
-        w, x = quantized_piece(inputs["w"], sample), inputs["x"][:COMPARED].cpu()
-        error = (got[:COMPARED, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
-        inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
-        return [("within the bound", inside, torch.ones_like(inside))]
+        return within(inputs["x"], inputs["w"], got, sample)
 
     return Case(
         name=f"linear.{scheme.name}" + ("" if rows == 1 else f".rows{rows}") + ".wrapped" * wrapped,
@@ -119,44 +118,68 @@ def linear_of_codes(name: str) -> Case:
     )
 
 
-def linear_pair(scheme: Scheme) -> Case:
-    """`fast.linear_pair` of one row and two weights that are stored alike."""
-    packed = scheme.format.bits < 8
+def linear_pair(scheme: Scheme, *, gated: bool = False) -> Case:
+    """`fast.linear_pair` of one row and two weights that are stored alike; gated: `fast.linear_swiglu`."""
+    packed, name = scheme.format.bits < 8, "linear_swiglu" if gated else "linear_pair"
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
         both = [fast.quantize(normal(shape, device, seed + i), scheme, packed=packed) for i in (0, 1)]
         return {"x": normal((2, shape[1]), device, seed + 2)[1:], "w": both}
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
-        made, x = [], inputs["x"].cpu()
-        for y, weight in zip(got, inputs["w"], strict=True):
-            w = quantized_piece(weight, sample)
-            error = (y[:, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
-            inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
-            made.append(("within the bound", inside, torch.ones_like(inside)))
-        return made
+        x, both = inputs["x"], inputs["w"]
+        if gated:
+            return within_gated(x, both, got, sample)
+        return [one for y, w in zip(got, both, strict=True) for one in within(x, w, y, sample)]
 
     def apart(fast: Any, inputs: Inputs) -> Any:
-        return [fast.linear(inputs["x"], w) for w in inputs["w"]]
+        made = [fast.linear(inputs["x"], w) for w in inputs["w"]]
+        return fast.swiglu(*made) if gated else made
 
     return Case(
-        name=f"linear_pair.{scheme.name}",
-        operation="linear_pair",
+        name=f"{name}.{scheme.name}",
+        operation=name,
         scheme=scheme.name,
-        needs=("linear_pair",),
+        needs=(name, "swiglu") if gated else (name,),
         read=lambda shape: 2 * floors.stored_bytes(scheme, shape, packed=packed),
         moved=lambda shape: (
             2 * floors.stored_bytes(scheme, shape, packed=packed)
-            + floors.wide_bytes((1, 2 * shape[0] + shape[1]))
+            + floors.wide_bytes((1, (1 if gated else 2) * shape[0] + shape[1]))
         ),
         make=make,
-        call=lambda fast, inputs: fast.linear_pair(inputs["x"], *inputs["w"]),
+        call=lambda fast, inputs: getattr(fast, name)(inputs["x"], *inputs["w"]),
         compare=compare,
         shapes=WEIGHTS[:1],
         beside={"unfused": apart},
         host=True,
         options={"packed": packed},
     )
+
+
+def within(x: torch.Tensor, weight: Quantized, got: torch.Tensor, sample: Sample) -> list[Compared]:
+    """Whether a product lies within the bound of `linear`."""
+    x, w = x[:COMPARED].cpu(), quantized_piece(weight, sample)
+    error = (got[:COMPARED, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
+    inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
+    return [("within the bound", inside, torch.ones_like(inside))]
+
+
+def within_gated(x: torch.Tensor, both: list[Quantized], got: torch.Tensor, sample: Sample) -> list[Compared]:
+    """Whether silu of one product times another is as near as two products within their bounds can make it.
+
+    silu changes by at most STEEPEST times what its argument does; it and the last product are rounded to bfloat16.
+    """
+    x = x.cpu()
+    pieces = [quantized_piece(w, sample) for w in both]
+    gate, up = (exact(x, w) for w in pieces)
+    of_gate, of_up = (torch.as_tensor(reference.linear_error_bound(x, w)) for w in pieces)
+    gated = functional.silu(gate)
+    off = STEEPEST * of_gate
+    off = off + HALF_UNIT * (gated.abs() + off) + SMALLEST
+    bound = off * (up.abs() + of_up) + gated.abs() * of_up
+    bound = bound + HALF_UNIT * ((gated * up).abs() + bound) + SMALLEST
+    inside = (got[:, sample.start : sample.stop].cpu().double() - gated * up).abs() <= bound
+    return [("within the bound", inside, torch.ones_like(inside))]
 
 
 def on_host(q: Quantized) -> Quantized:

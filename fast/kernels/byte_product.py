@@ -9,9 +9,11 @@ Layouts are explicit: no number changes its lane before the sums of a row do.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from fast.kernels.lane_swiglu import gated_sums
 from fast.kernels.lanes import (
     after_others,
     as_scale,
+    either,
     narrowed,
     numbered,
     row_of,
@@ -59,7 +61,7 @@ def byte_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y; see `_rows`."""
+    """ROWS numbers of y; see `_sums`."""
     _rows(
         gl.program_id(0), x, codes, scale, zero, bias, y, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS,
         ALONG, WIDE, DTYPE, LATE,
@@ -87,27 +89,69 @@ def byte_pair_kernel(
 
 
 @gluon.jit
+def byte_swiglu_kernel(
+    x, codes, scale, zero, codes2, scale2, zero2, y, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """ROWS / 2 numbers of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
+    made = _sums(
+        gl.program_id(0) * (ROWS // 2), x, codes, scale, zero, codes2, scale2, zero2, rows, per_row, LENGTH, BLOCK, HIGH,
+        KIND, STORAGE, FACTOR, ROWS, ALONG, WIDE, LATE,
+    )  # fmt: skip
+    gate, up = gl.split(gl.reshape(made, [ROWS // 2, 2]))
+    n = gl.program_id(0) * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gate.type.layout)
+    gl.store(y + n, gated_sums(gate, up, DTYPE), mask=n < rows)
+
+
+@gluon.jit
 def _rows(
     program, x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y, those of a program. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block
-    along K, 0 for one scale a row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales;
-    FACTOR: of codes; ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
+    """ROWS numbers of y, those of a program."""
+    first = program * ROWS
+    made = _sums(
+        first, x, codes, scale, zero, None, None, None, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS,
+        ALONG, WIDE, LATE,
+    )  # fmt: skip
+    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+    inside = n < rows
+    if bias is not None:
+        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + n, narrowed(made, DTYPE), mask=inside)
+
+
+@gluon.jit
+def _sums(
+    first, x, codes, scale, zero, codes2, scale2, zero2, rows, per_row,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """ROWS products in float32, of rows `first` and following; with a second weight of half as many rows, each of both weights
+    in turn. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one scale a
+    row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
+    ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, 1, 1], [2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * ALONG
-    first = program * ROWS
-    words = words_of_rows(codes, first, rows, word_of(ALONG, TILE), LENGTH, ROWS, WIDE, TILE)
+    # Rows of the weight, and the weight, by the number of a product.
+    EACH: gl.constexpr = 1 if codes2 is None else 2
+    i, word = numbered(ROWS, 1, 4, TILE), word_of(ALONG, TILE)
+    row = row_of(first + i // EACH, rows, WIDE)
+    words = words_of_rows(codes, row, word, LENGTH)
+    if codes2 is not None:
+        words = either(words, words_of_rows(codes2, row, word, LENGTH), i % 2)
     inputs = x + (
         (numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT)
     )
     start = (numbered(ALONG, 0, 3, LANES) * 32 + numbered(32, 2, 3, LANES)) * 16
-    blocks = row_of(first + numbered(ROWS, 1, 3, LANES), rows, WIDE) // HIGH * per_row
+    j = numbered(ROWS, 1, 3, LANES)
+    blocks = row_of(first + j // EACH, rows, WIDE) // HIGH * per_row
     after_others(LATE)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     scaled = gl.zeros([ALONG, ROWS, 32], gl.float32, LANES)
@@ -128,19 +172,22 @@ def _rows(
             sums = gl.convert_layout(gl.sum(added, axis=3), LANES, assert_trivial=True)
             if zero is not None:
                 whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
-                sums = sums - gl.load(zero + at).to(gl.float32) * whole
-            scaled += sums * as_scale(gl.load(scale + at), STORAGE)
+                sums = sums - gl.load(_of(zero, zero2, at, j)).to(gl.float32) * whole
+            scaled += sums * as_scale(gl.load(_of(scale, scale2, at, j)), STORAGE)
         else:
             total = added
     if BLOCK > 0:
         made = gl.sum(gl.sum(scaled, axis=2), axis=0)
     else:
         made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
-    n = first + gl.arange(0, ROWS, layout=made.type.layout)
-    inside = n < rows
     if BLOCK <= 0:
-        made = made * as_scale(gl.load(scale + (gl.minimum(n, rows - 1) if BLOCK == 0 else n * 0)), STORAGE)
-    made = made * FACTOR
-    if bias is not None:
-        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + n, narrowed(made, DTYPE), mask=inside)
+        n = gl.arange(0, ROWS, layout=made.type.layout)
+        at = gl.minimum(first + n // EACH, rows - 1) if BLOCK == 0 else n * 0
+        made = made * as_scale(gl.load(_of(scale, scale2, at, n)), STORAGE)
+    return made * FACTOR
+
+
+@gluon.jit
+def _of(one, other, at, i):
+    """Pointers to numbers of the weight that product i is of."""
+    return either(one + at, None if other is None else other + at, i % 2)

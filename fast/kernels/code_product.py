@@ -20,6 +20,8 @@ from fast.kernels.byte_product import TEXT_E4M3, TEXT_E5M2
 from fast.kernels.lanes import (
     after_others,
     narrowed,
+    numbered,
+    row_of,
     spread,
     word_of,
     words_of_rows,
@@ -77,7 +79,7 @@ def code_kernel(
     STEP: gl.constexpr = 128 * ALONG
     first = gl.program_id(0) * ROWS
     word = word_of(ALONG, TILE)
-    words = words_of_rows(codes, first, rows, word, LENGTH, ROWS, WIDE, TILE)
+    words = words_of_rows(codes, row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE), word, LENGTH)
     inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + word
     after_others(LATE)
     total = gl.zeros(SHAPE, gl.int32 if KIND == "int" else gl.float32, TILE)

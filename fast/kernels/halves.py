@@ -126,10 +126,10 @@ def narrowed(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 def _by_integers(v, DTYPE: tl.constexpr):
     if DTYPE == "bfloat16":
         half = (bits_of(rounded(v, DTYPE)) >> 16).to(tl.int16)
-        return tl.where(is_nan(v), tl.full((), 0x7FC0, tl.int16), half).to(tl.bfloat16, bitcast=True)
+        return tl.where(is_nan(v), tl.cast(0x7FC0, tl.int16), half).to(tl.bfloat16, bitcast=True)
     else:
         half = v.to(tl.float16).to(tl.int16, bitcast=True)
-        return tl.where(is_nan(v), tl.full((), 0x7E00, tl.int16), half).to(tl.float16, bitcast=True)
+        return tl.where(is_nan(v), tl.cast(0x7E00, tl.int16), half).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -44,21 +44,37 @@ def word_of(ALONG: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def words_of_rows(
-    codes, first, rows, word, LENGTH: gl.constexpr, ROWS: gl.constexpr, WIDE: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
-    """Pointers to these words of ROWS rows of LENGTH bytes: (ALONG, ROWS, 32, 4)."""
-    row = row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE)
-    return codes.to(gl.pointer_type(gl.int32), bitcast=True) + (row * (LENGTH // 4) + word)
+def as_words(codes):
+    """The same address as a pointer to words of 4 bytes."""
+    return codes.to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def words_of_rows(codes, row, word, LENGTH: gl.constexpr):
+    """Pointers to these words of rows of LENGTH bytes: (ALONG, rows, 32, 4)."""
+    return as_words(codes) + (row * (LENGTH // 4) + word)
+
+
+@gluon.jit
+def either(one, other, which):
+    """Pointers of the first where `which` is 0 and of the second elsewhere; of the first where there is no second."""
+    if other is None:
+        return one
+    else:
+        return gl.where(which == 0, one, other)
 
 
 @gluon.jit
 def after_others(LATE: gl.constexpr):
-    """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch)."""
+    """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch).
+
+    Then the one behind may begin, if it was launched so: what lies further in front than its neighbour has ended by then.
+    """
     if LATE:
         gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit

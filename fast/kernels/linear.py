@@ -208,7 +208,7 @@ def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
 
 def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     """One row, 8-bit elements: four rows of the weight a warp where there are many, else two."""
-    rows = 4 if times * ceil_div(weight.rows, 4) >= BUSY else 2
+    rows = byte_rows(weight, times)
     along = _along(times * ceil_div(weight.rows, rows), weight.length // BYTES)
     kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
     tail = (
@@ -218,6 +218,11 @@ def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     limit = weight.block <= 0 and (rows == 4 or weight.length > LONG)
     registers = {"maxnreg": BYTE_REGISTERS} if limit else {}
     return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
+
+
+def byte_rows(weight: Weight, times: int = 1) -> int:
+    """Rows of 8-bit elements that a program takes."""
+    return 4 if times * ceil_div(weight.rows, 4) >= BUSY else 2
 
 
 def _along(programs: int, steps: int) -> int:

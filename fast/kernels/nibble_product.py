@@ -27,7 +27,8 @@ Layouts are explicit, since the assembly depends on them.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.lanes import after_others, as_scale, narrowed, numbered
+from fast.kernels.lane_swiglu import gated_sums
+from fast.kernels.lanes import after_others, as_scale, as_words, either, narrowed, numbered
 
 
 def _decoded(word: str, out: str, kind: str, signed: bool) -> str:
@@ -126,7 +127,7 @@ def nibble_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y; see `_rows`."""
+    """16 numbers of y; see `_sums`."""
     _rows(
         gl.program_id(0), x, codes, scale, zero, bias, y, rows, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED, DTYPE, LATE
     )  # fmt: skip
@@ -152,15 +153,51 @@ def nibble_pair_kernel(
 
 
 @gluon.jit
+def nibble_swiglu_kernel(
+    x, codes, scale, zero, codes2, scale2, zero2, y, rows,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """8 numbers of silu(gate) * up, of two weights of `rows` rows: those of one are rows g of the instruction, of the other
+    rows g + 8."""
+    first = gl.minimum(gl.program_id(0) * 8, rows - 8)
+    made = _sums(
+        first, x, codes, scale, zero, codes2, scale2, zero2, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED, DTYPE, LATE
+    )  # fmt: skip
+    gate, up = gl.split(made)
+    gl.store(y + first + gl.arange(0, 8, layout=gate.type.layout), gated_sums(gate, up, DTYPE))
+
+
+@gluon.jit
 def _rows(
     program, x, codes, scale, zero, bias, y, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y, those of a program. rows: N, at least 16; LENGTH: K, a multiple of 256 * ALONG; BLOCK: elements of a
-    block along K, a multiple of 32 that divides K; ALONG: warps along K; STORAGE: of scales; SIGNED: codes are two's
-    complement; SHIFTED: zero points are values, bfloat16, not codes; LATE: launched before the kernel in front of it has
-    ended."""
+    """16 numbers of y, those of a program. rows: N, at least 16."""
+    # The last program takes rows again where they are no multiple of 16.
+    first = gl.minimum(program * 16, rows - 16)
+    made = _sums(
+        first, x, codes, scale, zero, None, None, None, LENGTH, BLOCK, ALONG, STORAGE, SIGNED, SHIFTED, DTYPE, LATE
+    )  # fmt: skip
+    made = gl.reshape(made, [16])
+    i = gl.arange(0, 16, layout=made.type.layout)
+    n = first + i // 2 + i % 2 * 8
+    if bias is not None:
+        made += gl.load(bias + n).to(gl.float32)
+    gl.store(y + n, narrowed(made, DTYPE))
+
+
+@gluon.jit
+def _sums(
+    first, x, codes, scale, zero, codes2, scale2, zero2,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, ALONG: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
+    SHIFTED: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+):  # fmt: skip
+    """16 products in float32, (8, 2): row `first` + g and the one 8 further, or the same row of a second weight. LENGTH: K,
+    a multiple of 256 * ALONG; BLOCK: elements of a block along K, a multiple of 32 that divides K; ALONG: warps along K;
+    STORAGE: of scales; SIGNED: codes are two's complement; SHIFTED: zero points are values, bfloat16, not codes; LATE:
+    launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [ALONG, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [ALONG, 1, 1], [2, 1, 0])
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 32, 1, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
@@ -172,43 +209,44 @@ def _rows(
     BLOCKS: gl.constexpr = LENGTH // BLOCK
     # Columns of a lane that have a scale each.
     APART: gl.constexpr = 1 if BLOCK % (2 * PART) == 0 else 2
-    # The last program takes rows again where they are no multiple of 16.
-    first = gl.minimum(program * 16, rows - 16)
     lane = numbered(32, 1, 3, TILE)
     k = numbered(ALONG, 0, 3, TILE) * UNIT + 32 * (lane % 4)
-    words = codes.to(gl.pointer_type(gl.int32), bitcast=True) + first.to(gl.int64) * (LENGTH // 8)
-    words = words + (k // 8 + numbered(4, 2, 3, TILE) + lane // 4 * (LENGTH // 8))
+    begun = first.to(gl.int64) * (LENGTH // 8)
+    word = k // 8 + numbered(4, 2, 3, TILE) + lane // 4 * (LENGTH // 8)
+    words = as_words(codes) + (begun + word)
+    # Those of rows g + 8: as many bytes further, or the other weight's.
+    others = words + LENGTH if codes2 is None else as_words(codes2) + (begun + word)
     # Inputs of the step that a lane's column is in, where they are of its part.
     lane_in = numbered(32, 1, 4, INPUT)
     k_in = numbered(ALONG, 0, 4, INPUT) * UNIT + lane_in // 4 // PARTS * STEP + 32 * (lane_in % 4)
     own = lane_in % 4 * 32 // PART == lane_in // 4 % PARTS
-    inputs = x.to(gl.pointer_type(gl.int32), bitcast=True)
-    inputs = inputs + (k_in // 2 + 4 * numbered(4, 2, 4, INPUT) + numbered(4, 3, 4, INPUT))
+    inputs = as_words(x) + (k_in // 2 + 4 * numbered(4, 2, 4, INPUT) + numbered(4, 3, 4, INPUT))
     # Scales: rows g and g + 8, parts 2 t and 2 t + 1.
     lane_of = numbered(32, 1, 4, SCALE)
-    row = lane_of // 4 + numbered(2, 2, 4, SCALE) * 8
+    half = numbered(2, 2, 4, SCALE)
+    row = lane_of // 4 + (half * 8 if codes2 is None else half * 0)
     part = 2 * (lane_of % 4) + numbered(APART, 3, 4, SCALE)
     begin = numbered(ALONG, 0, 4, SCALE) * UNIT + PART * part
     # Blocks of these rows, which a program counts from its first.
-    scales = scale + first.to(gl.int64) * BLOCKS
-    zeros = scales if zero is None else zero + first.to(gl.int64) * BLOCKS
+    before = first.to(gl.int64) * BLOCKS
     mine = 2 * (lane % 4) // PARTS
     after_others(LATE)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     for at in range(0, LENGTH, TURN):
         w = ()
         for step in gl.static_range(STEPS):
-            for half in gl.static_range(2):
-                p = words + (half * LENGTH + (at + STEP * step) // 8)
+            for apart in gl.static_range(2):
+                p = (words if apart == 0 else others) + (at + STEP * step) // 8
                 w = w + (gl.load(p, eviction_policy="evict_first"),)  # noqa: RUF005, Gluon has no unpacking
         b0, b1, b2, b3 = _paired(gl.load(inputs + at // 2, mask=own, other=0), TILE)
-        s = as_scale(_per_row(scales + (row * BLOCKS + (at + begin) // BLOCK), SHAPE, TILE), STORAGE)
+        block = row * BLOCKS + (at + begin) // BLOCK
+        s = as_scale(_per_row(_of(scale, scale2, before, block, half), SHAPE, TILE), STORAGE)
         sums = gl.inline_asm_elementwise(
             SUMS[BRAIN], SUM_OPERANDS, [b0, b1, b2, b3], dtype=gl.float32, is_pure=True, pack=4
         )
         less = gl.full(SHAPE, -MORE, gl.float32, TILE)
         if zero is not None:
-            z = _per_row(zeros + (row * BLOCKS + (at + begin) // BLOCK), SHAPE, TILE).to(gl.int32)
+            z = _per_row(_of(zero, zero2, before, block, half), SHAPE, TILE).to(gl.int32)
             if SHIFTED:
                 total = gl.fma((z << 16).to(gl.float32, bitcast=True), sums, total)
             else:
@@ -224,10 +262,10 @@ def _rows(
             added = gl.where(mine == step, made, added)
         total = gl.fma(added, s, total)
     # (warps, g, t, rows g and g + 8, columns) to rows.
-    made = gl.sum(gl.sum(gl.sum(gl.reshape(total, [ALONG, 8, 4, 2, 2]), axis=4), axis=2), axis=0)
-    made = gl.reshape(made, [16])
-    i = gl.arange(0, 16, layout=made.type.layout)
-    n = first + i // 2 + i % 2 * 8
-    if bias is not None:
-        made += gl.load(bias + n).to(gl.float32)
-    gl.store(y + n, narrowed(made, DTYPE))
+    return gl.sum(gl.sum(gl.sum(gl.reshape(total, [ALONG, 8, 4, 2, 2]), axis=4), axis=2), axis=0)
+
+
+@gluon.jit
+def _of(one, other, before, block, half):
+    """Pointers to numbers of blocks, after those of earlier programs: of rows g + 8 in the other weight, if there is one."""
+    return either(one + (before + block), None if other is None else other + (before + block), half)

@@ -93,7 +93,7 @@ def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     if REFINED or DTYPE == "float16":
         q = tl.fma(tl.fma(-q, d, v), r, q)
     # 2**-146 and 2**-48; a subnormal constant would be a float64.
-    tiny = float_of(tl.full((), 8 if DTYPE == "bfloat16" else (127 - 48) << 23, tl.int32))
+    tiny = float_of(tl.cast(8 if DTYPE == "bfloat16" else (127 - 48) << 23, tl.int32))
     return tl.fma(q, SCALE, tiny)
 
 

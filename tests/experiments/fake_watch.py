@@ -79,10 +79,15 @@ def linear_pair(x, first, second):
     return reference.linear(x, first), reference.linear(x, second)
 
 
+def linear_swiglu(x, gate, up):
+    """`fast.linear_swiglu`: two products and `swiglu`."""
+    return reference.swiglu(*linear_pair(x, gate, up))
+
+
 def specified():
     """The reference under the names of `fast`."""
     made = {name: getattr(reference, name) for name in reference.__all__}
-    others = {"linear_of_codes": linear_of_codes, "linear_pair": linear_pair}
+    others = {one.__name__: one for one in (linear_of_codes, linear_pair, linear_swiglu)}
     return {**made, **others, "clipped": types.SimpleNamespace(noted=noted)}
 
 

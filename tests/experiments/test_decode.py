@@ -231,12 +231,10 @@ def test_the_compiler_is_set_for_each_configuration():
     for config in CONFIGS:
         with decode.compiler(config, PLAN):
             assert inductor.coordinate_descent_tuning == config.tuned
-            assert inductor.triton.enable_pdl == config.dependent
+            assert inductor.triton.enable_pdl == (config.dependent or config.setting == "ours")
             assert (cache_dir() != before) == config.afresh
-    assert [config.method for config in CONFIGS if config.afresh] == [decode_configs.AGAIN]
-    assert [c.method for c in CONFIGS if c.dependent] == [
-        c.method for c in CONFIGS if "dependent" in c.method
-    ]
+    for which in ("afresh", "dependent"):
+        assert [c.method for c in CONFIGS if getattr(c, which)] == [decode_configs.DEPENDENT]
 
 
 def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):

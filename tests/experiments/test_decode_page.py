@@ -117,15 +117,14 @@ def with_rates(rates):
 
 
 def test_bars_are_held_against_the_fastest_bfloat16():
-    """Its fastest form, or the baseline as it ran beside any configuration; not one with other launches."""
+    """Its fastest form, or the baseline as it ran beside any configuration."""
     assert len(missed(Results(with_rates({"bfloat16": 203.0})), "int8wo")) == 1
     for slow in (
         {"bfloat16": 205.0},
         {"bfloat16, library products": 205.0},
-        {"bfloat16, tuned again": 205.0},
+        {"bfloat16, dependent launches": 205.0},
     ):
         assert missed(Results(with_rates(slow)), "int8wo")[0].startswith("published speedup")
-    assert len(missed(Results(with_rates({"bfloat16, dependent launches": 300.0})), "int8wo")) == 1
     beside = [*rows(), row("ours", "mxfp8wo", "bfloat16 before", 205.0)]
     assert missed(Results(beside), "int8wo")[0].startswith("published speedup")
 

@@ -1,0 +1,85 @@
+"""silu(gate) * up in a compiled graph, found by what the compiler makes of silu in the version of torch at hand."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+#: Operators that only say how memory is looked at.
+VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
+
+
+def name_of(node: Node) -> str:
+    """The name of what a node calls, without its overload."""
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+
+
+def behind_views(value: Any, seen: set[Node]) -> Any:
+    """What a value is a look at; the views are noted in `seen`."""
+    while isinstance(value, Node) and value.op == "call_function" and name_of(value) in VIEWS:
+        seen.add(value)
+        value = value.args[0]
+    return value
+
+
+@lru_cache(maxsize=8)
+def silu_graph(dtype: torch.dtype) -> Graph:
+    """The graph of silu of one tensor, decomposed as the compiler does."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    # A function of one argument: silu itself has another, whether it writes in place.
+    made = make_fx(lambda v: torch.nn.functional.silu(v), select_decomp_table())(torch.zeros(1, dtype=dtype))
+    graph: Graph = made.graph
+    return graph
+
+
+def silu_of(value: Any, seen: set[Node]) -> Any:
+    """What a node is the silu of, None if it is none; the nodes on the way are noted in `seen`."""
+    if not isinstance(value, Node) or "val" not in value.meta:
+        return None
+    graph = silu_graph(value.meta["val"].dtype)
+    start, *_, end = graph.nodes
+    bound: dict[Node, Any] = {}
+    if not _alike(value, end.args[0], bound):
+        return None
+    seen.update(node for pattern, node in bound.items() if pattern is not start)
+    return bound.get(start)
+
+
+def _alike(node: Any, pattern: Any, bound: dict[Node, Any]) -> bool:
+    """Whether a value is computed as the pattern says; what each of its nodes stands for goes into `bound`."""
+    if not isinstance(pattern, Node):
+        return bool(node == pattern)
+    if pattern in bound:
+        return bound[pattern] is node
+    if pattern.op != "placeholder":
+        same = isinstance(node, Node) and node.target == pattern.target and node.kwargs == pattern.kwargs
+        if not same or len(node.args) != len(pattern.args):
+            return False
+        if not all(_alike(one, other, bound) for one, other in zip(node.args, pattern.args, strict=True)):
+            return False
+    bound[pattern] = node
+    return True
+
+
+def gated(node: Node) -> tuple[Node, Node, set[Node]] | None:
+    """(gate, up, nodes between) of a node that is silu(gate) * up and the only one that wants them; None for others."""
+    if node.op != "call_function" or node.target is not torch.ops.aten.mul.Tensor:
+        return None
+    for first, second in (node.args, node.args[::-1]):
+        seen: set[Node] = set()
+        gate = behind_views(silu_of(behind_views(first, seen), seen), seen)
+        up = behind_views(second, seen)
+        if not (isinstance(gate, Node) and isinstance(up, Node)):
+            continue
+        within = {*seen, gate, up}
+        if gate is not up and all(user in within or user is node for one in within for user in one.users):
+            return gate, up, seen
+    return None
+
+
+__all__ = ["VIEWS", "behind_views", "gated", "name_of"]
