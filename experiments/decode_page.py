@@ -24,7 +24,7 @@ TEXT = (
     "speedup is the ratio of medians within one configuration. Bfloat16 and torchao's configurations run with what torchao "
     "recommends for the compiler (coordinate descent, which turns products of one row into tuned reductions); ours need no "
     "tuning, and run with what this library recommends (products of one input are joined, as the compiler joins those of plain "
-    "weights; what it writes may begin while the kernel in front of it ends, a dependent launch). 'Library products' is bfloat16 "
+    "weights; what it writes may begin while the kernel in front of it ends: dependent launches). Library products is bfloat16 "
     "without tuning, 'dependent launches' a second tuning, from nothing and with such launches: what tuning finds differs, and "
     "bars are held against the fastest form of bfloat16.",
     "Attention of the one token is a kernel of this experiment, the same in all rows; the published runs had torch's. Less "

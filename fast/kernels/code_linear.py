@@ -10,7 +10,7 @@ import torch
 from fast.kernels.code_product import code_kernel
 from fast.kernels.geometry import INT32, ceil_div
 from fast.kernels.launch import Fixed, interpreted, together
-from fast.kernels.linear import ALONG, BUSY, BYTES, FLOATS, kind_of
+from fast.kernels.linear import BYTES, FLOATS, byte_rows, kind_of, warps_along
 from fast.kernels.quantizer import in_words
 from fast.kernels.replay import NAMES, Recording, picked
 from reference import Quantized, Scheme
@@ -72,10 +72,8 @@ def _launch(
 
     given: whether inputs have a zero point, and the kind of the bias, for a launch of its own.
     """
-    taken = 4 if ceil_div(rows, 4) >= BUSY else 2
-    along, most = 1, min(ALONG, ceil_div(length, BYTES))
-    while 2 * along <= most and ceil_div(rows, taken) * along < BUSY:
-        along *= 2
+    taken = byte_rows(rows)
+    along = warps_along(ceil_div(rows, taken), ceil_div(length, BYTES))
     wide = rows * length > INT32 - length
     tail = (rows, length, each, inputs, kind, taken, along, wide, dtype, True)
     return Fixed(code_kernel, ceil_div(rows, taken), tail, along, launch_pdl=True)

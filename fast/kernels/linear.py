@@ -208,8 +208,8 @@ def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
 
 def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     """One row, 8-bit elements: four rows of the weight a warp where there are many, else two."""
-    rows = byte_rows(weight, times)
-    along = _along(times * ceil_div(weight.rows, rows), weight.length // BYTES)
+    rows = byte_rows(weight.rows, times)
+    along = warps_along(times * ceil_div(weight.rows, rows), power_in(weight.length // BYTES))
     kind = "int" if weight.rule.kind == "int" else ocp_name(FORMATS[weight.element])
     tail = (
         weight.rows, weight.per_row, weight.length, weight.block, weight.high, kind, weight.storage,
@@ -220,15 +220,15 @@ def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
 
 
-def byte_rows(weight: Weight, times: int = 1) -> int:
-    """Rows of 8-bit elements that a program takes."""
-    return 4 if times * ceil_div(weight.rows, 4) >= BUSY else 2
+def byte_rows(rows: int, times: int = 1) -> int:
+    """Rows of 8-bit elements that a program takes, of `times` weights with so many."""
+    return 4 if times * ceil_div(rows, 4) >= BUSY else 2
 
 
-def _along(programs: int, steps: int) -> int:
-    """Warps that share the rows of a program, so that there are enough in all; they take `steps` steps along K."""
+def warps_along(programs: int, most: int) -> int:
+    """Warps that share the rows of a program, a power of two up to `most`, so that there are enough in all."""
     along = 1
-    while along < min(ALONG, power_in(steps)) and programs * along < BUSY:
+    while 2 * along <= min(ALONG, most) and programs * along < BUSY:
         along *= 2
     return along
 

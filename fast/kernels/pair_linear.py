@@ -90,7 +90,7 @@ def _launch(weight: Weight, dtype: str, gated: bool) -> Fixed | None:
         one, rows = nibble_launch(weight, dtype, 2), NIBBLE_ROWS
         kernels = nibble_pair_kernel, nibble_swiglu_kernel
     elif is_of_bytes(weight):
-        one, rows = byte_launch(weight, dtype, 2), byte_rows(weight, 2)
+        one, rows = byte_launch(weight, dtype, 2), byte_rows(weight.rows, 2)
         kernels = byte_pair_kernel, byte_swiglu_kernel
     else:
         return None
