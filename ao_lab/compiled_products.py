@@ -19,14 +19,16 @@ import torch
 from torch.fx import Graph, Node
 
 from ao_lab import compiled_swiglu
-from ao_lab.compiled_swiglu import VIEWS, gated, name_of
+from ao_lab.compiled_swiglu import HALVES, gated
 
+#: Operators that only say how memory is looked at: the same of the same are the same.
+VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
 #: Arguments of `ao_lab::linear`: its inputs, the parts of the weight, the bias; then how the weight is stored.
 PARTS, BIAS = slice(1, 5), 5
 
 
 class JoinProducts:
-    """The pass, for Inductor's `post_grad_custom_pre_pass`."""
+    """The pass, for Inductor's `post_grad_custom_pre_pass`: of graphs in which nothing is written in place."""
 
     def __call__(self, graph: Graph) -> None:
         """Join products in place."""
@@ -50,7 +52,7 @@ def join_gated(graph: Graph, node: Node) -> None:
     stored = [one.args[BIAS + 1 :] for one in (gate, up)]
     like, wanted = gate.meta["val"], node.meta["val"]
     alike = source(gate.args[0]) == source(up.args[0]) and stored[0][0] == stored[1][0]
-    if not alike or like.dtype not in (torch.bfloat16, torch.float16) or wanted.numel() != like.numel():
+    if not alike or like.dtype not in HALVES or wanted.numel() != like.numel():
         return
     with graph.inserting_before(node):
         parts = (*gate.args[PARTS], *up.args[PARTS])
@@ -95,17 +97,17 @@ def source(value: Any) -> Any:
     """What a value is, so that the same looks at the same memory are equal."""
     if not isinstance(value, Node) or value.op != "call_function":
         return value
-    name = name_of(value)
+    name = getattr(value.target, "__name__", "").partition(".")[0]
     return (name, *map(source, value.args)) if name in VIEWS else value
 
 
 def join(graph: Graph, first: Node, second: Node, order: dict[Node, int]) -> None:
     """Put one node in place of two products, where the parts of the second weight are there by then.
 
-    order: places in the graph as it was; what has been put in since is no part of a weight.
+    order: places in the graph as it was; what has been put in since counts as later.
     """
     parts = [part for part in second.args[PARTS] if isinstance(part, Node)]
-    if any(order[part] > order[first] for part in parts):
+    if any(order.get(part, len(order)) > order[first] for part in parts):
         return
     with graph.inserting_before(first):
         made = graph.call_function(
@@ -125,7 +127,8 @@ def compile_options() -> dict[str, Any]:
     """Options of `torch.compile` (backend "inductor") with which a model of our weights generates fastest.
 
     Products of one input are joined. On GPUs that can (Hopper and later), what the compiler writes may begin while the kernel
-    in front of it ends, as our kernels do (programmatic dependent launch), where this version of torch has a setting for that.
+    in front of it ends, as our kernels do (programmatic dependent launch), where this version of torch has a setting for that;
+    that its kernels wait for what they read is then the compiler's care.
     """
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass

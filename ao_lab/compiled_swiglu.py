@@ -9,18 +9,19 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-#: Operators that only say how memory is looked at.
-VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
+aten = torch.ops.aten
+#: Operators that give the same numbers in the same order another shape.
+SHAPES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
+#: Numbers that a product and silu are fused for.
+HALVES = (torch.bfloat16, torch.float16)
 
 
-def name_of(node: Node) -> str:
-    """The name of what a node calls, without its overload."""
-    return str(getattr(node.target, "__name__", "")).partition(".")[0]
-
-
-def behind_views(value: Any, seen: set[Node]) -> Any:
-    """What a value is a look at; the views are noted in `seen`."""
-    while isinstance(value, Node) and value.op == "call_function" and name_of(value) in VIEWS:
+def behind_shapes(value: Any, seen: set[Node]) -> Any:
+    """What a value is in another shape; the nodes that give it one are noted in `seen`."""
+    while isinstance(value, Node) and value.op == "call_function" and value.target in SHAPES:
         seen.add(value)
         value = value.args[0]
     return value
@@ -39,9 +40,10 @@ def silu_graph(dtype: torch.dtype) -> Graph:
 
 def silu_of(value: Any, seen: set[Node]) -> Any:
     """What a node is the silu of, None if it is none; the nodes on the way are noted in `seen`."""
-    if not isinstance(value, Node) or "val" not in value.meta:
+    found = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(found, torch.Tensor) or found.dtype not in HALVES:
         return None
-    graph = silu_graph(value.meta["val"].dtype)
+    graph = silu_graph(found.dtype)
     start, *_, end = graph.nodes
     bound: dict[Node, Any] = {}
     if not _alike(value, end.args[0], bound):
@@ -68,12 +70,12 @@ def _alike(node: Any, pattern: Any, bound: dict[Node, Any]) -> bool:
 
 def gated(node: Node) -> tuple[Node, Node, set[Node]] | None:
     """(gate, up, nodes between) of a node that is silu(gate) * up and the only one that wants them; None for others."""
-    if node.op != "call_function" or node.target is not torch.ops.aten.mul.Tensor:
+    if node.op != "call_function" or node.target is not aten.mul.Tensor:
         return None
     for first, second in (node.args, node.args[::-1]):
         seen: set[Node] = set()
-        gate = behind_views(silu_of(behind_views(first, seen), seen), seen)
-        up = behind_views(second, seen)
+        gate = behind_shapes(silu_of(behind_shapes(first, seen), seen), seen)
+        up = behind_shapes(second, seen)
         if not (isinstance(gate, Node) and isinstance(up, Node)):
             continue
         within = {*seen, gate, up}
@@ -82,4 +84,4 @@ def gated(node: Node) -> tuple[Node, Node, set[Node]] | None:
     return None
 
 
-__all__ = ["VIEWS", "behind_views", "gated", "name_of"]
+__all__ = ["HALVES", "gated"]

@@ -22,7 +22,7 @@ def has_kernels(x: torch.Tensor) -> bool:
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether a call is being recorded, or has shapes alone (meta): then it has to appear as an operator (`fast.ops`)."""
+    """Whether a call is being recorded, or has shapes alone (meta): then it has to appear as an operator (see `fast.ops`)."""
     return torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_meta
 
 

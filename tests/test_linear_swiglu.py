@@ -189,9 +189,68 @@ def wide(x):
     return functional.silu(fast.linear(x, GATE).view(16, 1)) * fast.linear(x, UP)
 
 
-@pytest.mark.parametrize("function", [kept, other_gate, sigmoid, wide])
+def turned(x):
+    """Rows become columns in between."""
+    return functional.silu(fast.linear(x, GATE).view(4, 4).t()) * fast.linear(x, UP).view(4, 4)
+
+
+def turned_both(x):
+    gate, up = (fast.linear(x, w).view(4, 4).permute(1, 0) for w in (GATE, UP))
+    return functional.silu(gate) * up
+
+
+def turned_up(x):
+    return functional.silu(fast.linear(x, GATE).view(4, 4)) * fast.linear(x, UP).view(4, 4).t()
+
+
+def other_bits(x):
+    """The same memory as another dtype."""
+    gate, up = (fast.linear(x, w).view(torch.float16) for w in (GATE, UP))
+    return functional.silu(gate) * up
+
+
+def other_bits_between(x):
+    gate = functional.silu(fast.linear(x, GATE).view(torch.float16)).view(torch.bfloat16)
+    return gate * fast.linear(x, UP)
+
+
+def other_bits_after(x):
+    return functional.silu(fast.linear(x, GATE)).view(torch.float16) * fast.linear(x, UP).view(torch.float16)
+
+
+NOT_GATED = (
+    kept, other_gate, sigmoid, wide, turned, turned_both, turned_up, other_bits, other_bits_between, other_bits_after
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NOT_GATED)
 def test_what_is_no_swiglu_stays_a_pair(function):
     assert compiled(function, inputs(512))[1] == PAIR
+
+
+def masks(x):
+    return (x > 0) * (x < 1)
+
+
+def words(x):
+    return x.view(torch.uint16) * x.view(torch.uint16)
+
+
+@pytest.mark.parametrize("function", [masks, words])
+def test_products_of_other_things_compile(function):
+    x = inputs(512)
+    made, seen = compiled(function, x)
+    assert seen == []
+    assert torch.equal(made.int(), function(x).int())
+
+
+def test_products_with_open_sizes_compile():
+    options = {"options": compile_options(), "fullgraph": True, "dynamic": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compiler.reset()
+        made = torch.compile(lambda x: x * x.shape[0], **options)(torch.ones(3, 4))
+    assert torch.equal(made, torch.full((3, 4), 3.0))
 
 
 def test_rows_and_wide_numbers_are_left():

@@ -68,7 +68,8 @@ def either(one, other, which):
 def after_others(LATE: gl.constexpr):
     """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch).
 
-    Then the one behind may begin, if it was launched so: what lies further in front than its neighbour has ended by then.
+    Then the one behind may begin, if it was launched so. Where each kernel waits before it lets the next one begin, what lies
+    further in front than the neighbour has ended by then.
     """
     if LATE:
         gl.inline_asm_elementwise(

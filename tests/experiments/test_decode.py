@@ -231,10 +231,10 @@ def test_the_compiler_is_set_for_each_configuration():
     for config in CONFIGS:
         with decode.compiler(config, PLAN):
             assert inductor.coordinate_descent_tuning == config.tuned
-            assert inductor.triton.enable_pdl == (config.dependent or config.setting == "ours")
+            assert inductor.triton.enable_pdl == config.dependent
             assert (cache_dir() != before) == config.afresh
-    for which in ("afresh", "dependent"):
-        assert [c.method for c in CONFIGS if getattr(c, which)] == [decode_configs.DEPENDENT]
+    assert [c.method for c in CONFIGS if c.afresh] == [decode_configs.DEPENDENT]
+    assert all(c.dependent == (c.setting == "ours" or c.afresh) for c in CONFIGS)
 
 
 def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
