@@ -41,8 +41,9 @@ Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
 
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
-#: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16.
-FEWEST_ROWS, STEP_INT8, STEP_FLOAT8 = 17, 8, 16
+#: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
+#: our product of codes.
+FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,16 @@ def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> tor
 
 
 def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
-    """Whether x is one row that a kernel multiplies as codes. Of sizes that a tracer leaves open nothing is said."""
-    open_sizes = not all(isinstance(size, int) for size in (x.shape[0], *w.codes.shape))
-    if open_sizes or not (w.is_cuda and x.shape[0] == 1):
+    """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
+    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
         return False
+    sizes: tuple[Any, ...] = tuple(w.codes.shape)
+    rows, length = sizes
+    if not (isinstance(rows, int) and isinstance(length, int)):
+        # Of sizes that a tracer leaves open the kernel asks one thing; the program keeps the answer.
+        rows = length = STEP_CODES if length % STEP_CODES == 0 else 1
     able = _capability(w.device.index or 0) >= OLDEST
-    return able and takes_codes(_activation(w).key, w.scheme.key, tuple(w.codes.shape), x.dtype)
+    return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
 
 
 def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

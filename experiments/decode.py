@@ -49,7 +49,7 @@ TINY_PLAN = Plan(new=4, rounds=1, backend="aot_eager", graph=False)
 TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
 OTHERWISE = {"fx_graph_cache": True, "triton.unique_kernel_names": True}
 #: Seconds after which no further configuration is begun: a run that ends publishes what it has.
-SECONDS = 390.0
+SECONDS = 455.0
 #: Programs that one function may have at once, where models are not captured and so stay compiled.
 PROGRAMS = 64
 GB = 1e9

@@ -1,8 +1,11 @@
 """Products of a `QuantizedTensor` and quantized inputs: which function computes them, and its distance from the exact sum."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 import fast
@@ -130,6 +133,20 @@ def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, t
         made = functional.linear(dense.new_empty(rows, length), w)
     assert (made.shape, made.dtype, made.device.type) == ((rows, 48), torch.bfloat16, "cuda")
     assert len(seen) == taken
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "fp8_rowwise"])
+@pytest.mark.parametrize(("length", "taken"), [(128, True), (144, True), (136, False)])
+def test_one_row_in_a_program_that_leaves_sizes_open(scheme, length, taken, monkeypatch):
+    """The kernel that the same layer has by itself, so that a compiled program has its bits."""
+    monkeypatch.setattr(products, "_capability", lambda index: (9, 0))
+    real, dense = weight_of(scheme, scheme), torch.empty(48, length, dtype=torch.uint8, device="cpu")
+    opened = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(dense, static_shapes=False)
+    assert not any(isinstance(size, int) for size in opened.shape)
+    where = {"is_cuda": True, "device": torch.device("cuda", 0)}
+    for codes in (opened, dense):
+        layer = SimpleNamespace(**where, codes=codes, scheme=real.scheme, recipe=real.recipe)
+        assert products._is_one_row(torch.empty(1, length, dtype=torch.bfloat16), layer) == taken
 
 
 @pytest.mark.parametrize(

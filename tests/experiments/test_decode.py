@@ -263,7 +263,7 @@ def test_a_run_that_is_late_begins_nothing_more(tmp_path, monkeypatch):
     assert [row.metric for row in rows] == [
         "tokens/s",
         "status: ok",
-        "status: not run: the 390 s of a run were over",
+        "status: not run: the 455 s of a run were over",
     ]
 
 
