@@ -121,6 +121,13 @@ def twice(machine, call):
         assert machine.named(name) == 2 * one.named(name)
     assert machine.registers <= max(one.registers, BYTE_REGISTERS)
     assert machine.order.count("ACQBULK") == 2
+    waits_first(machine, 2)
+
+
+def waits_first(machine, times):
+    """A kernel that let the next one begin before it has waited itself would break what lies two kernels further."""
+    wanted = ["wait", "launch_dependents"] * times
+    assert re.findall(r"griddepcontrol\.(\w+)", machine.ptx) == wanted
 
 
 def both_at_once(machine, call):
@@ -147,7 +154,9 @@ def pairs(machine, call):
 
 
 def late_and_alone(machine):
-    """Nothing is read or written before the kernel in front has ended; warps meet once, for the last sum."""
+    """Nothing is read or written before the kernel in front has ended, nor does the one behind begin; warps meet once, for the
+    last sum."""
+    waits_first(machine, 1)
     wait = machine.order.index("ACQBULK")
     assert machine.order.count("ACQBULK") == machine.ptx.count("griddepcontrol.wait") == 1
     memory = [at for at, name in enumerate(machine.order) if name.split(".")[0] in ("LDG", "STG", "LDGSTS")]

@@ -34,6 +34,8 @@ def test_the_cache_is_asked_for_before_the_kernel_in_front_has_ended():
     made = triton.compile(source, target=TARGET, options={"num_warps": WARPS, "launch_pdl": True})
     found = machine("attention_kernel", made.asm, 1)
     assert (found.local, found.stack) == (0, 0)
+    # The kernel behind may begin only then.
+    assert re.findall(r"griddepcontrol\.(\w+)", found.ptx) == ["wait", "launch_dependents"]
     before, after = "\n".join(found.order).split("ACQBULK")
     wide = [name for name in before.splitlines() if name.startswith("LDG") and "128" in name]
     assert len(wide) == 2 * 256 * 128 * 2 // (16 * 32 * WARPS)
