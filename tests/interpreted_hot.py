@@ -47,6 +47,7 @@ GROUPS = {
     "groups": ("int3_g32", "int5_g128", "int5_g64_asymmetric", "int7_g128", "int2_g128", "int6_g256", "int4_g128"),
     "ranges": ("int4_g128_asymmetric", "int8_g64_asymmetric"),
     "codebooks": ("nf4",),
+    "stretched": ("stretched2_g32", "stretched2_rowwise"),
 }  # fmt: skip
 # Stochastic rounding: the first and last mantissa sizes, and every rule of scales.
 DRAWN = ("mxfp8_e4m3", "mxfp8_e5m2_rceil", "mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4")
@@ -291,6 +292,21 @@ def compare_bounds(name: str) -> None:
     print(name, "bounds", flush=True)
 
 
+def compare_levels(name: str) -> None:
+    """Elements at and beside every midpoint of stretched levels, zero and the smallest numbers among them, under given maxima."""
+    scheme = SCHEMES[name]
+    grid = np.float32(scheme.format.values[1:] - np.float32(0.5))
+    beside = np.concatenate([grid, np.nextafter(grid, np.float32(9)), np.nextafter(grid, np.float32(-9))])
+    tiny = np.float32([1e-45, -1e-45, 2e-38, -2e-38, 2.0**-25, -(2.0**-25), -0.0, 1e-4])
+    y = np.concatenate([beside, tiny])
+    # Scales 1 and others: those whose reciprocal is rounded, and is subnormal, and the floor.
+    for largest in (2.0, 3.1, 1.9999999, 2.0**127, 3.4e38, 2.0**-125, 1e-38):
+        x = np.resize(y * np.float32(largest / 2), (1 << 10, 31))
+        x = np.concatenate([np.full_like(x[:, :1], largest), x], 1)
+        compare(to_torch(x.reshape(-1, WIDTH)), scheme)
+    print(name, "levels", flush=True)
+
+
 def compare_encode(fraction: float) -> None:
     """Elements on their own: the formats with instructions or sequences of their own, all patterns of 16 bits among them."""
     for name in (name for name, short in OCP.items() if short in SEQUENCES):
@@ -329,6 +345,8 @@ def main(group: str, fraction: float) -> None:
             compare_ranges()
         if group == "codebooks":
             compare_bounds("nf4")
+        if group == "stretched":
+            compare_levels("stretched2_g32")
         if group == "encode":
             compare_encode(fraction)
         if group == "drawn":

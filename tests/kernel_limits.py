@@ -57,6 +57,7 @@ HOT = (
     (case(quantize, "int8_rowwise", shape=BIG), (Moves(2, 1, 9.7),)),
     (case(quantize, "int4_g32", shape=BIG, packed=True), (Moves(2, 0.5, 8.2),)),
     (case(quantize, "int2_g128", shape=BIG, packed=True), (Moves(2, 0.25, 10.3, store=8),)),
+    (case(quantize, "stretched2_g32", shape=BIG, packed=True), (Moves(2, 0.25, 13.0, store=8),)),
     (case(quantize, "int3_g128", shape=BIG, packed=True), (Moves(2, 0.375, 11.5, store=4),)),
     (case(quantize, "int4_g128", shape=BIG, packed=True), (Moves(2, 0.5, 8),)),
     (case(quantize, "int5_g128", shape=BIG, packed=True), (Moves(2, 0.625, 10.5, store=4),)),
@@ -99,6 +100,8 @@ HOT = (
     (case(dequantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(0.75, 2, 12.8, load=4),)),
     (case(fake, "mxfp8_e4m3", shape=BIG), (Moves(2, 2, 13.8),)),
     (case(fake, "int8_rowwise", shape=BIG), (Moves(2, 2, 12.2),)),
+    (case(fake, "stretched2_rowwise", shape=BIG), (Moves(2, 2, 18.9),)),
+    (case(fake, "stretched2_g32", shape=BIG), (Moves(2, 2, 21.7),)),
     (case(mx_both, dtype="float32", tiled=True, kernels=("mx_both_kernel",)), (Moves(4, 2, 17.9),)),
     (
         case(mx_both, kernels=("mx_pairs_kernel", "untile_kernel")),

@@ -70,6 +70,13 @@ def add(a: Words, b: Words) -> Words:
     return patterns(floats(a) + floats(b))
 
 
+def add_upwards(a: Words, b: Words) -> Words:
+    """The smallest float32 that is not below a + b."""
+    exact = fused_to_odd(floats(a), np.float32(1), floats(b))
+    near = exact.astype(np.float32)
+    return patterns(np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near))
+
+
 def fma(a: Words, b: Words, c: Words) -> Words:
     return patterns(fused(floats(a), floats(b), floats(c)))
 
@@ -255,7 +262,7 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "shl.b32": shift_left, "shr.u32": shift_right, "shr.s32": shift_signed,
     "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
     "dp4a.s32.s32": dot4,
-    "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "mul.rn.f32": multiply, "fma.rn.f32": fma,
+    "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "add.rp.f32": add_upwards, "mul.rn.f32": multiply, "fma.rn.f32": fma,
     "mul.rn.sat.f32": lambda a, b: saturated(multiply(a, b)),
     "fma.rn.sat.f32": lambda a, b, c: saturated(fma(a, b, c)),
     "rcp.approx.ftz.f32": reciprocal,

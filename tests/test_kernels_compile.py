@@ -226,7 +226,8 @@ def with_marks(cases):
 
 
 @pytest.mark.parametrize(
-    ("name", "stack"), [("fp8_rowwise", 8), ("int8_rowwise", 8), ("int8_rowwise_asymmetric", 0)]
+    ("name", "stack"),
+    [("fp8_rowwise", 8), ("int8_rowwise", 8), ("int8_rowwise_asymmetric", 0), ("stretched2_rowwise", 8)],
 )
 def test_rows_of_14336_are_rounded_by_three_programs_of_a_multiprocessor(name, stack):
     """80 registers of 256 threads three times, for a spill of two words; measured to be faster (see the log)."""
@@ -236,7 +237,9 @@ def test_rows_of_14336_are_rounded_by_three_programs_of_a_multiprocessor(name, s
     assert machine.stack <= stack
 
 
-@pytest.mark.parametrize(("name", "length"), [("fp8_rowwise", 9001), ("stretched2_rowwise", 14336)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("fp8_rowwise", 9001), ("torchao.int8_rowwise_no_clipping", 14336)]
+)
 def test_rows_that_would_spill_get_their_registers(name, length):
     """Masks of single numbers, and instructions that take more."""
     x = torch.empty(64, length, dtype=torch.bfloat16)

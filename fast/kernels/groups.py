@@ -16,10 +16,11 @@ from fast.kernels.words import combined_digits, joined, joined2, joined4, quarte
 
 
 @triton.jit
-def integer_quads(numbers, keep, BITS: tl.constexpr):
+def integer_quads(numbers, keep, BITS: tl.constexpr, SIGNED: tl.constexpr):
     """Patterns of n + 1.5 * 2**23 with n of 2 to 7 bits (int32, (P, S)) as quads (P, S / 4), and-ed with keep (P, 1)."""
     ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
-    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES
+    # Signed digits are added up with an offset, which turns one bit of each.
+    BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES if SIGNED else 0
     # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
     PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
     return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)

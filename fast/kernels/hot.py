@@ -14,6 +14,7 @@ from fast.kernels.groups import integer_quads, load_quads, quad_values, store_qu
 from fast.kernels.packing import store_packed
 from fast.kernels.scaled import bounded, power_multiplier
 from fast.kernels.scales import nonnegative
+from fast.kernels.stretched import stretched_numbers, stretched_values
 from fast.kernels.words import (
     TO_INTEGER,
     bfloat16_of,
@@ -168,7 +169,7 @@ def store_codes(
     elif RULE.hot == "e5m2":
         y = v * m
         tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
-    elif RULE.hot == "int":
+    elif RULE.hot == "int" or RULE.hot == "stretched":
         _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
     elif RULE.hot == "codebook":
         _store_nibbles(
@@ -184,11 +185,15 @@ def store_codes(
 def _store_integers(
     codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
 ):
-    t = bits_of(integers(v, m, scale, zero, RULE))
-    if PACKED and RULE.bits == 4:
+    if RULE.hot == "stretched":
+        t = bits_of(stretched_numbers(v * m, RULE.element))
+    else:
+        t = bits_of(integers(v, m, scale, zero, RULE))
+    if PACKED and RULE.bits == 4 and RULE.hot == "int":
         store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
     elif PACKED and v.shape[1] % 32 == 0:
-        store_quads(codes, integer_quads(t, kept_where(scale, -1), RULE.bits), block, exists, RULE.bits)
+        quads = integer_quads(t, kept_where(scale, -1), RULE.bits, RULE.hot == "int")
+        store_quads(codes, quads, block, exists, RULE.bits)
     elif PACKED:
         kept = kept_where(scale, (1 << RULE.bits) - 1)
         store_packed(codes, t & kept, block, exists, RULE.bits)
@@ -281,6 +286,8 @@ def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
         return n
     elif RULE.hot == "codebook":
         return codebook_values(bits_of(codebook_numbers(v * m, RULE.element)), RULE.element)
+    elif RULE.hot == "stretched":
+        return stretched_values(stretched_numbers(v * m, RULE.element), RULE.element)
     else:
         y = v * m
         if RULE.hot == "e4m3":

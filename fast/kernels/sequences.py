@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fast.kernels.codebooks import has_cubic
+from fast.kernels.stretched import is_stretched
 from reference.formats import FORMATS, Format
 from reference.schemes import Scale, Scheme
 
@@ -57,7 +58,7 @@ def hot_sequence(scheme: Scheme, nearest: bool) -> str:
             else "int"
         )
     if fmt.kind == "codebook":
-        return "codebook" if _fills_codebook(scheme) else ""
+        return _codebook_sequence(scheme)
     if scheme.outer is not None and not is_under_outer(scheme):
         return ""
     if fmt.bits == 6 and scheme.scale.target > fmt.max:
@@ -137,12 +138,16 @@ def _has_reciprocals(scheme: Scheme) -> bool:
     return scale.stored == "decode" and (finite or scale.power_of_two)
 
 
-def _fills_codebook(scheme: Scheme) -> bool:
-    """Whether scales are maxima, so that scaled elements lie between -1 and 1, and `codebooks.codebook_numbers` serves."""
-    scale = scheme.scale
+def _codebook_sequence(scheme: Scheme) -> str:
+    """ "codebook" where scales are maxima, so that scaled elements lie between -1 and 1; "stretched" for levels one apart."""
+    scale, fmt = scheme.scale, scheme.format
     plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
-    kept = scale.stored == "decode" and scale.compute == "float32" and scale.target == 1.0
-    return plain and kept and scheme.outer is None and scheme.poison_code == 0 and has_cubic(scheme.format)
+    kept = scale.stored == "decode" and scale.compute == "float32"
+    if not (plain and kept and scheme.outer is None and scheme.poison_code == 0):
+        return ""
+    if is_stretched(fmt):
+        return "stretched"
+    return "codebook" if scale.target == 1.0 and has_cubic(fmt) else ""
 
 
 def is_under_outer(scheme: Scheme) -> bool:
