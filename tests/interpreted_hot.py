@@ -293,7 +293,7 @@ def compare_bounds(name: str) -> None:
 
 
 def compare_levels(name: str) -> None:
-    """Elements at and beside every midpoint of stretched levels, zero and the smallest numbers among them, under given maxima."""
+    """Elements at and beside every midpoint of stretched levels, the smallest numbers among them, under given maxima."""
     scheme = SCHEMES[name]
     grid = np.float32(scheme.format.values[1:] - np.float32(0.5))
     beside = np.concatenate([grid, np.nextafter(grid, np.float32(9)), np.nextafter(grid, np.float32(-9))])
