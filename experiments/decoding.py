@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experiments.capture import recorded
 from experiments.decode_model import Block, Llama, Tables, Where
 
 WARMUP = 3
@@ -168,7 +169,7 @@ class Decoding:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self.rewind()
-        with torch.cuda.graph(graph):
+        with recorded(graph):
             logits = self._step()
         self.programs = compiled_programs()
 

@@ -90,6 +90,8 @@ def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = 
         # Models that several tasks need are trained before these run side by side.
         models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
         about = Subject(settings, plan, exams_of(settings, plan), models)
+        others = changed_seeds(about, journal)
+        tasks = [task for task in all_tasks(plan) if task in tasks or task.seed in others]
         with bar("QAT", len(tasks)) as step:
             for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):
                 journal.add(rows)
@@ -101,6 +103,21 @@ def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = 
 def all_tasks(plan: Plan) -> list[Task]:
     """Seed by seed, the baseline first."""
     return [Task(seed, method) for seed in range(plan.seeds) for method in (None, *plan.methods)]
+
+
+def changed_seeds(about: Subject, journal: Journal) -> set[int]:
+    """Seeds that an interrupted run measured with other models than are here now.
+
+    A GPU does not train the same model twice: rows of a seed whose models have left the cache are no pairs of new ones.
+    """
+    table = table_name(RUNS, about.settings.scale, about.settings.corpus.name)
+    rows = [one for one in journal.rows if one.table == table]
+    base = {one.seed: one.value for one in rows if (one.setting, one.method) == (BASELINE, "float32")}
+    return {
+        seed
+        for seed in {one.seed for one in rows} & set(about.models)
+        if base.get(seed) != bits(about.models[seed].base, about.exams)
+    }
 
 
 def exams_of(settings: Settings, plan: Plan) -> tuple[Exam, ...]:

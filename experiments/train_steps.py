@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experiments.capture import recorded
+
 #: Steps before the capture: libraries, kernels and optimizers make on them what they keep.
 WARMUP = 3
 
@@ -48,7 +50,7 @@ class Steps:
 
     def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
         self.batch, graph = batch.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recorded(graph):
             self.loss = self.step(self.batch)
         return graph
 

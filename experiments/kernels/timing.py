@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from experiments.capture import recorded
+
 Call = Callable[[], Any]
 
 #: An H200's L2, where torch does not say.
@@ -75,7 +77,7 @@ class CudaWatch:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with recorded(graph, stream):
             for call in calls:
                 call()
         return graph.replay

@@ -352,7 +352,7 @@ def test_capture_and_events_are_asked_for_in_order(monkeypatch, model):
             return 2.0
 
     @contextmanager
-    def during(what):
+    def during(what, **options):
         done.append("capture" if isinstance(what, Graph) else "beside")
         yield
 

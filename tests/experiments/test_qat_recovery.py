@@ -245,6 +245,28 @@ def test_seeds_and_methods_that_are_finished_are_not_measured_again(small, monke
     assert measured == []
 
 
+@pytest.mark.parametrize("lost", [0.0, 1e-6, None], ids=["same models", "other models", "no baseline"])
+def test_a_seed_whose_models_changed_is_measured_again(small, monkeypatch, lost):
+    """All of the seed, for its rows would be no pairs; of other seeds nothing."""
+    settings, path, rows = small
+    partial = Journal(path.with_name(f"changed {lost}.csv"), Journal(path).current_hash)
+    missing = [
+        row
+        for row in rows
+        if row.seed == 1 and (row.method == "int2_g32" or (lost is None and row.method == "float32"))
+    ]
+    for row in rows:
+        if row.table.startswith("runs") and row not in missing:
+            other = row.seed == 1 and row.method == "float32"
+            partial.add([replace(row, value=row.value + (lost or 0.0) * other)])
+    measured = []
+    monkeypatch.setattr(qat_recovery, "measure", lambda about, task: measured.append(task) or [])
+    monkeypatch.setattr(qat_recovery, "summary", lambda *_: [])
+    qat_recovery.run(settings, partial, PLAN)
+    wanted = [task for task in qat_recovery.all_tasks(PLAN) if task.seed == 1]
+    assert measured == (wanted[-1:] if lost == 0.0 else wanted)
+
+
 def test_journals_are_of_one_training(small):
     settings, _, _ = small
     key = qat_recovery.subject(settings)
