@@ -11,11 +11,12 @@ import torch
 
 @contextmanager
 def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """`torch.cuda.graph` whose recording only its own thread can spoil, and that not by collecting garbage.
+    """`torch.cuda.graph` that other threads and the collector are kept from breaking, as far as that is possible.
 
-    In CUDA's global mode a forbidden call of any thread, say of JAX, invalidates the recording. A collection
-    in its middle may destroy older graphs and their memory, and comes at any time where torch, as 2.11, has not collected just
-    before. One broken recording also leaves torch's random generator unusable for the rest of the process.
+    In CUDA's global mode a forbidden call of any thread, say of JAX, invalidates the recording; now only one that waits for the
+    recording stream does. A collection in its middle may destroy older graphs and their memory, and comes at any time where
+    torch, as 2.11, has not collected just before. One broken recording leaves torch's random generator unusable for the rest
+    of the process.
     """
     collects = gc.isenabled()
     gc.disable()

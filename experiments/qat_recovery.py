@@ -91,6 +91,7 @@ def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = 
         models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
         about = Subject(settings, plan, exams_of(settings, plan), models)
         others = changed_seeds(about, journal)
+        journal.drop([one for one in journal.rows if one.table == table and one.seed in others])
         tasks = [task for task in all_tasks(plan) if task in tasks or task.seed in others]
         with bar("QAT", len(tasks)) as step:
             for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):

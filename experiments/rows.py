@@ -172,8 +172,18 @@ class Journal:
         """Take new rows in, all or none; a row with the key of an older one replaces it."""
         with self._lock:
             self._rows.update({row.key: row for row in rows})
-            if self.path:
-                write(self.path, list(self._rows.values()))
+            self._write()
+
+    def drop(self, rows: Iterable[Row]) -> None:
+        """Forget rows, which are then measured again, however soon that breaks off."""
+        with self._lock:
+            for row in rows:
+                self._rows.pop(row.key, None)
+            self._write()
+
+    def _write(self) -> None:
+        if self.path:
+            write(self.path, list(self._rows.values()))
 
 
 def publish(path: Path, rows: Sequence[Row]) -> list[Row]:

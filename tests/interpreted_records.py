@@ -20,6 +20,7 @@ import reference
 from ao_lab.testing import assert_same_bits
 from fast.kernels import quantizer
 from reference import SCHEMES, Scales, Scheme
+from reference.formats import FORMATS, Format
 from reference.schemes import Zero
 from tests import ptx_interpreter
 
@@ -28,6 +29,17 @@ def record(name: str, base: str, scale: Any = None, **fields: Any) -> Scheme:
     """A house record with other fields, of itself and of its scale."""
     made = SCHEMES[base]
     return replace(made, name=name, scale=replace(made.scale, **(scale or {})), **fields)
+
+
+def stretched(bits: int, **fields: Any) -> Scheme:
+    """Levels one apart of a format of the user's own, which has a name while this program runs."""
+    count = 1 << bits
+    fmt = Format(
+        name=f"levels{bits}{fields}", kind="codebook", bits=bits, table=tuple(np.arange(count) - (count - 1) / 2),
+        reach=count / 2, **fields,
+    )  # fmt: skip
+    FORMATS[fmt.name] = fmt
+    return record(fmt.name, "stretched2_g32", {"target": fmt.limit}, element=fmt.name)
 
 
 RECORDS = (
@@ -50,6 +62,12 @@ RECORDS = (
     record("stretched levels far within", "stretched2_g32", {"target": 0.75}),
     record("stretched levels far beyond", "stretched2_g32", {"target": 3000.0}),
     record("stretched levels under powers of two", "mxfp4", element="stretched2"),
+    record(
+        "stretched levels under an outer scale", "nvfp4", {"storage": "float32", "floor": ("stored", 2.0**-126)},
+        element="stretched2",
+    ),
+    stretched(2, specials="nan_all_ones"),
+    *(stretched(bits) for bits in (1, 3, 4, 7)),
     record("NaN by arithmetic", "mxfp4", nan="ieee"),
     record("NaN by arithmetic, 8 bits", "mxfp8_e4m3", nan="ieee"),
     record("values in the dtype", "int8_g32", dequantize="target"),

@@ -43,7 +43,7 @@ def kept_as(storage: str) -> str:
 
 
 def hot_sequence(scheme: Scheme, nearest: bool) -> str:
-    """Which sequence of `words` makes the codes of a house scheme whose scales come from the tile; "" for none."""
+    """Which sequence of `hot` makes the codes of a house scheme whose scales come from the tile; "" for none."""
     fmt = scheme.format
     if not nearest or scheme.nan != "block" or scheme.nan_code is not None or scheme.apply != "reciprocal":
         return ""

@@ -1,8 +1,9 @@
 """Stretched levels: codebooks of numbers one apart, as many below zero as above, the code of which is a rounding.
 
 Level k of 2**B is k - (2**B - 1) / 2, so that midpoints are integers and x belongs to the code ceil(x) + 2**(B - 1) - 1: on a
-midpoint the lower of two levels, as in every codebook of `reference`. A sum with 1.5 * 2**23 rounded upwards is that integer,
-exactly, for every float32 (a sum rounded to nearest would lose what separates a small number from zero).
+midpoint the lower of two levels, as in every codebook of `reference`. Between the first and the last level a sum with
+1.5 * 2**23 + 2**(B - 1) - 1, rounded upwards, counts that code for every float32, subnormal ones too (rounded to nearest it
+would lose what separates a small number from zero).
 """
 
 import numpy as np
@@ -21,7 +22,7 @@ def is_stretched(fmt: Format) -> bool:
 
 @triton.jit
 def stretched_numbers(y, E: tl.constexpr):
-    """1.5 * 2**23 plus the codes of y, float32; of NaN those of some number."""
+    """1.5 * 2**23 plus the codes of y, float32; 0 for NaN."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 c; max.f32 c, $1, $2; min.f32 c, c, $3; add.rp.f32 $0, c, $4; }",
         "=f,f,f,f,f", [y, -E.max_value, E.max_value, TO_INTEGER + (E.max_value - 0.5)],

@@ -265,6 +265,10 @@ def test_a_seed_whose_models_changed_is_measured_again(small, monkeypatch, lost)
     qat_recovery.run(settings, partial, PLAN)
     wanted = [task for task in qat_recovery.all_tasks(PLAN) if task.seed == 1]
     assert measured == (wanted[-1:] if lost == 0.0 else wanted)
+    # What broke off there would have to find nothing of the old models.
+    assert {row.seed for row in Journal(partial.path, partial.current_hash).rows} == (
+        {0, 1} if lost == 0.0 else {0}
+    )
 
 
 def test_journals_are_of_one_training(small):
