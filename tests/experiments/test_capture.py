@@ -1,13 +1,16 @@
 """Recording CUDA graphs: what must not happen meanwhile."""
 
+import ctypes
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import experiments
 from experiments.capture import recorded
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -50,14 +53,22 @@ def test_a_collector_that_was_off_stays_off(asked):
         gc.enable()
 
 
+def test_every_recording_of_an_experiment_is_kept_from_others():
+    folder = Path(experiments.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if "cuda.graph(" in path.read_text(encoding="utf-8")}
+    assert found == {"capture.py"}
+
+
 @needs_gpu
 def test_a_forbidden_call_of_another_thread_does_not_break_a_recording():
-    """A synchronization meanwhile; in CUDA's global mode it invalidates the recording."""
-    x = torch.ones(1024, device="cuda")
-    with ThreadPoolExecutor(1) as pool:
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph):
-            y = x + 1
-            pool.submit(lambda: torch.ones(8, device="cuda").sum().item()).result()
+    """An allocation past torch's allocator, which CUDA's global mode forbids every thread meanwhile."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    runtime = ctypes.CDLL(next(line.split()[-1] for line in maps if "libcudart" in line))
+    x, address = torch.ones(1024, device="cuda"), ctypes.c_void_p()
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as pool, recorded(graph):
+        y = x + 1
+        code = pool.submit(runtime.cudaMalloc, ctypes.byref(address), ctypes.c_size_t(1 << 20)).result()
     graph.replay()
+    assert (code, runtime.cudaFree(address)) == (0, 0)
     assert torch.equal(y.cpu(), torch.full((1024,), 2.0))
