@@ -15,17 +15,27 @@ def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = Non
 
     In CUDA's global mode a forbidden call of any thread, say of JAX, invalidates the recording; now only one that waits for the
     recording stream does. A collection in its middle may destroy older graphs and their memory, and comes at any time where
-    torch, as 2.11, has not collected just before. One broken recording leaves torch's random generator unusable for the rest
-    of the process.
+    torch, as 2.11, has not collected just before. A recording that breaks all the same raises torch's error, and what is
+    recorded or drawn after it works.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             yield
+    except RuntimeError:
+        _mend_generator()
+        raise
     finally:
         if collects:
             gc.enable()
+
+
+def _mend_generator() -> None:
+    """A broken recording leaves torch's random generator in the belief that it goes on; the end of a whole one ends that."""
+    mark = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        mark.add_(1)
 
 
 __all__ = ["recorded"]

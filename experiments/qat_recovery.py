@@ -84,15 +84,13 @@ def subject(settings: Settings) -> str:
 def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = None) -> list[Row]:
     """Rows of all seeds and methods, and over seeds; those that the journal has are not measured again."""
     journal, plan = journal if journal is not None else Journal(), plan or PLANS[settings.scale]
-    table = table_name(RUNS, settings.scale, settings.corpus.name)
-    tasks = [task for task in all_tasks(plan) if not journal.finished(table, *task.place, task.seed)]
-    if tasks:
+    if tasks := unfinished(settings, plan, journal):
         # Models that several tasks need are trained before these run side by side.
         models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
         about = Subject(settings, plan, exams_of(settings, plan), models)
         others = changed_seeds(about, journal)
-        journal.drop([one for one in journal.rows if one.table == table and one.seed in others])
-        tasks = [task for task in all_tasks(plan) if task in tasks or task.seed in others]
+        journal.drop([one for one in runs_of(settings, journal.rows) if one.seed in others])
+        tasks = unfinished(settings, plan, journal)
         with bar("QAT", len(tasks)) as step:
             for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):
                 journal.add(rows)
@@ -106,13 +104,24 @@ def all_tasks(plan: Plan) -> list[Task]:
     return [Task(seed, method) for seed in range(plan.seeds) for method in (None, *plan.methods)]
 
 
+def runs_of(settings: Settings, rows: Sequence[Row]) -> list[Row]:
+    """Rows of single seeds at these settings."""
+    table = table_name(RUNS, settings.scale, settings.corpus.name)
+    return [one for one in rows if one.table == table]
+
+
+def unfinished(settings: Settings, plan: Plan, journal: Journal) -> list[Task]:
+    """Tasks whose rows the journal does not have."""
+    table = table_name(RUNS, settings.scale, settings.corpus.name)
+    return [task for task in all_tasks(plan) if not journal.finished(table, *task.place, task.seed)]
+
+
 def changed_seeds(about: Subject, journal: Journal) -> set[int]:
     """Seeds that an interrupted run measured with other models than are here now.
 
     A GPU does not train the same model twice: rows of a seed whose models have left the cache are no pairs of new ones.
     """
-    table = table_name(RUNS, about.settings.scale, about.settings.corpus.name)
-    rows = [one for one in journal.rows if one.table == table]
+    rows = runs_of(about.settings, journal.rows)
     base = {one.seed: one.value for one in rows if (one.setting, one.method) == (BASELINE, "float32")}
     return {
         seed
@@ -194,8 +203,8 @@ def row(
 
 def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
     """Rows over seeds: losses, their intervals, and the recovered part or why there is none."""
-    table = table_name(RUNS, settings.scale, settings.corpus.name)
-    found = {(one.setting, one.method, one.metric, one.seed): one.value for one in rows if one.table == table}
+    runs = runs_of(settings, rows)
+    found = {(one.setting, one.method, one.metric, one.seed): one.value for one in runs}
 
     def seeds(setting: str, method: str, metric: str) -> list[float]:
         return [found[setting, method, metric, seed] for seed in range(plan.seeds)]

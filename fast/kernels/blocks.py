@@ -173,8 +173,7 @@ def blocks_kernel(
         clip_tile(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
         # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their numbers.
-        INTEGERS: tl.constexpr = RULE.hot == "int" or RULE.hot == "stretched"
-        GROUPS: tl.constexpr = JOB.packed and INTEGERS and not MASKED and SIZE % 32 == 0
+        GROUPS: tl.constexpr = JOB.packed and RULE.digits != "" and not MASKED and SIZE % 32 == 0
         tile = load_groups(x, block, SIZE) if GROUPS else read(x + at, inside)
         if SHAPE == "columns":
             # Neighbours in a register are not of one block.

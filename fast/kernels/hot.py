@@ -169,7 +169,7 @@ def store_codes(
     elif RULE.hot == "e5m2":
         y = v * m
         tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
-    elif RULE.hot == "int" or RULE.hot == "stretched":
+    elif RULE.digits != "":
         _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
     elif RULE.hot == "codebook":
         _store_nibbles(
@@ -189,10 +189,10 @@ def _store_integers(
         t = bits_of(stretched_numbers(v * m, RULE.element))
     else:
         t = bits_of(integers(v, m, scale, zero, RULE))
-    if PACKED and RULE.bits == 4 and RULE.hot == "int":
+    if PACKED and RULE.bits == 4 and RULE.digits == "signed":
         store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
     elif PACKED and v.shape[1] % 32 == 0:
-        quads = integer_quads(t, kept_where(scale, -1), RULE.bits, RULE.hot == "int")
+        quads = integer_quads(t, kept_where(scale, -1), RULE.bits, RULE.digits == "signed")
         store_quads(codes, quads, block, exists, RULE.bits)
     elif PACKED:
         kept = kept_where(scale, (1 << RULE.bits) - 1)

@@ -209,6 +209,7 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
     overflow, nan = ("mark", "ieee") if marking else (scheme.overflow, scheme.nan)
     nearest = not marking and scheme.rounding == "nearest_even" and scheme.overflow == "saturate"
     quick = house and scheme.codes_from == "stored"
+    hot = hot_sequence(scheme, nearest and hardware)
     return Rule(
         dtype=dtype, kind=fmt.kind, bits=fmt.bits, fraction_bits=fmt.fraction_bits,
         element=_part(element_of(fmt, scheme.rounding, overflow, hardware=hardware), hardware),
@@ -227,16 +228,17 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
         max_bits=bits_of(fmt.limit),
-        native=hardware, signs_nan=scheme.nan == "element", hot=hot_sequence(scheme, nearest and hardware),
+        native=hardware, signs_nan=scheme.nan == "element", hot=hot,
+        digits={"int": "signed", "stretched": "unsigned"}.get(hot, ""),
         under_outer=hardware and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme), hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),
-        ranged=is_ranged(scheme, hot_sequence(scheme, nearest and hardware)),
+        ranged=is_ranged(scheme, hot),
         clamps=not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         drawn=hardware and not marking and is_drawn(scheme),
-        pairs=has_pairs(scheme, dtype, hot_sequence(scheme, nearest and hardware)),
+        pairs=has_pairs(scheme, dtype, hot),
     )  # fmt: skip
 
 

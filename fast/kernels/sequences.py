@@ -141,9 +141,8 @@ def _has_reciprocals(scheme: Scheme) -> bool:
 def _codebook_sequence(scheme: Scheme) -> str:
     """ "codebook" where scales are maxima, so that scaled elements lie between -1 and 1; "stretched" for levels one apart."""
     scale, fmt = scheme.scale, scheme.format
-    plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
     kept = scale.stored == "decode" and scale.compute == "float32"
-    if not (plain and kept and scheme.outer is None and scheme.poison_code == 0):
+    if not (_is_plain_ratio(scale) and kept and scheme.outer is None and scheme.poison_code == 0):
         return ""
     if is_stretched(fmt):
         return "stretched"
@@ -188,11 +187,15 @@ def never_saturates(scheme: Scheme) -> bool:
     Three roundings of relative size 2**-24 separate x * (1 / s) from at most qmax, far less than a half.
     """
     scale, fmt = scheme.scale, scheme.format
-    plain = scale.statistic == "absmax" and scale.rule == "ratio" and scale.storage == "float32"
     return (
-        plain
+        _is_plain_ratio(scale)
         and scheme.zero is None
         and scheme.outer is None
         and fmt.kind == "int"
         and scale.target == fmt.max
     )
+
+
+def _is_plain_ratio(record: Scale) -> bool:
+    """Whether scales are float32 quotients of the largest magnitudes and a target."""
+    return record.statistic == "absmax" and record.rule == "ratio" and record.storage == "float32"

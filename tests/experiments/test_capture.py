@@ -60,6 +60,21 @@ def test_every_recording_of_an_experiment_is_kept_from_others():
 
 
 @needs_gpu
+def test_a_broken_recording_breaks_nothing_after_it():
+    """Reading a number waits for the stream that records, which no recording survives."""
+    x = torch.ones(1024, device="cuda")
+    with pytest.raises(RuntimeError, match="captur"), recorded(torch.cuda.CUDAGraph()):
+        (x + 1).sum().item()
+    assert gc.isenabled()
+    assert torch.rand(8, device="cuda").lt(1).all()
+    graph = torch.cuda.CUDAGraph()
+    with recorded(graph):
+        y = x + 1
+    graph.replay()
+    assert torch.equal(y.cpu(), torch.full((1024,), 2.0))
+
+
+@needs_gpu
 def test_a_forbidden_call_of_another_thread_does_not_break_a_recording():
     """An allocation past torch's allocator, which CUDA's global mode forbids every thread meanwhile."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

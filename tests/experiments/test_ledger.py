@@ -191,7 +191,7 @@ def test_tests_run_as_a_script_and_may_break_off(clone, sleep, code, state):
 
 
 def test_without_a_script_nothing_was_tested(clone):
-    assert ledger.run_tests(clone) == {"state": f"{ledger.TESTS} does not exist", "tests": []}
+    assert ledger.run_tests(clone, seconds=2) == {"state": f"{ledger.TESTS} does not exist", "tests": []}
 
 
 def test_refresh_writes_everything_with_the_digests_of_its_beginning(measured, monkeypatch):
@@ -204,7 +204,7 @@ def test_refresh_writes_everything_with_the_digests_of_its_beginning(measured, m
         return [LINE], []
 
     monkeypatch.setattr(command, "complete", complete)
-    monkeypatch.setattr(ledger, "run_tests", lambda root: {"state": "ran", "tests": [OK]})
+    monkeypatch.setattr(ledger, "run_tests", lambda root, seconds: {"state": "ran", "tests": [OK]})
     monkeypatch.setattr(ledger, "about", lambda: MACHINE)
     assert ledger.refresh(measured) == ledger.path_of(measured)
     assert seen["with_peers"] is True
