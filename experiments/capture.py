@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -16,15 +16,18 @@ def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = Non
     In CUDA's global mode a forbidden call of any thread, say of JAX, invalidates the recording; now only one that waits for the
     recording stream does. A collection in its middle may destroy older graphs and their memory, and comes at any time where
     torch, as 2.11, has not collected just before. A recording that breaks all the same raises torch's error, and what is
-    recorded or drawn after it works.
+    recorded or drawn after it works, on the stream of before, unless the GPU itself is lost.
     """
-    collects = gc.isenabled()
+    collects, before = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             yield
     except RuntimeError:
-        _mend_generator()
+        # torch comes back from a broken recording on the recording's stream.
+        torch.cuda.set_stream(before)
+        with suppress(RuntimeError):
+            _mend_generator()
         raise
     finally:
         if collects:

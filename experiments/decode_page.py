@@ -8,7 +8,7 @@ from experiments.decode import KIND, TITLE
 from experiments.decode_bars import FORMS, RATE, fastest_bfloat16, missed, over_fastest, published_speedup
 from experiments.decode_configs import BASELINE, BFLOAT16, OURS, TORCHAO
 from experiments.decode_model import LLAMA_8B
-from experiments.pages import Drawing, Section, Table
+from experiments.pages import STALE, Drawing, Section, Table
 from experiments.plots import Point, scatter_panels
 from experiments.published_rows import HARDWARE, MODEL, decoding, published
 from experiments.results import Results, Where, by_run, number
@@ -97,7 +97,12 @@ def state(results: Results, setting: str, method: str) -> str:
 def failures(results: Results) -> list[str]:
     """What gave no numbers, and why."""
     found = {one: state(results, *one) for one in lines_of(results)}
-    failed = [f"{method} of {setting} ({word})" for (setting, method), word in found.items() if word != "ok"]
+    old = results.stale_methods
+    failed = [
+        f"{method} of {setting} ({word}){f' {STALE}' if method in old else ''}"
+        for (setting, method), word in found.items()
+        if word != "ok"
+    ]
     return [f"**Without numbers: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
@@ -110,7 +115,13 @@ def verdict(results: Results) -> list[str]:
     best, rate = fastest_bfloat16(results)
     if rate is not None:
         made.append(
-            f"**The fastest bfloat16 is '{best}', {rate:.1f} tokens/s**: published ratios are held against it."
+            f"**The fastest bfloat16 is '{best}', {rate:.1f} tokens/s**, of all its timings, those beside other configurations "
+            "included: published ratios are held against it."
+        )
+    if len({row.source_hash for row in results.rows}) > 1:
+        made.append(
+            "**Not all of one run**: 'over bfloat16' is within the run of a line; 'over the fastest' holds every line against "
+            "the fastest bfloat16 of all."
         )
     if unknown := [form for form in FORMS if results.value(BASELINE, form, RATE) is None]:
         made.append(f"**Not measured: {', '.join(unknown)}**, which may be faster.")

@@ -60,7 +60,7 @@ def reproduce(
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. only: configurations of `decode` to measure, beside those that this clone measured before. Rows that
+    where torch sees one. only: configurations of `decode` to measure; published rows of the others stay. Rows that
     this clone measured with the same code are not measured again. ValueError for an unknown name, scale or device; progress
     goes to stderr.
     """
@@ -96,7 +96,7 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
 def run_one(name: str, settings: Settings, places: Places) -> Made:
     """Measure one experiment, resuming where it broke off, and publish its rows."""
     from experiments.environment import record_run
-    from experiments.rows import Journal, publish
+    from experiments.rows import Journal, publish, with_others
 
     module = importlib.import_module(EXPERIMENTS[name].measure)
     started = time.perf_counter()
@@ -104,7 +104,7 @@ def run_one(name: str, settings: Settings, places: Places) -> Made:
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = places.data / f"{name}.csv"
-    publish(path, rows)
+    publish(path, with_others(rows, path) if settings.only else rows)
     seconds = time.perf_counter() - started
     recorded = record_run(places, name, settings, seconds, len(rows), resumed)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"

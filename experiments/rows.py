@@ -29,6 +29,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("reference", "fast", "ao_lab", "experiments")
+#: Files of `experiments` that read rows and make none: what they say differently makes no row older.
+READERS = (
+    "page.py",
+    "pages.py",
+    "*_page.py",
+    "*_bars.py",
+    "plots.py",
+    "roofline.py",
+    "results.py",
+    "lines.py",
+)
 
 Key = tuple[str, str, str, str, str, str, int]
 
@@ -86,8 +97,14 @@ def table_parts(table: str) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Hash of the code that rows come from: every .py file of the four packages (reports/ and tests/ are not code)."""
-    return hash_files(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    """Hash of the code that rows come from: every .py file of the four packages but `READERS`."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return hash_files(path for path in paths if not is_reader(path))
+
+
+def is_reader(path: Path) -> bool:
+    """Whether a file of `experiments` reads rows and makes none."""
+    return path.is_relative_to(ROOT / "experiments") and any(path.match(name) for name in READERS)
 
 
 def library_versions() -> str:
@@ -197,6 +214,17 @@ def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
     merged = sorted([*kept, *rows], key=lambda row: (row.experiment, row.table, row.device))
     write(path, merged)
     return merged
+
+
+def with_others(rows: Sequence[Row], path: Path) -> list[Row]:
+    """Rows of a run that measured only some methods, and the published ones of the others, which say how old they are."""
+    places = {row.place for row in rows}
+    known = {(row.table, row.setting, row.method, row.device) for row in rows}
+    older = [row for row in read(path) if row.place in places]
+    return [
+        *rows,
+        *(row for row in older if (row.table, row.setting, row.method, row.device) not in known),
+    ]
 
 
 def _text(value: object) -> object:

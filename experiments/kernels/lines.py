@@ -26,6 +26,7 @@ class Against:
     peer: str
     ratio: float | None
     status: str
+    source_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ class Line:
         return [words for words in found if words]
 
     @property
-    def slower_than(self) -> list[str]:
+    def faster_peers(self) -> list[Against]:
         """Peers that are faster than ours."""
-        return [
-            f"{one.peer} {one.ratio:.2f}x"
-            for one in self.against
-            if one.ratio is not None and one.ratio < 1 - PEER_TOLERANCE
-        ]
+        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - PEER_TOLERANCE]
+
+    @property
+    def slower_than(self) -> list[str]:
+        """The same in words."""
+        return [f"{one.peer} {one.ratio:.2f}x" for one in self.faster_peers]
 
     @property
     def verdict(self) -> str:
@@ -83,7 +85,7 @@ def shortfall(bar: Bar, value: float | None) -> str:
     if value is None:
         return f"{bar.metric} is not known"
     sign = "<" if bar.at_least else ">"
-    return "" if bar.reached(value) else f"{bar.metric} {value:.3g} {sign} {bar.value:g}"
+    return "" if bar.reached(value) else f"{bar.metric} {value:.4g} {sign} {bar.value:g}"
 
 
 def lines_of(rows: Iterable[Row]) -> dict[Where, list[Line]]:
@@ -138,7 +140,10 @@ def against(peers: Results, setting: str) -> tuple[Against, ...]:
             rows.setdefault(row.method, []).append(row)
     order = [peer.name for peer in PEERS]
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
-    return tuple(Against(name, peers.value(setting, name, "ratio"), status_of(rows[name])) for name in names)
+    return tuple(
+        Against(name, peers.value(setting, name, "ratio"), status_of(rows[name]), rows[name][0].source_hash)
+        for name in names
+    )
 
 
 def ordered(lines: Sequence[Line]) -> list[Line]:

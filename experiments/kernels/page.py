@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from experiments.kernels.case import SMALL
 from experiments.kernels.jax_page import jax_sections
-from experiments.kernels.lines import PEER_TOLERANCE, Line, lines_of, summary
+from experiments.kernels.lines import PEER_TOLERANCE, Against, Line, lines_of, summary
 from experiments.kernels.peers import PEERS
 from experiments.kernels.roofline import roofline
 from experiments.kernels.run import TITLE
-from experiments.pages import Drawing, Section, Table
+from experiments.pages import STALE, Drawing, Section, Table
 from experiments.results import Where, number
 from experiments.rows import Row, source_hash
 
@@ -29,7 +29,8 @@ TEXT = (
 )
 PEER_TEXT = (
     "A ratio is the peer's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
-    f"{1 - PEER_TOLERANCE:g}, which no repeat explains, slower. "
+    f"{1 - PEER_TOLERANCE:g}, which no repeat explains, slower. Bars come first, and a run has so much time for peers: what it "
+    f"did not reach keeps its last ratio, between both as they were then, marked {STALE}. "
     + "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS)
     + "."
 )
@@ -67,7 +68,9 @@ def missed_paragraphs(lines: Sequence[Line]) -> list[str]:
     """What misses a bar, and what is slower than a peer."""
     missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
     slower = [
-        f"{line.case} at {line.shape} ({', '.join(line.slower_than)})" for line in lines if line.slower_than
+        f"{line.case} at {line.shape} ({', '.join(map(faster, line.faster_peers))})"
+        for line in lines
+        if line.faster_peers
     ]
     made = [f"**Missed bars: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
     return made + ([f"**Slower than a peer: {len(slower)}.** " + ", ".join(slower) + "."] if slower else [])
@@ -172,15 +175,28 @@ def peer_table(lines: Sequence[Line]) -> Table:
     made = []
     for line in lines:
         if line.against:
-            found = {
-                one.peer: one.status if one.ratio is None else number(one.ratio, 2) for one in line.against
-            }
+            found = {one.peer: compared(one) for one in line.against}
             best = line.best_peer
             verdict = "" if best is None else f"SLOWER than {best.peer}" if line.slower_than else "yes"
             cells = [found.get(name, "") for name in names]
             made.append([line.case, line.shape, *cells, best.peer if best else "", verdict])
     columns = ["kernel", "shape", *names, "best peer", "as fast as every peer"]
     return Table("Their time over ours", columns, made, stale(lines))
+
+
+def compared(one: Against) -> str:
+    """A peer's cell: the ratio, or why there is none."""
+    return (one.status if one.ratio is None else number(one.ratio, 2)) + age(one)
+
+
+def faster(one: Against) -> str:
+    """A faster peer and how much of our time it takes."""
+    return f"{one.peer} {number(one.ratio, 2)}x{age(one)}"
+
+
+def age(one: Against) -> str:
+    """A mark where a comparison is older than the code."""
+    return "" if one.source_hash == source_hash() else f" {STALE}"
 
 
 def stale(lines: Sequence[Line]) -> frozenset[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import experiments
+from experiments import capture
 from experiments.capture import recorded
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,6 +28,7 @@ def asked(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "main stream")
     return found
 
 
@@ -40,6 +42,23 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded(asked):
 def test_garbage_is_collected_again_after_an_error(asked):
     with pytest.raises(ValueError, match="no"), recorded("graph"):
         raise ValueError("no")
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["a recording broke", "the GPU is lost"])
+def test_a_broken_recording_is_told_of_and_mended(asked, monkeypatch, lost):
+    done = []
+
+    def mend():
+        done.append("mended")
+        if lost:
+            raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(torch.cuda, "set_stream", done.append)
+    monkeypatch.setattr(capture, "_mend_generator", mend)
+    with pytest.raises(RuntimeError, match="captured"), recorded("graph"):
+        raise RuntimeError("captured")
+    assert done == ["main stream", "mended"]
     assert gc.isenabled()
 
 
@@ -66,6 +85,7 @@ def test_a_broken_recording_breaks_nothing_after_it():
     with pytest.raises(RuntimeError, match="captur"), recorded(torch.cuda.CUDAGraph()):
         (x + 1).sum().item()
     assert gc.isenabled()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.rand(8, device="cuda").lt(1).all()
     graph = torch.cuda.CUDAGraph()
     with recorded(graph):

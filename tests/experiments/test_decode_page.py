@@ -1,5 +1,7 @@
 """The page of experiment `decode`: published numbers beside the real shapes alone, and bars that are missed."""
 
+from dataclasses import replace
+
 import pytest
 
 from experiments import decode_page, pages, registry
@@ -8,7 +10,7 @@ from experiments.decode_configs import CONFIGS, OUR_CONFIGS
 from experiments.places import Places
 from experiments.published_rows import decoding, published
 from experiments.results import Results
-from experiments.rows import Row, source_hash
+from experiments.rows import Row, publish, read, source_hash
 
 SPEEDS = {"int8wo": 1.6, "float8wo": 1.3, "int4wo-64": 2.0}
 
@@ -144,7 +146,11 @@ def test_a_stand_in_is_beside_no_published_number():
 def reproduced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     places = Places(folder / "cache", folder / "reports")
+    older = row("ours", "nvfp4wo", "tokens/s", 1.0, "tiny-stand-in-random")
+    older = replace(older, table=older.table.replace("full", "quick"), device="cpu", source_hash="older")
+    publish(places.data / "decode.csv", [older])
     made = registry.reproduce(["decode"], "quick", "cpu", places, only=["int8wo", "bfloat16"])
+    assert older in read(places.data / "decode.csv")
     return places, made
 
 
@@ -153,7 +159,17 @@ def test_a_part_is_reproduced_from_the_command(reproduced):
     assert any("of them measured now" in what for what, _ in made)
     page = (places.reports / "decode.md").read_text()
     assert "A tiny stand-in (quick scale, cpu, tiny-stand-in-random)" in page
-    assert set(OUR_CONFIGS) - {"int8wo"} - set(page.split()) == set(OUR_CONFIGS) - {"int8wo"}
+    assert set(OUR_CONFIGS) & set(page.split()) == {"int8wo", "nvfp4wo"}
+
+
+def test_rows_of_several_runs_are_told_apart():
+    mixed = [
+        replace(one, source_hash="older") if one.method in ("int8dq", "nvfp4wo") else one for one in rows()
+    ]
+    words = " ".join(decode_page.sections(mixed)[0].paragraphs)
+    assert "**Not all of one run**" in words
+    assert "nvfp4wo of ours (error: Oops) †" in words
+    assert "Not all of one run" not in " ".join(decode_page.sections(rows())[0].paragraphs)
 
 
 def test_the_figure_is_drawn():

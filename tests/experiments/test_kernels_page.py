@@ -11,7 +11,7 @@ from ao_lab.cli import main
 from experiments import plots
 from experiments.kernels import bench as command
 from experiments.kernels import lines, page, run
-from experiments.kernels.case import LARGE, SHAPES
+from experiments.kernels.case import LARGE, SHAPES, Bar
 from experiments.kernels.cases import CASES
 from experiments.kernels.peers import PEERS
 from experiments.kernels.roofline import roof_of, roofline
@@ -90,6 +90,24 @@ def test_stale_lines_are_marked(sample_rows):
     section = page.sections(old)[0]
     assert "quantize.fp8_rowwise" in section.tables[0].stale
     assert page.sections(sample_rows)[0].tables[0].stale == frozenset()
+
+
+def test_older_peers_are_marked(sample_rows):
+    """Rows of a peer name the case in their setting."""
+    halved = [
+        replace(row, value=0.5, source_hash="0" * 12) if row.setting.startswith("quantize.fp8") else row
+        for row in sample_rows
+    ]
+    floors, peers, *_ = page.sections(halved)
+    assert any("(torch eager 0.50x †)" in words for words in floors.paragraphs)
+    cells = {line[0]: line[2] for line in peers.tables[0].lines}
+    assert cells["quantize.fp8_rowwise"] == "0.50 †"
+    assert "†" not in cells["quantize.mxfp4.packed"]
+    assert floors.tables[0].stale == frozenset()
+
+
+def test_a_miss_by_little_is_no_riddle():
+    assert lines.shortfall(Bar("speedup", 1.8), 1.7958) == "speedup 1.796 < 1.8"
 
 
 def test_list_needs_no_gpu(monkeypatch, capsys):

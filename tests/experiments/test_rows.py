@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 
 from experiments import rows as tidy
 from experiments.places import Places
-from experiments.rows import Journal, Row, publish, read, table_name, write
+from experiments.registry import EXPERIMENTS
+from experiments.rows import Journal, Row, publish, read, table_name, with_others, write
 
 
 def row(method="a", value=1.5, table="quality/quick/x", **other):
@@ -92,6 +95,44 @@ def test_publishing_replaces_a_run_as_a_whole(tmp_path):
         ("quality/quick/x", "a", "GPU", 1.5),
         ("quality/quick/y", "a", "cpu", 2.0),
     ]
+
+
+def test_rows_of_methods_that_were_not_measured_stay(tmp_path):
+    path = tmp_path / "rows.csv"
+    other = row("a", table="quality/full/x")
+    publish(path, [row("a"), row("a", metric="gone"), row("b"), other])
+    made = with_others([row("a", 2.0, source_hash="later")], path)
+    assert [(r.method, r.value, r.source_hash) for r in made] == [("a", 2.0, "later"), ("b", 1.5, "now")]
+    assert other in publish(path, made)
+    assert with_others([row("a")], tmp_path / "none.csv") == [row("a")]
+
+
+def test_pages_and_figures_make_no_row_older(monkeypatch):
+    def changed(name):
+        path = tidy.ROOT / name
+        assert path.is_file()
+        asked = []
+        monkeypatch.setattr(tidy, "hash_files", lambda paths: asked.extend(paths) or "hash")
+        tidy.source_hash.__wrapped__()
+        return path in asked
+
+    readers = ("pages.py", "decode_page.py", "kernels/page.py", "kernels/jax_page.py", "kernels/lines.py")
+    assert not any(changed(f"experiments/{name}") for name in (*readers, "plots.py", "decode_bars.py"))
+    for name in ("experiments/decode.py", "experiments/kernels/timing.py", "fast/pack.py", "ao_lab/cli.py"):
+        assert changed(name), name
+
+
+def test_what_makes_rows_uses_nothing_that_reads_them():
+    """Otherwise a change that makes other rows might not make those of before older."""
+    modules = [experiment.measure for experiment in EXPERIMENTS.values()]
+    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    script += "for module in list(sys.modules.values()): print(getattr(module, '__file__', ''))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tidy.ROOT
+    )
+    loaded = {Path(line) for line in done.stdout.splitlines() if line.startswith(str(tidy.ROOT))}
+    assert tidy.ROOT / "experiments" / "decode.py" in loaded
+    assert [path for path in loaded if tidy.is_reader(path)] == []
 
 
 def test_the_source_hash_is_of_code_and_nothing_else(tmp_path):
