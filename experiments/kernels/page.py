@@ -30,7 +30,7 @@ TEXT = (
 PEER_TEXT = (
     "A ratio is the peer's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
     f"{1 - PEER_TOLERANCE:g}, which no repeat explains, slower. Bars come first, and a run has so much time for peers: what it "
-    f"did not reach keeps its last ratio, between both as they were then, marked {STALE}. "
+    f"did not reach keeps what an earlier run found, between both as they were then, marked {STALE} in its cell. "
     + "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS)
     + "."
 )
@@ -67,11 +67,7 @@ def slug(where: Where) -> str:
 def missed_paragraphs(lines: Sequence[Line]) -> list[str]:
     """What misses a bar, and what is slower than a peer."""
     missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
-    slower = [
-        f"{line.case} at {line.shape} ({', '.join(map(faster, line.faster_peers))})"
-        for line in lines
-        if line.faster_peers
-    ]
+    slower = [f"{line.case} at {line.shape} ({faster_peers(line)})" for line in lines if line.faster_peers]
     made = [f"**Missed bars: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
     return made + ([f"**Slower than a peer: {len(slower)}.** " + ", ".join(slower) + "."] if slower else [])
 
@@ -175,7 +171,7 @@ def peer_table(lines: Sequence[Line]) -> Table:
     made = []
     for line in lines:
         if line.against:
-            found = {one.peer: compared(one) for one in line.against}
+            found = {one.peer: compared(line, one) for one in line.against}
             best = line.best_peer
             verdict = "" if best is None else f"SLOWER than {best.peer}" if line.slower_than else "yes"
             cells = [found.get(name, "") for name in names]
@@ -184,19 +180,15 @@ def peer_table(lines: Sequence[Line]) -> Table:
     return Table("Their time over ours", columns, made, stale(lines))
 
 
-def compared(one: Against) -> str:
-    """A peer's cell: the ratio, or why there is none."""
-    return (one.status if one.ratio is None else number(one.ratio, 2)) + age(one)
+def compared(line: Line, one: Against) -> str:
+    """A peer's cell: the ratio, or why there is none; marked where it is of another run than its line's own row."""
+    words = one.status if one.ratio is None else number(one.ratio, 2)
+    return words if one.source_hash == line.source_hash else f"{words} {STALE}"
 
 
-def faster(one: Against) -> str:
-    """A faster peer and how much of our time it takes."""
-    return f"{one.peer} {number(one.ratio, 2)}x{age(one)}"
-
-
-def age(one: Against) -> str:
-    """A mark where a comparison is older than the code."""
-    return "" if one.source_hash == source_hash() else f" {STALE}"
+def faster_peers(line: Line) -> str:
+    """The peers that are faster, with their ratios."""
+    return ", ".join(f"{one.peer} {compared(line, one)}" for one in line.faster_peers)
 
 
 def stale(lines: Sequence[Line]) -> frozenset[str]:

@@ -99,7 +99,7 @@ def test_older_peers_are_marked(sample_rows):
         for row in sample_rows
     ]
     floors, peers, *_ = page.sections(halved)
-    assert any("(torch eager 0.50x †)" in words for words in floors.paragraphs)
+    assert any("(torch eager 0.50 †)" in words for words in floors.paragraphs)
     cells = {line[0]: line[2] for line in peers.tables[0].lines}
     assert cells["quantize.fp8_rowwise"] == "0.50 †"
     assert "†" not in cells["quantize.mxfp4.packed"]
