@@ -96,7 +96,7 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
 def run_one(name: str, settings: Settings, places: Places) -> Made:
     """Measure one experiment, resuming where it broke off, and publish its rows."""
     from experiments.environment import record_run
-    from experiments.rows import Journal, publish, with_others
+    from experiments.rows import Journal, publish, read, with_others
 
     module = importlib.import_module(EXPERIMENTS[name].measure)
     started = time.perf_counter()
@@ -104,7 +104,7 @@ def run_one(name: str, settings: Settings, places: Places) -> Made:
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = places.data / f"{name}.csv"
-    publish(path, with_others(rows, path) if settings.only else rows)
+    publish(path, with_others(rows, read(path)) if settings.only else rows)
     seconds = time.perf_counter() - started
     recorded = record_run(places, name, settings, seconds, len(rows), resumed)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"

@@ -41,6 +41,9 @@ READERS = (
     "lines.py",
 )
 
+#: How the status of what was not reached begins.
+NOT_RUN = "status: not run"
+
 Key = tuple[str, str, str, str, str, str, int]
 
 
@@ -69,6 +72,11 @@ class Row:
     def key(self) -> Key:
         """What tells one row from another: everything but the numbers and the code that made them."""
         return self.experiment, self.table, self.setting, self.method, self.metric, self.device, self.seed
+
+    @property
+    def line(self) -> tuple[str, str, str, str]:
+        """What is measured at once: table, setting, method, device."""
+        return self.table, self.setting, self.method, self.device
 
     @property
     def place(self) -> tuple[str, str, str, str]:
@@ -216,15 +224,21 @@ def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
     return merged
 
 
-def with_others(rows: Sequence[Row], path: Path) -> list[Row]:
+def with_others(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
     """Rows of a run that measured only some methods, and the published ones of the others, which say how old they are."""
-    places = {row.place for row in rows}
-    known = {(row.table, row.setting, row.method, row.device) for row in rows}
-    older = [row for row in read(path) if row.place in places]
-    return [
-        *rows,
-        *(row for row in older if (row.table, row.setting, row.method, row.device) not in known),
-    ]
+    places, known = {row.place for row in rows}, {row.line for row in rows}
+    return [*rows, *(row for row in before if row.place in places and row.line not in known)]
+
+
+def with_unreached(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """Rows of a run, and the published ones of lines that its time did not reach, likewise.
+
+    Only for lines that are compared with nothing outside themselves: others would stand beside another run's.
+    """
+    late = {row.line for row in rows if row.metric.startswith(NOT_RUN)}
+    older = [row for row in before if row.line in late]
+    known = {row.line for row in older}
+    return [*(row for row in rows if row.line not in known), *older]
 
 
 def _text(value: object) -> object:

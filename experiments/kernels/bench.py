@@ -20,7 +20,7 @@ from experiments.kernels.run import measure, pairs, run, subject
 from experiments.kernels.timing import CudaWatch
 from experiments.places import Places
 from experiments.registry import Made, shown
-from experiments.rows import Journal, Row, publish, read, table_parts
+from experiments.rows import Journal, Row, publish, read, table_parts, with_unreached
 from experiments.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
@@ -92,23 +92,10 @@ def complete(
     resumed = len(journal.rows)
     rows = run(settings, journal, peers=PEERS if with_peers else (), seconds=seconds)
     path = places.data / f"{EXPERIMENT}.csv"
-    published = publish(path, without_doubt(rows, read(path)))
+    published = publish(path, with_unreached(rows, read(path)))
     record_run(places, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
     made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(places)]
     return one_run(published, settings), made
-
-
-def without_doubt(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """New rows, and for a peer that the time did not reach its rows of before, which say themselves how old they are."""
-    unreached = {
-        (row.table, row.setting, row.method, row.device)
-        for row in rows
-        if row.metric.startswith("status: not run")
-    }
-    older = [row for row in before if (row.table, row.setting, row.method, row.device) in unreached]
-    known = {(row.table, row.setting, row.method, row.device) for row in older}
-    kept = [row for row in rows if (row.table, row.setting, row.method, row.device) not in known]
-    return [*kept, *older]
 
 
 def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:

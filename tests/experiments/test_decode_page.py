@@ -167,9 +167,9 @@ def test_rows_of_several_runs_are_told_apart():
         replace(one, source_hash="older") if one.method in ("int8dq", "nvfp4wo") else one for one in rows()
     ]
     words = " ".join(decode_page.sections(mixed)[0].paragraphs)
-    assert "**Not all of one run**" in words
+    assert "**Not all by one version of the code**" in words
     assert "nvfp4wo of ours (error: Oops) †" in words
-    assert "Not all of one run" not in " ".join(decode_page.sections(rows())[0].paragraphs)
+    assert "Not all by one version of the code" not in " ".join(decode_page.sections(rows())[0].paragraphs)
 
 
 def test_the_figure_is_drawn():

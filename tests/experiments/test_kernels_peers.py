@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import reference
-from experiments.kernels import bench as command
 from experiments.kernels import lines, run
 from experiments.kernels.case import LARGE
 from experiments.kernels.cases import CASES
 from experiments.kernels.expressions import expression
 from experiments.kernels.peers import PEERS, Peer, calls_of, is_kernel, offers
+from experiments.rows import with_unreached
 from tests.experiments.fake_watch import SHAPE, measured, values_of
 
 
@@ -127,9 +127,9 @@ def test_peers_that_the_time_does_not_reach_say_so_and_keep_older_rows(tmp_path)
     ticks = iter(float(second) for second in range(10**6))
     late = measured(tmp_path, names, peers=PEERS[:1], peer_seconds=0.5, clock=lambda: next(ticks))
     assert [metric for metric in values_of(late, "torch eager") if "not run" in metric] != []
-    kept = command.without_doubt(late, before)
+    kept = with_unreached(late, before)
     assert values_of(kept, "torch eager") == values_of(before, "torch eager")
-    assert command.without_doubt(late, []) == late
+    assert with_unreached(late, []) == late
 
 
 def test_cases_with_bars_meet_their_peers_first():

@@ -1,5 +1,6 @@
 """Rows: nothing lost, nothing doubled, files whole."""
 
+import ast
 import importlib.metadata
 import math
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from experiments import rows as tidy
 from experiments.places import Places
 from experiments.registry import EXPERIMENTS
-from experiments.rows import Journal, Row, publish, read, table_name, with_others, write
+from experiments.rows import Journal, Row, publish, read, table_name, with_others, with_unreached, write
 
 
 def row(method="a", value=1.5, table="quality/quick/x", **other):
@@ -101,10 +102,16 @@ def test_rows_of_methods_that_were_not_measured_stay(tmp_path):
     path = tmp_path / "rows.csv"
     other = row("a", table="quality/full/x")
     publish(path, [row("a"), row("a", metric="gone"), row("b"), other])
-    made = with_others([row("a", 2.0, source_hash="later")], path)
+    made = with_others([row("a", 2.0, source_hash="later")], read(path))
     assert [(r.method, r.value, r.source_hash) for r in made] == [("a", 2.0, "later"), ("b", 1.5, "now")]
     assert other in publish(path, made)
-    assert with_others([row("a")], tmp_path / "none.csv") == [row("a")]
+    assert with_others([row("a")], []) == [row("a")]
+
+
+def test_what_the_time_did_not_reach_keeps_its_rows():
+    late = [row(name, metric="status: not run: the 9 s were over") for name in ("a", "b")]
+    before = [row("a"), row("a", metric="status: ok"), row("c"), row("gone")]
+    assert with_unreached([*late, row("c", 2.0)], before) == [late[1], row("c", 2.0), *before[:2]]
 
 
 def test_pages_and_figures_make_no_row_older(monkeypatch):
@@ -120,6 +127,31 @@ def test_pages_and_figures_make_no_row_older(monkeypatch):
     assert not any(changed(f"experiments/{name}") for name in (*readers, "plots.py", "decode_bars.py"))
     for name in ("experiments/decode.py", "experiments/kernels/timing.py", "fast/pack.py", "ao_lab/cli.py"):
         assert changed(name), name
+
+
+def test_only_what_publishes_uses_what_reads_rows():
+    """Inside functions, too: the next test sees what is imported at once."""
+    readers = {path.stem for path in (tidy.ROOT / "experiments").rglob("*.py") if tidy.is_reader(path)}
+    found = {}
+    for path in (tidy.ROOT / "experiments").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {part for node in ast.walk(tree) for name in imported(node) for part in name.split(".")}
+        if names & readers and not tidy.is_reader(path):
+            found[path.relative_to(tidy.ROOT / "experiments").as_posix()] = names & readers
+    assert found == {
+        "kernels/bench.py": {"lines", "pages"},
+        "ledger.py": {"lines"},
+        "registry.py": {"pages"},
+    }
+
+
+def imported(node):
+    """Modules, and names from modules of `experiments`, of an import anywhere."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
 
 
 def test_what_makes_rows_uses_nothing_that_reads_them():
