@@ -120,8 +120,8 @@ def verdict(results: Results) -> list[str]:
         )
     if len({row.source_hash for row in results.rows}) > 1:
         made.append(
-            "**Not all by one version of the code**: 'over bfloat16' is within the run of a line; 'over the fastest' holds every "
-            "line against the fastest bfloat16 of all."
+            "**Not all by one version of the code**: 'over bfloat16' is within the run of a line; 'over the fastest' holds "
+            "every line against the fastest bfloat16 of all."
         )
     if unknown := [form for form in FORMS if results.value(BASELINE, form, RATE) is None]:
         made.append(f"**Not measured: {', '.join(unknown)}**, which may be faster.")
