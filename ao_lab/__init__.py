@@ -13,10 +13,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ao_lab import neighbours as _neighbours
+from ao_lab.checkpoint import hf_hook
+
+# Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
+_neighbours.check(*_neighbours.PACKAGES)
+
 if TYPE_CHECKING:
     from ao_lab import jax as jax
     from ao_lab import testing as testing
     from ao_lab.calibration import calibrate as calibrate
+    from ao_lab.checkpoint.hf_config import HfConfig as HfConfig
     from ao_lab.checkpoints import Saved as Saved
     from ao_lab.checkpoints import load_pretrained as load_pretrained
     from ao_lab.checkpoints import save_pretrained as save_pretrained
@@ -60,6 +67,7 @@ if TYPE_CHECKING:
     from ao_lab.granularity import PerRow as PerRow
     from ao_lab.granularity import PerTensor as PerTensor
     from ao_lab.granularity import PerToken as PerToken
+    from ao_lab.layers import linear_and_experts as linear_and_experts
     from ao_lab.model_card import write_card as write_card
     from ao_lab.native import NativeParts as NativeParts
     from ao_lab.native import from_native as from_native
@@ -93,6 +101,7 @@ if TYPE_CHECKING:
     from ao_lab.streaming import quantize_pretrained as quantize_pretrained
     from ao_lab.tensor import QuantizedTensor as QuantizedTensor
     from ao_lab.tensor import quantized as quantized
+    from ao_lab.torchao_defaults import as_torchao as as_torchao
     from reference import FORMATS as FORMATS
     from reference import SCHEMES as SCHEMES
     from reference import choose_scales as choose_scales
@@ -119,9 +128,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: What is public: submodules, names of the specification, and names of other modules, which import torch. Type checkers read
-#: the imports above instead; a test holds the two together.
-SUBMODULES = ("jax", "testing")
+#: What is public: submodules with the library that each needs, names of the specification, and names of other modules, which
+#: import torch. Type checkers read the imports above instead; a test holds the two together.
+SUBMODULES = {"jax": "jax", "testing": "hypothesis"}
 SPECIFIED = (
     "FORMATS",
     "SCHEMES",
@@ -149,6 +158,7 @@ SPECIFIED = (
 )
 NAMES = {
     "calibration": ("calibrate",),
+    "checkpoint.hf_config": ("HfConfig",),
     "checkpoints": ("Saved", "load_pretrained", "save_pretrained"),
     "compiled_products": ("compile_options",),
     "configs": ("SchemeConfig",),
@@ -184,6 +194,7 @@ NAMES = {
         "PerTensor",
         "PerToken",
     ),
+    "layers": ("linear_and_experts",),
     "model_card": ("write_card",),
     "native": ("NativeParts", "from_native", "native_dtype", "to_native"),
     "observers": ("AbsMax", "MinMax", "MovingAverage", "Percentile"),
@@ -211,17 +222,22 @@ NAMES = {
         "QuantizedTensor",
         "quantized",
     ),
+    "torchao_defaults": ("as_torchao",),
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names}
-__all__ = sorted([*SUBMODULES, *SPECIFIED, *HOMES, "__version__"])
+#: What `from ao_lab import *` brings: no submodules, which need libraries of extras, and `jax` would hide the library itself.
+__all__ = sorted([*SPECIFIED, *HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
+    if name in SUBMODULES:
+        from ao_lab.installation import needed
+
+        needed(SUBMODULES[name])  # says how to install it where it is missing
+        return importlib.import_module(f"ao_lab.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
-    if name in SUBMODULES:
-        return importlib.import_module(f"ao_lab.{name}")
     if name in HOMES:
         value = getattr(importlib.import_module(f"ao_lab.{HOMES[name]}"), name)
         globals()[name] = value
@@ -236,4 +252,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, imported or not."""
-    return sorted(__all__)
+    return sorted([*__all__, *SUBMODULES])
+
+
+# Last: where transformers has been imported before, this imports modules that ask for the names above.
+hf_hook.install()

@@ -1,8 +1,6 @@
 """`python -m ao_lab`: the command line from an uninstalled clone."""
 
-import sys
-
-from ao_lab.cli import main
+from ao_lab.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

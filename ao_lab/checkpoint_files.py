@@ -1,8 +1,11 @@
 """A folder's safetensors files: one, or shards with the index that transformers reads.
 
 Reading is in two steps. `look_at` checks headers and index and says which tensors there are; nothing of them is read. `Folder.
-read` maps the tensors that are asked for. Only files named model*.safetensors and the index are opened, whatever else (pickles,
-for instance) lies beside them, and an index can name files of its own folder alone.
+read` maps the tensors that are asked for. Only the files that are named here and shards of the index are opened, whatever else
+(pickles, for instance) lies beside them, and an index can name files of its own folder alone.
+
+Files that other programs read are called model.safetensors, as these programs expect. Our own layout is in ao_lab.safetensors:
+a program that does not know it finds no weights, and says so, instead of finding none of the names that it looks for.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import torch
 from ao_lab.safetensors_header import Header, Spec, read_header
 from ao_lab.strict_json import read_object, shown
 
+#: How files are called that other programs read, and those of our own layout.
+COMMON, OWN = "model", "ao_lab"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OWN_SINGLE, OWN_INDEX = "ao_lab.safetensors", "ao_lab.safetensors.index.json"
 #: Names of shards: plain ones, so that none leads out of the folder.
 SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
 Tensors = dict[str, torch.Tensor]
@@ -58,31 +64,58 @@ class Folder:
         return sum(path.stat().st_size for path in set(self.places.values()))
 
 
-def write_files(folder: Path, tensors: Tensors, metadata: dict[str, str], limit: int) -> list[Path]:
-    """Write the tensors, in files of at most `limit` bytes (a larger tensor has its own); each carries the metadata."""
-    from safetensors.torch import save_file
+def write_files(
+    folder: Path, tensors: Tensors, metadata: dict[str, str], limit: int, stem: str = COMMON
+) -> list[Path]:
+    """Write the tensors, in files of at most `limit` bytes (a larger tensor has its own); each carries the metadata.
+
+    `stem`: what the files are called, COMMON or OWN. Files of earlier weights, whatever they were called, are removed.
+    """
+    from ao_lab.checkpoint.writing import save_file
 
     shards = _shards(tensors, limit)
-    for old in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
+    for old in (old for name in (COMMON, OWN) for old in _files_called(folder, name)):
         old.unlink(missing_ok=True)
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    single = f"{stem}.safetensors"
+    names = [single] if len(shards) == 1 else [_shard_name(stem, i, len(shards)) for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
         save_file(_apart(shard), folder / name, metadata=metadata)
     if len(shards) > 1:
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": sum(map(_size, tensors.values()))}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"{single}.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return [folder / name for name in names]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors files of weights, by their names."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, OWN_SINGLE, OWN_INDEX))
+
+
+def _files_called(folder: Path, stem: str) -> list[Path]:
+    single = folder / f"{stem}.safetensors"
+    return [*folder.glob(f"{stem}-*-of-*.safetensors"), single, single.with_name(f"{single.name}.index.json")]
+
+
+def _names(folder: Path) -> tuple[str, str]:
+    """The names of a folder's single file and index: our own where it has them; ValueError where both kinds are there."""
+    own = any((folder / name).exists() for name in (OWN_SINGLE, OWN_INDEX))
+    if own and any((folder / name).exists() for name in (SINGLE, INDEX)):
+        raise ValueError(
+            f"{folder} has weights as {COMMON}*.safetensors and as {OWN}*.safetensors; remove those that are stale"
+        )
+    return (OWN_SINGLE, OWN_INDEX) if own else (SINGLE, INDEX)
 
 
 def look_at(folder: Path) -> Folder:
     """What a folder holds; FileNotFoundError where there are no tensors, ValueError where files and index disagree."""
-    index = _index(folder) if (folder / INDEX).exists() else None
-    if index is None and not (folder / SINGLE).exists():
+    single, index_name = _names(folder)
+    index = _index(folder / index_name) if (folder / index_name).exists() else None
+    if index is None and not (folder / single).exists():
         raise FileNotFoundError(
             f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote"
         )
-    names = [SINGLE] if index is None else sorted(set(index.values()))
+    names = [single] if index is None else sorted(set(index.values()))
     headers = {folder / name: read_header(folder / name) for name in names}
     specs: dict[str, Spec] = {}
     places: dict[str, Path] = {}
@@ -94,13 +127,12 @@ def look_at(folder: Path) -> Folder:
                 )
             specs[name], places[name] = spec, path
     if index is not None:
-        _check_index(index, places, folder)
+        _check_index(index, places, folder / index_name)
     return Folder(folder, specs, places, _joined(headers))
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _index(path: Path) -> dict[str, str]:
     """The file's name of each tensor."""
-    path = folder / INDEX
     found = read_object(path).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError(
@@ -115,14 +147,14 @@ def _index(folder: Path) -> dict[str, str]:
     return found
 
 
-def _check_index(index: Mapping[str, str], places: Mapping[str, Path], folder: Path) -> None:
+def _check_index(index: Mapping[str, str], places: Mapping[str, Path], path: Path) -> None:
     wrong = [name for name, file in index.items() if name not in places or places[name].name != file]
     extra = [name for name in places if name not in index]
     if wrong or extra:
         name = (wrong or extra)[0]
         what = f"puts it into {index[name]}" if wrong else "does not name it"
         where = f"is in {places[name].name}" if name in places else "is in no file"
-        raise ValueError(f"tensor {shown(name)} {where}, but {folder / INDEX} {what}; fetch the folder again")
+        raise ValueError(f"tensor {shown(name)} {where}, but {path} {what}; fetch the folder again")
 
 
 def _joined(headers: Mapping[Path, Header]) -> dict[str, str]:
@@ -164,8 +196,8 @@ def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, index: int, count: int) -> str:
+    return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-__all__ = ["Folder", "look_at", "write_files"]
+__all__ = ["COMMON", "OWN", "OWN_INDEX", "OWN_SINGLE", "Folder", "has_weights", "look_at", "write_files"]

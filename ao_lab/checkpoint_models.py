@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ao_lab.installation import needed
 from ao_lab.safetensors_header import Spec
 from ao_lab.strict_json import read_object, shown
 from ao_lab.tensor import QuantizedTensor
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
+#: The field by which a configuration of transformers names its file of weights.
+NAMED_WEIGHTS = "transformers_weights"
 #: Ends and names of fields that choose code.
 CODE = ("_implementation", "auto_map", "trust_remote_code", "custom_pipelines", "_implementation_internal")
 #: Fields that count layers, heads, labels ... make that many objects.
@@ -34,22 +38,27 @@ class TooManyParameters(ValueError):
     """A configuration describes more than the files can fill."""
 
 
-def built(folder: Path, specs: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> nn.Module:
-    """The model of the folder's configuration, its parameters without memory; ValueError unless it has these shapes."""
+def planned_model(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
+    """The model of the folder's configuration without memory, for a state of `count` tensors; ValueError for far more."""
     fields = configuration(folder)
     path = folder / CONFIG
     if "model_type" not in fields:
         raise ValueError(f"{path} describes no model of transformers; give load_pretrained a model to fill")
-    with parameters_without_memory(2 * len(specs) + 64, path), torch.device("meta"):
+    with parameters_without_memory(2 * count + 64, path), torch.device("meta"):
         plan = _constructed(fields, dtype, path)
-    check_state(plan, specs, str(folder))
     size = sum(b.numel() * b.element_size() for b in plan.buffers())
     if size > LARGEST_BUFFERS:
         raise ValueError(
             f"{path} asks for {size} bytes of buffers; a number in it is far too large, fetch it again"
         )
-    with parameters_without_memory(2 * len(specs) + 64, path):
-        return _constructed(fields, dtype, path).eval()
+    return plan
+
+
+def built(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
+    """The model that `planned_model` has looked at, its parameters without memory, its buffers real."""
+    path = folder / CONFIG
+    with parameters_without_memory(2 * count + 64, path):
+        return _constructed(configuration(folder), dtype, path).eval()
 
 
 def configuration(folder: Path) -> dict[str, Any]:
@@ -57,7 +66,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         return {}
     fields: dict[str, Any] = _plain(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
-    return {name: value for name, value in fields.items() if name != QUANTIZATION}
+    return {name: value for name, value in fields.items() if name not in (QUANTIZATION, NAMED_WEIGHTS)}
 
 
 def _plain(value: Any, path: Path, name: str = "") -> Any:
@@ -74,6 +83,7 @@ def _plain(value: Any, path: Path, name: str = "") -> Any:
 
 def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) -> nn.Module:
     """What transformers makes of a configuration; its own errors, of whatever kind, as one ValueError."""
+    needed("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     causal: Any = AutoModelForCausalLM
@@ -98,12 +108,19 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
 
 def model_class(fields: Mapping[str, Any]) -> Any:
     """The class of transformers that a configuration names; None where it names none that is a model there."""
-    import transformers
-
+    transformers = needed("transformers")
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    found = getattr(transformers, name, None) if isinstance(name, str) and name in dir(transformers) else None
+    found = getattr(transformers, name, None) if isinstance(name, str) and name in _names_there() else None
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+@cache
+def _names_there() -> frozenset[str]:
+    """What transformers offers by name; to list it takes half a second."""
+    import transformers
+
+    return frozenset(dir(transformers))
 
 
 @contextmanager
@@ -199,6 +216,7 @@ def fill(model: nn.Module, state: Tensors) -> None:
 
 __all__ = [
     "CONFIG",
+    "NAMED_WEIGHTS",
     "QUANTIZATION",
     "built",
     "check_kinds",
@@ -206,4 +224,5 @@ __all__ = [
     "configuration",
     "fill",
     "model_class",
+    "planned_model",
 ]

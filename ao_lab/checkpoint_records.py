@@ -8,7 +8,7 @@ the file, the weight and the rule; records never decide what is imported, called
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from ao_lab.exports import EXPORTS, export_of
 from ao_lab.plain_values import check_scheme_fields, check_value
 from ao_lab.products import chosen
 from ao_lab.recipes import Recipe
+from ao_lab.safetensors_header import Spec
 from ao_lab.stored_parts import INPUT_SPECS, Specs, own_specs
 from ao_lab.strict_json import parsed_object, shown
 from ao_lab.tensor import QuantizedTensor, from_quantized
@@ -26,7 +27,7 @@ from ao_lab.tensor_meta import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
 from reference.quantize import check_quantized
 from reference.schemes import flat_size
 
-KEY = "ao_lab"
+KEY, SCALE = "ao_lab", "weight_scale"
 OWN = "ao_lab"
 #: Types of the plain fields of `described`, and its schemes.
 DESCRIPTION: dict[str, Any] = {
@@ -60,17 +61,37 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A tensor of the state that is not quantized and is not stored under its name: renamed, or made of others."""
+
+    spec: Spec
+    #: The names of the tensors that it is made of in the folder, by part.
+    names: Mapping[str, str]
+    #: The tensor of these (by part).
+    made: Callable[[Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Records:
     """What a folder says of a model's state: quantized weights, dense tensors, and names that share a tensor with another."""
 
     weights: Mapping[str, Weight]
     dense: tuple[str, ...]
     shared: Mapping[str, str]
+    #: Dense tensors of the state that are stored otherwise, by their names in the state.
+    computed: Mapping[str, Computed] = field(default_factory=dict)
+    #: Tensors of the folder that are no part of the state, and why they are left out.
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def specs(self, folder: Folder) -> dict[str, Spec]:
+        """dtype and shape of every tensor of the state that is not quantized."""
+        made = {name: folder.specs[name] for name in self.dense}
+        return made | {name: computed.spec for name, computed in self.computed.items()}
 
     def shapes(self, folder: Folder) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the state."""
         made = {name: weight.shape for name, weight in self.weights.items()}
-        made |= {name: folder.specs[name].shape for name in self.dense}
+        made |= {name: spec.shape for name, spec in self.specs(folder).items()}
         return made | {name: made[other] for name, other in self.shared.items()}
 
 
@@ -95,8 +116,10 @@ def read_records(folder: Folder) -> Records:
 
 def whole_weights(folder: Folder, records: Records) -> Tensors:
     """The state of a model, quantized weights whole; what their numbers say beside the records is checked here."""
-    tensors = folder.read(folder.specs)
+    tensors = folder.read(name for name in folder.specs if name not in records.left_out)
     state = {name: tensors[name] for name in records.dense}
+    for name, computed in records.computed.items():
+        state[name] = computed.made({part: tensors[full] for part, full in computed.names.items()})
     for name, weight in records.weights.items():
         try:
             made = weight.made({part: tensors[full] for part, full in weight.names.items()})
@@ -149,8 +172,18 @@ def _weight(name: str, record: Any, metas: list[Meta], folder: Folder) -> Weight
             raise ValueError(f"parts are {', '.join(weight.specs)}, got {shown(record['parts'])}")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}; fetch or write the folder again") from error
+    weight = _with_stored_scales(weight, folder)
     check_specs(weight, folder)
     return weight
+
+
+def _with_stored_scales(weight: Weight, folder: Folder) -> Weight:
+    """The weight with float32 scales as the folder has them: experts of compressed-tensors keep them in the weight's dtype."""
+    wanted, full = weight.specs.get(SCALE), weight.names.get(SCALE, "")
+    found = folder.specs.get(full)
+    if wanted is None or found is None or (wanted.dtype, found.dtype) != (torch.float32, weight.meta.dtype):
+        return weight
+    return replace(weight, specs={**weight.specs, SCALE: Spec(found.dtype, wanted.shape)})
 
 
 def check_specs(weight: Weight, folder: Folder) -> None:
@@ -341,6 +374,7 @@ def _check_dense(given: Mapping[str, Any], records: Records, folder: Folder) -> 
 
 __all__ = [
     "KEY",
+    "Computed",
     "Records",
     "Weight",
     "check_quantized_tensor",

@@ -1,14 +1,16 @@
 """The command line `ao-lab`.
 
 Results go to stdout, progress and errors to stderr. `--json` prints one document on stdout and nothing else there. The exit
-code is 0 when all went well, 1 when something failed, 2 for wrong input. A wrong input, a missing file or a missing library
-is one clear line; an error that nobody foresaw keeps its traceback, because it is a fault to report.
+code is 0 when all went well, 1 when something failed, 2 for wrong input and for a missing extra, 130 after Ctrl-C and 143 after
+SIGTERM. A wrong input, a missing file or a missing library is one clear line; an error that nobody foresaw keeps its traceback,
+because it is a fault to report.
 
 Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Annotated
 import typer
 
 from ao_lab.cli_output import WrongInput
+from ao_lab.cli_stop import INTERRUPTED, TERMINATED, Stopped, Terminated, heeding_sigterm, leave
+from ao_lab.installation import MissingExtra, explained
 
 app = typer.Typer(
     name="ao-lab",
@@ -91,12 +95,19 @@ def reproduce(
         list[str] | None,
         typer.Option(help="Of decode: methods or makers to measure, such as int8wo or torchao; all without."),
     ] = None,
+    reports: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write; without, $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the experiments and write tables, figures and pages to reports/."""
+    """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
     from ao_lab.cli_reproduce import run_experiments
 
-    run_experiments(tables or [], scale.value, device.value if device else None, only or [], as_json)
+    where = device.value if device else None
+    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports)
 
 
 @app.command()
@@ -117,23 +128,31 @@ def quantize(
         list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")
     ] = None,
     layout: Annotated[
-        Layout, typer.Option(help="auto: compressed-tensors where it can say it.")
+        Layout,
+        typer.Option(
+            help="auto: compressed-tensors, the configuration changed to what its readers compute (told). compressed-tensors: "
+            "the configuration as it is. ao_lab: everything; transformers reads it after `import ao_lab`."
+        ),
     ] = Layout.AUTO,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a model of transformers; the result loads there and in vLLM."""
-    from ao_lab.cli_quantize import run_quantize
+    from ao_lab.cli_target import whole_or_nothing
+    from ao_lab.cli_work import work
 
-    run_quantize(
-        model_dir,
-        out_dir,
-        config,
-        activation=activation,
-        options=option or [],
-        skip=skip,
-        layout=layout.value,
-        as_json=as_json,
-    )
+    with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
+        from ao_lab.cli_quantize import run_quantize
+
+        run_quantize(
+            model_dir,
+            out_dir,
+            config,
+            activation=activation,
+            options=option or [],
+            skip=skip,
+            layout=layout.value,
+            as_json=as_json,
+        )
 
 
 @app.command("eval")
@@ -165,19 +184,22 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, accuracy and distance from the base model, offline; tasks of lm-evaluation-harness where it is."""
-    from ao_lab.cli_eval import run_eval
+    from ao_lab.cli_work import work
 
-    run_eval(
-        model_dir,
-        [name for given in tasks or [] for name in given.split(",") if name],
-        limit=limit,
-        length=length,
-        text=text,
-        against=against,
-        device=device.value if device else None,
-        save=save,
-        as_json=as_json,
-    )
+    with work("eval", "no result was saved", as_json):
+        from ao_lab.cli_eval import run_eval
+
+        run_eval(
+            model_dir,
+            [name for given in tasks or [] for name in given.split(",") if name],
+            limit=limit,
+            length=length,
+            text=text,
+            against=against,
+            device=device.value if device else None,
+            save=save,
+            as_json=as_json,
+        )
 
 
 @app.command()
@@ -250,20 +272,44 @@ def options(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
-        return int(app(args=arguments, standalone_mode=False) or 0)
-    except typer.Abort:
-        return complain("stopped", 130)
-    except KeyboardInterrupt:
-        return complain("stopped", 130)
-    except WrongInput as error:
+        with heeding_sigterm():
+            return int(app(args=arguments, standalone_mode=False) or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        return complain("stopped", INTERRUPTED)
+    except Terminated:
+        return complain("stopped", TERMINATED)
+    except Stopped as error:
+        return complain(str(error), error.code)
+    except (WrongInput, MissingExtra) as error:
         return complain(str(error), 2)
+    except BrokenPipeError:
+        return unread()
     except (OSError, ImportError) as error:
-        return complain(f"{type(error).__name__}: {error}", 1)
+        return complain(*described(error))
     except typer.TyperException as error:
-        return complain(f"{error.format_message()} (ao-lab --help lists what there is)", error.exit_code)
+        words = error.format_message()
+        return complain(f"{words} (ao-lab --help lists what there is)", error.exit_code) if words else 2
+
+
+def described(error: OSError | ImportError) -> tuple[str, int]:
+    """The line about a missing file or library, and its code: 2 where an extra brings the library."""
+    if isinstance(error, ModuleNotFoundError) and isinstance(found := explained(error), MissingExtra):
+        return str(found), 2
+    return f"{type(error).__name__}: {error}", 1
+
+
+def unread() -> int:
+    """Whoever read our output has left, as `head` does: nothing more is written, at the end of the process either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def complain(message: str, code: int) -> int:
     """One line on stderr; the exit code is passed through."""
     sys.stderr.write("ao-lab: " + " ".join(message.split()) + "\n")
     return code
+
+
+def entry() -> None:
+    """The program `ao-lab`."""
+    leave(main())

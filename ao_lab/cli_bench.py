@@ -1,21 +1,22 @@
 """`ao-lab bench`: time the kernels on this GPU, against the fewest bytes that they must move and against peers.
 
-The measuring is the experiments', which stand above `ao_lab`; as in `cli_reproduce` they are looked up by name. Of
-`experiments.kernels.bench` this uses `listing`, `has_device`, `choose`, `part`, `complete` and `plain`.
+The measuring is the experiments'. Of `experiments.kernels.bench` this uses `listing`, `has_device`, `choose`, `part`,
+`complete` and `plain`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from ao_lab.cli_experiments import of_experiments, places
 from ao_lab.cli_output import WrongInput, print_json, print_table
+from ao_lab.cli_stop import when_stopped
 
 
 def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as_json: bool) -> None:
     """List the kernels, measure all of them and publish, or measure some and only show them."""
-    bench = importlib.import_module("experiments.kernels.bench")
+    bench = of_experiments("experiments.kernels.bench")
     try:
         work = bench.choose(names, shapes)
     except ValueError as error:
@@ -29,9 +30,12 @@ def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as
         raise WrongInput("bench: kernels are timed on a GPU and torch sees none here; ao-lab doctor says why")
     made: Sequence[tuple[str, str]] = ()
     if names or shapes:
-        lines = bench.part(work, with_peers=peers)
+        with when_stopped(lambda: "measurements of a part are not kept; the same command starts again"):
+            lines = bench.part(work, with_peers=peers)
     else:
-        lines, made = bench.complete(with_peers=peers)
+        folders = places()
+        with when_stopped(lambda: f"what was measured is kept in {folders.cache}; the same command goes on"):
+            lines, made = bench.complete(with_peers=peers, places=folders)
     show(lines, [bench.plain(line) for line in lines], made, as_json)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ import torch
 from torch import nn
 
 from ao_lab import __version__
-from ao_lab.checkpoint_files import INDEX, SINGLE, look_at
+from ao_lab.checkpoint_files import has_weights, look_at
 from ao_lab.checkpoint_models import model_class
 from ao_lab.cli_output import WrongInput, print_json, print_table, strict
+from ao_lab.cli_target import check_device, check_writable
 from ao_lab.evaluation import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
+from ao_lab.installation import needed, pip_install
+from ao_lab.progress import bar
 from ao_lab.strict_json import read_object
 from ao_lab.texts import text_of
 
@@ -43,9 +45,10 @@ def run_eval(
     """Measure, show, and with `save` keep the results beside the model."""
     check_folder(folder)
     local, foreign = split_tasks(tasks, against)
+    check_before(folder, against, text, device, save)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        results = local_results(folder, local, limit, length, text, against, where) if local else {}
+        results = local_results(folder, local, limit, length, text, against, where, as_json) if local else {}
         if foreign:
             results = with_harness(results, folder, foreign, limit, where)
     except (ValueError, TypeError) as error:
@@ -65,10 +68,24 @@ def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...]
         raise WrongInput(f"{alone[0]} compares with the model's base; give its folder with --against")
     if foreign and importlib.util.find_spec("lm_eval") is None:
         raise WrongInput(
-            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; pip install lm_eval, or use "
+            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
             f"{', '.join(TASKS)}, which need nothing"
         )
     return local, foreign
+
+
+def check_before(
+    folder: Path, against: Path | None, text: Path | None, device: str | None, save: bool
+) -> None:
+    """WrongInput for what would only be found after the work: a device, a base, a text that is not there, a folder that cannot
+    be written."""
+    check_device(device)
+    if against is not None:
+        check_folder(against)
+    if text is not None and not text.is_file():
+        raise WrongInput(f"--text {text} is no file; give one with some thousand words")
+    if save:
+        check_writable(folder, "--save into MODEL_DIR")
 
 
 def check_folder(folder: Path) -> None:
@@ -79,7 +96,7 @@ def check_folder(folder: Path) -> None:
         )
     try:
         read_object(folder / "config.json", nonfinite=True)
-        if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        if has_weights(folder):
             look_at(folder)
     except ValueError as error:
         raise WrongInput(str(error)) from error
@@ -98,6 +115,7 @@ def local_results(
     text: Path | None,
     against: Path | None,
     device: str,
+    as_json: bool,
 ) -> dict[str, Any]:
     """The results of our tasks and their conditions."""
     if limit < 1 or length < 2:
@@ -114,7 +132,9 @@ def local_results(
     numbers: dict[str, Any] = {}
     if set(tasks) - {"weights"}:
         check_language_model(model, folder)
-        numbers = dict(results_of(measured(model, windows, base, progress), windows, tasks))
+        with bar("eval", plain=as_json, transient=True) as work:
+            sums = measured(model, windows, base, lambda done, total: work.at(done, "windows", total))
+        numbers = dict(results_of(sums, windows, tasks))
     if "weights" in tasks and base is not None:
         numbers["weights"] = weight_errors(model, base)
     return {
@@ -136,9 +156,7 @@ def encoder(folder: Path) -> tuple[Any, str]:
 
     A model with 256 tokens and no tokenizer reads bytes.
     """
-    import transformers
-
-    read: Any = transformers.PreTrainedTokenizerFast
+    read: Any = needed("transformers").PreTrainedTokenizerFast
     if (folder / "tokenizer.json").is_file():
         try:
             fast = read(tokenizer_file=str(folder / "tokenizer.json"))
@@ -219,14 +237,14 @@ def loaded_base(folder: Path, device: str, quantized: Path) -> nn.Module:
 
 def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     """A dense folder, or one of compressed-tensors that another program wrote: dequantized."""
-    import transformers
-
+    transformers = needed("transformers")
     more: dict[str, Any] = {}
     if quantization is not None:
         if quantization.get("quant_method") != "compressed-tensors":
             raise WrongInput(
                 f"{folder} is quantized by {quantization.get('quant_method')}, which ao_lab does not read"
             )
+        needed("compressed_tensors")
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
     fields = read_object(folder / "config.json", nonfinite=True)
@@ -242,11 +260,8 @@ def with_harness(
     results: dict[str, Any], folder: Path, tasks: list[str], limit: int, device: str
 ) -> dict[str, Any]:
     """The results of lm-evaluation-harness beside ours."""
-    harness: Any = importlib.import_module("lm_eval")
-    models: Any = importlib.import_module("lm_eval.models.huggingface")
-    import transformers
-
-    load: Any = transformers.AutoTokenizer.from_pretrained
+    harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")
+    load: Any = needed("transformers").AutoTokenizer.from_pretrained
     model = models.HFLM(pretrained=loaded(folder, device), tokenizer=load(folder, local_files_only=True))
     made = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
     numbers = {
@@ -259,13 +274,6 @@ def with_harness(
     }
     base = results or {"model": folder.resolve().name, "device": device, "tasks": {}}
     return {**base, "tasks": {**base["tasks"], **numbers}, "harness_limit": limit}
-
-
-def progress(done: int, total: int) -> None:
-    """A line on stderr, where that is a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rao-lab eval: window {done} of {total}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
 
 
 def keep(folder: Path, results: dict[str, Any]) -> None:

@@ -1,28 +1,34 @@
 """`ao-lab ledger`: what is known on a GPU of each kernel file, and whether it is known of the file as it is now.
 
-As in `cli_reproduce`, the experiments are looked up by name; of `experiments.ledger` this uses `read`, `problems`,
+Of `experiments.ledger` this uses `read`, `problems`,
 `refresh` and `has_device`.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from ao_lab.cli_experiments import check_clone, of_experiments, places
 from ao_lab.cli_output import WrongInput, print_json, print_table
+from ao_lab.cli_stop import when_stopped
 
 
 def run_ledger(check: bool, refresh: bool, as_json: bool) -> bool:
     """Show the ledger, check it, or make all of it anew. False where entries are missing, stale or failed and it was asked."""
     if check and refresh:
         raise WrongInput("ledger takes --check or --refresh, not both")
-    ledger = importlib.import_module("experiments.ledger")
+    check_clone("ledger", "the entries lie in its reports/, the tests that make them in its tests/gpu/")
+    ledger = of_experiments("experiments.ledger")
     if refresh:
         if not ledger.has_device():
             raise WrongInput(
                 "ledger --refresh runs on a GPU and torch sees none here; ao-lab doctor says why"
             )
-        ledger.refresh()
+        folders = places()
+        with when_stopped(
+            lambda: f"the ledger is as it was, measured rows are kept in {folders.cache}; run it again"
+        ):
+            ledger.refresh()
     problems: dict[str, str] = ledger.problems()
     entries: dict[str, Any] = ledger.read()["kernels"]
     if as_json:

@@ -28,7 +28,8 @@ def console() -> Console:
     from rich.console import Console
 
     width = max(shutil.get_terminal_size().columns, NARROWEST) if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(highlight=False, width=width)
+    # What is shown holds brackets and colons of its own, which are no markup.
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_json(value: Any) -> None:

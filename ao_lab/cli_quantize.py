@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ao_lab.cli_layout import chosen, say
 from ao_lab.cli_output import WrongInput, print_json, print_table
+from ao_lab.cli_target import check_room, check_writable
+from ao_lab.installation import needed
+from ao_lab.progress import bar
 
 if TYPE_CHECKING:
     from ao_lab.checkpoints import Saved
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Files of the model's folder that are made anew, and so not copied.
 REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
+#: Files that transformers, or ao_lab, reads weights from.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 GRANULARITY = re.compile(r"(Per\w+)(?:\(([\d\s,-]*)\))?")
 
 
@@ -39,8 +45,8 @@ def run_quantize(
 
     `skip`: None leaves the model's head, where it has one.
     """
-    config = config_of(name, activation, options)
     check_folders(source, target)
+    plan = chosen(config_of(name, activation, options), name, layout)
     from ao_lab.checkpoints import save_pretrained
     from ao_lab.model_card import write_card
     from ao_lab.quantize_model import report_of
@@ -48,11 +54,11 @@ def run_quantize(
     kept_out = KeptOut(["lm_head"] if skip is None else skip)
     try:
         with progress_bar(as_json) as progress:
-            model = loaded(source, config, kept_out, progress)
+            model = loaded(source, plan.config, plan.accepting(kept_out), progress)
         if skip is not None:
             kept_out.check()
         report, before = report_of(model), stored_bytes(source, model)
-        saved = save_pretrained(model, target, layout=layout)
+        saved = save_pretrained(model, target, layout=plan.layout)
     except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
     copy_the_rest(source, target)
@@ -62,8 +68,9 @@ def run_quantize(
         + [f"--skip {layer}" for layer in skip or []]
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
-    write_card(target, base_model=str(source), command=command, notes=saved.reasons)
-    show(report, saved, before, kept_out, as_json)
+    told = plan.told(saved.limits)
+    write_card(target, base_model=str(source), command=command, notes=(*plan.changes, *saved.limits))
+    show(report, saved, before, kept_out, told, as_json)
 
 
 def config_of(name: str, activation: str | None, options: list[str]) -> Config:
@@ -71,23 +78,42 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     import ao_lab
     from ao_lab.recipes import named
 
-    given = dict(map(parsed, options))
-    classes = sorted(
-        n for n in ao_lab.__all__ if n.endswith("Config") and n != "FqnToConfig" and ao_lab.HOMES[n] != "qat"
-    )
+    given, classes = dict(map(parsed, options)), config_classes()
     try:
         scheme = None if name in classes else named(name)
     except ValueError as error:
         raise WrongInput(
             f"--config {name}: a scheme (ao-lab schemes lists them) or one of {', '.join(classes)}"
         ) from error
+    kind = classes.get(name, ao_lab.SchemeConfig)
+    check_options(name, kind, given)
+    fixed = {} if scheme is None else {"scheme": scheme}
     try:
-        if name in classes:
-            made: Config = getattr(ao_lab, name)(**{"activation_scheme": activation, **given})
-            return made
-        return ao_lab.SchemeConfig(**{"scheme": scheme, "activation_scheme": activation, **given})
+        return kind(**{**fixed, "activation_scheme": activation, **given})
     except (TypeError, ValueError) as error:
         raise WrongInput(f"--config {name}: {error}") from error
+
+
+def config_classes() -> dict[str, type[Config]]:
+    """The configurations of quantized weights by name; without those that hold others, or are for training."""
+    import ao_lab
+    from ao_lab.configs import Config
+
+    named = {name: getattr(ao_lab, name) for name in sorted(ao_lab.__all__) if name.endswith("Config")}
+    return {
+        name: kind
+        for name, kind in named.items()
+        if isinstance(kind, type) and issubclass(kind, Config) and ao_lab.HOMES[name] != "qat"
+    }
+
+
+def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
+    """WrongInput, with the options that there are, for one that the configuration lacks."""
+    known = [field.name for field in fields(kind) if field.init]
+    if unknown := [option for option in given if option not in known]:
+        # These have flags of their own.
+        there = [option for option in known if option not in ("scheme", "activation_scheme")]
+        raise WrongInput(f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(there)}")
 
 
 def parsed(option: str) -> tuple[str, Any]:
@@ -118,15 +144,20 @@ def check_folders(source: Path, target: Path) -> None:
         raise WrongInput(
             f"{source} has no config.json; give a folder that transformers' save_pretrained wrote"
         )
+    if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
+        raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WrongInput(f"{target} is there already and not an empty folder; choose another one")
+    check_writable(target, "OUT_DIR")
+    # Weights of 32 bits become at least one bit each.
+    check_room(target, sum(file.stat().st_size for file in source.glob("*.safetensors")) // 32, "OUT_DIR")
 
 
 def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | None) -> Any:
     """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
-    import transformers
-
     from ao_lab.streaming import quantize_pretrained
+
+    transformers = needed("transformers")
 
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
     hide_progress()
@@ -134,18 +165,10 @@ def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | 
 
 
 @contextmanager
-def progress_bar(as_json: bool) -> Iterator[Progress | None]:
-    """Shows weights as they are quantized, on a terminal's stderr; None where there is no terminal, and beside JSON."""
-    if as_json or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+def progress_bar(as_json: bool) -> Iterator[Progress]:
+    """Shows weights as they are quantized: a bar on a terminal's stderr, lines elsewhere and beside JSON."""
+    with bar("quantize", plain=as_json, transient=True) as work:
+        yield lambda name, done, total: work.at(done, name, total)
 
 
 def stored_bytes(source: Path, model: Any) -> int:
@@ -159,24 +182,28 @@ def stored_bytes(source: Path, model: Any) -> int:
 
 
 class KeptOut:
-    """A filter of linear layers but those that are named, or end in .NAME; it remembers which names were met."""
+    """A filter of linear layers and batched experts but those that are named, or end in .NAME; it remembers which names were
+    met. Routers stay dense."""
+
+    leaves_routers = True
 
     def __init__(self, skip: list[str]) -> None:
         self.skip, self.met = skip, set[str]()
 
     def __call__(self, module: Any, path: str) -> bool:
         """Whether a module is to be quantized."""
-        from ao_lab.layers import is_linear
+        from ao_lab.layers import linear_and_experts
 
         found = [name for name in self.skip if f".{path}".endswith(f".{name}")]
         self.met.update(found)
-        return is_linear(module) and not found
+        return linear_and_experts(module, path) and not found
 
     def told(self, layer: Layer) -> str:
         """A report's reason in the words of the command line."""
-        path = layer.name.removesuffix(".weight")
+        path = layer.name.rpartition(".")[0]
         skipped = [name for name in self.skip if f".{path}".endswith(f".{name}")]
-        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: only linear layers are quantized"
+        kinds = "only linear layers and experts are quantized"
+        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: {kinds}"
         return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
             "refused by filter_fn", refused
         )
@@ -194,8 +221,10 @@ def copy_the_rest(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def show(report: Report, saved: Saved, before: int, kept_out: KeptOut, as_json: bool) -> None:
-    """The layers and the sizes, as a table or as JSON."""
+def show(
+    report: Report, saved: Saved, before: int, kept_out: KeptOut, told: dict[str, Any], as_json: bool
+) -> None:
+    """The layers, the sizes, and what is to be known of the layout, as tables or as JSON."""
     rows = [
         {
             "layer": layer.name,
@@ -206,20 +235,15 @@ def show(report: Report, saved: Saved, before: int, kept_out: KeptOut, as_json: 
         }
         for layer in report.layers
     ]
-    sizes = {
-        "layout": saved.layout,
-        "bytes_before": before,
-        "bytes": saved.bytes,
-        "reasons": list(saved.reasons),
-    }
     if as_json:
-        print_json({**sizes, "layers": rows})
+        print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
         return
     cells = [[str(value) or "-" for value in row.values()] for row in rows]
     print_table("Layers", ["layer", "scheme", "kernel", "bytes", "reason"], cells, numbers=["bytes"])
     print_table(
         "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
     )
+    say(told)
 
 
 __all__ = ["run_quantize"]

@@ -5,20 +5,22 @@ None) and the kernel; `SchemeConfig` names any two schemes directly, and every o
 of torchao changes the import.
 
 The bits are the house's (`reference.schemes`): correctly rounded scales, no clipping of the largest value, and finite input
-never becomes NaN. Torchao's own bits are records too: give one as `scheme=`, for instance
-`Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and `activation_scheme=` for the input.
+never becomes NaN. Torchao's own bits are records too: `ao_lab.as_torchao(config)` is the configuration in them. Or give one as
+`scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and `activation_scheme=` for the input;
+`reference.conventions_torchao` says which record is which class's.
 
 Four keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
-`kernel` ("auto", or one of `ao_lab.recipes.KERNELS`), and `axis`, the contraction axis of the weight (-1 for nn.Linear; -2 for
-batched experts that are stored as (experts, in, out)). `set_inductor_config` and `version` are accepted and mean nothing: no
-global setting is touched, and there is one version. Parameters that choose a memory layout of torchao's kernels, or an
-algorithm that is not here, raise ValueError unless they ask for what is done anyway.
+`kernel` ("auto", or one of `ao_lab.recipes.KERNELS`), and `axis`, along which blocks run: by default (None) the contraction
+axis of each weight (-1 for nn.Linear; for batched experts found from the module, -2 where they are stored as (experts, in,
+out)). `set_inductor_config` and `version` are accepted and mean nothing: no global setting is touched, and there is one
+version. Parameters that choose a memory layout of torchao's kernels, or an algorithm that is not here, raise ValueError
+unless they ask for what is done anyway.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ao_lab.recipes import Recipe, named
 from reference import Scales, Scheme
@@ -36,7 +38,7 @@ class Config:
     scheme: str | Scheme | None = field(default=None, kw_only=True)
     activation_scheme: str | Scheme | None = field(default=None, kw_only=True)
     kernel: str = field(default="auto", kw_only=True)
-    axis: int = field(default=-1, kw_only=True)
+    axis: int | None = field(default=None, kw_only=True)
 
     #: Parameters that may only have these values.
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -48,8 +50,8 @@ class Config:
                 raise ValueError(
                     f"{type(self).__name__}: {name} is {' or '.join(map(repr, values))}; got {given!r}"
                 )
-        if type(self.axis) is not int:
-            raise TypeError(f"{type(self).__name__}: axis is an integer, got {self.axis!r}")
+        if self.axis is not None and type(self.axis) is not int:
+            raise TypeError(f"{type(self).__name__}: axis is an integer or None, got {self.axis!r}")
         self.recipe()
 
     def recipe(self) -> Recipe:
@@ -57,6 +59,17 @@ class Config:
         weight = named(self.scheme) or self._weight()
         activation = named(self.activation_scheme) or self._activation()
         return Recipe(weight=weight, activation=activation, kernel=self.kernel)
+
+    def for_layout(self, layout: str) -> Self:
+        """This configuration for a layout of `save_pretrained`, so that plain readers of it compute what the model here does.
+
+        "compressed-tensors": integers without zero points, scales of weights in the weight's dtype, inputs by the readers' own
+        records (`compressed_tensors.*`); `ao_lab.checkpoint.layouts` has the rules. "ao_lab": unchanged. ValueError, with the
+        reason, where the layout has nothing like this configuration (nf4, float8_e5m2, inputs in nvfp4 and others).
+        """
+        from ao_lab.checkpoint.layouts import config_for_layout
+
+        return config_for_layout(self, layout)
 
     def input_scales(self) -> Scales | None:
         """Static scales of the input that are given; None where there are none."""

@@ -20,7 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ao_lab import neighbours
 from ao_lab.cli_output import print_json, print_table
+from ao_lab.doctor_devices import cpu_found, gpu_found, limits, torch_of
+from ao_lab.installation import is_clone, pip_install
 
 # What a broken or half-installed library raises when it is first used.
 PROBE_ERRORS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
@@ -34,10 +37,6 @@ PROBE_SCHEME = "mxfp8_e4m3"
 BLOCK_INPUT = (448.0 * 8, 8.0, -4.0, 0.0) * 8
 BLOCK_CODES = (0x7E, 0x38, 0xB0, 0x00) * 8
 BLOCK_SCALE = 127 + 3
-
-# First compute capability with FP8 matrix instructions, and with block-scaled ones.
-FP8_CAPABILITY = (8, 9)
-MX_CAPABILITY = (10, 0)
 
 Status = Literal["ok", "missing", "failed"]
 
@@ -61,6 +60,7 @@ class WrongBits(Exception):
 
 def examine() -> list[Finding]:
     """All findings: libraries and devices first, then the parts of ao_lab."""
+    jax = pip_install("jax")
     return [
         Finding(
             name="python",
@@ -71,28 +71,43 @@ def examine() -> list[Finding]:
         library("numpy", required=True),
         library("ml_dtypes", required=True),
         library("torch", required=True),
-        library("jax", remedy="pip install -e '.[jax]'"),
-        library("torchao", remedy="pip install -e '.[ao]' (only tests and comparisons use it)"),
-        library("triton", remedy="comes with the CUDA build of torch: make test TORCH=cuda"),
+        library("transformers", remedy=f"{pip_install('hf')} (models of transformers)"),
+        library("compressed_tensors", remedy=f"{pip_install('hf')} (checkpoints of compressed-tensors)"),
+        library("lm_eval", remedy=f"{pip_install('eval')} (tasks of lm-evaluation-harness)"),
+        library("jax", remedy=jax),
+        library("torchao", remedy=f"{pip_install('ao')} (only tests and comparisons use it)"),
+        library("triton", remedy=cuda_torch("comes with the CUDA build of torch")),
+        cpu(),
         gpu(),
         part("reference, numpy", lambda: probe("reference", np.asarray), required=True),
-        part("reference, jax", lambda: probe("reference", jax_array), remedy="pip install -e '.[jax]'"),
-        part("reference, jax under jit", probe_jit, remedy="pip install -e '.[jax]'"),
+        part("reference, jax", lambda: probe("reference", jax_array), remedy=jax),
+        part("reference, jax under jit", probe_jit, remedy=jax),
         part("reference, torch", lambda: probe("reference", torch_array("cpu")), required=True),
         part("fast, cpu", lambda: probe("fast", torch_array("cpu")), required=True),
         part(
             "fast, cuda",
             lambda: probe("fast", torch_array("cuda")),
-            remedy="needs an NVIDIA GPU and TORCH=cuda",
+            remedy=cuda_torch("needs an NVIDIA GPU and the CUDA build of torch"),
         ),
         part("experiments", probe_experiments, required=True),
     ]
 
 
-def library(name: str, *, remedy: str = "pip install -e .", required: bool = False) -> Finding:
+def cuda_torch(words: str) -> str:
+    """Advice that ends in the CUDA build of torch: in a clone there is a command for it."""
+    return f"{words}: make test TORCH=cuda" if is_clone() else f"{words}; see pytorch.org"
+
+
+def library(name: str, *, remedy: str = "", required: bool = False) -> Finding:
     """Whether a library is installed, and its version, without importing it."""
     if importlib.util.find_spec(name) is None:
-        return Finding(name=name, status="missing", reason="not installed", remedy=remedy, required=required)
+        return Finding(
+            name=name,
+            status="missing",
+            reason="not installed",
+            remedy=remedy or pip_install(),
+            required=required,
+        )
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -100,10 +115,22 @@ def library(name: str, *, remedy: str = "pip install -e .", required: bool = Fal
     return Finding(name=name, status="ok", detail=version, required=required)
 
 
+def cpu() -> Finding:
+    """The processor, and the instructions that torch uses there."""
+    try:
+        detail, reason = cpu_found(torch_of())
+    except PROBE_ERRORS as error:
+        return Finding(name="cpu", status="missing", reason=one_line(error), remedy="see torch")
+    # Training and quantized layers of ao_lab choose what the CPU has.
+    return Finding(
+        name="cpu", status="ok", detail=detail, reason=reason, remedy=reason and "models in float32"
+    )
+
+
 def gpu() -> Finding:
     """The first GPU that torch sees, and what its generation can multiply."""
     try:
-        torch = importlib.import_module("torch")
+        torch = torch_of()
     except PROBE_ERRORS as error:
         return Finding(
             name="gpu",
@@ -111,31 +138,19 @@ def gpu() -> Finding:
             reason=f"torch does not import: {one_line(error)}",
             remedy="see torch",
         )
-    if not torch.cuda.is_available():
-        if torch.version.cuda is None:
-            reason, remedy = "torch is the CPU build", "with an NVIDIA GPU: make test TORCH=cuda"
-        else:
-            reason, remedy = "torch has CUDA and sees no GPU", "check the driver with nvidia-smi"
-        return Finding(name="gpu", status="missing", reason=reason, remedy=remedy)
-    capability = torch.cuda.get_device_capability()
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    detail = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    return Finding(
-        name="gpu", status="ok", detail=f"{detail}, CUDA {torch.version.cuda}", reason=limits(capability)
-    )
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        return Finding(name="gpu", status="ok", detail=gpu_found(torch), reason=limits(capability))
+    if torch.version.cuda is None:
+        reason, remedy = "torch is the CPU build", cuda_torch("with an NVIDIA GPU, the CUDA build")
+    else:
+        reason, remedy = "torch has CUDA and sees no GPU", "check the driver with nvidia-smi"
+    return Finding(name="gpu", status="missing", reason=reason, remedy=remedy)
 
 
-def limits(capability: tuple[int, int]) -> str:
-    """What the matrix units of this generation lack."""
-    if capability < FP8_CAPABILITY:
-        return "no FP8 matrix instructions before compute capability 8.9"
-    return "no block-scaled (MX, NVFP4) matrix instructions before 10.0" if capability < MX_CAPABILITY else ""
-
-
-def part(
-    name: str, run: Callable[[], str], *, remedy: str = "pip install -e .", required: bool = False
-) -> Finding:
+def part(name: str, run: Callable[[], str], *, remedy: str = "", required: bool = False) -> Finding:
     """Run a probe. What it cannot import or reach is missing; any other answer than the right one has failed."""
+    remedy = remedy or pip_install()
     try:
         return Finding(name=name, status="ok", detail=run(), required=required)
     except WrongBits as error:
@@ -213,6 +228,7 @@ def probe_jit() -> str:
 
 def probe_experiments() -> str:
     """The experiments import, and the text that they train on is here."""
+    neighbours.check("experiments")
     experiments = importlib.import_module("experiments")
     if not callable(experiments.reproduce):
         raise WrongBits("experiments.reproduce is no function")

@@ -1,8 +1,8 @@
 """Quantized weights as compressed-tensors stores them, so that transformers and vLLM read them without this library.
 
 An `Export` is one format of compressed-tensors 0.20: which recipes it holds, the tensors that stand for a weight (by what
-follows the module's name), the way back, and what its reader makes of them. `written` compares that value with
-`dequantize`, in bfloat16, and refuses where a bit differs: a file either means what the model means, or is not written.
+follows the module's name), the way back, and what its reader makes of them. `ao_lab.checkpoint.plain_reader` compares that
+with the model and refuses where a bit differs: a file either means what the model means, or is not written.
 
 Integers are offset by 2**(bits - 1) and packed little-endian into int32 words; e8m0 scales are bytes; the outer scale of NVFP4
 is stored as its reciprocal, by which the reader divides. The reader's rounding of that quotient may differ from one product,
@@ -20,7 +20,6 @@ import fast
 from ao_lab.native import native_dtype
 from ao_lab.recipes import Recipe
 from ao_lab.stored_parts import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
-from ao_lab.tensor import QuantizedTensor
 from reference import Quantized, Scheme
 from reference.blocks import Blocks
 from reference.quantize import unpacked
@@ -51,29 +50,20 @@ def export_of(recipe: Recipe) -> Export | None:
     return next((export for export in EXPORTS if export.holds(recipe)), None)
 
 
-def written(t: QuantizedTensor) -> tuple[str, Tensors]:
-    """(format, tensors) of a linear layer's weight; ValueError where compressed-tensors cannot say what it means."""
-    export = export_of(t.recipe)
-    if export is None or len(t.shape) != 2 or t.block_axis != -1:
-        raise ValueError(f"compressed-tensors has no format for {t!r}")
-    q, wanted = t.quantized, t.dequantize(torch.bfloat16)
-    for tensors in _variants(export.write(q)):
-        if _same_bits(value_read(export, tensors, q), wanted):
-            return export.name, {**tensors, **_input_tensors(t)}
-    raise ValueError(
-        f"{t!r}: a reader of compressed-tensors would see other numbers (NaN blocks or extreme scales cannot be said there)"
-    )
+def value_read(
+    export: Export, tensors: Tensors, q: Quantized, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """What compressed-tensors makes of tensors that stand for q, in a dtype, by its own order of operations.
 
-
-def value_read(export: Export, tensors: Tensors, q: Quantized) -> torch.Tensor:
-    """What compressed-tensors makes of tensors that stand for q, in bfloat16, by its own order of operations."""
+    Scales count as they are given, float32 or narrower. A product of float32 that is rounded once is the product in `dtype`.
+    """
     read = unpacked(export.read(tensors, q.scheme, q.shape))
     codes, scale = fast.decode(read.codes, q.scheme.element), _scale_values(read)
     if read.zero is not None:
         codes = codes - _spread(read.zero.to(torch.float32), q)
     if "weight_global_scale" in tensors:
         scale = scale / tensors["weight_global_scale"]
-    return (codes * _spread(scale, q)).to(torch.bfloat16)
+    return (codes * _spread(scale, q)).to(dtype)
 
 
 def _scale_values(q: Quantized) -> torch.Tensor:
@@ -81,11 +71,13 @@ def _scale_values(q: Quantized) -> torch.Tensor:
     return q.scale if storage == "float32" else fast.decode(q.scale, storage)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one floating-point dtype have the same bits."""
+    carrier = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(carrier), b.view(carrier))
 
 
-def _variants(tensors: Tensors) -> list[Tensors]:
+def variants(tensors: Tensors) -> list[Tensors]:
     """The tensors, and with the neighbours of a reciprocal outer scale."""
     name = "weight_global_scale"
     if name not in tensors:
@@ -103,12 +95,6 @@ def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
     rows, columns = block if isinstance(block, tuple) else (1, int(block))
     full = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return full[: q.shape[0], : q.shape[1]]
-
-
-def _input_tensors(t: QuantizedTensor) -> Tensors:
-    """Static scales of the layer's input."""
-    made = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
-    return made if t.input_zero is None else {**made, "input_zero_point": t.input_zero.reshape(1)}
 
 
 # What the formats hold.
@@ -273,4 +259,4 @@ EXPORTS = (
     Export("nvfp4-pack-quantized", _holds_nvfp4, _write_packed, _read_packed, packed_specs),
 )
 
-__all__ = ["EXPORTS", "Export", "export_of", "value_read", "written"]
+__all__ = ["EXPORTS", "Export", "Tensors", "export_of", "same_bits", "value_read", "variants"]

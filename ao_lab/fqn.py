@@ -35,6 +35,12 @@ class FqnToConfig:
             if name.startswith(PATTERN):
                 _compiled(name)
 
+    def for_layout(self, layout: str) -> FqnToConfig:
+        """Each of the configurations for a layout, see `Config.for_layout`."""
+        from ao_lab.checkpoint.layouts import fqn_for_layout
+
+        return fqn_for_layout(self, layout)
+
 
 def _compiled(name: str) -> re.Pattern[str]:
     try:

@@ -1,9 +1,15 @@
-"""Which parameters of a model can be quantized: the weights of linear layers and embeddings, and batched experts."""
+"""Which parameters of a model can be quantized: the weights of linear layers and embeddings, and batched experts.
+
+Batched experts are parameters with three axes, (experts, out, in) or (experts, in, out). Nothing here knows a model by its
+name: which axis is the contraction axis is read from the module (`contraction_axis`), and which layers route tokens to experts
+from where they stand and how many outputs they have (`routers`).
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from types import CodeType
 
 import torch
 from torch import nn
@@ -11,6 +17,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 #: A linear layer of transformers (GPT-2 and its relatives) that keeps its weight as (in, out); known by name, not imported.
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
+
+def check_model(model: object) -> None:
+    """TypeError unless a model is a torch module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a torch.nn.Module, got {type(model).__name__}: {model!r:.60}")
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -35,6 +47,8 @@ def unusable(module: nn.Module, name: str, parameter: torch.Tensor) -> str | Non
         return "it is not the weight that the layer multiplies with"
     if parameter.dim() == 3 and parameter.shape[0] == 1:
         return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
     if isinstance(module, nn.Embedding) and not looks_up(module):
         return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
     return None
@@ -57,6 +71,93 @@ def is_turned(module: nn.Module) -> bool:
     return any((kind.__module__, kind.__name__) == CONV1D for kind in type(module).__mro__)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several experts in one parameter: floating-point, with three axes, more than one
+    entry."""
+    return not is_no_batch(module) and any(map(is_batch, module.parameters(recurse=False)))
+
+
+def is_batch(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a batch of matrices."""
+    return parameter.dim() == 3 and parameter.is_floating_point() and parameter.shape[0] > 1
+
+
+def linear_and_experts(module: nn.Module, name: str) -> bool:
+    """A filter for `quantize_`: linear layers and batched experts. Routers stay dense, as they do without a filter.
+
+    `quantize_(model, config, ao_lab.linear_and_experts)`. Without a filter experts stay dense, as in torchao.
+    """
+    return is_linear(module) or is_experts(module)
+
+
+def contraction_axis(module: nn.Module, parameter: torch.Tensor) -> int | None:
+    """The axis of a weight that its product sums over, -1 or -2; None where the module does not say it.
+
+    Linear layers and embeddings: -1 (transformers' Conv1D after its transposition). Batched experts: what the module says of
+    itself (`is_transposed`, as transformers marks experts (experts, in, out)); else what the shapes of its two projections
+    say, hidden to 2 x intermediate and back; else -1 where its own forward multiplies by torch's `linear` alone.
+    """
+    if parameter.dim() < 3:
+        return -1
+    said = getattr(module, "is_transposed", None)
+    if isinstance(said, bool):
+        return -2 if said else -1
+    return _axis_of_shapes(module) or _axis_of_code(module)
+
+
+def _axis_of_shapes(module: nn.Module) -> int | None:
+    """From a fused projection and its counterpart: (h, 2f) with (f, h), or (2f, h) with (h, f); never both."""
+    shapes = [tuple(p.shape[1:]) for p in module.parameters(recurse=False) if is_batch(p)]
+    if len(shapes) != 2:
+        return None
+    for (a, b), (c, d) in (shapes, shapes[::-1]):
+        if (a, b) == (d, 2 * c):
+            return -2
+        if (a, b) == (2 * d, c):
+            return -1
+    return None
+
+
+#: What multiplies a batch of matrices without saying which way round.
+PRODUCTS = {"bmm", "baddbmm", "matmul", "einsum", "grouped_mm", "_grouped_mm", "mm"}
+
+
+def _axis_of_code(module: nn.Module) -> int | None:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = set() if code is None else _names(code)
+    return -1 if "linear" in names and not names & PRODUCTS else None
+
+
+def _names(code: CodeType) -> set[str]:
+    """What a function's code names, comprehensions inside it included."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def routers(model: nn.Module) -> frozenset[str]:
+    """Names of linear layers that route tokens: beside batched experts, in the same block, with one output for each expert.
+
+    So is a gate with a single output there, which weighs an expert that all tokens share.
+    """
+    modules = dict(model.named_modules())
+    found: set[str] = set()
+    for path, module in modules.items():
+        if not path or not is_experts(module):
+            continue
+        counts = {1, *(p.shape[0] for p in module.parameters(recurse=False) if is_batch(p))}
+        block = path.rpartition(".")[0]
+        for name, layer in modules[block].named_modules(prefix=block):
+            if is_linear(layer) and not f"{name}.".startswith(f"{path}.") and _outputs(layer) in counts:
+                found.add(name)
+    return frozenset(found)
+
+
+def _outputs(layer: nn.Module) -> int | None:
+    """How many outputs a linear layer has."""
+    weight = getattr(layer, "weight", None)
+    return None if weight is None else int(weight.shape[-1 if is_turned(layer) else 0])
+
+
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear and transformers' Conv1D; not the output of nn.MultiheadAttention, whose fast path reads its weight as plain
     memory."""
@@ -64,4 +165,17 @@ def is_linear(module: nn.Module) -> bool:
     return (isinstance(module, nn.Linear) and not inside) or is_turned(module)
 
 
-__all__ = ["candidates", "is_linear", "is_turned", "unusable"]
+#: `quantize_` leaves routers dense under a filter that has this attribute, and without a filter.
+linear_and_experts.leaves_routers = True  # type: ignore[attr-defined]
+
+__all__ = [
+    "candidates",
+    "check_model",
+    "contraction_axis",
+    "is_experts",
+    "is_linear",
+    "is_turned",
+    "linear_and_experts",
+    "routers",
+    "unusable",
+]

@@ -1,8 +1,8 @@
 """The model card: README.md of a quantized folder, as Hugging Face reads it, made of what the folder itself says.
 
 Front matter in YAML, then what was quantized and how, what stayed, sizes, results of `ao-lab eval` where eval.json is there,
-and the commands that load and serve it. `save_pretrained` writes none: what a folder is for only its maker knows. `ao-lab
-quantize` does, and `ao-lab eval --save` puts its results into it.
+and the commands that load and serve it. `save_pretrained` writes it where no other card is, `ao-lab quantize` one that knows
+the command, and `ao-lab eval --save` puts its results into it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ao_lab import __version__
+from ao_lab.checkpoint.hf_classes import is_served, loader_of
 from ao_lab.checkpoint_files import Folder, look_at
 from ao_lab.checkpoint_models import CONFIG, configuration
 from ao_lab.checkpoint_records import Records, Weight
@@ -22,6 +23,8 @@ from ao_lab.checkpoints import records_of
 from ao_lab.strict_json import read_object
 
 CARD, RESULTS = "README.md", "eval.json"
+#: What the last line of a card of ours begins with.
+WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
 #: Formats of compressed-tensors that vLLM lists, and how many bits its packed integers have.
 SERVED = (
@@ -81,7 +84,7 @@ def model_card(
         results_section(contents.results),
         "## How to load it",
         loading(contents, path.resolve().name, notes),
-        f"Written by ao_lab {__version__}.",
+        f"{WRITTEN}{__version__}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -97,6 +100,19 @@ def write_card(
     path = Path(folder) / CARD
     path.write_text(model_card(folder, base_model=base_model, command=command, notes=notes))
     return path
+
+
+def card_beside(folder: str | Path, notes: Sequence[str] = ()) -> Path | None:
+    """`write_card` for a folder that was just saved. None, and nothing is written, where somebody else's README.md is there."""
+    path = Path(folder) / CARD
+    if path.is_file() and not is_ours(path.read_text(errors="replace")):
+        return None
+    return write_card(folder, notes=notes)
+
+
+def is_ours(card: str) -> bool:
+    """Whether a card was written here, and not by somebody who keeps it."""
+    return any(line.startswith(WRITTEN) for line in card.splitlines()[-3:])
 
 
 def with_results(text: str, results: Mapping[str, Any]) -> str:
@@ -133,8 +149,9 @@ def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
         "quantized_by": f"ao_lab {__version__}",
         "tags": ["quantized", *sorted({*methods, "ao_lab"}), *sorted(schemes)],
     }
-    if any(str(name).endswith("ForCausalLM") for name in contents.config.get("architectures") or ()):
-        fields["pipeline_tag"] = "text-generation"
+    loader = loader_of(contents.config)
+    if loader is not None and loader.task is not None:
+        fields["pipeline_tag"] = loader.task
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
     return "\n".join(["---", *kept, *lines, "---"])
 
@@ -207,34 +224,62 @@ def conditions(results: Mapping[str, Any]) -> str:
 
 def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     """Code and commands that work for the folder's layout."""
-    ours = code("python", "import ao_lab", f'model = ao_lab.load_pretrained("{name}")')
+    loader = loader_of(contents.config)
     weights = list(contents.records.weights.values())
-    if any(weight.method != "compressed-tensors" for weight in weights):
-        why = f" Why not compressed-tensors: {'; '.join(notes[:3])}." if notes else ""
-        return f"Only `ao_lab.load_pretrained` reads this layout.{why}\n\n{ours}"
-    formats = {weight.format for weight in weights}
-    # transformers decompresses folders of one format only.
-    dequantized = (
-        "quantization_config=CompressedTensorsConfig(dequantize=True), " if len(formats) == 1 else ""
-    )
-    transformers = code(
-        "python",
-        "from transformers import AutoModelForCausalLM"
-        + (", CompressedTensorsConfig" if dequantized else ""),
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", {dequantized}dtype="bfloat16")',
-    )
-    served = all(w.format in SERVED and _served_bits(w) for w in weights)
-    serve = code("sh", f"vllm serve {name}") if served else "vLLM lists no kernels for all of these formats."
+    plain = all(weight.method == "compressed-tensors" for weight in weights)
+    if loader is None:
+        return f"`ao_lab.load_pretrained({name!r}, model)` fills a model of the same structure.{_why(notes)}"
+    ours = code("python", "import ao_lab", f'model = ao_lab.load_pretrained("{name}")')
+    if not plain:
+        return "\n\n".join(
+            [
+                f"transformers reads this layout once `import ao_lab` has run, and refuses it otherwise.{_why(notes)}",
+                code(
+                    "python",
+                    "import ao_lab",
+                    f"from transformers import {loader.name}",
+                    f'model = {loader.name}.from_pretrained("{name}")',
+                ),
+                "`dtype=` is what layers compute in; codes and scales stay as they are stored. Without transformers' loader:",
+                ours,
+            ]
+        )
     return "\n\n".join(
         [
-            "With the weights that ao_lab computes, bit for bit in bfloat16:",
-            transformers,
+            "transformers, with `pip install compressed-tensors` and without ao_lab:",
+            _plainly(weights, loader.name, name),
+            *(["What readers have to know:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []),
             "Served:",
-            serve,
+            _served(contents, weights, name),
             "Quantized as it was made, with ao_lab:",
             ours,
         ]
     )
+
+
+def _why(notes: Sequence[str]) -> str:
+    return f" Why not compressed-tensors: {'; '.join(notes[:3])}." if notes else ""
+
+
+def _plainly(weights: Sequence[Weight], loader: str, name: str) -> str:
+    """Code that loads a folder in compressed-tensors' formats; zero points of packed integers want to be asked for."""
+    packed = any(weight.format == "pack-quantized" and weight.meta.recipe.weight.zero for weight in weights)
+    one = len({weight.format for weight in weights}) == 1
+    config = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if packed and one else ""
+    return code(
+        "python",
+        f"from transformers import {loader}" + (", CompressedTensorsConfig" if config else ""),
+        f'model = {loader}.from_pretrained("{name}"{config})',
+    )
+
+
+def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
+    if not is_served(contents.config):
+        kind = (contents.config.get("architectures") or ["this model"])[0]
+        return f"{kind} is not among the models that vLLM lists for text generation."
+    if not all(w.format in SERVED and _served_bits(w) for w in weights):
+        return "vLLM lists no kernels for all of these formats."
+    return code("sh", f"vllm serve {name}")
 
 
 def _served_bits(weight: Weight) -> bool:
@@ -257,4 +302,4 @@ def number(value: int) -> str:
     return f"{value:,}"
 
 
-__all__ = ["CARD", "CONFIG", "RESULTS", "model_card", "with_results", "write_card"]
+__all__ = ["CARD", "CONFIG", "RESULTS", "card_beside", "is_ours", "model_card", "with_results", "write_card"]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from reference import FORMATS, Format, Quantized, Scheme
+from reference.formats import format_of
 from reference.quantize import check_quantized
 from reference.schemes import scheme_of
 from reference.storage import storage_dtype
@@ -40,7 +41,7 @@ class NativeParts(NamedTuple):
 
 def native_dtype(fmt: str | Format, packed: bool = False) -> torch.dtype | None:
     """torch's dtype for codes of a format, or None where it has none. packed: of packed codes (a pair, for float4)."""
-    name = fmt if isinstance(fmt, str) else fmt.name
+    name = fmt if fmt == "float32" else format_of(fmt).name
     if packed and name == PAIRS:
         return getattr(torch, f"{PAIRS}_x2", None)
     return DTYPES.get(name)
@@ -78,6 +79,10 @@ def from_native(
     does, where the arrays are not what the scheme stores.
     """
     record = scheme_of(scheme)
+    if not isinstance(parts, (list, tuple)) or not 2 <= len(parts) <= len(NativeParts._fields):
+        raise TypeError(
+            f"from_native takes the arrays of a NativeParts ({', '.join(NativeParts._fields)}), got {type(parts).__name__}"
+        )
     given = NativeParts(*parts)
     if shape is None and packed:
         raise ValueError("from_native of packed codes needs shape=, that of the tensor")

@@ -173,12 +173,15 @@ class InputScales:
     statistic: Statistic = field(default_factory=MinMax)
     #: Tensors seen, without empty ones.
     seen: int = 0
+    #: The dtype of the last one: schemes that compute in the input's dtype have scales in it.
+    dtype: torch.dtype | None = None
 
     def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
         """Take in an input."""
         if x.numel():
             self.statistic.update(x.detach())
             self.seen += 1
+            self.dtype = x.dtype
 
     def obstacle(self) -> str | None:
         """No input, or NaN or infinity among them."""
@@ -192,6 +195,7 @@ class InputScales:
             raise ValueError("no input was seen, so that there are no scales; run data through the layer")
         with torch.inference_mode(False):
             sample = self.statistic.sample().cpu().clone()
+            sample = sample.to(self.dtype) if self.scheme.scale.compute == "input" else sample
             return reference.choose_scales(sample, self.scheme)
 
     def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.configs import Config
 from ao_lab.fqn import FqnToConfig, Patterns
-from ao_lab.layers import candidates, is_linear, is_turned, unusable
+from ao_lab.layers import candidates, check_model, contraction_axis, is_linear, is_turned, routers, unusable
 from ao_lab.products import chosen
 from ao_lab.recipes import Recipe
 from ao_lab.tensor import QuantizedTensor, quantized
@@ -28,6 +28,7 @@ Filter = Callable[[nn.Module, str], bool]
 Device = torch.device | str | int | None
 
 ALREADY = "already quantized"
+ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Change:
     recipe: Recipe
     #: Whether it is stored (in, out), so that it is quantized the other way round, as nn.Linear has it.
     turned: bool
+    #: Along which its blocks run: the configuration's axis, or else the contraction axis.
+    axis: int = -1
     #: (module, parameter's name) of every place that has it, by full name.
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
 
@@ -70,6 +73,8 @@ class Plan:
     #: By the identity of the weight: what was shared stays shared.
     changes: dict[int, Change] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    #: Names of parameters that the filter or the patterns leave as they are.
+    refused: set[str] = field(default_factory=set)
 
 
 def planned(
@@ -81,6 +86,7 @@ def planned(
     streamed: bool = False,
 ) -> Plan:
     """The plan; raises as `quantize_` says. `streamed`: numbers for weights on the meta device are to come."""
+    check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
             f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
@@ -88,13 +94,17 @@ def planned(
         )
     if isinstance(config, FqnToConfig) and filter_fn is not None:
         raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
+    decide = (
+        Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn, routers(model))
+    )
     plan, matched, check = Plan(), 0, Checks(device, streamed)
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
         matched += wanted is not None
-        if wanted is not None:
+        if wanted is None:
+            plan.refused.add(full)
+        else:
             reason = _entered(plan, wanted, (full, module, name), parameter, check) or reason
         plan.reasons[full] = reason
     decide.check_all_matched(model)
@@ -110,10 +120,16 @@ class Filtered:
 
     config: Config
     filter_fn: Filter | None
+    #: Names of layers that route tokens to experts.
+    routers: frozenset[str] = frozenset()
 
     def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
         """The configuration of a parameter (None: it stays) and the reason."""
         kind = type(module).__name__
+        if path in self.routers and (
+            self.filter_fn is None or getattr(self.filter_fn, "leaves_routers", False)
+        ):
+            return None, ROUTES
         if self.filter_fn is None:
             good = is_linear(module)
             return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
@@ -177,12 +193,17 @@ def _entered(
     recipe, turned = config.recipe(), is_turned(module)
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
-    obstacle = unusable(module, name, parameter) or check.obstacle(parameter, recipe, config.axis, turned)
-    obstacle = obstacle or config.refuses(module)
+    obstacle = unusable(module, name, parameter) or (
+        ALREADY if isinstance(parameter, QuantizedTensor) else None
+    )
     if obstacle is not None:
         return obstacle
-    change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned))
-    if (change.recipe.weight, change.config.axis, change.turned) != (recipe.weight, config.axis, turned):
+    axis = _axis(config, module, full, parameter)
+    obstacle = check.obstacle(parameter, recipe, axis, turned) or config.refuses(module)
+    if obstacle is not None:
+        return obstacle
+    change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned, axis))
+    if (change.recipe.weight, change.axis, change.turned) != (recipe.weight, axis, turned):
         names = " and ".join([*change.places, full])
         raise ValueError(
             f"{names} share one weight, but are to have {change.recipe} and {recipe}; give them one scheme"
@@ -192,6 +213,17 @@ def _entered(
         change.config, change.recipe = config, recipe
     change.places[full] = (module, name)
     return None
+
+
+def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor) -> int:
+    """Along which a weight's blocks run; ValueError where nothing says which axis its product sums over."""
+    axis = contraction_axis(module, parameter) if config.axis is None else config.axis
+    if axis is None:
+        raise ValueError(
+            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether it multiplies with "
+            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2"
+        )
+    return axis
 
 
 def _say_what_was_shared(plan: Plan, model: nn.Module) -> None:

@@ -8,8 +8,9 @@ order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothin
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
   Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
   inside the same bound, with other bits than that row has among several.
-* ``fused``: `fast.linear`, for weights alone, on a GPU: codes are decoded on the way to the products of one row, or of a few;
-  within `reference.linear_error_bound` of the exact product. For more rows (`explain` says how many) as ``dequantize``.
+* ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
+  on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. For more rows
+  (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
@@ -30,6 +31,8 @@ import torch
 import fast
 from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
+from fast.cpu.linear import takes as takes_one_row
+from fast.cpu.ops import linear as cpu_linear
 from fast.device import OLDEST
 from fast.linear import LONGEST_INT8, linear_of_codes, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
@@ -109,22 +112,38 @@ def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
 
 
 def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return fast.linear(x, w.quantized, bias)
+    if w.is_cuda:
+        return fast.linear(x, w.quantized, bias)
+    if isinstance(x.shape[0], int) and x.shape[0] == 1:
+        return cpu_linear(x, w.quantized, bias)
+    return _dequantized(x, w, bias)
 
 
 def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     if w.recipe.activation is not None:
         return "its inputs must not be quantized"
-    if not w.is_cuda or (capability := _capability(w.device.index or 0)) < OLDEST:
-        found = "on a CPU" if not w.is_cuda else f"of compute capability {capability[0]}.{capability[1]}"
-        return f"its kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later, this weight is {found}"
+    device = w.device.type
+    if device not in ("cpu", "cuda") or (device == "cuda" and _capability(w.device.index or 0) < OLDEST):
+        found = "on " + device
+        if device == "cuda":
+            found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
+        needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
+        return f"its kernels are for {needs}, this weight is {found}"
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return f"{STORED}, its scales plain"
     return (
         None
-        if rows_fused(w.quantized, dtype)
+        if most_fused_rows(w, dtype)
         else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
     )
+
+
+def most_fused_rows(w: QuantizedTensor, dtype: torch.dtype) -> int:
+    """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
+    if w.is_cuda:
+        return rows_fused(w.quantized, dtype)
+    q = w.quantized
+    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(q.shape), dtype))
 
 
 def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
@@ -284,6 +303,7 @@ __all__ = [
     "as_right_operand",
     "chosen",
     "grouped_product",
+    "most_fused_rows",
     "product",
     "sums_along_blocks",
 ]

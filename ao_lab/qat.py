@@ -28,6 +28,7 @@ from ao_lab.configs_float import float8_scheme
 from ao_lab.configs_integer import integer_bits
 from ao_lab.fqn import FqnToConfig
 from ao_lab.granularity import PerGroup, PerRow, PerTensor, block_of
+from ao_lab.layers import check_model
 from ao_lab.recipes import Recipe, integer_scheme
 from reference import Scales, Scheme
 from reference.errors import choice
@@ -85,7 +86,7 @@ class QATConfig(Config):
     def _check_base(self) -> None:
         """What may stand in for base_config, and where."""
         given = (self.scheme, self.activation_scheme, self.kernel, self.axis)
-        if given != (None, None, "auto", -1):
+        if given != (None, None, "auto", None):
             raise ValueError(
                 "QATConfig: scheme, activation_scheme, kernel and axis are those of base_config; give them there"
             )
@@ -110,7 +111,7 @@ class QATConfig(Config):
                 "QATConfig: lora trains beside weights that are frozen and quantized from the start, by base_config; "
                 "leave learn_scales, start_step, weight_config and activation_config out"
             )
-        if self.axis != -1:
+        if self.axis not in (None, -1):
             raise ValueError(f"QATConfig: lora is for weights (out, in), axis=-1; got axis={self.axis}")
 
     def _check_trainable(self, recipe: Recipe) -> None:
@@ -222,6 +223,7 @@ def advance_qat(model: nn.Module) -> None:
     Layers that share a weight share its count, which goes up by one all the same; also where each has it as a tensor of its own
     over the same memory, as after `load_state_dict(assign=True)`.
     """
+    check_model(model)
     steps = [step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None]
     # Tensors without memory (meta, fake ones, DTensors) are the same only as objects.
     counts = {(step.device, step.data_ptr() or id(step)): step for step in steps}

@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ao_lab.chunked import quantized_by_rows
+from ao_lab.layers import check_model
 from ao_lab.qat_function import qat_linear
 from ao_lab.qat_layers import ADAPTERS, QATLinear
 from ao_lab.qat_lora_function import frozen_linear
@@ -189,12 +190,17 @@ def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
         raise TypeError(f"the weight beside adapters is a QuantizedTensor, got {type(weight).__name__}")
     if not weight.is_meta and not (layer.lora_b.detach().float() @ layer.lora_a.detach().float()).any():
         return nn.Parameter(weight.with_recipe(kernel=recipe.kernel), requires_grad=False)
-    made = quantized_by_rows(layer.merged(), recipe, input_scales=weight.input_scales)
+    dense = layer.merged()
+    if recipe.weight.scale.compute == "input":
+        # Such schemes keep scales in the weight's dtype, which float32 sums do not have.
+        dense = dense.to(weight.dtype)
+    made = quantized_by_rows(dense, recipe, input_scales=weight.input_scales)
     return nn.Parameter(made.remade(made.parts, dtype=weight.dtype), requires_grad=False)
 
 
 def lora_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """The adapters of a model by full name; `model.load_state_dict(state, strict=False)` reads them into a prepared one."""
+    check_model(model)
     return {
         f"{path}.{name}" if path else name: getattr(layer, name).detach()
         for path, layer in model.named_modules()

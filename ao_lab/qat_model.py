@@ -106,7 +106,7 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
         if embedding:
             recipe = replace(recipe, activation=None, kernel="auto")
         own = {name: part for name, part in added.items() if not (embedding and name.startswith("qat_input"))}
-        settings = (config.axis, config.learn_scales, config.scale_gradient, config.start_step)
+        settings = (change.axis, config.learn_scales, config.scale_gradient, config.start_step)
         train_as(module, Training(recipe, *settings, added=bool(own)))
         for name, tensor in own.items():
             if isinstance(tensor, nn.Parameter):
@@ -128,7 +128,7 @@ def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> 
             raise ValueError(
                 "learned scales start from the weight's numbers; on the meta device there are none"
             )
-        start = first_scales(weight, change.recipe.weight, config.axis, config.scale_start)
+        start = first_scales(weight, change.recipe.weight, change.axis, config.scale_start)
         made["qat_scale"] = _parameter(start.scale, frozen)
         if start.zero is not None:
             made["qat_zero"] = (
@@ -250,7 +250,7 @@ def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
             raise ValueError(f"{name} has learned scales, which a dense layer cannot keep; give base_config")
         return
     wanted, linear = config.recipe(), isinstance(module, QATLinear)
-    same = wanted.weight == training.recipe.weight and base.axis == training.axis
+    same = wanted.weight == training.recipe.weight and base.axis in (None, training.axis)
     if not same or (linear and wanted.activation != training.recipe.activation):
         raise ValueError(f"{name} was trained as {training.recipe}, not as {wanted}; convert it to that")
     step = module._buffers.get("qat_step")

@@ -118,10 +118,10 @@ def made_weight(
     dense = dense if device is None else dense.to(device)
     dense = dense.transpose(-2, -1).contiguous() if change.turned else dense
     if observer is not None:
-        made = observer.weight(dense, change.recipe, change.config.axis)
+        made = observer.weight(dense, change.recipe, change.axis)
     else:
         static = change.config.input_scales() if change.recipe.activation is not None else None
-        made = quantized_by_rows(dense, change.recipe, axis=change.config.axis, input_scales=static)
+        made = quantized_by_rows(dense, change.recipe, axis=change.axis, input_scales=static)
     return made.turned() if change.turned else made
 
 
@@ -185,9 +185,15 @@ def _prepare(plan: Plan, making: dict[int, Change]) -> None:
 def keep_report(model: nn.Module, plan: Plan) -> None:
     """Keep with the model why each layer is as it is now."""
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    quantized = {
+        f"{path}.{leaf}" if path else leaf
+        for path, _, leaf, parameter in candidates(model)
+        if isinstance(parameter, QuantizedTensor)
+    }
+    # What was quantized before is as it is for the reason of that time, whatever the filter says now.
+    before = {name for name, reason in plan.reasons.items() if reason == ALREADY} | (plan.refused & quantized)
     reasons = {
-        name: known.get(name, reason) if reason == ALREADY else reason
-        for name, reason in plan.reasons.items()
+        name: known.get(name, reason) if name in before else reason for name, reason in plan.reasons.items()
     }
     for change in plan.changes.values():
         stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from reference.conventions_torchao import torchao_integer
 from reference.errors import choice
 from reference.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
 
@@ -41,6 +42,10 @@ class Recipe:
 
 #: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
 INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+#: int8_rowwise_cast: scales rounded to the dtype of the tensor that is quantized.
+CAST = "_cast"
+#: An outer scale that is a power of two: nvfp4_pow2.
+POWER = "_pow2"
 #: ternary_g64, stretched2_rowwise: level set, block.
 STRETCHED = re.compile(r"(ternary|stretched2)_(?:g([1-9]\d*)|(rowwise)|(tensorwise))")
 
@@ -68,6 +73,33 @@ def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "fl
     )
 
 
+def cast_scales(scheme: Scheme) -> Scheme:
+    """The scheme with scales rounded to the dtype of what is quantized, still kept in float32; itself where they are already.
+
+    Programs that hold scales in a model's own dtype read these unchanged. ValueError for scales that are kept otherwise.
+    """
+    if scheme.scale.storage != "float32" or scheme.outer is not None:
+        raise ValueError(
+            f"scales of {scheme.name} are kept as {scheme.scale.storage}, which no dtype of a model changes"
+        )
+    if scheme.scale.compute == "input":
+        return scheme
+    return replace(scheme, name=scheme.name + CAST, scale=replace(scheme.scale, compute="input"))
+
+
+def power_of_two_outer(scheme: Scheme) -> Scheme:
+    """The scheme with its outer scale rounded up to a power of two; itself where the outer scale is stored for encoding.
+
+    Programs that keep the reciprocal and divide by it read these unchanged: a power of two has an exact one. ValueError for a
+    scheme of one level.
+    """
+    if scheme.outer is None:
+        raise ValueError(f"{scheme.name} has no outer scale")
+    if scheme.outer.stored == "encode" or scheme.outer.rule == "ratio_pow2":
+        return scheme
+    return replace(scheme, name=scheme.name + POWER, outer=replace(scheme.outer, rule="ratio_pow2"))
+
+
 def stretched(element: str, block: Block) -> Scheme:
     """Stretched levels in any block: the record that has this name, or a new one by the same rules."""
     name = f"{element}_{block_name(block)}"
@@ -82,8 +114,17 @@ def block_name(block: Block) -> str:
 
 
 def named(scheme: str | Scheme | None) -> Scheme | None:
-    """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass."""
+    """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass.
+
+    Torchao's integers are made by `reference.conventions_torchao.torchao_integer`: `torchao.intx3_g64_asymmetric`.
+    """
     new = isinstance(scheme, str) and scheme not in SCHEMES
+    if new and str(scheme).endswith(CAST) and (base := named(str(scheme).removesuffix(CAST))) is not None:
+        return cast_scales(base)
+    if new and str(scheme).endswith(POWER) and (base := named(str(scheme).removesuffix(POWER))) is not None:
+        return power_of_two_outer(base)
+    if new and (theirs := torchao_integer(str(scheme))) is not None:
+        return theirs
     if new and (levels := STRETCHED.fullmatch(str(scheme))) is not None:
         return stretched(levels[1], _named_block(levels[2], levels[3]))
     found = INTEGER.fullmatch(str(scheme)) if new else None
@@ -103,7 +144,9 @@ __all__ = [
     "KERNELS",
     "Recipe",
     "block_name",
+    "cast_scales",
     "integer_scheme",
     "named",
+    "power_of_two_outer",
     "stretched",
 ]

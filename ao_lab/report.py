@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.layers import candidates
-from ao_lab.products import chosen
+from ao_lab.layers import candidates, check_model
+from ao_lab.products import chosen, most_fused_rows
 from ao_lab.qat_layers import ADAPTERS, ADDED, QATModule
 from ao_lab.qat_lora import LoRALinear, LoRASumLinear
 from ao_lab.tensor import QuantizedTensor
-from fast.linear import rows_fused
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"
@@ -71,6 +70,7 @@ def explain(model: nn.Module) -> Report:
 
     Reasons of layers that were left are those that `quantize_` gave, where it ran on this model.
     """
+    check_model(model)
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     return Report(tuple(described_layer(*found, known) for found in candidates(model)))
 
@@ -100,7 +100,10 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
         return "embedding"
     turned = weight if weight.block_axis == -2 else weight.turned()
     name = chosen(turned, weight.dtype)
-    return f"fused, up to {rows_fused(turned.quantized, weight.dtype)} rows" if name == "fused" else name
+    if name != "fused":
+        return name
+    count = most_fused_rows(turned, weight.dtype)
+    return f"fused, up to {count} row{'s' * (count > 1)}"
 
 
 __all__ = ["Layer", "Report", "explain"]

@@ -15,7 +15,7 @@ from torch import nn
 from ao_lab.configs import Config
 from ao_lab.exports import export_of
 from ao_lab.fqn import FqnToConfig
-from ao_lab.layers import candidates
+from ao_lab.layers import candidates, check_model
 from ao_lab.plan import Filter, planned
 from ao_lab.recipes import Recipe, named
 from ao_lab.stored_parts import own_specs
@@ -87,6 +87,10 @@ def weight_size(
     choice(layout, LAYOUTS, "layout")
     if not isinstance(recipe, Recipe):
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    if not isinstance(shape, (list, tuple)) or not all(hasattr(n, "__index__") for n in shape):
+        raise TypeError(
+            f"weight_size takes the shape of a weight, some lengths, got {type(shape).__name__}: {shape!r:.60}"
+        )
     size = tuple(shape)
     if layout == "ao_lab":
         specs = own_specs(Meta(recipe, axis - len(size) if axis >= 0 else axis, torch.float32), size)
@@ -110,13 +114,14 @@ def model_size(
     cannot change, counts as it is. Raises as `quantize_` does where it would change nothing.
     """
     changes = {} if config is None else planned(model, config, filter_fn, streamed=True).changes
+    check_model(model)
     layers: dict[int, LayerSize] = {}
     for path, module, name, parameter in candidates(model):
         full = f"{path}.{name}" if path else name
         change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
         if change is not None:
             shape = tuple(parameter.shape)[::-1] if change.turned else tuple(parameter.shape)
-            size = weight_size(shape, change.recipe, axis=change.config.axis)
+            size = weight_size(shape, change.recipe, axis=change.axis)
             scheme = change.recipe.weight.name
         layers.setdefault(id(parameter), LayerSize(full, type(module).__name__, scheme, size))
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +47,36 @@ def quantize_pretrained(
     is afterwards; None: the CPU. `dtype`: of the dense model; None: the one in which a model of transformers was saved, or that
     of the parameters that `build()` makes. `observers`: of an earlier `calibrate` of the same model.
 
-    Raises as `quantize_` does, ValueError where names or shapes do not fit and for a folder that is quantized already, all
-    before the first tensor is read; FileNotFoundError where there are no weights.
+    A folder that holds quantized weights, ours or another library's, is read as `load_pretrained` reads it: these weights stay
+    as they are, `config` is for those that are dense.
+
+    Raises as `quantize_` does, ValueError where names or shapes do not fit, both before the first tensor is read, and for a
+    folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
     """
     folder = Path(directory)
+    from ao_lab.checkpoint.further import is_quantized, quantized_further
+
+    if is_quantized(folder):
+        made = None if build is None else partial(_on_meta, build, dtype)
+        return quantized_further(folder, config, filter_fn, device, made, dtype, observers, progress)
     if build is None:
         from ao_lab.streaming_transformers import read_by_transformers
 
         return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
-    with parameters_on_meta():
-        model = build()
-    if dtype is not None:
-        model.to(dtype=dtype)
+    model = _on_meta(build, dtype)
     plan = planned(model, config, filter_fn, device, streamed=True)
     loading = Loading(plan, required_observers(plan, observers), device, progress)
     fill(model, folder, loading)
     keep_report(model, plan)
+    return model
+
+
+def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    """The caller's model, its parameters without memory."""
+    with parameters_on_meta():
+        model = build()
+    if dtype is not None:
+        model.to(dtype=dtype)
     return model
 
 

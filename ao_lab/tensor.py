@@ -131,8 +131,16 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def input_scales(self) -> Scales | None:
-        """The static scales of the layer's input; None where they are found anew for each input."""
-        return None if self.input_scale is None else Scales(self.input_scale, None, self.input_zero)
+        """The static scales of the layer's input; None where they are found anew for each input.
+
+        Of an activation with two levels the static one is that over all elements; those of blocks are found for each input.
+        """
+        if self.input_scale is None:
+            return None
+        activation = self.recipe.activation
+        if activation is not None and activation.outer is not None:
+            return Scales(None, self.input_scale)
+        return Scales(self.input_scale, None, self.input_zero)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense tensor that this stands for, in `dtype` or its own: the bits of `reference.dequantize`."""
@@ -173,6 +181,14 @@ class QuantizedTensor(torch.Tensor):
         for name in ("_quantized", "_settled"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
+
+    def _use_count(self) -> int:
+        """How many hold this tensor, as `torch.utils.swap_tensors` counts them for `module.to()` and `module.half()`.
+
+        It refuses a tensor that others hold, since a trainable one would get its gradient at the wrong place. A frozen weight
+        gets none: whoever holds it (the graph of an output, a view) keeps what it was, so it counts as held once.
+        """
+        return super()._use_count() if self.requires_grad else 1  # type: ignore[misc]
 
     def share_memory_(self) -> QuantizedTensor:
         """The parts in memory that processes share; torch's own would look for memory behind the whole."""
@@ -238,9 +254,9 @@ class QuantizedTensor(torch.Tensor):
         if function is None and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
             return made  # inference mode sends operations that are made of others
         if function is None:
-            names = ", ".join(sorted({str(op).removeprefix("aten.") for op in table}))
             raise NotImplementedError(
-                f"{func} of a QuantizedTensor ({_first(args).scheme.name}); dequantize() it, or use one of {names}"
+                f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
+                f"looked up in, cut along blocks, viewed, moved and copied; ao_lab.tensor_table.operations() lists it all"
             )
         return function(func, args, kwargs or {})
 
@@ -280,6 +296,10 @@ def quantized(
     """
     if not isinstance(recipe, Recipe):
         recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"quantized takes a torch tensor, got {type(x).__name__}: {x!r:.60}; ao_lab.quantize takes arrays"
+        )
     if x.dtype not in DTYPES:
         raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
     if hasattr(x, "full_tensor"):
@@ -296,7 +316,8 @@ def from_quantized(
     """The tensor of stored parts (packed where codes are below 8 bits, scales plain)."""
     parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero}
     given = Scales(None) if input_scales is None else input_scales
-    for name, part in (("input_scale", given.scale), ("input_zero", given.zero)):
+    static = given.outer if given.scale is None else given.scale
+    for name, part in (("input_scale", static), ("input_zero", given.zero)):
         parts[name] = None if part is None else part.to(q.codes.device)
     meta = Meta(recipe, q.axis - len(q.shape), dtype)
     return QuantizedTensor(parts, meta, q.shape)
@@ -315,7 +336,8 @@ def rebuilt(
 
 
 def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor of this logical shape."""
+    """Strides of a dense tensor of this logical shape; one axis over parts of several is read as it is shown."""
+    transposed = transposed and len(shape) > 1
     strides: list[int] = [1]
     for length in reversed((swapped(shape) if transposed else shape)[1:]):
         strides.insert(0, strides[0] * length)

@@ -10,6 +10,7 @@ import torch
 import fast
 from ao_lab import tensor_pieces as pieces
 from ao_lab.tensor import QuantizedTensor, from_quantized
+from ao_lab.tensor_bundle import Bundle, joins
 from ao_lab.tensor_meta import DTYPES, PARTS
 from ao_lab.tensor_table import operation, view
 from reference import Scales
@@ -164,9 +165,11 @@ def _unbind(t: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
 
 
 @operation(aten.cat.default)
-def _cat(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if joins(tensors, [isinstance(t, QuantizedTensor) and t.meta.flat is not None for t in tensors]):
+        return Bundle(tensors)
     if not all(isinstance(t, QuantizedTensor) for t in tensors):
         raise TypeError("cat of a QuantizedTensor and a dense tensor; dequantize() first")
     return pieces.joined([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
@@ -193,7 +196,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 @operation(aten.index_select.default)
 def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     t, dim, index = args
-    made = pieces.rows(t, index) if dim % len(t.shape) == 0 else None
+    made = pieces.rows(t, index, counted=True) if dim % len(t.shape) == 0 else None
     if made is None:
         raise ValueError(f"index_select along axis {dim} of {t!r}: blocks span it; dequantize() first")
     return made

@@ -53,8 +53,11 @@ def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
 
 
-def rows(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor | None:
-    """The entries of the first axis that `index` names, one after the other; None where blocks span that axis."""
+def rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) -> QuantizedTensor | None:
+    """The entries of the first axis that `index` names, one after the other; None where blocks span that axis.
+
+    counted: indices are integers from 0, and others raise what they raise for a dense tensor; else they are those of t[index].
+    """
     t.check_shaped()
     turned = t.meta.transposed and len(t.shape) == 2
     whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
@@ -65,8 +68,15 @@ def rows(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor | None:
     for name in ("codes", "scale", "zero"):
         part = parts[name]
         # A scale over the whole tensor has no axes.
-        parts[name] = part if part is None or part.dim() == 0 else part[flat]
+        if part is not None and part.dim():
+            parts[name] = _selected(part, flat) if counted else part[flat]
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
+
+
+def _selected(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entries as `torch.embedding` picks them; torch picks none of uint16, so these go as int16."""
+    signed = part.view(torch.int16) if part.dtype == torch.uint16 else part
+    return signed.index_select(0, index).view(part.dtype)
 
 
 def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
@@ -108,7 +118,7 @@ def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         return t.remade(t.parts)
     if t.meta.flat is not None and wanted == t.meta.flat:
         return t.remade(t.parts, wanted, flat=None)
-    if len(wanted) == 1 and not t.meta.transposed:
+    if len(wanted) == 1:
         return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
     block = t.scheme.scale.block
     along_last = t.meta.axis == -1 and isinstance(block, int)

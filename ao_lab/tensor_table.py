@@ -1,8 +1,9 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
 `ao_lab.tensor_ops` enters what moves, cuts and copies, `ao_lab.tensor_layers` what multiplies and looks up,
-`ao_lab.tensor_collectives` what sends to other processes. A function takes the operator, its arguments and its keyword
-arguments. Whatever changes values otherwise (arithmetic, activation functions) is not here: dequantize first.
+`ao_lab.tensor_scaling` powers of two, `ao_lab.tensor_collectives` what sends to other processes. A function takes the operator,
+its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is not here:
+dequantize first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OPERATIONS: dict[Any, Operation] = {}
 @lru_cache(maxsize=1)
 def operations() -> dict[Any, Operation]:
     """The table, filled."""
-    for name in ("ao_lab.tensor_ops", "ao_lab.tensor_layers"):
+    for name in ("ao_lab.tensor_ops", "ao_lab.tensor_layers", "ao_lab.tensor_scaling"):
         importlib.import_module(name)
     if torch.distributed.is_available():
         importlib.import_module("ao_lab.tensor_collectives")

@@ -25,8 +25,14 @@ from collections.abc import Sequence
 from math import prod
 
 import numpy as np
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+
+from ao_lab.installation import MissingExtra, missing
+
+try:
+    from hypothesis import strategies as st
+    from hypothesis.strategies import DrawFn, SearchStrategy
+except ModuleNotFoundError:
+    raise MissingExtra(missing("hypothesis"), name="hypothesis") from None
 
 from ao_lab.bits import assert_same_bits, assert_same_quantized, bits_of
 from ao_lab.samples import FILLS, FINITE_KINDS, KINDS, Array, Layout, Shape, fill, signed, ties

@@ -20,6 +20,7 @@ from ao_lab.stored_parts import Specs
 from ao_lab.strict_json import shown
 from reference import SCHEMES, Quantized, Scales, Scheme, untile_scales
 from reference.blocks import Blocks
+from reference.conventions_torchao import integer_record
 from reference.schemes import Block, mx_name
 from reference.tiled_scales import tiled_size
 
@@ -28,11 +29,7 @@ MX_ELEMENTS = {
     "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float4_e2m1fn_x2": "float4_e2m1fn",
     "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn",
 }  # fmt: skip
-STORAGE = {
-    torch.float32: ("float32", ""),
-    torch.bfloat16: ("bfloat16", "_bf16"),
-    torch.float16: ("float16", "_f16"),
-}
+STORAGE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 WAY_OUT = "quantize the original model with ao_lab, or load the folder with torchao"
 
 
@@ -96,28 +93,29 @@ def refuse(given: Given, *names: str) -> None:
 # Integers.
 
 
-def integer_scheme(bits: int, block: Block, storage: torch.dtype, zero: bool = True) -> Scheme:
-    """torchao's integers of `bits` bits in any block, scales kept in any dtype: its record, or one by the same rules."""
-    model = SCHEMES["torchao.int8_rowwise" + ("_asymmetric" if zero else "")]
+def int8_scheme(block: Block, zero: bool) -> Scheme:
+    """torchao's Int8Tensor in any block."""
+    ending = "_asymmetric" if zero else ""
+    name = f"torchao.int8_{block_name(block)}{ending}"
+    return SCHEMES.get(name) or integer_record(name, 8, block, ending, False, None)
+
+
+def intx_scheme(bits: int, block: Block, storage: torch.dtype, zero: bool) -> Scheme:
+    """torchao's IntxUnpackedToInt8Tensor in any block, its scales kept in any dtype."""
     if storage not in STORAGE:
         raise ValueError(f"scales are float32, bfloat16 or float16, got {storage}")
-    kept, suffix = STORAGE[storage]
-    name = f"torchao.int{bits}_{block_name(block)}{'_asymmetric' if zero else ''}{suffix}"
-    if name in SCHEMES:
-        return SCHEMES[name]
-    target = 2.0**bits - 1 if zero else (2.0**bits - 1) / 2
-    return replace(
-        model,
-        name=name,
-        element=f"int{bits}",
-        scale=replace(model.scale, block=block, target=target, storage=kept),
-    )
+    ending = "_asymmetric" if zero else ""
+    name = f"torchao.intx{bits}_{block_name(block)}{ending}_{STORAGE[storage]}"
+    return integer_record(name, bits, block, ending, True, STORAGE[storage])
 
 
 def read_int8(given: Given) -> Read:
     """Int8Tensor: a byte an element, scales in float32 and zero points (all zero where it is symmetric)."""
     refuse(given, "act_pre_scale", "reduce_range")
-    return _integers(given, 8, given.dtype("dtype"), int8_inputs(given))
+    storage = given.specs["scale"].dtype
+    if storage != torch.float32:
+        raise ValueError(f"scales of an Int8Tensor are float32, got {storage}; {WAY_OUT}")
+    return _integers(given, 8, int8_inputs(given), int8_scheme)
 
 
 def read_intx(given: Given) -> Read:
@@ -128,14 +126,18 @@ def read_intx(given: Given) -> Read:
     wanted = plain(given.data.get("activation_quantization"))
     if wanted not in (None, "int8_asym_per_token", "INT8_ASYM_PER_TOKEN"):
         raise ValueError(f"activation_quantization {shown(wanted)} is not known; {WAY_OUT}")
-    inputs = None if wanted is None else SCHEMES["torchao.int8_rowwise_asymmetric"]
-    return _integers(given, int(name.removeprefix("int")), given.dtype("dtype"), inputs)
+    inputs = None if wanted is None else SCHEMES["torchao.intx8_rowwise_asymmetric"]
+    bits, storage = int(name.removeprefix("int")), given.specs["scale"].dtype
+    return _integers(given, bits, inputs, lambda block, zero: intx_scheme(bits, block, storage, zero))
 
 
-def _integers(given: Given, bits: int, dtype: str, inputs: Scheme | None) -> Read:
+def _integers(
+    given: Given, bits: int, inputs: Scheme | None, scheme_of: Callable[[Block, bool], Scheme]
+) -> Read:
+    """scheme_of: the record of a block, with zero points or without."""
     shape = given.shape
     block = block_of_size(given.data.get("block_size"), shape)
-    scheme = integer_scheme(bits, block, given.specs["scale"].dtype)
+    scheme = scheme_of(block, True)
     # torchao keeps an axis for each axis of the tensor, also where one scale is for all of it.
     size = plain(given.data["block_size"])
     counts = tuple(n // b for n, b in zip(shape, size, strict=True))
@@ -159,10 +161,12 @@ def _integers(given: Given, bits: int, dtype: str, inputs: Scheme | None) -> Rea
         zero = tensors["zero_point"].reshape(blocks) if "zero_point" in tensors else None
         # Symmetric weights have zero points too, all of them 0.
         zero = zero if zero is not None and bool(zero.any()) else None
-        kept = scheme if zero is not None else integer_scheme(bits, block, tensors["scale"].dtype, zero=False)
+        kept = scheme if zero is not None else scheme_of(block, False)
         return packed(Quantized(codes, scale, None, zero, shape, len(shape) - 1, kept))
 
-    return Read(Recipe(weight=scheme, activation=inputs), shape, dtype, specs, made, static_scales)
+    return Read(
+        Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, made, static_scales
+    )
 
 
 def static_scales(tensors: Tensors) -> Scales | None:
@@ -181,7 +185,7 @@ def int8_inputs(given: Given) -> Scheme | None:
     if not isinstance(kwargs, dict) or kwargs.get("reduce_range"):
         raise ValueError(f"act_quant_kwargs {shown(kwargs)} are in no scheme; {WAY_OUT}")
     mapping = plain(kwargs.get("mapping_type"))
-    return integer_scheme(8, granularity(kwargs.get("granularity")), torch.float32, mapping == "ASYMMETRIC")
+    return int8_scheme(granularity(kwargs.get("granularity")), mapping == "ASYMMETRIC")
 
 
 def granularity(value: Any) -> Block:
@@ -226,7 +230,7 @@ def float8_scheme(element: str, block: Block) -> Scheme:
     if element not in ("float8_e4m3fn", "float8_e5m2"):
         raise ValueError(f"elements are float8_e4m3fn or float8_e5m2, got {shown(element)}; {WAY_OUT}")
     suffix = "_e5m2" if element == "float8_e5m2" else ""
-    name = f"torchao.fp8_{block_name(block)}_inference{suffix}"
+    name = f"torchao.fp8_{'1x128' if block == 128 else block_name(block)}_inference{suffix}"
     model = SCHEMES[f"torchao.fp8_rowwise_inference{suffix}"]
     return SCHEMES.get(name) or replace(model, name=name, scale=replace(model.scale, block=block))
 

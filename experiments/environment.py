@@ -26,13 +26,14 @@ def record_run(
 ) -> Path:
     """Add a run to ``reports/data/environment.json`` and write its corpus, if any, beside it; returns the former.
 
-    A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them.
+    A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them, if that
+    one lived to write it: a record of other code is of another run.
     """
     path = places.data / "environment.json"
     runs = read_runs(path)
     trained = EXPERIMENTS[experiment].trained
     name = run_name(experiment, settings.scale, settings.device_name)
-    if rows == resumed and name in runs:
+    if rows == resumed and runs.get(name, {}).get("source_hash") == source_hash():
         return path
     runs[name] = {
         "experiment": experiment,

@@ -16,6 +16,8 @@ from reference import Scheme
 ACTIVATIONS = {
     "fp8_128x128": "fp8_1x128",
     "fp8_128x128_e5m2": "fp8_1x128_e5m2",
+    "torchao.fp8_128x128_inference": "torchao.fp8_1x128_inference",
+    "torchao.fp8_128x128_inference_e5m2": "torchao.fp8_1x128_inference_e5m2",
     "te.nvfp4_16x16": "te.nvfp4",
     "nf4": "int8_rowwise",
     "torchao.nf4": "torchao.int8_rowwise_asymmetric",

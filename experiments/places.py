@@ -1,12 +1,21 @@
-"""Where the experiments keep things: the cache of this clone, and reports/."""
+"""Where the experiments keep things: a cache, and reports/.
+
+In a clone both lie in the clone. Installed from a wheel there is no such folder: reports go where the user is, and the cache to
+the user's caches. Nothing is ever written beside the installed packages.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.rows import ROOT, library_versions
+from ao_lab.installation import is_clone
+from experiments.lock import alone
+from experiments.rows import PARTIAL, ROOT, library_versions
 
 
 @dataclass(frozen=True)
@@ -17,14 +26,30 @@ class Places:
     reports: Path
 
     @classmethod
-    def default(cls) -> Places:
-        """`.cache/ao_lab` in the clone, or $AO_LAB_CACHE; `reports/` in the clone, or $AO_LAB_REPORTS."""
-        cache = os.environ.get("AO_LAB_CACHE")
-        reports = os.environ.get("AO_LAB_REPORTS")
+    def default(cls, reports: Path | None = None) -> Places:
+        """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
+        $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches ($XDG_CACHE_HOME, ~/.cache)."""
+        cache, chosen = os.environ.get("AO_LAB_CACHE"), reports or os.environ.get("AO_LAB_REPORTS")
+        if is_clone():
+            caches, home = ROOT / ".cache", ROOT
+        else:
+            caches, home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), Path.cwd()
         return cls(
-            cache=Path(cache) if cache else ROOT / ".cache" / "ao_lab",
-            reports=Path(reports) if reports else ROOT / "reports",
+            cache=Path(cache) if cache else caches / "ao_lab",
+            reports=Path(chosen) if chosen else home / "reports",
         )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other run in these folders, and without what killed runs left half written; `experiments.lock.Busy` else."""
+        folders = dict.fromkeys((self.cache, self.reports))
+        with ExitStack() as stack:
+            for folder in folders:
+                stack.enter_context(alone(folder))
+            for folder in (self.cache / "rows", self.cache / "models", self.reports, self.data, self.figures):
+                for path in folder.glob(f".*{PARTIAL}"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield
 
     @property
     def data(self) -> Path:

@@ -60,11 +60,13 @@ def reproduce(
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. only: configurations of `decode` to measure; published rows of the others stay. Rows that
-    this clone measured with the same code are not measured again. ValueError for an unknown name, scale or device; progress
-    goes to stderr.
+    where torch sees one. places: the folders, by default `Places.default()`. only: configurations of `decode` to measure;
+    published rows of the others stay. Rows that an earlier run measured with the same code are not measured again: however a
+    run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.lock.Busy` where another
+    process works in the folders; progress goes to stderr.
     """
     names = chosen(tables)
+    from ao_lab.progress import lines
     from experiments.pages import write_pages
     from experiments.places import Places
     from experiments.settings import settings_for
@@ -74,9 +76,12 @@ def reproduce(
     places = places or Places.default()
     settings = replace(settings_for(scale, device, places.cache), only=tuple(only))
     made: Made = []
-    for name in names:
-        made += run_one(name, settings, places)
-    return made + write_pages(places)
+    with places.alone():
+        for name in names:
+            with lines(name):
+                made += run_one(name, settings, places)
+        with lines("pages"):
+            return made + write_pages(places)
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:

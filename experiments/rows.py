@@ -41,6 +41,9 @@ READERS = (
     "lines.py",
 )
 
+#: How the names of files end that are being written: where a run was killed, the next one deletes them.
+PARTIAL = ".partial"
+
 #: How the status of what was not reached begins.
 NOT_RUN = "status: not run"
 
@@ -153,7 +156,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or nothing: a temporary file in the same folder, then a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from experiments.layer_speed import LAYERS
 from experiments.peers import COMPARISONS, THREADS, Comparison, Pair
 from experiments.progress import bar
 from experiments.rows import ROOT, Journal, Row
@@ -44,8 +45,8 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     x = np.random.default_rng(settings.seed).standard_normal(COUNTS[settings.scale], dtype=np.float32)
     x = x.reshape(-1, 4096)
     table = f"speed/{settings.scale}/random-normal"
-    with bar("speed", len(COMPARISONS) + len(IMPORTS)) as step:
-        for comparison in COMPARISONS:
+    with bar("speed", len(COMPARISONS) + len(LAYERS) + len(IMPORTS)) as step:
+        for comparison in (*COMPARISONS, *LAYERS):
             if not journal.finished(table, comparison.peer, comparison.name):
                 journal.add(rows_of(settings, comparison.name, comparison.peer, compared(comparison, x)))
             step(comparison.name)

@@ -28,11 +28,13 @@ from torch.nn import functional
 
 from experiments.corpus import Corpus
 from experiments.model import LanguageModel, ModelSettings
+from experiments.muon import Muon
 from experiments.progress import bar
-from experiments.rows import hash_files, library_versions
+from experiments.rows import PARTIAL, hash_files, library_versions
 from experiments.train_steps import Steps
+from experiments.training_checkpoint import Checkpoint, Run
 
-CODE = ("model.py", "train.py", "train_steps.py")
+CODE = ("model.py", "muon.py", "train.py", "train_steps.py", "training_checkpoint.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,14 @@ class Trained:
 
 
 def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: Path) -> Trained:
-    """The model of these settings: from the cache, or trained now and put there."""
+    """The model of these settings: from the cache, or trained now and put there; a run that was killed goes on."""
     key = cache_key(settings, corpus, device)
     folder = cache / "models" / key
+    checkpoint = Checkpoint(folder.with_name(f"{key}.checkpoint"))
     if not (folder / "model.json").exists():
         started = time.perf_counter()
         begun = settings.start and trained_model(settings.start, corpus, device, cache).model
-        model, loss = train(settings, corpus, device, begun)
+        model, loss = train(settings, corpus, device, begun, checkpoint)
         facts = {
             "key": key,
             "settings": asdict(settings),
@@ -89,10 +92,12 @@ def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: P
             "training_bytes": settings.steps * settings.batch * settings.model.context,
             "training_bits_per_byte_at_the_end": loss,
             "training_seconds": time.perf_counter() - started,
+            "resumed_at_step": checkpoint.resumed,
             "threads": torch.get_num_threads(),
             "corpus": corpus.name,
         }
         _save(folder, model, facts)
+    checkpoint.done()
     return _load(folder, settings, device)
 
 
@@ -110,17 +115,21 @@ def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
 
 
 def train(
-    settings: TrainSettings, corpus: Corpus, device: str, begun: LanguageModel | None = None
+    settings: TrainSettings,
+    corpus: Corpus,
+    device: str,
+    begun: LanguageModel | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[LanguageModel, float]:
     """A new model, or a copy of one that was begun, after training; and its loss, bits per byte over the last tenth of the
-    steps."""
+    steps. `checkpoint`: where the run goes on from, and is kept."""
     if begun is None:
         torch.manual_seed(settings.seed)
         model = LanguageModel(settings.model).to(device)
     else:
         model = trainable(begun)
     with bar("training", settings.steps) as step:
-        loss = fit(model, settings, corpus, step)
+        loss = fit(model, settings, corpus, step, checkpoint)
     return model.eval(), loss
 
 
@@ -134,11 +143,12 @@ def fit(
     settings: TrainSettings,
     corpus: Corpus,
     step: Callable[[str], None] = lambda word: None,
+    checkpoint: Checkpoint | None = None,
 ) -> float:
     """Train a model where it stands, on the text that `settings.seed` draws; the loss as `train` gives it.
 
-    step: called after each step, with a word about it (`experiments.progress`). One seed draws the same text whatever the
-    model is, so runs can be paired.
+    step: called after each step, with a word about it (`experiments.progress`). checkpoint: as for `train`. One seed draws
+    the same text whatever the model is, so runs can be paired.
     """
     text = text_of(corpus).to(model.lm_head.weight.device)
     optimizers = _optimizers(model, settings)
@@ -147,9 +157,14 @@ def fit(
     # Muon's step is not made to be captured.
     captured = all(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups)
     steps = Steps(lambda tokens: _train_step(model, optimizers, tokens, settings), captured=captured)
-    for number in range(settings.steps):
+    run, checkpoint = Run(model, optimizers, generator, losses), checkpoint or Checkpoint()
+    first = checkpoint.resume(run, text.device)
+    for _ in range(first):
+        step("")
+    for number in range(first, settings.steps):
         _set_rates(optimizers, share_of_rate(number, settings))
         losses.append(steps(_sample(text, settings, generator)))
+        checkpoint.reached(run)
         shown = number % 10 == 0
         step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
     last = losses[-max(1, settings.steps // 10) :]
@@ -193,7 +208,9 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
         )
     ]
     if by_muon:
-        made += [torch.optim.Muon(by_muon, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
+        # float32 on every CPU: a model is then the same experiment on CPUs with and without bfloat16 instructions.
+        dtype = torch.bfloat16 if fused else torch.float32
+        made += [Muon(by_muon, dtype=dtype, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
     for optimizer in made:
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
@@ -235,7 +252,7 @@ def _train_step(
 
 def _save(folder: Path, model: LanguageModel, facts: dict[str, Any]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=PARTIAL))
     try:
         weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
         save_file(weights, temporary / "model.safetensors")

@@ -22,17 +22,26 @@ Result = TypeVar("Result")
 def measure_all(
     tasks: Sequence[Task], measure: Callable[[Task], Result], device: str
 ) -> Iterator[tuple[Task, Result]]:
-    """(task, result) in the order in which they are finished; the first error ends it."""
+    """(task, result) in the order in which they are finished; the first error ends it, after what is under way.
+
+    A stop (Ctrl-C, or that nobody asks for more) ends it at once: threads that compute are left to the end of the process.
+    """
     if device != "cpu":
         yield from ((task, measure(task)) for task in tasks)
         return
-    with one_torch_thread(), ThreadPoolExecutor(max_workers=cores()) as pool:
-        pending = {pool.submit(measure, task): task for task in tasks}
+    pool = ThreadPoolExecutor(max_workers=cores())
+    with one_torch_thread():
+        wait = False
         try:
+            pending = {pool.submit(measure, task): task for task in tasks}
             for done in as_completed(pending):
                 yield pending[done], done.result()
+            wait = True
+        except Exception:
+            wait = True
+            raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=wait, cancel_futures=True)
 
 
 def cores() -> int:

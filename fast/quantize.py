@@ -72,8 +72,12 @@ def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tens
         fast = quantizer.dequantize(q, name, key)
         if fast is not None:
             return fast
-    made: Any = reference.dequantize(q, name)
-    return require_tensor(made, "dequantize")
+    made: Any = None
+    if stored and isinstance(q.scheme, Scheme) and q.codes.device.type == "cpu" and not is_traced(q.codes):
+        from fast.cpu.dequantize import dequantize as tiled
+
+        made = tiled(q, name)
+    return require_tensor(reference.dequantize(q, name) if made is None else made, "dequantize")
 
 
 def _stored_call(q: Quantized, dtype: Any) -> tuple[Any, Any]:

@@ -249,8 +249,16 @@ def _other(name: str, make: type[Namespace]) -> Namespace:
 
 
 def as_array(x: Any) -> Array:
-    """Python numbers and lists become NumPy arrays; arrays pass through (also read-only and 0-d ones)."""
-    return x if hasattr(x, "dtype") and hasattr(x, "reshape") else np.asarray(x)
+    """Python numbers and lists of them become NumPy arrays; arrays pass through (also read-only and 0-d ones).
+
+    TypeError for anything else.
+    """
+    if hasattr(x, "dtype") and hasattr(x, "reshape"):
+        return x
+    made = np.asarray(x)
+    if made.dtype.kind in "OSU":
+        raise TypeError(f"an array of NumPy, JAX or torch was expected, got {type(x).__name__}: {x!r:.60}")
+    return made
 
 
 def float_input(x: Any, what: str) -> tuple[Namespace, Array, str]:

@@ -64,8 +64,9 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
     `metadata` is uint8 (..., ceil(K/8)) as `compress` writes it. `shape`, if given, is checked against the result. The
     result has the dtype and library of `values`. If a group names one index twice, its second value wins.
 
-    Raises ValueError where the shapes do not belong together; TypeError for metadata that is not uint8.
+    Raises ValueError where the shapes do not belong together; TypeError for metadata that is not uint8, or no arrays.
     """
+    values, metadata = as_array(values), as_array(metadata)
     ns = namespace_of(values)
     half, stored = ns.shape(values), ns.shape(metadata)
     _check_stored(ns, half, stored, metadata)

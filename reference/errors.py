@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 Record = TypeVar("Record")
+#: How many names a message gives.
+NAMED = 3
 
 
 def lookup(name: object, table: Mapping[str, Record], what: str) -> Record:
-    """`table[name]`, or ValueError with the nearest names (TypeError if `name` is no string)."""
+    """`table[name]`, or ValueError with the nearest names, or where all are listed (TypeError if `name` is no string)."""
     if not isinstance(name, str):
         raise TypeError(f"a {what} is given by name or as a record, got {type(name).__name__}: {name!r}")
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; {_nearest(name, table)}")
+        raise ValueError(f"unknown {what} {name!r}; {_nearest(name, table, what)}")
     return table[name]
 
 
@@ -25,7 +27,14 @@ def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
     return str(value)
 
 
-def _nearest(name: str, table: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, table, n=3, cutoff=0.4)
-    known = close or sorted(table)
-    return f"{'the nearest are' if close else 'known are'} {', '.join(known)}"
+def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
+    """A few names like this one, those that hold it first; else the first few, and what lists all."""
+    inside = [known for known in table if name and name.lower() in known.lower()]
+    alike = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
+    close = list(dict.fromkeys([*sorted(inside, key=len), *alike]))[:NAMED]
+    if close:
+        return f"the nearest are {', '.join(close)}"
+    known = sorted(table)
+    if len(known) <= NAMED:
+        return f"known are {', '.join(known)}"
+    return f"known are {', '.join(known[:NAMED])} and {len(known) - NAMED} more; `ao-lab {what}s` lists them"

@@ -41,7 +41,7 @@ def _exponent(ns: Namespace, absmax: Array, record: Scale, element: Format) -> A
     target_exponent, target_fraction = (target >> 23) - 127, target & 0x7FFFFF
     if record.rule == "even":
         # Rounding to the element's mantissa bits, ties away, as the carry of one addition.
-        absmax = ns.minimum(absmax + (1 << (22 - element_mantissa(element))), INFINITY)
+        absmax = ns.minimum(absmax + even_carry(record, element), INFINITY)
     exponent, significand = normalized(ns, absmax)
     fraction = significand & 0x7FFFFF
     if record.rule == "ceil":
@@ -49,6 +49,12 @@ def _exponent(ns: Namespace, absmax: Array, record: Scale, element: Format) -> A
     if record.rule == "rceil":
         exponent = exponent + ns.astype(fraction > target_fraction, "int32")
     return exponent - target_exponent
+
+
+def even_carry(record: Scale, element: Format) -> int:
+    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that it keeps."""
+    bits = element_mantissa(element) if record.even_bits is None else record.even_bits
+    return 1 << (22 - bits)
 
 
 def element_mantissa(element: Format) -> int:

@@ -187,12 +187,33 @@ def _checked_codes(q: Quantized) -> tuple[Namespace, Array]:
         )
     wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
     if ns.shape(codes) != wanted:
-        kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
-        raise ValueError(
-            f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {ns.shape(codes)}; "
-            f"codes of the other form belong in a Quantized with {other}"
-        )
+        raise ValueError(_other_shape(q, wanted, ns.shape(codes)))
     return ns, codes
+
+
+def _other_shape(q: Quantized, wanted: tuple[int, ...], got: tuple[int, ...]) -> str:
+    """What is wrong with codes of another shape than q's: a batch, as vmap adds one, the other form of codes, or anything."""
+    kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
+    said = f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {got}"
+    if len(got) > len(wanted) and got[len(got) - len(wanted) :] == wanted:
+        batch = got[: len(got) - len(wanted)]
+        return (
+            f"{said}: a batch {batch} of them, as jax.vmap(quantize) makes it; jax.vmap(dequantize) takes it, and quantize "
+            f"without vmap takes the whole array"
+        )
+    if got == (q.shape if q.packed else packed_shape(q.shape, q.scheme.format)):
+        return f"{said}; codes of the other form belong in a Quantized with {other}"
+    return f"{said}; give the codes, the shape and the scheme of one quantize"
+
+
+def _no_quantized(q: Any) -> str:
+    """What to say to anything but a Quantized that is to be dequantized. (Here a CPU tensor of torch is a NumPy array.)"""
+    said = "dequantize takes a Quantized, as quantize makes it"
+    if hasattr(q, "quantized"):
+        return f"{said}; a {type(q).__name__} has a dequantize() of its own"
+    if hasattr(q, "dtype") and hasattr(q, "shape"):
+        return f"{said}, got an array of dtype {q.dtype} and shape {tuple(q.shape)}; quantize it first, or decode codes"
+    return f"{said}, got {type(q).__name__}"
 
 
 def unpacked(q: Quantized) -> Quantized:
@@ -214,7 +235,7 @@ def dequantize(q: Quantized, dtype: str = "float32") -> Array:
     """
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if not isinstance(q, Quantized):
-        raise TypeError(f"dequantize takes a Quantized, got {type(q).__name__}; see quantize")
+        raise TypeError(_no_quantized(q))
     scheme, blocks = q.scheme, check_quantized(q)
     codes = unpacked(q).codes
     ns = namespace_of(codes)

@@ -43,6 +43,9 @@ def check_scale(record: Scale) -> None:
             f"rule {record.rule!r} makes powers of two, stored as {POWER_STORAGE}; got storage {record.storage!r}. "
             f"For powers of two in another storage use rule 'ratio_pow2'"
         )
+    bits = record.even_bits
+    if bits is not None and (record.rule != "even" or type(bits) is not int or not 0 <= bits <= 7):
+        raise ValueError(f"even_bits is 0 to 7 beside rule 'even', and None beside others; got {bits!r}")
     if record.floor is not None:
         _check_floor(record.floor, fmt)
 

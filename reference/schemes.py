@@ -42,7 +42,7 @@ class Scale:
       encoding), so that nothing overflows. ``ratio_pow2_log2`` is torchao's exp2(floor(log2(s))) in float32.
     * The power-of-two rules give 2**e. ``floor``: e = floor(log2 a) - floor(log2 t) (OCP MX 1.0, section 6.3). ``ceil``:
       ceil(log2 a) - floor(log2 t). ``rceil``: ceil(log2(a / t)), exactly: the smallest scale that overflows nothing.
-      ``even``: as floor, with a first rounded to the element's mantissa bits. ``rceil_log2`` is torchao's
+      ``even``: as floor, with a first rounded to the element's mantissa bits (or `even_bits`). ``rceil_log2`` is torchao's
       ceil(log2(a / t)) with both steps rounded to float32.
     """
 
@@ -74,6 +74,8 @@ class Scale:
     center: str = "none"
     #: Whether the last block of an axis may be short.
     partial: bool = False
+    #: Mantissa bits to which ``even`` rounds the statistic; None: those of the element.
+    even_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_scale(self)
@@ -278,6 +280,8 @@ def load_schemes() -> dict[str, Scheme]:
     """Fill SCHEMES once; conventions are built from the records above, so they come second."""
     if not SCHEMES:
         SCHEMES.update(_schemes())
+        # A record that only served to make another may have had a name of these.
+        RECORDS.update(SCHEMES)
     return SCHEMES
 
 

@@ -13,8 +13,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 from hypothesis import HealthCheck, settings
 
+from ao_lab import progress
+
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
+progress.INTERVAL = 3600.0

@@ -73,10 +73,13 @@ RECORDS = (
     record("values in the dtype", "int8_g32", dequantize="target"),
     record("values that overflow", "int8_g32_asymmetric", dequantize="ieee"),
     record("blocks of less than a word", "int4_g32", {"block": 4}),
+    record("scales in float16", "int4_g32_asymmetric", {"storage": "float16", "floor": None}, nan="ieee", dequantize="ieee"),
+    record("a codebook, scales in float32", "nf4", {"block": 32, "storage": "float32"}, outer=None, codes_from="stored"),
     record(
         "one bit", "int4_g32_asymmetric", {"target": 1.0, "statistic": "minmax", "storage": "bfloat16"}, element="uint1",
         zero=Zero(rule="value", storage="bfloat16"),
     ),
+    *(SCHEMES[f"torchao.{name}"] for name in ("intx4_g32", "intx4_g32_asymmetric", "int8_rowwise")),
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 POWERS = {
     "float32": [0.5, 1.0, 2.0],
     "bfloat16": [0x3F00, 0x3F80, 0x4000],
+    "float16": [0x3800, 0x3C00, 0x4000],
     "float8_e8m0fnu": [126, 127, 128],
     "float8_e4m3fn": [0x30, 0x38, 0x40],
 }
@@ -38,7 +39,8 @@ def exact_weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quant
     blocks = Blocks.of((rows, length), scheme.scale, 1)
     drawn = torch.randint(0, 3, blocks.scale_shape, generator=generator(seed + 1))
     powers = torch.tensor(POWERS[scheme.scale.storage])
-    dtype = {"float32": torch.float32, "bfloat16": torch.uint16}.get(scheme.scale.storage, torch.uint8)
+    words = {"float32": torch.float32, "bfloat16": torch.uint16, "float16": torch.uint16}
+    dtype = words.get(scheme.scale.storage, torch.uint8)
     scale = powers.to(dtype)[drawn] if dtype != torch.uint16 else powers.to(torch.int32)[drawn].to(dtype)
     zero = None
     if scheme.zero is not None:

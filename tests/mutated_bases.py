@@ -21,11 +21,11 @@ SECONDS = 10
 MOST_MEMORY = 2**30
 LONGEST_MESSAGE = 1200
 SCHEMES = {
-    "int8": ("int8_rowwise", "int8_rowwise", "compressed-tensors"),
+    "int8": ("int8_rowwise", "compressed_tensors.int8_token", "compressed-tensors"),
     "fp8": ("fp8_rowwise", None, "compressed-tensors"),
     "int4": ("int4_g32_asymmetric", None, "compressed-tensors"),
     "mxfp4": ("mxfp4", None, "compressed-tensors"),
-    "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3", "compressed-tensors"),
+    "mxfp8": ("mxfp8_e4m3", "compressed_tensors.mxfp8_e4m3", "compressed-tensors"),
     "nvfp4": ("nvfp4", None, "compressed-tensors"),
     "ours int4": ("int4_g32_asymmetric", "int8_rowwise", "ao_lab"),
     "ours nvfp4": ("nvfp4", "nvfp4", "ao_lab"),
@@ -66,7 +66,8 @@ def made_bases(root):
         made[name] = model, layout, 5 * 10**9, False
         made[name + " in shards"] = model, layout, 2000, False
     static = small_model()
-    quantize_(static, Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.05)))
+    inputs = Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.05))
+    quantize_(static, inputs.for_layout("compressed-tensors"))
     made["static"] = static, "compressed-tensors", 5 * 10**9, False
     built = llama()
     quantize_(built, SchemeConfig(scheme="mxfp4"))
@@ -75,7 +76,7 @@ def made_bases(root):
     for name, (model, layout, limit, is_built) in made.items():
         saved = save_pretrained(model, root / name, layout=layout, max_shard_bytes=limit)
         files = {path.name: path.read_bytes() for path in (root / name).iterdir()}
-        folders[name] = files, len(saved.files) > 2, values(model), is_built
+        folders[name] = files, "-of-" in saved.files[0].name, values(model), is_built
     return folders
 
 

@@ -22,6 +22,11 @@ class Case:
     def shards(self):
         return sorted(name for name in self.files if name.endswith(".safetensors"))
 
+    @property
+    def index(self):
+        """The name of the index, whichever layout the folder has."""
+        return next((name for name in self.files if name.endswith(".index.json")), INDEX)
+
     def header(self, name):
         """Header and data of a safetensors file."""
         data = self.files[name]

@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation("rceil too large at an exact ratio", "power_scales.py", "fraction > target_fraction",
              "fraction >= target_fraction", SCALES),
     Mutation("ceil misses one ulp over a power of two", "power_scales.py", "fraction > 0", "fraction > 1", SCALES),
-    Mutation("even rounds at the wrong bit", "power_scales.py", "22 - element_mantissa", "21 - element_mantissa", SCALES),
+    Mutation("even rounds at the wrong bit", "power_scales.py", "22 - bits", "21 - bits", SCALES),
     Mutation("floor without the target's exponent", "power_scales.py", "exponent - target_exponent",
              "exponent - target_exponent + 1", SCALES),
     Mutation("scales have no floor", "scales.py", "return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))",

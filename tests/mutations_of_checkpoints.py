@@ -3,7 +3,7 @@
 import json
 import pickle
 
-from tests.mutated_files import CONFIG, INDEX, at, places
+from tests.mutated_files import CONFIG, at, places
 
 DEEP = 100_000
 #: Values that no field of a record means; text where JSON itself is hostile.
@@ -299,7 +299,7 @@ def other_metadata(rng, case):
 
 def special_file(rng, case):
     """Links, pipes and folders in the place of files."""
-    name = rng.choice([*case.shards, CONFIG, *([INDEX] if INDEX in case.files else [])])
+    name = rng.choice([*case.shards, CONFIG, *([case.index] if case.index in case.files else [])])
     case.files.pop(name)
     targets = ["/etc/passwd", "/dev/zero", "/dev/null", "nowhere", ".", name]
     case.special[name] = rng.choice(
@@ -308,7 +308,7 @@ def special_file(rng, case):
 
 
 def file_gone(rng, case):
-    case.files.pop(rng.choice([*case.shards, *([INDEX] if INDEX in case.files else [])]))
+    case.files.pop(rng.choice([*case.shards, *([case.index] if case.index in case.files else [])]))
 
 
 def pickles(rng, case):
@@ -316,7 +316,7 @@ def pickles(rng, case):
     payload = pickle.dumps(Payload(case.folder.parent / "executed"))
     how = rng.choice(["beside", "instead", "alone"])
     if how == "alone":
-        for name in [*case.shards, *([INDEX] if INDEX in case.files else [])]:
+        for name in [*case.shards, *([case.index] if case.index in case.files else [])]:
             del case.files[name]
     if how == "instead":
         case.files[case.shards[0]] = payload

@@ -1,6 +1,6 @@
 """Ways to break a folder's config.json and index; see `tests.mutations_of_checkpoints`."""
 
-from tests.mutated_files import CONFIG, INDEX, SINGLE, at, places
+from tests.mutated_files import CONFIG, SINGLE, at, places
 from tests.mutations_of_checkpoints import BYTES, HOSTILE, TEXTS, other_metadata
 
 
@@ -40,18 +40,18 @@ def config_gone(rng, case):
 
 def index_place(rng, case):
     """Where the index says that a tensor is."""
-    index = case.json(INDEX)
+    index = case.json(case.index)
     key = rng.choice(list(index["weight_map"]))
     index["weight_map"][key] = rng.choice([
         "../../etc/passwd", "/etc/passwd", "../" + SINGLE, "sub/" + SINGLE, "..", ".", "", "a\\b.safetensors",
         "x\0.safetensors", "/dev/zero", "nowhere.safetensors", 3, None, ["x"], case.shards[-1], case.shards[0],
         "x" * 10**5 + ".safetensors", "\u202e.safetensors", "pytorch_model.bin",
     ])  # fmt: skip
-    case.put_json(INDEX, index)
+    case.put_json(case.index, index)
 
 
 def index_key(rng, case):
-    index = case.json(INDEX)
+    index = case.json(case.index)
     how = rng.choice(["drop", "add", "none", "list", "empty", "size"])
     if how == "drop":
         index["weight_map"].pop(rng.choice(list(index["weight_map"])))
@@ -61,11 +61,11 @@ def index_key(rng, case):
         index["metadata"]["total_size"] = rng.choice(HOSTILE)
     else:
         index["weight_map"] = {"none": None, "list": ["x"], "empty": {}}[how]
-    case.put_json(INDEX, index)
+    case.put_json(case.index, index)
 
 
 def index_text(rng, case):
-    case.put_json(INDEX, rng.choice([text.encode("utf-8", "replace") for text in TEXTS] + BYTES))
+    case.put_json(case.index, rng.choice([text.encode("utf-8", "replace") for text in TEXTS] + BYTES))
 
 
 def shards_mixed(rng, case):

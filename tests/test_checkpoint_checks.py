@@ -1,9 +1,15 @@
 """What `load_pretrained` looks at before it touches a model, one rule at a time."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch import nn
 
-from ao_lab import checkpoint_models, load_pretrained, strict_json
+from ao_lab import SCHEMES, checkpoint_models, load_pretrained, strict_json
+from ao_lab.checkpoint_records import check_recipe
+from ao_lab.recipes import Recipe
+from ao_lab.tensor_meta import Meta
 from tests.mutated_bases import identities, made_bases, outcome, small_model
 from tests.mutated_files import Case
 
@@ -239,3 +245,12 @@ def test_json_of_others(text, message):
 def test_wrong_values_are_shown_short_and_plain():
     assert strict_json.shown("a\nb\x1b[2J") == "a\\nb\\x1b[2J"
     assert len(strict_json.shown("x" * 10**6)) < 70
+
+
+def test_blocks_far_longer_than_the_tensor_are_refused():
+    """A block of 2**40 elements over a row of 64 would be padded to that length."""
+    scheme = replace(
+        SCHEMES["int8_rowwise"], name="long", scale=replace(SCHEMES["int8_rowwise"].scale, block=2**40)
+    )
+    with pytest.raises(ValueError, match="too long for a tensor of shape"):
+        check_recipe(Meta(Recipe(weight=scheme), -1, torch.float32), (8, 64))

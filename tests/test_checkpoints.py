@@ -1,6 +1,7 @@
 """Saved models: what transformers reads of them, what we read back, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
+from ao_lab.checkpoint.plain_reader import reading
 from ao_lab.checkpoint_files import INDEX, look_at
 from ao_lab.export_config import quantization_config
-from ao_lab.exports import export_of, value_read, written
+from ao_lab.exports import export_of, value_read
 from ao_lab.recipes import named
 from ao_lab.tensor import from_quantized
 from experiments.model import LanguageModel, ModelSettings
@@ -39,21 +41,21 @@ LLAMA = {
 }  # fmt: skip
 #: Scheme of the weight, scheme of the input, format.
 FORMATS = [
-    ("int8_rowwise", "int8_rowwise", "int-quantized"),
-    ("int8_rowwise_asymmetric", "int8_rowwise_asymmetric", "int-quantized"),
+    ("int8_rowwise_cast", "compressed_tensors.int8_token", "int-quantized"),
+    ("int8_rowwise_asymmetric", "compressed_tensors.int8_token", "int-quantized"),
     ("int8_rowwise", None, "pack-quantized"),
     ("int8_g64_asymmetric", None, "pack-quantized"),
     ("int4_g128", None, "pack-quantized"),
     ("int4_g32_asymmetric", None, "pack-quantized"),
     ("int8_rowwise_bf16", None, "pack-quantized"),
     ("int4_g64_bf16", None, "pack-quantized"),
-    ("int3_g32_asymmetric", "int8_rowwise", "pack-quantized"),
-    ("fp8_rowwise", "fp8_rowwise", "float-quantized"),
+    ("int3_g32_cast", "compressed_tensors.int8_token", "pack-quantized"),
+    ("fp8_rowwise", "compressed_tensors.fp8_token", "float-quantized"),
     ("fp8_tensorwise", None, "float-quantized"),
-    ("fp8_128x128", "fp8_1x128", "float-quantized"),
-    ("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8-quantized"),
+    ("fp8_128x128_cast", "compressed_tensors.fp8_group_128", "float-quantized"),
+    ("mxfp8_e4m3", "compressed_tensors.mxfp8_e4m3", "mxfp8-quantized"),
     ("mxfp6_e2m3", None, "mxfp6-pack-quantized"),
-    ("mxfp4_rceil", "mxfp4_rceil", "mxfp4-pack-quantized"),
+    ("mxfp4_rceil", "compressed_tensors.mxfp4", "mxfp4-pack-quantized"),
     ("nvfp4", None, "nvfp4-pack-quantized"),
     ("compressed_tensors.nvfp4", None, "nvfp4-pack-quantized"),
 ]
@@ -62,6 +64,9 @@ OURS = [
     ("mxint8", None),
     ("fp8_rowwise_e5m2", None),
     ("nvfp4", "nvfp4"),
+    ("int8_rowwise", "int8_rowwise"),
+    ("fp8_rowwise", "fp8_tensorwise"),
+    ("int3_g32_asymmetric", "compressed_tensors.int8_token"),
     ("int4_g128", "fp8_rowwise"),
 ]
 TOKENS = torch.arange(20).reshape(2, 10)
@@ -106,7 +111,7 @@ def read_by_transformers(folder):
 @pytest.mark.parametrize(("scheme", "activation", "fmt"), FORMATS)
 def test_transformers_reads_the_same_weights(tmp_path, scheme, activation, fmt):
     model = quantized_model(scheme, activation)
-    saved = save_pretrained(model, tmp_path, config=LLAMA)
+    saved = save_pretrained(model, tmp_path, config=LLAMA, layout="compressed-tensors")
     assert (saved.layout, saved.reasons) == ("compressed-tensors", ())
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (stored["format"], stored["ignore"]) == (fmt, ["lm_head"])
@@ -196,7 +201,7 @@ def test_our_layout_holds_everything(tmp_path):
     model.experts = nn.Parameter(torch.randn(2, 64, 128))
     quantize_(
         model,
-        SchemeConfig(scheme="int4_g32", kernel="dequantize"),
+        SchemeConfig(scheme="int4_g32", kernel="dequantize", axis=-1),
         lambda m, name: "embed" in name or not name,
     )
     quantize_(model, Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.05)))
@@ -215,29 +220,27 @@ def test_our_layout_holds_everything(tmp_path):
 
 
 def test_static_scales_in_both_layouts(tmp_path):
+    config = Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.05))
     model = small_model()
-    config = Int8StaticActivationInt8WeightConfig(
-        act_quant_scale=torch.tensor(0.05),
-        act_quant_zero_point=torch.tensor(4),
-        act_mapping_type="ASYMMETRIC",
-    )
-    quantize_(model, config)
+    quantize_(model, config.for_layout("compressed-tensors"))
     saved = save_pretrained(model, tmp_path, config=LLAMA)
     assert saved.layout == "compressed-tensors"
-    group = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"][
-        "group_0"
-    ]
-    assert (group["input_activations"]["dynamic"], group["input_activations"]["strategy"]) == (
-        False,
-        "tensor",
-    )
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    inputs = stored["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["dynamic"], inputs["strategy"]) == (False, "tensor")
+    assert same_state(load_pretrained(tmp_path, small_model()), model)
+    zero = {"act_quant_zero_point": torch.tensor(4), "act_mapping_type": "ASYMMETRIC"}
+    model = small_model()
+    quantize_(model, replace(config, **zero))
+    saved = save_pretrained(model, tmp_path, config=LLAMA)
+    assert saved.layout == "ao_lab"
     assert same_state(load_pretrained(tmp_path, small_model()), model)
 
 
 def test_shards(tmp_path):
     model = quantized_model("mxfp4")
     whole = save_pretrained(model, tmp_path, config=LLAMA)
-    assert [file.name for file in whole.files] == ["model.safetensors", "config.json"]
+    assert [file.name for file in whole.files] == ["model.safetensors", "config.json", "README.md"]
     saved = save_pretrained(model, tmp_path, config=LLAMA, max_shard_bytes=200_000)
     assert (tmp_path / INDEX).is_file()
     assert not (tmp_path / "model.safetensors").exists()
@@ -246,7 +249,11 @@ def test_shards(tmp_path):
     assert same_state(load_pretrained(tmp_path, small_model()), model)
     assert same_state(load_pretrained(tmp_path, small_model()), model)
     save_pretrained(model, tmp_path, config=LLAMA)
-    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["config.json", "model.safetensors"]
+    assert {path.name for path in Path(tmp_path).iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
 
 
 def test_transformers_models_without_a_model_given(tmp_path):
@@ -283,7 +290,7 @@ def test_folders_that_cannot_be_read(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="no records of ao_lab"):
+    with pytest.raises(ValueError, match=r"lacks \[.lm_head"):
         load_pretrained(tmp_path, small_model())
 
 
@@ -309,19 +316,20 @@ def test_reciprocals_that_round_wrongly():
     export = export_of(t.recipe)
     exact = export.write(t.quantized)
     assert not torch.equal(value_read(export, exact, t.quantized), t.dequantize())
-    _, tensors = written(t)
+    tensors = reading(t).tensors
     assert torch.equal(value_read(export, tensors, t.quantized), t.dequantize())
     assert not torch.equal(tensors["weight_global_scale"], exact["weight_global_scale"])
     with pytest.raises(ValueError, match="other numbers"):
-        written(nvfp4_with_outer(float.fromhex(NONE)))
+        reading(nvfp4_with_outer(float.fromhex(NONE)))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 8])
 def test_zero_points_of_few_rows(rows):
     """One scale a row: the words of zero points are the transposed column."""
     t = quantized(torch.randn(rows, 64), "int8_rowwise_asymmetric")
-    export, tensors = written(t)
-    assert export == "pack-quantized"
+    read = reading(t)
+    assert read.format == "pack-quantized"
+    tensors = read.tensors
     assert tensors["weight_zero_point"].shape == (-(-rows // 4), 1)
     assert torch.equal(value_read(export_of(t.recipe), tensors, t.quantized), t.dequantize(torch.bfloat16))
 
@@ -330,7 +338,7 @@ def test_blocks_that_are_nan_stay_with_us():
     dense = torch.randn(4, 64)
     dense[0, 0] = torch.nan
     with pytest.raises(ValueError, match="other numbers"):
-        written(quantized(dense, "mxfp4"))
+        reading(quantized(dense, "mxfp4"))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +347,7 @@ def test_blocks_that_are_nan_stay_with_us():
 def test_conventions_without_a_format(scheme):
     assert export_of(Recipe(weight=SCHEMES[scheme])) is None
     with pytest.raises(ValueError, match="no format"):
-        written(quantized(torch.randn(4, 128), scheme))
+        reading(quantized(torch.randn(4, 128), scheme))
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "ao_lab"])
@@ -371,7 +379,7 @@ def test_what_untying_parts_is_stored_under_each_name(tmp_path):
     }
     model = BertForMaskedLM(BertConfig(**sizes)).eval()
     torch.nn.init.normal_(model.cls.predictions.bias)
-    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig().for_layout("compressed-tensors"))
     ids = torch.arange(12)[None]
     with torch.no_grad():
         wanted = model(ids).logits

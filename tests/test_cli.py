@@ -161,34 +161,44 @@ def test_strict_json_has_no_nan():
 
 def fake_experiments(monkeypatch, reproduce):
     """Stand in for the experiments, which take minutes."""
+    from experiments import Places
+
     module = types.ModuleType("experiments")
+    module.__file__ = str(ROOT / "experiments" / "__init__.py")
     module.EXPERIMENTS = {"formats": None, "ptq": None}
+    module.Places = Places
     module.reproduce = reproduce
     monkeypatch.setitem(sys.modules, "experiments", module)
 
 
-def test_reproduce_hands_over(monkeypatch, capsys):
+def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def reproduce(names, *, scale, device):
-        calls.append((names, scale, device))
+    def reproduce(names, *, scale, device, places):
+        calls.append((names, scale, device, places.reports))
         print("progress", file=sys.stderr)
         return [("ptq: 12 rows", "reports/data/ptq.csv")]
 
     fake_experiments(monkeypatch, reproduce)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["reproduce"]) == 0
-    assert main(["reproduce", "ptq", "--scale", "full", "--device", "cuda"]) == 0
-    assert calls == [(None, "quick", None), (["ptq"], "full", "cuda")]
+    more = ["--reports", str(tmp_path / "r")]
+    assert main(["reproduce", "ptq", "--scale", "full", "--device", "cuda", *more]) == 0
+    assert calls == [
+        (None, "quick", None, ROOT / "reports"),
+        (["ptq"], "full", "cuda", tmp_path / "r"),
+    ]
     out, err = capsys.readouterr()
     assert "reports/data/ptq.csv" in out
-    assert err == "progress\n" * 2
+    said = [line.partition(" and keeps")[0] for line in err.splitlines()]
+    wrote = [f"ao-lab: reproduce writes to {folder}" for folder in (ROOT / "reports", tmp_path / "r")]
+    assert said == [wrote[0], "progress", wrote[1], "progress"]
     made = printed_json(capsys, "reproduce", "formats")
     assert made == [{"what": "ptq: 12 rows", "where": "reports/data/ptq.csv"}]
 
 
 def test_reproduce_fails_clearly(monkeypatch, capsys):
-    def reproduce(names, *, scale, device):
+    def reproduce(names, *, scale, device, places):
         raise OSError("no space left")
 
     fake_experiments(monkeypatch, reproduce)
@@ -199,13 +209,14 @@ def test_reproduce_fails_clearly(monkeypatch, capsys):
     code, err = complaint(capsys, "reproduce", "--device", "cuda")
     assert code == 2
     assert "ao-lab doctor" in err
-    code, err = complaint(capsys, "reproduce")
-    assert code == 1
-    assert "no space left" in err
+    assert main(["reproduce"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[1:] == ["ao-lab: OSError: no space left"]
 
 
 def test_faults_keep_their_traceback(monkeypatch):
-    def reproduce(names, *, scale, device):
+    def reproduce(names, *, scale, device, places):
         raise ValueError("a fault of ours")
 
     fake_experiments(monkeypatch, reproduce)

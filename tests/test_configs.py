@@ -82,7 +82,9 @@ CASES = [
 CLASSES = sorted(
     name
     for name in ao_lab.__all__
-    if name.endswith("Config") and name not in ("FqnToConfig", "SchemeConfig") and ao_lab.HOMES[name] != "qat"
+    if name.endswith("Config")
+    and name not in ("FqnToConfig", "HfConfig", "SchemeConfig")
+    and ao_lab.HOMES[name] != "qat"
 )
 
 

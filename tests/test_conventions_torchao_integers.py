@@ -29,7 +29,7 @@ MAPPINGS = {
     "_no_clipping": MappingType.SYMMETRIC_NO_CLIPPING_ERR,
     "_asymmetric": MappingType.ASYMMETRIC,
 }
-# What torchao's Int8Tensor passes for its asymmetric activations: float32's epsilon.
+# The smallest scale of torchao's Int8Tensor: float32's epsilon.
 EPS = 2.0**-23
 
 
@@ -74,9 +74,10 @@ def edges_of(scheme: Scheme, dtype: str, size: int = 32) -> torch.Tensor:
 def test_groups_on_edges(bits: int, mapping: str) -> None:
     """NaN and infinity included: quantize_affine converts a NaN to int8, which C leaves undefined and every CPU makes 0."""
     scheme = scheme_of(f"torchao.int{bits}_g32{mapping}")
+    eps = EPS if bits == 8 else None
     for dtype in DTYPES:
-        compare(edges_of(scheme, dtype), scheme, MAPPINGS[mapping], 32)
-    compare(edges_of(scheme, "bfloat16"), bfloat16_variant(scheme), MAPPINGS[mapping], 32)
+        compare(edges_of(scheme, dtype), scheme, MAPPINGS[mapping], 32, eps)
+    compare(edges_of(scheme, "bfloat16"), bfloat16_variant(scheme), MAPPINGS[mapping], 32, eps)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -86,16 +87,15 @@ def test_every_finite_float16(bits: int, mapping: str) -> None:
     values = np.random.default_rng(9).permutation(values[np.isfinite(values)])
     for x in (values, np.sort(values)):
         groups = torch.from_numpy(x.reshape(-1, 32).copy())
-        compare(groups, scheme_of(f"torchao.int{bits}_g32{mapping}"), MAPPINGS[mapping], 32)
+        scheme = scheme_of(f"torchao.int{bits}_g32{mapping}")
+        compare(groups, scheme, MAPPINGS[mapping], 32, EPS if bits == 8 else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_rows_and_tokens(mapping: str, dtype: str) -> None:
     scheme = scheme_of(f"torchao.int8_rowwise{mapping}")
-    compare(
-        edges_of(scheme, dtype, 48), scheme, MAPPINGS[mapping], -1, EPS if mapping == "_asymmetric" else None
-    )
+    compare(edges_of(scheme, dtype, 48), scheme, MAPPINGS[mapping], -1, EPS)
 
 
 def test_one_sided_blocks() -> None:

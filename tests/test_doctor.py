@@ -6,10 +6,12 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import reference
 from ao_lab import doctor
 from ao_lab.cli import main
+from fast.cpu import capability
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,17 @@ def test_table_is_printed(capsys):
     out = capsys.readouterr().out
     assert "reference, numpy" in out
     assert "FAILED" not in out
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_it_says_what_the_cpu_has(monkeypatch, bfloat16):
+    found = capability.CpuCapability(
+        instructions="AVX2", bfloat16=bfloat16, float16=False, int8=False, amx=False
+    )
+    monkeypatch.setattr(capability, "cpu_capability", lambda: found)
+    finding = doctor.cpu()
+    assert finding.status == "ok"
+    assert str(found) in finding.detail
+    assert f"{torch.get_num_threads()} threads" in finding.detail
+    assert ("no bfloat16 instructions" in finding.reason) == (not bfloat16)
+    assert bool(finding.remedy) == (not bfloat16)

@@ -88,7 +88,7 @@ def network(config):
 
 def test_no_class_is_forgotten():
     classes = {name for name in ao_lab.__all__ if name.endswith("Config") and ao_lab.HOMES[name] != "qat"}
-    assert classes == {*ARGUMENTS, "FqnToConfig"}
+    assert classes == {*ARGUMENTS, "FqnToConfig", "HfConfig"}
 
 
 @pytest.mark.parametrize(("name", "given"), CASES)

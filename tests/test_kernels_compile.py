@@ -106,6 +106,8 @@ COMPILED = (
     case(quantize, "int8_rowwise", "float32", stochastic=True),
     case(quantize, "torchao.int4_g32_tinygemm", "float16"),
     case(quantize, "torchao.int8_rowwise_no_clipping"),
+    case(quantize, "torchao.intx4_g32", packed=True),
+    case(quantize, "torchao.intx8_rowwise_asymmetric"),
     case(quantize, "compressed_tensors.int4_g128", packed=True),
     # Back, in every dtype.
     case(dequantize, "fp8_rowwise_e5m2", "float16"),

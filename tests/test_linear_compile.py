@@ -5,12 +5,14 @@
 
 import platform
 import re
+from dataclasses import replace
 
 import pytest
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+from ao_lab.recipes import named
 from fast.kernels.linear import BYTE_REGISTERS
 from tests.kernel_calls import case, codes, gated, linear, pair
 from tests.kernel_compiler import launched
@@ -21,7 +23,15 @@ NIBBLE, BYTE, CODE, VECTOR, TILE = (
 NIBBLES, BYTES = ("nibble_pair_kernel",), ("byte_pair_kernel",)
 GATED = NIBBLES_GATED, BYTES_GATED = ("nibble_swiglu_kernel",), ("byte_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
+# Scales in float16, as AutoGPTQ and AutoAWQ write them.
+HALVES = [replace(named(n), name=f"{n}_f16", scale=replace(named(n).scale, storage="float16", floor=None))
+          for n in ("int4_g128", "int4_g128_asymmetric", "int8_g128_asymmetric")]  # fmt: skip
 PRODUCTS = (
+    case(linear, HALVES[0], dtype="float16", shape=UP, kernels=NIBBLE),
+    case(linear, HALVES[1], dtype="float16", kernels=NIBBLE),
+    case(linear, HALVES[2], dtype="float16", shape=UP, kernels=BYTE),
+    case(pair, HALVES[1], dtype="float16", kernels=NIBBLES),
+    case(gated, HALVES[1], dtype="float16", shape=UP, kernels=NIBBLES_GATED),
     case(linear, "int4_g32", shape=UP, kernels=NIBBLE),
     case(linear, "int4_g64", shape=UP, kernels=NIBBLE),
     case(linear, "int4_g64_asymmetric", shape=DOWN, bias=True, kernels=NIBBLE),

@@ -47,10 +47,10 @@ def test_a_card_of_compressed_tensors(tmp_path):
     assert matter["pipeline_tag"] == "text-generation"
     assert {"mxfp4", "compressed-tensors", "quantized"} <= set(matter["tags"])
     assert matter["quantized_by"].startswith("ao_lab ")
-    for text in ("# little-mxfp4", "vllm serve little-mxfp4", "CompressedTensorsConfig(dequantize=True)",
+    for text in ("# little-mxfp4", "vllm serve little-mxfp4", 'from_pretrained("little-mxfp4")',
                  'ao_lab.load_pretrained("little-mxfp4")', "`lm_head.weight`", "Accuracy was not measured"):  # fmt: skip
         assert text in body
-    assert "Only `ao_lab.load_pretrained`" not in body
+    assert "once `import ao_lab` has run" not in body
     linear = sum(
         m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"
     )
@@ -81,13 +81,16 @@ def test_a_card_of_our_layout(tmp_path):
     )
     assert matter["library_name"] == "ao_lab"
     assert matter["base_model"] == "base"
-    assert "Only `ao_lab.load_pretrained` reads this layout. Why not compressed-tensors: no format." in body
+    assert (
+        "once `import ao_lab` has run, and refuses it otherwise. Why not compressed-tensors: no format."
+        in body
+    )
     assert "vllm" not in body
     assert "somewhere" not in body
 
 
 def test_formats_that_are_not_served(tmp_path):
-    saved(tmp_path / "a", "int3_g32_asymmetric")
+    saved(tmp_path / "a", "int3_g32_cast")
     assert "vLLM lists no kernels" in model_card(tmp_path / "a")
     model = small_model()
     quantize_(

@@ -81,7 +81,6 @@ NOTHING = {
         mutations.resize_tensor,
     ),
     "_check_description": (checkpoint_records, mutations.record_block, mutations.record_other),
-    "check_recipe": (checkpoint_records, mutations.record_block),
     "_check_names": (checkpoint_records, mutations.shared_names),
     "_check_dense": (checkpoint_records, mutations.same_size_dtype),
     "_check_said": (checkpoint_records, mutations.said_twice),

@@ -27,7 +27,9 @@ def given(name, rows, length, dtype, seed=0):
     """A weight of all codes, scales that are powers of two, zero points of all sizes; inputs and bias."""
     rng, scheme = np.random.default_rng(seed), named(name)
     w = fast.quantize(torch.zeros(rows, length), scheme, packed=True)
-    kept = {"float32": np.float32, "bfloat16": np.uint16}.get(scheme.scale.storage, np.uint8)
+    kept = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.uint16}.get(
+        scheme.scale.storage, np.uint8
+    )
     powers = np.array(POWERS[scheme.scale.storage], kept)
     parts = {
         "codes": rng.integers(0, 256, w.codes.shape, np.uint8),
@@ -49,7 +51,14 @@ PLAIN = replace(named("int4_g64"), name="uint4", element="uint4")
 SMALL = replace(
     named("int4_g32"), name="int4 e8m0", scale=replace(named("int4_g32").scale, storage="float8_e8m0fnu")
 )
+HALVES = [
+    replace(
+        named(name), name=f"{name} float16", scale=replace(named(name).scale, storage="float16", floor=None)
+    )
+    for name in ("int4_g128", "int4_g32_asymmetric")
+]
 CASES = [
+    (HALVES[0], 31, 512, torch.float16), (HALVES[1], 24, 768, torch.bfloat16),
     (PLAIN, 19, 256, torch.bfloat16), (PLAIN, 16, 512, torch.float16), (SMALL, 23, 768, torch.bfloat16),
     ("int4_g32", 37, 256, torch.bfloat16), ("int4_g32_asymmetric", 16, 4096, torch.float16),
     ("int4_g64_asymmetric", 33, 1536, torch.bfloat16), ("int4_g96_asymmetric", 17, 768, torch.float16),

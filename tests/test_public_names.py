@@ -2,11 +2,15 @@
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import ao_lab
+
+ROOT = Path(ao_lab.__file__).resolve().parent.parent
 
 
 def checked_names(path):
@@ -32,7 +36,7 @@ def test_type_checkers_see_the_public_names_and_no_others():
 
 def test_all_names_are_there_once():
     assert len(set(ao_lab.__all__)) == len(ao_lab.__all__)
-    assert dir(ao_lab) == ao_lab.__all__
+    assert dir(ao_lab) == sorted([*ao_lab.__all__, *ao_lab.SUBMODULES])
     assert sum(map(len, ao_lab.NAMES.values())) == len(ao_lab.HOMES)
 
 
@@ -48,3 +52,34 @@ def test_each_is_public_in_its_module(module):
 def test_other_names_are_none():
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         _ = ao_lab.quantise
+
+
+def without(library, program):
+    """Run a program in a process where a library cannot be imported."""
+    hide = f"import sys; sys.modules[{library!r}] = None; "
+    return subprocess.run(
+        [sys.executable, "-c", hide + program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+def test_everything_can_be_imported_without_jax():
+    """Submodules need extras, so the star leaves them out; `jax` stays the library's name."""
+    done = without(
+        "jax",
+        "from ao_lab import *; import ao_lab; quantize_, SCHEMES; print('jax' in dir(ao_lab), 'jax' in globals())",
+    )
+    assert (done.stdout, done.returncode) == ("True False\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "program", "said"),
+    [
+        ("jax", "import ao_lab; ao_lab.jax", "jax is not installed; pip install 'ao_lab[jax]'"),
+        ("jax", "import ao_lab.jax", "jax is not installed; pip install 'ao_lab[jax]'"),
+        ("hypothesis", "from ao_lab import testing", "hypothesis is not installed; pip install hypothesis"),
+    ],
+)
+def test_submodules_say_what_to_install(library, program, said):
+    done = without(library, program)
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1]

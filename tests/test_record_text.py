@@ -24,6 +24,18 @@ def test_fields_and_names(name):
     assert record_of(name) == scheme
 
 
+def test_names_are_those_of_a_new_process():
+    """Records that only serve to make others have names too, and none of them takes a record's place."""
+    script = (
+        "from reference.record_text import record_of; from reference.schemes import SCHEMES; "
+        "print([name for name, scheme in SCHEMES.items() if record_of(name) != scheme])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_a_record_of_ones_own_travels_with_its_fields():
     own = replace(SCHEMES["nvfp4"], name="mine", dequantize="ieee", deviations=("a", "b"))
     del RECORDS[own.key]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import ao_lab.streaming_transformers as streaming
 from ao_lab import (
     FqnToConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -21,7 +20,7 @@ from ao_lab import (
     quantize_pretrained,
     save_pretrained,
 )
-from ao_lab.streaming import parameters_on_meta
+from ao_lab.streaming import Loading, parameters_on_meta
 from experiments.model import LanguageModel, ModelSettings
 
 transformers = pytest.importorskip("transformers")
@@ -174,7 +173,7 @@ def test_what_fails_while_reading_is_raised_as_it_is(folders, monkeypatch):
     def fails(self, name, dense):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(streaming.Loading, "parameter", fails)
+    monkeypatch.setattr(Loading, "parameter", fails)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         quantize_pretrained(folders["llama"], INT8)
 

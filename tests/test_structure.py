@@ -43,6 +43,7 @@ TESTED_BY = {
     "arithmetic": "test_conventions_torchao_fp8",
     "compiled": "test_libraries",
     "conventions": "test_conventions_torchao_mx",
+    "conventions_torchao": "test_torchao_defaults",
     "errors": "test_encode_arrays",
     "given": "test_quantize",
     "log2": "test_conventions_torchao_mx",

@@ -377,7 +377,7 @@ def test_equal():
 
 
 def test_what_is_not_in_the_table_says_what_is():
-    with pytest.raises(NotImplementedError, match=r"aten\.relu.*int4_g32.*dequantize.*linear\.default"):
+    with pytest.raises(NotImplementedError, match=r"aten\.relu.*int4_g32.*dequantize\(\) it first"):
         quantized(weight(32, 64), "int4_g32").relu()
 
 
@@ -394,6 +394,7 @@ def test_every_operation_was_tested():
         assert done.returncode == 0, done.stdout[-3000:]
         return
     ours = {op for op in operations() if op.namespace == "ao_lab"}  # test_qat_lora compiles them
-    missing = set(operations()) - USED - LAYERS - COLLECTIVES - ours
+    scaled = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}  # test_module_changes
+    missing = set(operations()) - USED - LAYERS - COLLECTIVES - ours - scaled
     # Reshape is taken apart before it arrives, except under inference mode's dispatch.
     assert missing <= {aten.reshape.default}

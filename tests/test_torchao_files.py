@@ -54,11 +54,11 @@ CONFIGS = {
     "torchao.fp8_rowwise_inference": Float8WeightOnlyConfig(),
     "torchao.fp8_tensorwise_inference": Float8WeightOnlyConfig(granularity=PerTensor()),
     "torchao.fp8_rowwise_inference_e5m2": Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
-    "torchao.int4_g32_bf16": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
-    "torchao.int4_g32_bf16 x torchao.int8_rowwise_asymmetric": Int8DynamicActivationIntxWeightConfig(
+    "torchao.intx4_g32_bf16": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    "torchao.intx4_g32_bf16 x torchao.intx8_rowwise_asymmetric": Int8DynamicActivationIntxWeightConfig(
         weight_dtype=torch.int4, weight_granularity=PerGroup(32)
     ),
-    **{f"torchao.int{bits}_g32_asymmetric_bf16": asymmetric(bits) for bits in range(2, 9)},
+    **{f"torchao.intx{bits}_g32_asymmetric_bf16": asymmetric(bits) for bits in range(2, 9)},
 }
 
 
@@ -203,8 +203,8 @@ def change(case, entry):
         ("torchao.int8_rowwise", "block_size", [1, 10**18], "not divisible"),
         ("torchao.int8_rowwise", "block_size", [0, 0], "positive length"),
         ("torchao.int8_rowwise", "dtype", "int8", "dtype is one of"),
-        ("torchao.int4_g32_bf16", "target_dtype", "int1", "int2 to int8"),
-        ("torchao.int4_g32_bf16", "activation_quantization", "float8", "is not known"),
+        ("torchao.intx4_g32_bf16", "target_dtype", "int1", "int2 to int8"),
+        ("torchao.intx4_g32_bf16", "activation_quantization", "float8", "is not known"),
     ],
 )
 def test_what_no_scheme_says(tmp_path, name, field, value, message):
@@ -224,7 +224,7 @@ def test_what_no_scheme_says(tmp_path, name, field, value, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["torchao.int8_rowwise x torchao.int8_rowwise", "torchao.nvfp4", "torchao.int4_g32_bf16"]
+    "name", ["torchao.int8_rowwise x torchao.int8_rowwise", "torchao.nvfp4", "torchao.intx4_g32_bf16"]
 )
 def test_descriptions_that_were_changed(tmp_path, name):
     """Any value of a description by any other: an error, or the same numbers."""

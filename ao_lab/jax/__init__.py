@@ -8,9 +8,14 @@ on each device's part inside `jax.shard_map`; otherwise XLA gathers the array fi
 `from_torch` and `to_torch` hand quantized tensors over without copying them.
 """
 
-from ao_lab.jax.exchange import from_torch, to_torch
-from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
+from ao_lab.installation import explained
 from reference import register_jax
+
+try:
+    from ao_lab.jax.exchange import from_torch, to_torch
+    from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
+except ModuleNotFoundError as error:
+    raise explained(error) from None
 
 # What `from_torch` makes may be handed to `jax.jit` before anything else here is called.
 register_jax()

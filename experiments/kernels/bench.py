@@ -81,11 +81,16 @@ def part(work: Sequence[Any], *, with_peers: bool = True) -> list[Line]:
 def complete(
     *, with_peers: bool = True, seconds: float = PEER_SECONDS, places: Places | None = None
 ) -> tuple[list[Line], Made]:
-    """Measure all cases, resuming where it broke off, and publish rows, page and picture."""
+    """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`."""
+    places = places or Places.default()
+    with places.alone():
+        return _complete(with_peers, seconds, places)
+
+
+def _complete(with_peers: bool, seconds: float, places: Places) -> tuple[list[Line], Made]:
     from experiments.environment import record_run
     from experiments.pages import write_pages
 
-    places = places or Places.default()
     settings = settings_for(SCALE, "cuda", places.cache)
     started = time.perf_counter()
     journal = Journal(places.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings)))

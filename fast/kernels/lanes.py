@@ -80,9 +80,11 @@ def after_others(LATE: gl.constexpr):
 
 @gluon.jit
 def as_scale(s, STORAGE: gl.constexpr):
-    """Scales as float32, kept as float32, bfloat16 or e8m0."""
+    """Scales as float32, kept as float32, bfloat16, float16 or e8m0."""
     if STORAGE == "bfloat16":
         return (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    elif STORAGE == "float16":
+        return s.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
     elif STORAGE == "float8_e8m0fnu":
         # 2**-127 is a subnormal float32, and the last code is NaN.
         e = s.to(gl.int32)

@@ -31,7 +31,7 @@ from reference.schemes import Scheme
 # Beyond as many rows a weight is dequantized for the call; scales that change along K make products of tiles slower sooner.
 MOST_ROWS, MOST_BLOCK_ROWS = 128, 32
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-STORAGES = ("float32", "bfloat16", "float8_e8m0fnu")
+STORAGES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 # Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
 BUSY, ALONG = 3500, 8
 # Registers a lane for 8-bit codes where rows are long or many: more warps at work; shorter ones lose by it.

@@ -30,7 +30,7 @@ from fast.kernels.sequences import (
 )
 from reference.formats import FORMATS, Format
 from reference.log2 import LOWEST, steps_above, steps_below
-from reference.power_scales import element_mantissa
+from reference.power_scales import even_carry
 from reference.scales import floor_value
 from reference.schemes import Scale, Scheme
 from reference.softfloat import bits_of
@@ -149,11 +149,11 @@ def level_of(
         target_exponent=(target >> 23) - 127, target_fraction=target & 0x7FFFFF, compute=compute, stored=record.stored,
         by_reciprocal=record.by_reciprocal, floor_kind=kind, floor=floor, floor_code=floor_code, floor_quotient=quotient,
         nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=kept_as(record.storage),
-        even_carry=1 << (22 - element_mantissa(element)), element_min=_in_dtype(element.min, compute),
+        even_carry=even_carry(record, element), element_min=_in_dtype(element.min, compute),
         steps=_runs(record.rule), one_over_target=_in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
         quick=hardware and quick and is_quick(record), inverse=float(np.float32(1) / np.float32(record.target)),
         simple_power=_is_simple(record.rule, (target >> 23) - 127),
-        carry=_carry(record.rule, target & 0x7FFFFF, 1 << (22 - element_mantissa(element))),
+        carry=_carry(record.rule, target & 0x7FFFFF, even_carry(record, element)),
         storage_element=None if record.storage == "float32" else _part(_storage(record.storage, hardware), hardware),
     )  # fmt: skip
 

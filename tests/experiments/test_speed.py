@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
-from experiments import registry, speed, speed_page
+from experiments import layer_speed, registry, speed, speed_page
 from experiments.peers import COMPARISONS, Comparison, Pair
 from experiments.places import Places
 from experiments.rows import read
@@ -76,6 +77,7 @@ def test_speed_is_published_when_it_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "REPEATS", 2)
     monkeypatch.setattr(speed, "IMPORTS", {"json": ("sys", "json")})
     monkeypatch.setattr(speed, "COMPARISONS", COMPARISONS[:1])
+    monkeypatch.setattr(speed, "LAYERS", ())
     places = Places(tmp_path / "cache", tmp_path / "reports")
     registry.reproduce(["speed"], places=places)
     assert {row.method for row in read(places.data / "speed.csv")} == {COMPARISONS[0].name, "import json"}
@@ -89,3 +91,15 @@ def test_import_times_come_from_fresh_processes(monkeypatch):
     assert 0 <= speed.import_times("sys", "json")["time"][0] < 5000
     with pytest.raises(ValueError, match="no_such_module"):
         speed.import_times("sys", "no_such_module")
+
+
+@pytest.mark.parametrize("scheme", layer_speed.LIMITS)
+def test_layers_are_checked_before_they_are_timed(scheme, monkeypatch):
+    monkeypatch.setattr(layer_speed, "SIZE", 256)
+    x = np.random.default_rng(0).standard_normal(256 * 257, dtype=np.float32)
+    pair = layer_speed.layer_pair(x, scheme, torch.float32, False)
+    pair.check()
+    assert pair.ours().shape == pair.theirs().shape == (1, 256)
+    monkeypatch.setattr(layer_speed.reference, "linear_error_bound", lambda *_: torch.zeros(1))
+    with pytest.raises(ValueError, match=scheme):
+        pair.check()

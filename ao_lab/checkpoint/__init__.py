@@ -1,0 +1,1 @@
+"""Checkpoints: folders of quantized weights, those of other libraries included."""

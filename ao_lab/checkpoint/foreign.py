@@ -1,0 +1,143 @@
+"""Folders that other libraries have quantized: which reader is theirs, and what every reader's records must satisfy.
+
+The name of a format is `quantization_config.quant_method` of config.json; ModelOpt's folders of earlier versions have
+hf_quant_config.json instead, torchao's the metadata of their files. Readers (`ao_lab.checkpoint.formats`) look at headers and
+configurations alone; what they found is compared with the files here, before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.checkpoint.formats import readers
+from ao_lab.checkpoint_files import Folder
+from ao_lab.checkpoint_models import CONFIG, QUANTIZATION, configuration
+from ao_lab.checkpoint_records import Computed, Records, Weight, check_recipe, check_specs
+from ao_lab.layers import candidates
+from ao_lab.report import ATTRIBUTE, Report, described_layer
+from ao_lab.strict_json import read_object, shown
+from ao_lab.tensor_meta import DTYPES, stored_shape
+
+MODELOPT_FILE = "hf_quant_config.json"
+#: What folders are read by that name no method: torchao's metadata are enough to tell them.
+TORCHAO_KEY, TORCHAO = "tensor_names", "torchao"
+
+
+def quantization_of(path: Path) -> dict[str, Any] | None:
+    """The description of a folder's quantization, with its quant_method; None for a folder that has none."""
+    fields = read_object(path / CONFIG, nonfinite=True) if (path / CONFIG).is_file() else {}
+    found = fields.get(QUANTIZATION)
+    if found is None and (path / MODELOPT_FILE).is_file():
+        return {**read_object(path / MODELOPT_FILE, nonfinite=True), "quant_method": "modelopt"}
+    if found is None:
+        return None
+    where = f"{QUANTIZATION} of {path / CONFIG}"
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is an object, got {shown(found)}; fetch it again")
+    return found
+
+
+def foreign_records(folder: Folder) -> Records:
+    """The checked records of a folder of another library; ValueError where no reader takes it, or the files differ."""
+    given = quantization_of(folder.path) or {}
+    told = TORCHAO if TORCHAO_KEY in folder.metadata else None
+    method = given.get("quant_method", told)
+    known = readers()
+    if told is not None and method != told:
+        raise ValueError(
+            f"{folder.path}: quant_method is {shown(method)}, the files hold {told}; fetch the folder again"
+        )
+    if method is None:
+        raise ValueError(
+            f"{folder.path} holds no records of ao_lab and no quantization that config.json names; quantize_pretrained "
+            "quantizes it, transformers' from_pretrained reads it as it is"
+        )
+    if not isinstance(method, str) or method not in known:
+        raise ValueError(
+            f"{folder.path}: quant_method {shown(method)} has no reader, these have: {', '.join(sorted(known))}; quantize the "
+            "original model with ao_lab"
+        )
+    records = known[method](folder, given)
+    for name, weight in records.weights.items():
+        check_specs(weight, folder)
+        try:
+            check_recipe(weight.meta, stored_shape(weight.meta, weight.shape))
+        except ValueError as error:
+            raise ValueError(f"{shown(name)} in {folder.path}: {error}") from error
+    return completed(records, folder)
+
+
+def completed(records: Records, folder: Folder) -> Records:
+    """The records with every tensor that they do not name as a dense one; ValueError where two claim one tensor."""
+    used: dict[str, str] = dict.fromkeys(records.left_out, "what is left out")
+    made: dict[str, Weight | Computed] = {**records.weights, **records.computed}
+    for name, one in made.items():
+        for full in one.names.values():
+            if full not in folder.specs:
+                raise ValueError(f"{folder.path} lacks tensor {shown(full)}; fetch the folder again")
+            if used.setdefault(full, name) != name:
+                raise ValueError(
+                    f"{folder.path}: {shown(name)} and {shown(used[full])} are both made of {shown(full)}; fetch it again"
+                )
+    dense = tuple(name for name in folder.specs if name not in used)
+    if twice := [name for name in dense if name in made]:
+        raise ValueError(
+            f"{folder.path}: {shown(twice[0])} is a quantized weight and a tensor too; fetch the folder again"
+        )
+    return replace(records, dense=dense)
+
+
+def model_dtype(folder: Folder) -> torch.dtype:
+    """What the model of a folder computes in: config.json's dtype, else that of its floating-point tensors of 16 or 32 bits.
+
+    ValueError for a dtype that weights do not have.
+    """
+    fields = configuration(folder.path)
+    inner = fields.get("text_config")
+    named = [
+        part.get(key)
+        for part in (fields, inner)
+        if isinstance(part, Mapping)
+        for key in ("dtype", "torch_dtype")
+    ]
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    name = next((value for value in named if value is not None), None)
+    if name is None:
+        kinds = [
+            spec.dtype for spec in folder.specs.values() if spec.dtype in (torch.bfloat16, torch.float16)
+        ]
+        return kinds[0] if kinds else torch.float32
+    if name not in known:
+        raise ValueError(
+            f"{folder.path / CONFIG}: dtype is one of {', '.join(known)}, got {shown(name)}; fetch it again"
+        )
+    return known[name]
+
+
+def tell(model: nn.Module, records: Records, folder: Folder) -> None:
+    """Keep with a filled model where its weights are from, for `explain`; a warning for tensors that were left out."""
+    reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    reasons |= {name: f"loaded, as {_source(weight)} stored it" for name, weight in records.weights.items()}
+    found = [described_layer(*place, reasons) for place in candidates(model)]
+    object.__setattr__(model, ATTRIBUTE, Report(tuple(found)))
+    for reason in dict.fromkeys(records.left_out.values()):
+        names = [name for name, why in records.left_out.items() if why == reason]
+        warnings.warn(
+            f"{len(names)} tensors of {folder.path} were left out ({shown(names[0])}, for instance): {reason}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _source(weight: Weight) -> str:
+    return f"{weight.method} ({weight.format})" if weight.format else weight.method
+
+
+__all__ = ["completed", "foreign_records", "model_dtype", "quantization_of", "tell"]

@@ -1,0 +1,65 @@
+"""What this CPU multiplies quickly, as torch will use it: one probe for everything that has to choose.
+
+`ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`, by which users take instructions away from torch, count: the answer is what
+torch and oneDNN were left, not what the processor has.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuCapability:
+    """instructions: the widest vectors that torch uses, in its own words ("AVX2", "AVX512", "DEFAULT", ...).
+
+    bfloat16, float16: whether oneDNN multiplies matrices of that dtype; where it does not, torch's own loops do, of large
+    matrices 10 to 50 times slower than float32. int8: whether dot products of bytes have an instruction (VNNI). amx: whether
+    there are matrix tiles.
+    """
+
+    instructions: str
+    bfloat16: bool
+    float16: bool
+    int8: bool
+    amx: bool
+
+    def __str__(self) -> str:
+        flags = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8, "AMX": self.amx}
+        have = [name for name, there in flags.items() if there]
+        lack = [name for name, there in flags.items() if not there]
+        parts = [self.instructions]
+        parts += [f"products in {', '.join(have)}"] if have else []
+        parts += [f"none in {', '.join(lack)}"] if lack else []
+        return "; ".join(parts)
+
+
+@lru_cache(maxsize=1)
+def cpu_capability() -> CpuCapability:
+    """The capability of this process; torch reads the environment once, when it starts, and so does this."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    wide = "512" in instructions or platform.machine() not in ("x86_64", "AMD64")
+    return CpuCapability(
+        instructions=instructions,
+        bfloat16=_has("_is_mkldnn_bf16_supported"),
+        float16=_has("_is_mkldnn_fp16_supported"),
+        int8=wide and _reports("_is_vnni_supported"),
+        amx=wide and _has("_is_mkldnn_bf16_supported") and _reports("_is_amx_tile_supported"),
+    )
+
+
+def _has(question: str) -> bool:
+    """What oneDNN says; False in builds of torch without it."""
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, question)())
+
+
+def _reports(question: str) -> bool:
+    """What torch says of the processor; False where this version of torch does not ask."""
+    return bool(getattr(torch.cpu, question, lambda: False)())
+
+
+__all__ = ["CpuCapability", "cpu_capability"]

@@ -1,0 +1,190 @@
+"""The factors and summands of a stored matrix's blocks as float32 matrices, and where torch operations may use them.
+
+`BlockScales.of` gives None for weights that are left to the reference: blocks that do not run along the last axis, and
+numbers near the ends of float32 (or of the dtype that is wanted), where dequantization saturates or a NaN's bits would be the
+processor's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from fast.cpu.elements import Element, has_infinities, largest
+from reference import Quantized
+from reference.arrays import namespace_of
+from reference.blocks import Blocks
+from reference.formats import FORMATS
+from reference.given import given_scales
+from reference.quantize import with_plain_scales
+from reference.schemes import Scheme
+from reference.storage import storage_dtype
+
+#: Dtypes whose values come out; float32 carries them.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales (rows, blocks) float32, one for `size` elements of a row; rows or blocks may be 1 (and stand for all).
+
+    zero: zero points in the same places, None where there is none; `divides`: numbers are divided by their scale.
+    """
+
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    size: int
+    divides: bool
+
+    @classmethod
+    def of(cls, q: Quantized, dtype: torch.dtype, *, checked: bool = True) -> BlockScales | None:
+        """Those of a tensor to be dequantized to a dtype; None where only the reference has the bits (unless not `checked`:
+        numbers are then as float32 arithmetic makes them)."""
+        if not covered(q.scheme, tuple(q.shape), q.axis, dtype):
+            return None
+        q = with_plain_scales(q)
+        scheme = q.scheme
+        scale = _decoding_scale(q, _carrier(scheme, dtype))
+        zero = None if q.zero is None or _is_double(scheme) else _zero(q)
+        made = cls(*_as_rows(q, scale, zero), scheme.scale.stored == "encode")
+        return made if not checked or made._is_plain(scheme, dtype) else None
+
+    def without_zero(self) -> BlockScales:
+        """The scales alone."""
+        return replace(self, zero=None)
+
+    def part(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and zero points of some rows."""
+        return _rows(self.scale, first, last), None if self.zero is None else _rows(self.zero, first, last)
+
+    def _is_plain(self, scheme: Scheme, dtype: torch.dtype) -> bool:
+        """Whether no value leaves the dtype, and no product is NaN by arithmetic."""
+        if not self.scale.numel():
+            return True
+        low, high = (float(end) for end in torch.aminmax(self.scale))
+        element = Element.of(scheme)
+        most, limit = max(abs(low), abs(high)), torch.finfo(dtype).max / 2
+        if not most < torch.finfo(torch.float32).max:  # NaN too
+            return False
+        smallest = float(self.scale.abs().min()) if self.divides or has_infinities(element) else 1.0
+        if smallest == 0:
+            return False
+        codes = largest(element) + (0 if self.zero is None or self._adds(scheme) else 256)
+        reach = codes / smallest if self.divides else codes * most
+        if self._adds(scheme) and self.zero is not None:
+            reach += float(self.zero.abs().max())
+        return reach < limit
+
+    @staticmethod
+    def _adds(scheme: Scheme) -> bool:
+        return scheme.zero is not None and scheme.zero.rule == "value"
+
+
+def _rows(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    return x if x.shape[0] == 1 else x[first:last]
+
+
+@lru_cache(maxsize=4096)
+def covered(scheme: Scheme, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> bool:
+    """Whether torch operations dequantize a tensor of this shape: blocks along its last axis, in the dtypes of `DTYPES`."""
+    block, last = scheme.scale.block, len(shape) - 1
+    if dtype not in DTYPES or scheme.format.bits > 8 or len(shape) < 2 or not prod(shape):
+        return False
+    if scheme.outer is not None and not _is_double(scheme) and scheme.outer.block != "tensor":
+        return False
+    if block == "tensor":
+        return True
+    if flat := scheme.scale.flat_size:
+        return shape[-1] % flat == 0
+    if isinstance(block, tuple):
+        return axis % len(shape) == last and len(shape) == 2
+    return axis % len(shape) == last
+
+
+def _is_double(scheme: Scheme) -> bool:
+    """Whether the outer scale is over the scales."""
+    return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
+
+
+def _carrier(scheme: Scheme, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that every operation of the record rounds to."""
+    return dtype if scheme.dequantize == "target" else torch.float32
+
+
+def _decoding_scale(q: Quantized, unit: torch.dtype) -> torch.Tensor:
+    """Scales in their kept shape as float32, rounded to `unit`, the outer one included."""
+    scheme = q.scheme
+    if _is_double(scheme):
+        return _double(q, unit)
+    scale = _rounded(_loaded(q.scale, scheme.scale.storage), unit)
+    if scheme.outer is None:
+        return scale
+    outer = q.outer
+    if scheme.outer_order == "encode":
+        return _rounded(scale / outer, unit)
+    return _rounded(scale * (1.0 / outer if scheme.outer_order == "folded" else outer), unit)
+
+
+def _double(q: Quantized, unit: torch.dtype) -> torch.Tensor:
+    """Scales that are quantized themselves, by the reference: there is one for many elements."""
+    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
+    parts = {name: getattr(q.scales, name).numpy() for name in ("scale", "outer", "zero")}
+    given = type(q.scales)(**parts)
+    chosen = given_scales(
+        namespace_of(parts["scale"]), given, blocks, q.scheme, str(unit).removeprefix("torch.")
+    )
+    bits: Any = chosen.scale
+    return _rounded(torch.from_numpy(bits.view("float32")).view(blocks.scale_shape), unit)
+
+
+def _zero(q: Quantized) -> torch.Tensor:
+    record = q.scheme.zero
+    value = record is not None and record.rule == "value"
+    return _loaded(q.zero, record.storage) if value and record is not None else q.zero.to(torch.float32)
+
+
+def _loaded(kept: torch.Tensor, storage: str) -> torch.Tensor:
+    """Kept scales as float32."""
+    if storage == "float32":
+        return kept
+    name = storage_dtype(storage)
+    if storage in ("bfloat16", "float16"):
+        return kept.view(getattr(torch, storage)).to(torch.float32)
+    codes = kept.view(torch.uint8) if name == "int8" else kept
+    index = codes.reshape(-1).to(torch.int32)
+    return torch.index_select(_storage_table(storage), 0, index).view(kept.shape)
+
+
+@lru_cache(maxsize=16)
+def _storage_table(storage: str) -> torch.Tensor:
+    values = FORMATS[storage].values
+    return torch.from_numpy(values[[code & (len(values) - 1) for code in range(256)]].copy())
+
+
+def _rounded(x: torch.Tensor, unit: torch.dtype) -> torch.Tensor:
+    return x if unit == torch.float32 else x.to(unit).to(torch.float32)
+
+
+def _as_rows(
+    q: Quantized, scale: torch.Tensor, zero: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Scales and zero points as matrices of the tensor's rows, and the elements of a block."""
+    rows, length = prod(q.shape[:-1]), q.shape[-1]
+    block = q.scheme.scale.flat_size or q.scheme.scale.block
+    if block == "tensor":
+        return scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1), length
+    size = length if block == -1 else block[1] if isinstance(block, tuple) else int(block)
+    tall = block[0] if isinstance(block, tuple) else 1
+
+    def matrix(x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(-1, -(-length // size))
+        return x if tall == 1 else x.repeat_interleave(tall, 0)[:rows]
+
+    return matrix(scale), None if zero is None else matrix(zero), size
+
+
+__all__ = ["DTYPES", "BlockScales", "covered"]
