@@ -17,7 +17,9 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 #: A command whose work, a tiny stand-in for minutes, says that it began and goes on in threads that nothing can interrupt.
 BUSY = """
-import sys, time
+import signal, sys, time
+# A shell's background jobs ignore SIGINT, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from experiments import registry, workers
 from ao_lab.cli import entry
@@ -47,8 +49,6 @@ def test_reproduce_says_what_was_kept(tmp_path, number, code):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background jobs ignore SIGINT, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "begun\n"
     time.sleep(0.5)
