@@ -1,29 +1,32 @@
-"""One row of inputs times a stored weight on a CPU: codes become float32 numbers tile by tile, and nothing dense is kept.
+"""One row of inputs times a stored weight on a CPU: codes become float32 numbers on the way, and nothing dense is kept.
 
-All in float32, whatever the dtype of the inputs, so that CPUs without bfloat16 instructions lose nothing:
+All in float32, whatever the dtype of the inputs, so that CPUs without bfloat16 instructions lose nothing; bias, then one
+rounding to the dtype of the inputs. Within `reference.linear_error_bound` of the exact product.
 
-    y[n] = sum over blocks b of s[n, b] (sum of c x) - s[n, b] z[n, b] (sum of x)   (+ z[n, b] (sum of x) where zero
-    points are values),  + bias, then one rounding to the dtype of the inputs:
-
-within `reference.linear_error_bound` of the exact product. One scale for each row multiplies the sums instead of the numbers.
-Codes that are integers or floats take the order of `planes`, all else (and NaN) that of the tensor. A tile is 4 MiB; beside it
-there are the scales as float32 while the call runs. Between calls each thread keeps its tile (`scratch`, at most 4 MiB a name).
+With Numba installed (`pip install numba`, a requirement of ao_lab's) a compiled loop decodes codes in registers (`gemv`): the
+weight is read once, and layers take less time than dense ones. What it leaves, and machines without it, goes tile by tile
+through torch operations: a tile of 4 MiB at a time is dequantized and multiplied.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+from math import gcd
+from typing import Any
+
 import torch
 
-from fast.cpu.dequantize import TILE, Tiles
-from fast.cpu.elements import Element
-from fast.cpu.planes import Decoding, in_planes, multiplied, planes_of, scale_planes
+from fast.cpu.decoding import TABLE, Decoding
+from fast.cpu.dequantize import Tiles
+from fast.cpu.elements import Element, largest, single_table
 from fast.cpu.scales import BlockScales, covered
 from fast.cpu.scratch import scratch
+from fast.cpu.threads import in_parts
 from reference import Quantized
 from reference.schemes import Scheme
 
 #: Sums below this are far from float32's end, 2**128.
-FAR = 2.0**100
+FAR = 2.0**120
 
 
 def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -35,96 +38,119 @@ def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (1, K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype; ValueError where not `takes`."""
-    scales = BlockScales.of(w, torch.float32, checked=False)
-    if scales is None or x.shape[0] != 1 or x.shape[1:] != w.shape[1:]:
+    if x.shape[0] != 1 or x.shape[1:] != w.shape[1:] or not takes(w.scheme, tuple(w.shape), torch.float32):
         raise ValueError(
             f"one row of {tuple(x.shape)} by {w.scheme.name} of shape {tuple(w.shape)}: takes one row (1, K), blocks along K, "
             f"elements of at most 8 bits; `fast.linear` takes others"
         )
     row = x.detach().to(torch.float32)
-    y = _product(row, w, scales)
+    y = _by_loop(row, w) if numba_missing() is None else None
+    y = _by_tiles(row, w) if y is None else y
     if bias is not None:
         y = y + bias.detach().to(torch.float32)
     return y.to(x.dtype)
 
 
-def _product(row: torch.Tensor, w: Quantized, scales: BlockScales) -> torch.Tensor:
-    """Float32 (1, N)."""
-    one = scales.scale.shape[1] == 1
-    adds = w.scheme.zero is not None and w.scheme.zero.rule == "value"
+@lru_cache(maxsize=1)
+def numba_missing() -> str | None:
+    """Why loops cannot be compiled: what importing Numba says; None if it can be imported."""
+    try:
+        import fast.cpu.gemv  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _by_loop(row: torch.Tensor, w: Quantized) -> torch.Tensor | None:
+    """Float32 (1, N), by `gemv`; None where its loop does not read a weight so stored, or sums might overflow."""
+    scales = BlockScales.coded(w)
+    if scales is None or not _stays_finite(row, w):
+        return None
+    launch = _launch(w, scales)
+    if launch is None:
+        return None
+    kernel, in_group, long = launch
+    codes = w.codes.detach().contiguous()
     y = torch.empty((1, w.shape[0]))
-    if not _sum_planes(row, w, scales, y):
-        _sum_tiles(row, w, scales, y)
-    if one:
-        y = y / scales.scale.view(1, -1) if scales.divides else y * scales.scale.view(1, -1)
+    element = Element.of(w.scheme)
+    work = partial(
+        kernel,
+        codes.numpy(),
+        _numpy(single_table(element) if Decoding.of(element).kind == TABLE else None),
+        scales.scale.contiguous().numpy(),
+        _numpy(scales.table),
+        _numpy(scales.zero, (1, 0)),
+        _adds(w.scheme),
+        scales.divides,
+        long,
+        _in_planes(row, in_group).numpy(),
+        _numpy(None if scales.zero is None else _block_sums(row, scales.size).view(-1)),
+    )
+    out = y.view(-1).numpy()
+    in_parts(lambda first, last: work(first, last, out), w.shape[0], w.shape[0] * w.shape[1])
+    return y
+
+
+def _launch(w: Quantized, scales: BlockScales) -> tuple[Any, int, int] | None:
+    """The loop for a weight, the codes of its groups and the groups of its blocks; None where a group ends in no block."""
+    from fast.cpu.gemv import WIDEST, compiled, group_of
+
+    element, blocks = Element.of(w.scheme), scales.scale.shape[1]
+    packed = w.packed and element.bits < 8
+    in_group, size = group_of(element.bits) if packed else (1, 1)
+    groups = -(-w.shape[1] // in_group)
+    if groups * size != w.codes.shape[1] or (blocks > 1 and (scales.size % in_group or scales.divides)):
+        return None
+    long = scales.size // in_group if blocks > 1 else groups
+    run = gcd(WIDEST, long) if blocks > 1 else 1
+    return compiled(Decoding.of(element), packed, scales.table is not None, run), in_group, long
+
+
+@lru_cache(maxsize=8)
+def _nothing(shape: tuple[int, ...]) -> Any:
+    """What stands for an operand that a weight does not have."""
+    return torch.zeros(shape).numpy()
+
+
+def _numpy(x: torch.Tensor | None, shape: tuple[int, ...] = (0,)) -> Any:
+    return _nothing(shape) if x is None else x.contiguous().numpy()
+
+
+def _in_planes(row: torch.Tensor, in_group: int) -> torch.Tensor:
+    """A row of inputs (1, K) as (codes of a group, groups), zeros behind it up to a whole group."""
+    short = -row.shape[1] % in_group
+    row = torch.nn.functional.pad(row, (0, short)) if short else row
+    return row.view(-1, in_group).t().contiguous()
+
+
+def _stays_finite(row: torch.Tensor, w: Quantized) -> bool:
+    """Whether sums of codes times inputs, not yet scaled, lie inside float32; not where an input is NaN or infinite."""
+    most = largest(Element.of(w.scheme)) + (256 if w.zero is not None else 0)
+    return float(row.abs().max()) * most * row.shape[1] < FAR
+
+
+def _by_tiles(row: torch.Tensor, w: Quantized) -> torch.Tensor:
+    """Float32 (1, N), by torch operations."""
+    scales = BlockScales.of(w, torch.float32, checked=False)
+    if scales is None:
+        raise ValueError(f"{w.scheme.name} has no scales along rows of {tuple(w.shape)}")
+    tiles = Tiles(w, scales.without_zero(), torch.float32)
+    y = torch.empty((1, w.shape[0]))
+    for first in range(0, w.shape[0], tiles.step):
+        last = min(first + tiles.step, w.shape[0])
+        part = scratch("tile", (last - first, w.shape[1]), torch.float32)
+        tiles.write(first, last, part)
+        torch.mm(row, part.t(), out=y[:, first:last])
     if scales.zero is None:
         return y
     # Zero points leave the sum: a product of (N, blocks) by the sums of inputs.
-    sums = _block_sums(row, scales.size)
-    factors = scales.zero if adds else -scales.zero * scales.scale
-    return y + (factors @ sums).view(1, -1)
+    factors = scales.zero if _adds(w.scheme) else -scales.zero * scales.scale
+    return y + (factors @ _block_sums(row, scales.size)).view(1, -1)
 
 
-def _sum_planes(row: torch.Tensor, w: Quantized, scales: BlockScales, y: torch.Tensor) -> bool:
-    """Write the sums into y (1, N); False where codes have to be looked up in tables (then y may hold anything)."""
-    decoding, one = Decoding.of(Element.of(w.scheme)), scales.scale.shape[1] == 1
-    if decoding is None or not _in_whole_planes(w, scales, decoding):
-        return False
-    # The power goes into sums where nothing can overflow before, else into inputs or scales, if it is exact there.
-    late = decoding.power < 1 and _stays_finite(row, scales.scale, decoding)
-    factors = row if one else scales.scale
-    factors = factors if late else multiplied(factors, decoding.power)
-    if factors is None:
-        return False
-    planes, codes = planes_of(decoding.bits), w.codes.detach().contiguous()
-    groups = -(-w.shape[1] // planes)
-    inputs = in_planes(factors if one else row, decoding.bits, planes * groups)
-    step = max(1, TILE // max(planes * groups, 1))
-    for first in range(0, len(codes), step):
-        last = min(first + step, len(codes))
-        if not decoding.decodes(codes[first:last]):
-            return False
-        part = scratch("tile", (planes, last - first, groups), torch.float32)
-        decoding.write(codes[first:last], part)
-        if not one:
-            scale_planes(part, factors if len(factors) == 1 else factors[first:last])
-        _add_up(inputs, part, y[:, first:last])
-    if late:
-        y.mul_(decoding.power)
-    return True
-
-
-def _stays_finite(row: torch.Tensor, scale: torch.Tensor, decoding: Decoding) -> bool:
-    """Whether sums of bytes, not yet multiplied by the power, times scales times inputs lie far inside float32."""
-    low, high = torch.aminmax(scale)
-    most = max(abs(float(low)), abs(float(high)), 1.0)
-    return float(row.abs().max()) * most * 256 * row.shape[1] < FAR and most < FAR
-
-
-def _add_up(inputs: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """Inputs (planes, 1, groups) times numbers (planes, rows, groups) into out (1, rows)."""
-    if len(numbers) == 1:
-        torch.mm(inputs[0], numbers[0].t(), out=out)
-        return
-    torch.sum(torch.bmm(inputs, numbers.transpose(1, 2)), 0, out=out)
-
-
-def _in_whole_planes(w: Quantized, scales: BlockScales, decoding: Decoding) -> bool:
-    """Whether codes fill their bytes, and blocks are made of whole groups of codes."""
-    if scales.divides or not (w.packed or decoding.bits == 8):
-        return False
-    whole = w.shape[1] % scales.size == 0 and scales.size % planes_of(decoding.bits) == 0
-    return scales.scale.shape[1] == 1 or whole
-
-
-def _sum_tiles(row: torch.Tensor, w: Quantized, scales: BlockScales, y: torch.Tensor) -> None:
-    tiles = Tiles(w, scales.without_zero(), torch.float32)
-    rows = w.shape[0]
-    for first in range(0, rows, tiles.step):
-        last = min(first + tiles.step, rows)
-        part = scratch("tile", (last - first, w.shape[1]), torch.float32)
-        tiles.write(first, last, part, scaled=scales.scale.shape[1] > 1)
-        torch.mm(row, part.t(), out=y[:, first:last])
+def _adds(scheme: Scheme) -> bool:
+    """Whether zero points are values that are added."""
+    return scheme.zero is not None and scheme.zero.rule == "value"
 
 
 def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
@@ -134,4 +160,4 @@ def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
     return row.view(-1, size).sum(1, keepdim=True)
 
 
-__all__ = ["linear_of_one_row", "takes"]
+__all__ = ["linear_of_one_row", "numba_missing", "takes"]

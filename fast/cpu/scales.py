@@ -32,13 +32,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class BlockScales:
     """Scales (rows, blocks) float32, one for `size` elements of a row; rows or blocks may be 1 (and stand for all).
 
-    zero: zero points in the same places, None where there is none; `divides`: numbers are divided by their scale.
+    zero: zero points in the same places, None where there is none; `divides`: numbers are divided by their scale; table: where
+    scale holds codes (uint8), what each stands for, float32 (256,).
     """
 
     scale: torch.Tensor
     zero: torch.Tensor | None
     size: int
     divides: bool
+    table: torch.Tensor | None = None
 
     @classmethod
     def of(cls, q: Quantized, dtype: torch.dtype, *, checked: bool = True) -> BlockScales | None:
@@ -52,6 +54,20 @@ class BlockScales:
         zero = None if q.zero is None or _is_double(scheme) else _zero(q)
         made = cls(*_as_rows(q, scale, zero), scheme.scale.stored == "encode")
         return made if not checked or made._is_plain(scheme, dtype) else None
+
+    @classmethod
+    def coded(cls, q: Quantized) -> BlockScales | None:
+        """As `of` for float32, not `checked`, but scales of 8 bits stay the codes they are, and come with their table.
+
+        Only of tensors that are `covered` (which is not asked again: a record's hash takes as long as a small product).
+        """
+        storage = q.scheme.scale.storage
+        if storage_dtype(storage) not in ("uint8", "int8") or _is_double(q.scheme):
+            return cls.of(q, torch.float32, checked=False)
+        q = with_plain_scales(q)
+        table = _with_outer(_storage_table(storage), q, torch.float32).view(-1)
+        scale, zero, size = _as_rows(q, q.scale.view(torch.uint8), None if q.zero is None else _zero(q))
+        return cls(scale, zero, size, q.scheme.scale.stored == "encode", table)
 
     def without_zero(self) -> BlockScales:
         """The scales alone."""
@@ -117,13 +133,16 @@ def _carrier(scheme: Scheme, dtype: torch.dtype) -> torch.dtype:
 
 def _decoding_scale(q: Quantized, unit: torch.dtype) -> torch.Tensor:
     """Scales in their kept shape as float32, rounded to `unit`, the outer one included."""
-    scheme = q.scheme
-    if _is_double(scheme):
+    if _is_double(q.scheme):
         return _double(q, unit)
-    scale = _rounded(_loaded(q.scale, scheme.scale.storage), unit)
+    return _with_outer(_rounded(_loaded(q.scale, q.scheme.scale.storage), unit), q, unit)
+
+
+def _with_outer(scale: torch.Tensor, q: Quantized, unit: torch.dtype) -> torch.Tensor:
+    """Scales times the outer one, as the record orders it."""
+    scheme, outer = q.scheme, q.outer
     if scheme.outer is None:
         return scale
-    outer = q.outer
     if scheme.outer_order == "encode":
         return _rounded(scale / outer, unit)
     return _rounded(scale * (1.0 / outer if scheme.outer_order == "folded" else outer), unit)
