@@ -14,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test lint style types contract exhaustive mutation install install-test clean
+.PHONY: help reproduce speed test sweep lint style types contract exhaustive mutation install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -31,6 +31,9 @@ speed: install-test  ## compare speeds with ml_dtypes, XLA and torchao
 test: install-test   ## all tests that need no GPU
 	@$(BIN)/ao-lab ledger --check || true  # what only a GPU can test: said here, failed nowhere
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+sweep: install-test  ## every further record and shape of those tests (half an hour on two cores)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m sweep $(ARGS)
 
 lint: style types contract ## style, types and the import contract
 
