@@ -71,6 +71,9 @@ def examine() -> list[Finding]:
         library("numpy", required=True),
         library("ml_dtypes", required=True),
         library("torch", required=True),
+        library(
+            "numba", remedy="pip install numba (layers of one row on a CPU are several times slower without)"
+        ),
         library("transformers", remedy=f"{pip_install('hf')} (models of transformers)"),
         library("compressed_tensors", remedy=f"{pip_install('hf')} (checkpoints of compressed-tensors)"),
         library("lm_eval", remedy=f"{pip_install('eval')} (tasks of lm-evaluation-harness)"),

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -34,17 +35,25 @@ WIDTH = re.compile(r"\.(128|64|[US]8|[US]16)\b")
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine code of a launch: instructions by name, registers, bytes of local memory and stack, arguments by name."""
+    """The machine code of a launch: registers, bytes of local memory and stack, elements of a thread, and its PTX."""
 
     kernel: str
-    instructions: Counter[str]
+    cubin: bytes
     registers: int
     local: int
     stack: int
     elements: float
-    #: Instructions in the order of the code, and the PTX that the code was made of.
-    order: tuple[str, ...] = ()
     ptx: str = ""
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Instructions in the order of the code; reading them back takes as long as compiling, so only who asks pays."""
+        return tuple(INSTRUCTION.findall(dumped(self.cubin, "--dump-sass")))
+
+    @cached_property
+    def instructions(self) -> Counter[str]:
+        """How often each instruction stands in the code."""
+        return Counter(self.order)
 
     def count(self) -> int:
         """How many instructions there are, each once, without the padding at the end."""
@@ -139,24 +148,17 @@ def tile(arguments: dict[str, Any]) -> int:
 
 def machine(kernel: str, made: Any, elements: float) -> Machine:
     """What compiled code does; elements: how many a thread has."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made["cubin"])
-        file.flush()
-        sass, usage = (dumped(file.name, option) for option in ("--dump-sass", "--dump-resource-usage"))
+    usage = dumped(made["cubin"], "--dump-resource-usage")
     numbers = {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
-    order = tuple(INSTRUCTION.findall(sass))
     return Machine(
-        kernel,
-        Counter(order),
-        numbers["REG"],
-        numbers["LOCAL"],
-        numbers["STACK"],
-        elements,
-        order,
-        made["ptx"],
+        kernel, made["cubin"], numbers["REG"], numbers["LOCAL"], numbers["STACK"], elements, made["ptx"]
     )
 
 
-def dumped(file: str, option: str) -> str:
-    """What cuobjdump says."""
-    return subprocess.run([str(CUOBJDUMP), option, file], capture_output=True, text=True, check=True).stdout
+def dumped(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of compiled code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -19,7 +19,7 @@ print((time.process_time() - start) * 1e3)
 HEAVY = """
 import sys, contextlib, io
 {work}
-print([name for name in ("torch", "jax", "triton", "pandas", "matplotlib", "hypothesis") if name in sys.modules])
+print([name for name in ("torch", "jax", "triton", "numba", "pandas", "matplotlib", "hypothesis") if name in sys.modules])
 """
 HELP = "from ao_lab.cli import main\nwith contextlib.redirect_stdout(io.StringIO()):\n    main(['--help'])"
 

@@ -85,7 +85,6 @@ COMPILED = (
     case(quantize, "nf4", "float16", (3, 128), packed=True, kernels=TWICE),
     case(quantize, "nf4", shape=(3, 41), given="all"),
     case(quantize, "torchao.nf4", shape=(64, 256), kernels=TWICE),
-    case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kernels=THRICE),
     # Tiled scales.
     case(quantize, "mxfp8_e4m3", tiled=True),
     case(quantize, "mxfp4", "float32", (96, 96), packed=True, tiled=True),
@@ -200,14 +199,16 @@ COMPILED = (
 )  # fmt: skip
 
 
+# Takes as long as a dozen others; the same kernels of fewer elements are among those.
+LONG = (case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kernels=THRICE),)
+
 # What Triton 3.7 compiles with some bytes of stack, and 3.6 without; docs/ARCHITECTURE.md lists them.
 SPILLS_LATER = ("mx_both mxfp8_e5m2_rceil float16",)
 
 
 def stay_in_registers(machine):
-    """No spills, no arrays in local memory, no stack frame, and no instruction that would use one."""
+    """No spills, no arrays in local memory, no stack frame."""
     assert (machine.local, machine.stack) == (0, 0)
-    assert machine.accesses("LDL") == machine.accesses("STL") == {}
 
 
 def move_wide(machine, name, width, wanted, few):
@@ -224,7 +225,14 @@ def with_marks(cases):
     """Cases as parameters; those that spill under a later Triton may fail there, and nowhere else."""
     later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
     spills = pytest.mark.xfail(later, reason="Triton 3.7 spills", raises=AssertionError, strict=False)
-    return [pytest.param(one, id=one.name, marks=[spills] * (one.name in SPILLS_LATER)) for one in cases]
+    return [
+        pytest.param(
+            one,
+            id=one.name,
+            marks=[spills] * (one.name in SPILLS_LATER) + [pytest.mark.sweep] * (one in LONG),
+        )
+        for one in cases
+    ]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +257,7 @@ def test_rows_that_would_spill_get_their_registers(name, length):
     stay_in_registers(machine)
 
 
-@pytest.mark.parametrize("one", with_marks(COMPILED))
+@pytest.mark.parametrize("one", with_marks(COMPILED + LONG))
 def test_compiles_and_stays_in_registers(one):
     machines = launched(one.call)
     assert tuple(machine.kernel for machine in machines) == one.kernels
@@ -263,6 +271,7 @@ def test_hot_kernels_move_wide_and_stay_small(one, moves):
     assert tuple(machine.kernel for machine in machines) == one.kernels
     for machine, wanted in zip(machines, moves, strict=True):
         stay_in_registers(machine)
+        assert machine.accesses("LDL") == machine.accesses("STL") == {}
         move_wide(machine, "LDG", wanted.load, wanted.reads, wanted.few)
         move_wide(machine, "STG", wanted.store, wanted.writes, wanted.few)
         assert machine.count() <= wanted.most * machine.elements

@@ -22,7 +22,7 @@ INTEGER, FLOAT, TABLE = 0, 1, 2
 class Decoding:
     """The number of a code of `bits` bits.
 
-    INTEGER: ((code ^ flip) - less) * unit. FLOAT: a sign, an exponent with `bias` and `mantissa` bits, subnormals; magnitudes from
+    INTEGER: ((code ^ flip) - less) * unit. FLOAT: a sign, an exponent with `bias`, `mantissa` bits, subnormals; magnitudes from
     `special` on are infinity and NaN as float32's largest exponent has them. TABLE: an entry of the element's table.
     """
 

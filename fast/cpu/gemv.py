@@ -3,9 +3,9 @@
     y[n] = sum over blocks b of s[n, b] (sum of c x) - s[n, b] z[n, b] (sum of x)   (+ z[n, b] (sum of x) where zero
     points are values)
 
-Codes of a row come in groups that end on a byte (of 4 bits 2, of 3 bits 8). All loops over a row run over its groups from end to
-end without a branch, because only such loops are reliably turned into vector instructions: so the scales of a row are first
-written out, one for each group, and inputs come as planes, the first input of every group, then the second, ...
+Codes of a row come in groups that end on a byte (of 4 bits 2, of 3 bits 8). All loops over a row run over its groups from end
+to end without a branch, because only such loops are reliably turned into vector instructions: so the scales of a row are
+first written out, one for each group, and inputs come as planes, the first input of every group, then the second, ...
 
 Each combination of a decoding and a kind of scale is compiled at its first call, about a second, and kept on disk by Numba
 (beside this file, else in the user's cache; NUMBA_CACHE_DIR says where). Numba lets Python's lock go while it runs.

@@ -20,7 +20,11 @@ def in_parts(work: Callable[[int, int], None], rows: int, elements: int) -> None
     """
     count = max(1, min(torch.get_num_threads(), rows, elements // WORTH))
     ends = [rows * part // count for part in range(count + 1)]
-    others = [_pool(count - 1).submit(work, *ends[part : part + 2]) for part in range(1, count)] if count > 1 else []
+    others = (
+        [_pool(count - 1).submit(work, *ends[part : part + 2]) for part in range(1, count)]
+        if count > 1
+        else []
+    )
     try:
         work(*ends[:2])
     finally:

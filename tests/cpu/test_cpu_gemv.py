@@ -27,7 +27,9 @@ def normal(*shape, seed=0):
 
 
 def pair(scheme, shape, seed=0):
-    return reference.quantize(normal(*shape, seed=seed), scheme, packed=True), normal(1, shape[1], seed=seed + 1)
+    return reference.quantize(normal(*shape, seed=seed), scheme, packed=True), normal(
+        1, shape[1], seed=seed + 1
+    )
 
 
 def holds(got, x, w):
