@@ -43,7 +43,7 @@ def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None =
             f"one row of {tuple(x.shape)} by {w.scheme.name} of shape {tuple(w.shape)}: takes one row (1, K), blocks along K, "
             f"elements of at most 8 bits; `fast.linear` takes others"
         )
-    row = x.detach().to(torch.float32)
+    row = x.detach().to(torch.float32).resolve_neg()
     y = _by_loop(row, w) if numba_missing() is None else None
     y = _by_tiles(row, w) if y is None else y
     if bias is not None:
@@ -70,14 +70,13 @@ def _by_loop(row: torch.Tensor, w: Quantized) -> torch.Tensor | None:
     if launch is None:
         return None
     kernel, in_group, long = launch
-    codes = w.codes.detach().contiguous()
     y = torch.empty((1, w.shape[0]))
     element = Element.of(w.scheme)
     work = partial(
         kernel,
-        codes.numpy(),
+        _numpy(w.codes),
         _numpy(single_table(element) if Decoding.of(element).kind == TABLE else None),
-        scales.scale.contiguous().numpy(),
+        _numpy(scales.scale),
         _numpy(scales.table),
         _numpy(scales.zero, (1, 0)),
         _adds(w.scheme),
@@ -113,7 +112,7 @@ def _nothing(shape: tuple[int, ...]) -> Any:
 
 
 def _numpy(x: torch.Tensor | None, shape: tuple[int, ...] = (0,)) -> Any:
-    return _nothing(shape) if x is None else x.contiguous().numpy()
+    return _nothing(shape) if x is None else x.detach().resolve_neg().contiguous().numpy()
 
 
 def _in_planes(row: torch.Tensor, in_group: int) -> torch.Tensor:

@@ -108,6 +108,15 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     assert ended.is_set()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_negative_views_keep_their_sign(dtype):
+    w, x = pair("int4_g128_asymmetric", (5, 128))
+    x = x.to(dtype)
+    assert torch.equal(cpu.linear_of_one_row(torch._neg_view(x), w), cpu.linear_of_one_row(-x, w))
+    turned = replace(w, scale=torch._neg_view(w.scale))
+    assert torch.equal(cpu.linear_of_one_row(x, turned), cpu.linear_of_one_row(-x, w))
+
+
 @pytest.mark.parametrize("scheme", SOME)
 def test_without_numba_tiles_are_multiplied(scheme, monkeypatch):
     w, x = pair(scheme, (7, 256), seed=4)
