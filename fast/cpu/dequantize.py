@@ -36,10 +36,12 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
         return None
     length = q.shape[-1]
     rows = prod(q.shape[:-1])
-    made = torch.empty((rows, length), dtype=dtype)
+    made = torch.empty((rows, length), dtype=dtype, device="cpu")
     tiles = Tiles(q, scales, dtype)
     step = tiles.step
-    tile = None if dtype == torch.float32 else torch.empty((min(step, rows), length))
+    tile = None
+    if dtype != torch.float32:
+        tile = torch.empty((min(step, rows), length), dtype=torch.float32, device="cpu")
     for first in range(0, rows, step):
         last = min(first + step, rows)
         out = made[first:last] if tile is None else tile[: last - first]
@@ -62,13 +64,11 @@ class Tiles:
         self.adds = q.scheme.zero is not None and q.scheme.zero.rule == "value"
         self.step = max(1, TILE // max(self.length, 1))
 
-    def write(self, first: int, last: int, out: torch.Tensor, *, scaled: bool = True) -> None:
-        """Rows `first` to `last` into out (rows, K), contiguous float32; without their scales where not `scaled`."""
+    def write(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Rows `first` to `last` into out (rows, K), contiguous float32."""
         numbers(self.codes[first:last], self.element, self.packed, out)
         if not self.exact:
             self._round(out)
-        if not scaled:
-            return
         scale, zero = self.scales.part(first, last)
         blocked, scale, zero = self._blocked(out, scale, zero)
         if zero is not None and not self.adds:

@@ -44,7 +44,7 @@ class Element:
     @property
     def is_plain_int8(self) -> bool:
         """Whether a byte's number is that of the signed integer it is."""
-        bytes_ = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
+        bytes_ = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8).to(torch.float32)
         return self.bits == 8 and torch.equal(_values(self), bytes_)
 
 
@@ -101,7 +101,7 @@ def pair_indices(codes: torch.Tensor, bits: int) -> torch.Tensor:
     word = planes[0].to(torch.int32 if size < 4 else torch.int64)
     for place in range(1, size):
         word |= planes[place].to(word.dtype) << (8 * place)
-    shifts = torch.arange(pairs, dtype=word.dtype) * (2 * bits)
+    shifts = torch.arange(pairs, dtype=word.dtype, device="cpu") * (2 * bits)
     return ((word[:, :, None] >> shifts) & ((1 << 2 * bits) - 1)).to(torch.int32)
 
 
@@ -158,8 +158,8 @@ def pair_table(element: Element, bits: int) -> torch.Tensor:
 def spread_table(bits: int) -> torch.Tensor:
     """The codes of 1, 2 or 4 bits in a byte, one a byte, as an integer of that many bytes."""
     per_byte = 8 // bits
-    bytes_ = torch.arange(256, dtype=torch.int64)[:, None]
-    codes = (bytes_ >> (torch.arange(per_byte) * bits)) & ((1 << bits) - 1)
+    bytes_ = torch.arange(256, dtype=torch.int64, device="cpu")[:, None]
+    codes = (bytes_ >> (torch.arange(per_byte, device="cpu") * bits)) & ((1 << bits) - 1)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[per_byte]
     return codes.to(torch.uint8).view(whole).view(-1)
 

@@ -7,19 +7,26 @@ Codes of a row come in groups that end on a byte (of 4 bits 2, of 3 bits 8). All
 to end without a branch, because only such loops are reliably turned into vector instructions: so the scales of a row are
 first written out, one for each group, and inputs come as planes, the first input of every group, then the second, ...
 
-Each combination of a decoding and a kind of scale is compiled at its first call, about a second, and kept on disk by Numba
-(beside this file, else in the user's cache; NUMBA_CACHE_DIR says where). Numba lets Python's lock go while it runs.
+Each kernel (a decoding, packed or not, scales as numbers or codes, a run) is compiled at its first call, a second or more, and
+kept on disk by Numba (beside this file, else in the user's cache; NUMBA_CACHE_DIR says where). Each has files of its own, named
+by all that went into it: Numba locks nothing, so of kernels that shared an index one could be read as another. Numba lets
+Python's lock go while a kernel runs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 from collections.abc import Callable
 from functools import lru_cache
 from math import gcd
+from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from fast.cpu.decoding import FLOAT, INTEGER, Decoding
@@ -28,6 +35,9 @@ from fast.cpu.decoding import FLOAT, INTEGER, Decoding
 OPTIONS = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
 #: The most equal scales that are written at once.
 WIDEST = 16
+#: What Numba raises where its files can be neither read nor written, are cut off, or have no place.
+CACHE_ERRORS = (OSError, EOFError, RuntimeError, ValueError, AttributeError, ImportError, pickle.PickleError)
+SOURCE = Path(__file__).read_bytes()
 
 
 def group_of(bits: int) -> tuple[int, int]:
@@ -45,10 +55,22 @@ def compiled(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> C
     (codes of a group, groups); sums: float32, of x over each block; y: float32 (N,). run: a divisor of long, at most WIDEST.
     """
     kernel = _kernel(decoding, packed, scale_codes, run)
+    parts = SOURCE + repr((decoding, packed, scale_codes, run)).encode()
+    kernel.__qualname__ = f"gemv_{hashlib.sha256(parts).hexdigest()[:16]}"
+    signature = _signature(types.uint8 if scale_codes else types.float32)
     try:
-        return njit(cache=True, **OPTIONS)(kernel)
-    except RuntimeError:  # Numba finds no folder to write to
-        return njit(**OPTIONS)(kernel)
+        return njit(signature, cache=True, **OPTIONS)(kernel)
+    except CACHE_ERRORS:
+        return njit(signature, **OPTIONS)(kernel)
+
+
+def _signature(scale: types.Type) -> types.Type:
+    """The only one of a kernel: operands of another type are an error, not another kernel."""
+    row, matrix = types.float32[::1], types.float32[:, ::1]
+    flags = (types.boolean, types.boolean, types.intp)
+    return types.void(
+        types.uint8[:, ::1], row, scale[:, ::1], row, matrix, *flags, matrix, row, types.intp, types.intp, row
+    )
 
 
 def _kernel(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> Callable[..., None]:
@@ -127,4 +149,12 @@ def _splat(typing_context, address, number, count):  # type: ignore[no-untyped-d
     return types.void(types.uintp, types.float32, count), generate
 
 
-__all__ = ["WIDEST", "compiled", "group_of"]
+if hasattr(os, "register_at_fork"):
+    # A process that is forked while another thread compiles would wait for that thread, which it does not have.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
+
+__all__ = ["WIDEST", "compiled", "config", "group_of"]

@@ -7,7 +7,7 @@ processor's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -43,35 +43,46 @@ class BlockScales:
     table: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, q: Quantized, dtype: torch.dtype, *, checked: bool = True) -> BlockScales | None:
-        """Those of a tensor to be dequantized to a dtype; None where only the reference has the bits (unless not `checked`:
-        numbers are then as float32 arithmetic makes them)."""
+    def of(cls, q: Quantized, dtype: torch.dtype) -> BlockScales | None:
+        """Those of a tensor to be dequantized to a dtype; None where only the reference has the bits."""
         if not covered(q.scheme, tuple(q.shape), q.axis, dtype):
             return None
+        made = cls._made(q, dtype)
+        return made if made._is_plain(q.scheme, dtype) else None
+
+    @classmethod
+    def _made(cls, q: Quantized, dtype: torch.dtype) -> BlockScales:
         q = with_plain_scales(q)
         scheme = q.scheme
         scale = _decoding_scale(q, _carrier(scheme, dtype))
         zero = None if q.zero is None or _is_double(scheme) else _zero(q)
-        made = cls(*_as_rows(q, scale, zero), scheme.scale.stored == "encode")
-        return made if not checked or made._is_plain(scheme, dtype) else None
+        return cls(*_as_rows(q, scale, zero), scheme.scale.stored == "encode")
 
     @classmethod
-    def coded(cls, q: Quantized) -> BlockScales | None:
-        """As `of` for float32, not `checked`, but scales of 8 bits stay the codes they are, and come with their table.
+    def coded(cls, q: Quantized) -> BlockScales:
+        """As `of` for float32, of numbers of any size; scales of 8 bits stay the codes they are, and come with their table.
 
         Only of tensors that are `covered` (which is not asked again: a record's hash takes as long as a small product).
         """
         storage = q.scheme.scale.storage
         if storage_dtype(storage) not in ("uint8", "int8") or _is_double(q.scheme):
-            return cls.of(q, torch.float32, checked=False)
+            return cls._made(q, torch.float32)
         q = with_plain_scales(q)
         table = _with_outer(_storage_table(storage), q, torch.float32).view(-1)
         scale, zero, size = _as_rows(q, q.scale.view(torch.uint8), None if q.zero is None else _zero(q))
         return cls(scale, zero, size, q.scheme.scale.stored == "encode", table)
 
-    def without_zero(self) -> BlockScales:
-        """The scales alone."""
-        return replace(self, zero=None)
+    def largest(self) -> float:
+        """A bound of the scales' magnitudes, of the quotients' where they divide; NaN or infinity where one may be that."""
+        if not self.scale.numel():
+            return 0.0
+        if self.table is not None:
+            return float(self.table[: int(self.scale.max()) + 1].abs().max())
+        low, high = (float(end) for end in torch.aminmax(self.scale.detach()))
+        if not self.divides:
+            return max(abs(low), abs(high))
+        smallest = float(self.scale.abs().min())
+        return 1 / smallest if smallest else float("inf")
 
     def part(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and zero points of some rows."""

@@ -26,12 +26,12 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     """A contiguous tensor of the CPU whose memory is that of the last one of this name in this thread; its values are any."""
     size = prod(shape) * dtype.itemsize
     if size > KEPT:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     kept = _KEPT.parts.get(name)
     if kept is None or kept.numel() < size:
         # Memory that was made in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            kept = _KEPT.parts[name] = torch.empty(size, dtype=torch.uint8)
+            kept = _KEPT.parts[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
     return kept[:size].view(dtype).view(shape)
 
 

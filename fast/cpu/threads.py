@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -16,22 +17,32 @@ WORTH = 1 << 19
 def in_parts(work: Callable[[int, int], None], rows: int, elements: int) -> None:
     """Call work(first, last) for ranges that cover all rows of a matrix of so many elements, on torch's number of threads.
 
-    work must let Python's lock go. The first error of any range is raised, once all have ended.
+    work must let Python's lock go. Ranges that get no thread (the interpreter is ending, or the system has none left) run here.
+    The first error of any range is raised, once those that began have ended.
     """
     count = max(1, min(torch.get_num_threads(), rows, elements // WORTH))
     ends = [rows * part // count for part in range(count + 1)]
-    others = (
-        [_pool(count - 1).submit(work, *ends[part : part + 2]) for part in range(1, count)]
-        if count > 1
-        else []
-    )
+    ranges = list(pairwise(ends[1:]))
+    others = _begun(work, ranges)
     try:
-        work(*ends[:2])
+        for first, last in [(0, ends[1]), *ranges[len(others) :]]:
+            work(first, last)
     finally:
         errors = [other.exception() for other in others]
     for error in errors:
         if error is not None:
             raise error
+
+
+def _begun(work: Callable[[int, int], None], ranges: list[tuple[int, int]]) -> list[Future[None]]:
+    """The first ranges, as many as there are threads for."""
+    begun: list[Future[None]] = []
+    try:
+        for first, last in ranges:
+            begun.append(_pool(len(ranges)).submit(work, first, last))
+    except RuntimeError:
+        return begun
+    return begun
 
 
 @lru_cache(maxsize=4)
