@@ -22,7 +22,7 @@ from fast.kernels import clipping, passes, quantizer
 from fast.kernels.quantizer import asked_of
 from reference import SCHEMES, Scheme
 from reference.bridge import to_torch
-from tests import ptx_interpreter
+from tests import ptx_interpreter, quick_interpreter
 from tests.interpreted_gradients import gradient_of
 from tests.interpreted_hot import halfway, inputs, one_tile
 from tests.interpreted_kernels import numbers
@@ -116,6 +116,7 @@ def compare_without() -> None:
 def main(group: str) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     if group == "places":
         for case in PLACES:
             compare_place(*case)

@@ -28,6 +28,7 @@ from fast.kernels.patches import _scales
 from fast.kernels.rule import rule_of
 from reference import SCHEMES, Scales
 from reference.schemes import scheme_of
+from tests import quick_interpreter
 
 # (shape, axis): the first of a scheme is tried in all dtypes, the others in float32.
 ROWS = (((3, 77), -1), ((40, 24), 0), ((2, 35, 5), 1), ((77,), 0), ((), -1))
@@ -303,6 +304,7 @@ def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]
 def main(group: str) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     if group == "formats":
         compare_formats()
         compare_stochastic()
