@@ -82,6 +82,19 @@ def one_tile(make: Any) -> Any:
     return geometry
 
 
+def two_tiles(make: Any) -> Any:
+    """The last pass of pairs in two programs: `one_tile` leaves it the 64 blocks each that suit a GPU."""
+
+    def place(of: Any, outer: str, pairs: bool) -> Geometry:
+        made = make(of, outer, pairs)
+        if made is of.place or made.programs < 3:
+            return made
+        p = min((made.blocks & -made.blocks) // 2, (1 << 20) // made.size)
+        return replace(made, p=p, programs=made.blocks // p)
+
+    return place
+
+
 def ladders(dtype: str, size: int) -> Array:
     """Blocks with one of 64 maxima and, below it, 1024 patterns of eight binades of a 16-bit dtype: all codes and ties."""
     rng, count = np.random.default_rng(7), LAUNCH // size
@@ -337,7 +350,7 @@ def main(group: str, fraction: float) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
-    passes.geometry = one_tile(passes.geometry)
+    passes.geometry, passes._place = one_tile(passes.geometry), two_tiles(passes._place)
     with np.errstate(all="ignore"):
         for name in GROUPS.get(group, ()):
             compare_scheme(name, fraction)

@@ -34,7 +34,9 @@ cast_impl = InterpreterBuilder.cast_impl
 def registers_of(data: Any, pack: int) -> list[Any]:
     """Elements as 32-bit registers of groups of `pack`, low bits first; the last group is filled with its last element."""
     flat = np.ascontiguousarray(data).reshape(-1)
-    flat = np.pad(flat.view(f"u{flat.itemsize}"), (0, -flat.size % pack), "edge")
+    flat = flat.view(f"u{flat.itemsize}")
+    if flat.size % pack:
+        flat = np.pad(flat, (0, -flat.size % pack), "edge")
     each = min(pack, max(1, 4 // flat.itemsize))
     groups = flat.astype(np.uint32).reshape(-1, pack // each, each)
     words = np.bitwise_or.reduce(groups << (np.arange(each, dtype=np.uint32) * 8 * flat.itemsize), 2)
