@@ -1,6 +1,6 @@
 """The kernels of `fast` on CPU tensors in Triton's interpreter, against `reference`, bit for bit.
 
-    TRITON_INTERPRET=1 python tests/interpreted_kernels.py GROUP
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py GROUP[,GROUP...]
 
 The variable has to be there before triton is first imported, so this is a program of its own, which
 `tests/test_kernels_interpreter.py` runs. It prints what it compared, one line each, and raises at the first difference.
@@ -301,19 +301,20 @@ def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]
         assert_same_bits(got[part], value.contiguous())
 
 
-def main(group: str) -> None:
-    """Compare one group."""
+def main(groups: list[str]) -> None:
+    """Compare some groups."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     quick_interpreter.install()
-    if group == "formats":
-        compare_formats()
-        compare_stochastic()
-    elif group == "both":
-        compare_both()
-    else:
-        compare_schemes(GROUPS[group])
+    for group in groups:
+        if group == "formats":
+            compare_formats()
+            compare_stochastic()
+        elif group == "both":
+            compare_both()
+        else:
+            compare_schemes(GROUPS[group])
     print("agreed", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1].split(","))

@@ -89,7 +89,7 @@ def test_live_bytes_stay_near_the_model():
     quantize_(model, Int8WeightOnlyConfig(), progress=progress)
     assert max(most) < before
     assert most == sorted(most, reverse=True)
-    assert most[-1] < before * 0.26
+    assert before * 0.25 < most[-1] < before * 0.26
 
 
 def storages():
