@@ -22,7 +22,7 @@ from fast.kernels import clipping, passes, quantizer
 from fast.kernels.quantizer import asked_of
 from reference import SCHEMES, Scheme
 from reference.bridge import to_torch
-from tests import ptx_interpreter
+from tests import ptx_interpreter, quick_interpreter
 from tests.interpreted_gradients import gradient_of
 from tests.interpreted_hot import halfway, inputs, one_tile
 from tests.interpreted_kernels import numbers
@@ -116,13 +116,14 @@ def compare_without() -> None:
 def main(group: str) -> None:
     """Compare one group."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     if group == "places":
         for case in PLACES:
             compare_place(*case)
         compare_without()
     else:
         ptx_interpreter.install()
-        passes.geometry = one_tile(passes.geometry)
+        passes.geometry, passes.CLIPPED = one_tile(passes.geometry), 1 << 14
         with np.errstate(all="ignore"):
             for name in SEQUENCES:
                 compare_sequences(name)

@@ -21,6 +21,7 @@ from fast.kernels import gradients, quantizer
 from fast.kernels.replay import Recording
 from reference import SCHEMES, Scales
 from reference.schemes import scheme_of
+from tests import quick_interpreter
 from tests.interpreted_kernels import numbers, words
 
 # (scheme, fields of its scale, shape, axis): every shape of tiles, whole, cut, short; every rule of scales and zero points.
@@ -134,6 +135,7 @@ def compare_long_sums() -> None:
 def main(names: list[str]) -> None:
     """Compare all, or the cases of some schemes."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     for case in CASES:
         if not names or case[0] in names:
             compare_case(*case)

@@ -1,6 +1,6 @@
 """The hot paths of the kernels, inline assembly included, on CPU tensors against `reference`, bit for bit.
 
-    TRITON_INTERPRET=1 python tests/interpreted_hot.py GROUP [FRACTION]
+    TRITON_INTERPRET=1 python tests/interpreted_hot.py GROUP[,GROUP...] [FRACTION]
 
 Rules are made for hardware and instructions are emulated (`ptx_interpreter`), so that what a GPU computes is compared without
 one. `interpreted_kernels` tries indices, masks and passes; here a launch is one large tile, because the interpreter's time goes
@@ -69,17 +69,33 @@ LAUNCH = 1 << 16
 OUTERS = (1.0, 1.5, 0.0123, 2.0**-112, 1.9e-34, 1.66e35, 1.67e35, 1e-37, 1e38, 3e-40, 1e20, 1e-20)
 
 
-def one_tile(make: Any) -> Any:
-    """Geometry with tiles of at most a million elements, where it was as large a power of two as divides the blocks."""
+def one_tile(make: Any, programs: int = 1) -> Any:
+    """Geometry with tiles of at most a million elements, where it was as large a power of two as divides the blocks.
+
+    programs: a power of two, at least so many of them share the blocks.
+    """
 
     def geometry(blocks: Any) -> Geometry | None:
         place = make(blocks)
         if place is None or place.chunked or place.masked or place.shape != "flat":
             return place
-        p = min(place.blocks & -place.blocks, (1 << 20) // place.size)
+        p = min(max(1, (place.blocks & -place.blocks) // programs), (1 << 20) // place.size)
         return replace(place, p=p, programs=place.blocks // p)
 
     return geometry
+
+
+def two_tiles(make: Any) -> Any:
+    """The last pass of pairs in two programs: `one_tile` leaves it the 64 blocks each that suit a GPU."""
+
+    def place(of: Any, outer: str, pairs: bool) -> Geometry:
+        made = make(of, outer, pairs)
+        if made is of.place or made.programs < 3:
+            return made
+        p = min((made.blocks & -made.blocks) // 2, (1 << 20) // made.size)
+        return replace(made, p=p, programs=made.blocks // p)
+
+    return place
 
 
 def ladders(dtype: str, size: int) -> Array:
@@ -232,9 +248,11 @@ def compare_producers() -> None:
         for name in PRODUCED:
             compare_produced(x, x.flip(0), name)
         for length in IN_PIECES:
-            rows = torch.cat(
-                [x.flatten()[: x.numel() // length * length].reshape(-1, length), peaks(length, x.dtype)]
-            )
+            # Patterns with NaN among them, without them, with an infinity; ordinary numbers.
+            some = x.flatten()[: 2 * length].reshape(-1, length)
+            finite = some.nan_to_num(0.0, 0.0, 0.0)
+            finite[1, 7] = torch.inf
+            rows = torch.cat([some, finite, peaks(length, x.dtype)])
             for name in ("fp8_rowwise", "fp8_rowwise_e5m2"):
                 compare_produced(rows, rows.flip(0), name)
         for shape in JOINED:
@@ -244,10 +262,10 @@ def compare_producers() -> None:
 
 
 def peaks(length: int, dtype: torch.dtype) -> torch.Tensor:
-    """32 rows of normal numbers, each with its largest in another place, so that every piece has some of them."""
-    x = torch.randn(32, length, generator=torch.Generator().manual_seed(9))
-    row = torch.arange(32)
-    x[row, (2 * row + 1) * length // 64] *= 64
+    """Rows of normal numbers, each with its largest in another place, so that every piece has two of them."""
+    x = torch.randn(8, length, generator=torch.Generator().manual_seed(9))
+    row = torch.arange(8)
+    x[row, (2 * row + 1) * length // 16] *= 64
     return x.to(dtype)
 
 
@@ -333,30 +351,36 @@ def compare_drawn(name: str, fraction: float) -> None:
             print(name, dtype, label, "drawn", flush=True)
 
 
-def main(group: str, fraction: float) -> None:
-    """Compare one group."""
+def main(groups: list[str], fraction: float) -> None:
+    """Compare some groups."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
-    passes.geometry = one_tile(passes.geometry)
+    passes.geometry, passes._place = one_tile(passes.geometry), two_tiles(passes._place)
     with np.errstate(all="ignore"):
-        for name in GROUPS.get(group, ()):
-            compare_scheme(name, fraction)
-        if group == "ranges":
-            compare_ranges()
-        if group == "codebooks":
-            compare_bounds("nf4")
-        if group == "stretched":
-            compare_levels("stretched2_g32")
-        if group == "encode":
-            compare_encode(fraction)
-        if group == "drawn":
-            for name in DRAWN:
-                compare_drawn(name, fraction)
-        if group == "producers":
-            compare_reciprocals()
-            compare_producers()
+        for group in groups:
+            compare_group(group, fraction)
     print("agreed", flush=True)
 
 
+def compare_group(group: str, fraction: float) -> None:
+    """Compare one group."""
+    for name in GROUPS.get(group, ()):
+        compare_scheme(name, fraction)
+    if group == "ranges":
+        compare_ranges()
+    if group == "codebooks":
+        compare_bounds("nf4")
+    if group == "stretched":
+        compare_levels("stretched2_g32")
+    if group == "encode":
+        compare_encode(fraction)
+    if group == "drawn":
+        for name in DRAWN:
+            compare_drawn(name, fraction)
+    if group == "producers":
+        compare_reciprocals()
+        compare_producers()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)
+    main(sys.argv[1].split(","), float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)

@@ -30,6 +30,7 @@ from fast.kernels.launch import Launch
 from reference import SCHEMES, Scales
 from reference.bridge import to_numpy, to_torch
 from reference.tiled_scales import STORED
+from tests import quick_interpreter
 
 RNG = np.random.default_rng(0)
 #: Several axes; blocks beyond a tile in rows and in columns; short last blocks; a vector.
@@ -67,6 +68,7 @@ def emulated(one, inputs, outputs, updated):
 
 def install():
     """Kernels for every array of this process."""
+    quick_interpreter.install()
     THREAD.submit(int).result()
     launches.launch = emulated
     passes.asked = partial(passes.asked, hardware=False)

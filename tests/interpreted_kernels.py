@@ -1,6 +1,6 @@
 """The kernels of `fast` on CPU tensors in Triton's interpreter, against `reference`, bit for bit.
 
-    TRITON_INTERPRET=1 python tests/interpreted_kernels.py GROUP
+    TRITON_INTERPRET=1 python tests/interpreted_kernels.py GROUP[,GROUP...]
 
 The variable has to be there before triton is first imported, so this is a program of its own, which
 `tests/test_kernels_interpreter.py` runs. It prints what it compared, one line each, and raises at the first difference.
@@ -28,6 +28,7 @@ from fast.kernels.patches import _scales
 from fast.kernels.rule import rule_of
 from reference import SCHEMES, Scales
 from reference.schemes import scheme_of
+from tests import quick_interpreter
 
 # (shape, axis): the first of a scheme is tried in all dtypes, the others in float32.
 ROWS = (((3, 77), -1), ((40, 24), 0), ((2, 35, 5), 1), ((77,), 0), ((), -1))
@@ -300,18 +301,20 @@ def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]
         assert_same_bits(got[part], value.contiguous())
 
 
-def main(group: str) -> None:
-    """Compare one group."""
+def main(groups: list[str]) -> None:
+    """Compare some groups."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
-    if group == "formats":
-        compare_formats()
-        compare_stochastic()
-    elif group == "both":
-        compare_both()
-    else:
-        compare_schemes(GROUPS[group])
+    quick_interpreter.install()
+    for group in groups:
+        if group == "formats":
+            compare_formats()
+            compare_stochastic()
+        elif group == "both":
+            compare_both()
+        else:
+            compare_schemes(GROUPS[group])
     print("agreed", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1].split(","))

@@ -20,6 +20,7 @@ import reference
 from ao_lab.testing import assert_same_bits
 from fast.kernels import passes, quantizer
 from reference import SCHEMES, Scales, Scheme
+from tests import quick_interpreter
 from tests.interpreted_kernels import numbers
 
 NF4, TORCHAO = SCHEMES["nf4"], SCHEMES["torchao.nf4"]
@@ -89,6 +90,7 @@ def compare_packed(x: torch.Tensor, scheme: Scheme) -> None:
 def main() -> None:
     """Compare everything."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     torch.manual_seed(0)
     for shape in SHAPES:
         compare(numbers(shape, torch.float32, specials=True), NF4)

@@ -24,6 +24,7 @@ from fast.kernels import linear as kernels
 from fast.kernels import quantizer
 from reference import SCHEMES, Quantized, Scheme
 from reference.linear import transposed
+from tests import quick_interpreter
 from tests.linear_cases import (
     exact_inputs,
     exact_result,
@@ -128,6 +129,7 @@ def one_bit(x: torch.Tensor, record: Scheme, axis: int) -> None:
 def main() -> None:
     """Compare all cases."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     for scheme, length, tiles in CASES:
         record = named(scheme) if isinstance(scheme, str) else scheme
         assert record is not None

@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 import reference
 from fast.kernels import normalize, swiglu
 from reference import Quantized
+from tests import quick_interpreter
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "int8_rowwise", "int4_g32_asymmetric")
@@ -143,6 +144,7 @@ def roughly_gated() -> int:
 
 
 if __name__ == "__main__":
+    quick_interpreter.install()
     interpreter.InterpreterBuilder.create_fma = fma
     with np.errstate(all="ignore"):
         print({"normalize": normalized, "swiglu": gated}[sys.argv[1]]())

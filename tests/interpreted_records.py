@@ -18,11 +18,12 @@ import triton
 
 import reference
 from ao_lab.testing import assert_same_bits
-from fast.kernels import quantizer
+from fast.kernels import passes, quantizer
 from reference import SCHEMES, Scales, Scheme
 from reference.formats import FORMATS, Format
 from reference.schemes import Zero
 from tests import ptx_interpreter
+from tests.interpreted_hot import one_tile
 
 
 def record(name: str, base: str, scale: Any = None, **fields: Any) -> Scheme:
@@ -108,6 +109,7 @@ def main() -> None:
     """Compare everything."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
+    passes.geometry = one_tile(passes.geometry, programs=2)
     for scheme in RECORDS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = numbers(dtype)

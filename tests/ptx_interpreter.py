@@ -12,11 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 from fast.kernels import normalize, outputs, pointwise, quantizer, rule, swiglu
-from tests import ptx
+from tests import ptx, quick_interpreter
 from tests.ptx_opcodes import (
     OPCODES,
     bfloat16_of,
@@ -29,14 +28,15 @@ from tests.ptx_opcodes import (
 )
 
 BYTES = {tl.float8e4nv: (e4m3_of, ml_dtypes.float8_e4m3fn), tl.float8e5: (e5m2_of, ml_dtypes.float8_e5m2)}
-SEEN: set[Any] = set()
 cast_impl = InterpreterBuilder.cast_impl
 
 
 def registers_of(data: Any, pack: int) -> list[Any]:
     """Elements as 32-bit registers of groups of `pack`, low bits first; the last group is filled with its last element."""
     flat = np.ascontiguousarray(data).reshape(-1)
-    flat = np.pad(flat.view(f"u{flat.itemsize}"), (0, -flat.size % pack), "edge")
+    flat = flat.view(f"u{flat.itemsize}")
+    if flat.size % pack:
+        flat = np.pad(flat, (0, -flat.size % pack), "edge")
     each = min(pack, max(1, 4 // flat.itemsize))
     groups = flat.astype(np.uint32).reshape(-1, pack // each, each)
     words = np.bitwise_or.reduce(groups << (np.arange(each, dtype=np.uint32) * 8 * flat.itemsize), 2)
@@ -115,30 +115,9 @@ def create_fma(_self: Any, x: Any, y: Any, z: Any) -> Any:
     return TensorHandle(made, z.dtype.scalar)
 
 
-def generic_reduce(self: Any, tensors: Any) -> list[Any]:
-    """A reduction by any function, slice by slice rather than element by element."""
-    (tensor,) = tensors
-    slices = [
-        self.to_tensor(part, tensor.dtype)
-        for part in np.moveaxis(np.ascontiguousarray(tensor.handle.data), self.axis, 0)
-    ]
-    made = slices[0]
-    for part in slices[1:]:
-        made = self.combine_fn.fn(made, part)
-    data = np.asarray(made.handle.data)
-    return [self.to_tensor(np.expand_dims(data, self.axis) if self.keep_dims else data, tensor.dtype)]
-
-
-def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A device function, for which the language is changed once: it takes a third of the time to do so at each call."""
-    if self.fn not in SEEN:
-        SEEN.add(self.fn)
-        interpreter._patch_lang(self.fn)
-    return self.rewrite()(*args, **kwargs)
-
-
 def install() -> None:
     """Change the interpreter, and have rules made for hardware, as if kernels were compiled."""
+    quick_interpreter.install()
     builder = InterpreterBuilder
     builder.create_inline_asm, builder.cast_impl, builder.create_fma = create_inline_asm, cast, create_fma
     builder.create_fp_to_fp = lambda self, src, kind, _rounding: cast(self, src, kind)
@@ -148,8 +127,6 @@ def install() -> None:
     for name in ("min", "max"):
         setattr(builder, f"create_{name}numf", extremum(f"{name}.f32"))
         setattr(builder, f"create_{name}imumf", extremum(f"{name}.NaN.f32"))
-    interpreter.ReduceOps.generic_reduce = generic_reduce
-    interpreter.InterpretedFunction.__call__ = call
     # `launch` still has to know: it runs kernels.
     for module in (normalize, outputs, pointwise, quantizer, swiglu):
         module.interpreted = lambda: False

@@ -40,7 +40,9 @@ def start_ranks(work):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_in_group, args=(ranks, port, work, arguments), nprocs=ranks)
+    # Forks have imported what this process has, and it has computed nothing yet.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    mp.start_processes(_in_group, (ranks, port, work, arguments), nprocs=ranks, start_method=method)
     print(EQUAL)
 
 

@@ -53,6 +53,16 @@ def stopping(monkeypatch, after, error):
     monkeypatch.setattr(module, "made_parameter", stops)
 
 
+@pytest.fixture
+def unwatched():
+    """Objects of other tests, many where a process has run a thousand: the collector and its lists pass over them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("unwatched")
 def test_originals_are_freed_one_by_one():
     """After each weight the dense ones that live are those to come."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
@@ -67,20 +77,19 @@ def test_originals_are_freed_one_by_one():
     assert alive == [(f"{i}.weight", i + 1, 6, 5 - i) for i in range(6)]
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_live_bytes_stay_near_the_model():
     """All tensors that live, between two weights: never more than the model and one layer."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    gc.collect()
-    others = {storage.data_ptr() for storage in storages()} - {p.data_ptr() for p in model.parameters()}
     before, most = sum(p.numel() * p.element_size() for p in model.parameters()), []
 
     def progress(name, done, total):
-        most.append(sum(s.nbytes() for s in storages() if s.data_ptr() not in others))
+        most.append(sum(s.nbytes() for s in storages()))
 
     quantize_(model, Int8WeightOnlyConfig(), progress=progress)
     assert max(most) < before
     assert most == sorted(most, reverse=True)
-    assert most[-1] < before * 0.26
+    assert before * 0.25 < most[-1] < before * 0.26
 
 
 def storages():

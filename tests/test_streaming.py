@@ -144,14 +144,19 @@ def test_the_dense_model_is_never_there(folders, monkeypatch):
     """Bytes of all tensors that live whenever a weight has been made: those of the result, and of one layer."""
     whole = sum(p.numel() * p.element_size() for p in loaded(folders["llama"]).parameters())
     gc.collect()
-    others, most = {id(s) for s in live()}, []
+    most = []
 
     def progress(name, done, total):
-        most.append(sum(t.untyped_storage().nbytes() for t in live() if id(t) not in others))
+        most.append(sum(t.untyped_storage().nbytes() for t in live()))
 
-    model = quantize_pretrained(folders["llama"], INT8, everything, progress=progress)
+    # What is there already is none of its tensors: the collector lists the others only.
+    gc.freeze()
+    try:
+        model = quantize_pretrained(folders["llama"], INT8, everything, progress=progress)
+    finally:
+        gc.unfreeze()
     kept = sum(p.numel() * p.element_size() for t in model.parameters() for p in parts(t))
-    assert max(most) < 0.75 * whole
+    assert 0.5 * kept < max(most) < 0.75 * whole
     assert max(most) < kept + 4 * 256 * 128 * 2
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from experiments.decode_attention_kernel import attention_kernel
+from tests import quick_interpreter
 
 HEADS, KV_HEADS, WIDTH, LENGTH, STEP = 4, 2, 16, 40, 8
 #: The interpreter cuts off where a GPU rounds; and what float32 loses in sums of scores below 16, exponentials and values.
@@ -70,6 +71,7 @@ def compare(last, rng):
 def main():
     """All positions of interest."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
     rng = np.random.default_rng(0)
     for last in (0, 1, STEP - 1, STEP, STEP + 1, 3 * STEP, LENGTH - 1):
         print(f"position {last}: {compare(last, rng):.2f} of the allowed error")

@@ -67,7 +67,9 @@ def expected(
 def compare(device: str) -> int:
     """Elements that differ, over all cases and dtypes."""
     total = 0
-    for inputs, weights, rows, along, outputs in CASES:
+    for inputs, weights, rows, length, outputs in CASES:
+        # On a CPU both are the reference's, and the program itself is what is tried.
+        along = min(length, 512) if device == "cpu" else length
         recipe = Recipe(weight=named(weights), activation=named(inputs))  # type: ignore[arg-type]
         rule = Rule.of(recipe, -1)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

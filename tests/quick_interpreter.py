@@ -1,0 +1,112 @@
+"""Triton's interpreter without the work that it does again and again: what kernels compute stays as it was.
+
+`install` is for programs that started with TRITON_INTERPRET=1. Three quarters of their time went into changing the language
+anew at every call of a device function, though the launch has changed it already; into checks of overflow whose answer nothing
+reads; into shapes of tensors, made anew for each; and into reductions element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+#: What kernels see as the language: the project's modules import the first, Triton's own functions the second.
+LANGUAGES = (tl, tl.core)
+np_dtype = lru_cache(None)(interpreter._get_np_dtype)
+
+
+def patch_lang(_fn: Any) -> Any:
+    """The language as the interpreter changes it, for everything that a launch may call; whoever asks restores it."""
+    scope = interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    for changed in (*LANGUAGES, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
+        interpreter._patch_builtin(changed, builder, scope)
+    interpreter._patch_lang_tensor(tl.tensor, scope)
+    for language in LANGUAGES:
+        interpreter._patch_lang_core(language, scope)
+    return scope
+
+
+def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A device function: the launch has changed the language."""
+    return self.rewrite()(*args, **kwargs)
+
+
+def get_np_dtype(kind: Any) -> np.dtype:
+    """The interpreter's table of dtypes, which it makes anew at each look."""
+    kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    return np.dtype(np.uint64) if isinstance(kind, tl.pointer_type) else np_dtype(kind)
+
+
+@lru_cache(None)
+def checked(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Fields of a type of blocks, with the language's own checks: powers of two, not too many elements."""
+    made = tl.block_type.__new__(tl.block_type)
+    first_init[tl.block_type](made, tl.int8, list(lengths))
+    return {"shape": made.shape, "numel": made.numel, "name": made.name.removesuffix(f"{tl.int8}>")}
+
+
+def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """A type of blocks whose shape is remembered."""
+    fields = checked(tuple(s.value if isinstance(s, tl.constexpr) else s for s in shape))
+    self.element_ty, self.shape, self.numel = element_ty, fields["shape"], fields["numel"]
+    self.name = f"{fields['name']}{element_ty}>"
+
+
+@lru_cache(None)
+def shape_of(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's number of elements and shape, as the language has them."""
+    made = tl.tensor.__new__(tl.tensor)
+    first_init[tl.tensor](made, None, tl.block_type(tl.int8, list(lengths)) if lengths else tl.int8)
+    return made.numel, made.shape
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """A tensor whose shape is remembered."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = shape_of(tuple(type.shape.values) if type.is_block() else ())
+
+
+def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Two operands of one shape: itself for both where they have it already."""
+    first, second = lhs.type, rhs.type
+    if first.is_block() and second.is_block() and first.shape is second.shape:
+        return lhs, rhs
+    return broadcast_impl_value(self, lhs, rhs)
+
+
+def generic_reduce(self: Any, tensors: Any) -> list[Any]:
+    """A reduction by any function, slice by slice rather than element by element."""
+    if self.axis is None or len(tensors) > 1:
+        return element_by_element(self, tensors)
+    (tensor,) = tensors
+    data = np.ascontiguousarray(tensor.handle.data)
+    slices = [self.to_tensor(part, tensor.dtype) for part in np.moveaxis(data, self.axis, 0)]
+    made = slices[0]
+    for part in slices[1:]:
+        made = self.combine_fn.fn(made, part)
+    whole = np.asarray(made.handle.data).reshape(np.delete(data.shape, self.axis))
+    return [self.to_tensor(np.expand_dims(whole, self.axis) if self.keep_dims else whole, tensor.dtype)]
+
+
+first_init = {kind: kind.__init__ for kind in (tl.block_type, tl.tensor)}
+broadcast_impl_value = type(interpreter.interpreter_semantic).broadcast_impl_value
+element_by_element = interpreter.ReduceOps.generic_reduce
+
+
+def install() -> None:
+    """Change the interpreter."""
+    interpreter._patch_lang = patch_lang
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter._get_np_dtype = get_np_dtype
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+    tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
+    type(interpreter.interpreter_semantic).broadcast_impl_value = broadcast
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "checks of overflow are read"
+    builder.options = replace(builder.options, sanitize_overflow=False)
