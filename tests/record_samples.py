@@ -96,7 +96,11 @@ def kinds_of(name: str) -> Features:
     return frozenset(made.items())
 
 
-STRUCTURES = covering(lambda name: frozenset({values_of(name)}) | element_of(name))
+def structures_of(name: str) -> Features:
+    return frozenset({values_of(name)}) | element_of(name)
+
+
+STRUCTURES = covering(structures_of)
 FIELDS = covering(lambda name: values_of(name) | element_of(name))
 KINDS = covering(kinds_of)
 
