@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ao_lab.testing import assert_same_bits, assert_same_quantized, fill, float_arrays
 from reference import FORMATS, quantize, rms_norm, rms_norm_quantize
+from tests.record_samples import sampled
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 KINDS = ("normals", "wide", "subnormals", "largest", "zeros", "bits")
@@ -68,11 +69,14 @@ def test_drawn_rows(dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_libraries(dtype):
-    """torch through NumPy's memory and in its own namespace; JAX compiled, by the caller too, and as a batch of rows."""
+    """torch through NumPy's memory and in its own namespace; JAX compiled, by the caller too, and as a batch of rows.
+
+    Rows are short and no power of two: every level of the sum's tree is as much again to compile.
+    """
     alone = jax.jit(rms_norm)
     rows = jax.jit(jax.vmap(lambda a, w, b: rms_norm(a, w, residual=b), in_axes=(0, None, 0)))
     for kind in KINDS:
-        x, weight, residual = inputs(kind, dtype)
+        x, weight, residual = inputs(kind, dtype, (6, 11))
         expected = rms_norm(x, weight, residual=residual)
         tensors, arrays = (
             [convert(a) for a in (x, weight, residual)] for convert in (tensor_of, jnp.asarray)
@@ -91,7 +95,7 @@ def test_libraries(dtype):
 
 
 def test_jax_step_by_step():
-    x, weight, residual = inputs("wide", "float32", (2, 3))
+    x, weight, residual = inputs("wide", "float32", (2, 2))
     got = rms_norm.__wrapped__(jnp.asarray(x), jnp.asarray(weight), residual=jnp.asarray(residual))
     assert_same_bits(got, rms_norm(x, weight, residual=residual))
 
@@ -196,9 +200,9 @@ def test_quantized_is_quantize_of_y(name):
         assert rms_norm_quantize(x, weight, name)[1] is None
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_rowwise"])
+@pytest.mark.parametrize("name", sampled({"mxfp4"}, ["mxfp4", "fp8_rowwise"]))
 def test_quantized_in_jax(name):
-    x, weight, residual = inputs("normals", "bfloat16", (4, 64))
+    x, weight, residual = inputs("normals", "bfloat16", (4, 32))
     arrays = [jnp.asarray(a) for a in (x, weight, residual)]
     expected = rms_norm_quantize(x, weight, name, residual=residual, packed=True)
     got = rms_norm_quantize(*arrays[:2], name, residual=arrays[2], packed=True)
