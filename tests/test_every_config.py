@@ -51,7 +51,13 @@ ARGUMENTS = {
     "NVFP4WeightOnlyConfig": [{}],
     "SchemeConfig": [{"scheme": "mxint8", "activation_scheme": "int8_rowwise"}],
 }  # fmt: skip
-CASES = [(name, given) for name, several in ARGUMENTS.items() for given in several]
+#: Integers of other widths differ in how their codes are packed, which `test_pack` looks at.
+WIDTHS = (torch.int3, torch.int5, torch.int6, torch.int7)
+CASES = [
+    pytest.param(name, given, marks=pytest.mark.sweep if given.get("weight_dtype") in WIDTHS else ())
+    for name, several in ARGUMENTS.items()
+    for given in several
+]
 TOKENS = torch.tensor([[1, 2, 3, 9], [15, 0, 7, 4]])
 
 
