@@ -1,8 +1,8 @@
 """Records that stand for others, for tests to which every record costs a compilation.
 
 Two records that differ in nothing but numbers (a target, the size of a block, the bits of an integer) run the same code with
-other constants. `STRUCTURES` holds a record of every structure and of every element. `FIELDS` is shorter: every value that any
-field has anywhere occurs in it, but not every combination of values. `KINDS` has every kind of block, of second level and of
+other constants. `STRUCTURES` holds a record of every structure and of every element. `PAIRS` is shorter: any two values of
+fields that some record has together, some record of it has together. `FIELDS` is the shortest: every value of every field. `KINDS` has every kind of block, of second level and of
 zero point, for what depends on little else. `sampled` makes a test's parameters of them: the other records are marked `sweep`
 and run by `make sweep`. `test_record_samples` shows that nothing of `SCHEMES` is missing.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import fields
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -101,6 +102,7 @@ def structures_of(name: str) -> Features:
 
 
 STRUCTURES = covering(structures_of)
+PAIRS = covering(lambda name: frozenset(map(frozenset, combinations(values_of(name), 2))) | element_of(name))
 FIELDS = covering(lambda name: values_of(name) | element_of(name))
 KINDS = covering(kinds_of)
 

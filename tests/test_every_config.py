@@ -146,9 +146,20 @@ def test_compiled(name, given):
         assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(TOKENS), y)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("name", "given"), CASES)
 def test_exported(name, given, strict):
+    """By torch.export's own trace; the strict one is the compiler's, which test_compiled takes."""
+    check_exported(name, given, strict)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_exported_strictly(name):
+    """One configuration of every class."""
+    check_exported(name, ARGUMENTS[name][0], strict=True)
+
+
+def check_exported(name, given, strict):
     net = network(config_of(name, given))
     with torch.no_grad():
         program = torch.export.export(net, (TOKENS,), strict=strict)

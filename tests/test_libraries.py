@@ -20,7 +20,7 @@ import torch
 import reference
 from ao_lab.testing import assert_same_bits, assert_same_quantized, fill
 from reference import SCHEMES
-from tests.record_samples import FIELDS, KINDS, NAMES, STRUCTURES, covering, sampled, values_of
+from tests.record_samples import FIELDS, KINDS, NAMES, PAIRS, STRUCTURES, covering, sampled, values_of
 
 SHAPE = (16, 256)  # divided by every block; torchao's NF4 asks for 16384 elements
 LARGE = (64, 256)
@@ -130,7 +130,7 @@ def test_torch_on_any_axis(name):
         check(native, name, "bfloat16", axis, shape, tensor_of, 1, ("bits", "mixed", "sparse"))
 
 
-@pytest.mark.parametrize("name", sampled(STRUCTURES))
+@pytest.mark.parametrize("name", sampled(PAIRS))
 def test_jax_jit(name):
     check(jax.jit(lambda x: both(x, name, outputs=WIDE)), name, "float32", outputs=WIDE)
 
@@ -143,15 +143,16 @@ def test_jax_on_concrete_arrays(name):
     assert_same_bits(reference.choose_scales(jnp.asarray(x), name), reference.choose_scales(x, name))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sampled(set(KINDS) - {"nf4"}, KINDS))
 def test_jax_eager(name):
-    """Step by step, no fusion."""
+    """Step by step, no fusion: of nf4 the longest step, a loop over its scales, is one program here too."""
     check(lambda x: both_native(x, name), name, "float32")
 
 
-@pytest.mark.parametrize("name", sampled(FIELDS))
+@pytest.mark.parametrize("name", sampled(set(FIELDS) - {"torchao.nf4"}))
 def test_jax_vmap(name):
-    """A batch in one call equals its members one by one, bit for bit; bfloat16."""
+    """A batch in one call equals its members one by one, bit for bit; bfloat16. (torchao's NF4 stands beside nf4 here, and
+    in float16 below.)"""
     members = list(inputs(shape_for(name), "bfloat16", seed=2).values())
     batched = jax.jit(jax.vmap(lambda x: both(x, name, outputs=NARROW)))(jnp.stack(members))
     for i, x in enumerate(members):
@@ -164,8 +165,11 @@ def test_jax_jit_float16(name):
     check(jax.jit(lambda x: both(x, name, outputs=WIDE)), name, "float16", outputs=WIDE)
 
 
+# Blocks of the whole or the flattened tensor know no axis.
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", sampled([n for n in KINDS if not isinstance(SCHEMES[n].scale.block, str)], KINDS)
+)
 def test_jax_jit_on_any_axis(name, axis):
     function = jax.jit(lambda x: both(x, name, axis, outputs=WIDE))
     check(function, name, "float32", axis, AXIS_SHAPES[axis], seed=1, outputs=WIDE)

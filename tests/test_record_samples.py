@@ -6,7 +6,17 @@ import pytest
 
 from reference import SCHEMES
 from reference.schemes import Scale, Scheme
-from tests.record_samples import FIELDS, KINDS, NAMES, STRUCTURES, covering, kinds_of, sampled, values_of
+from tests.record_samples import (
+    FIELDS,
+    KINDS,
+    NAMES,
+    PAIRS,
+    STRUCTURES,
+    covering,
+    kinds_of,
+    sampled,
+    values_of,
+)
 
 
 def scales_in(names: Collection[str]) -> list[Scale]:
@@ -39,6 +49,15 @@ def test_every_structure_is_sampled():
     assert {values_of(name) for name in STRUCTURES} == {values_of(name) for name in NAMES}
     assert rules_in(STRUCTURES) == rules_in(NAMES)
     assert len(STRUCTURES) < len(NAMES) / 2
+
+
+def pairs_in(names: Collection[str]) -> set[frozenset[object]]:
+    return {frozenset((a, b)) for name in names for a in values_of(name) for b in values_of(name)}
+
+
+def test_every_pair_of_values_is_sampled():
+    assert pairs_in(PAIRS) == pairs_in(NAMES)
+    assert rules_in(PAIRS) == rules_in(NAMES)
 
 
 def test_every_value_of_every_field_is_sampled():
