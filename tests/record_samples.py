@@ -2,9 +2,10 @@
 
 Two records that differ in nothing but numbers (a target, the size of a block, the bits of an integer) run the same code with
 other constants. `STRUCTURES` holds a record of every structure and of every element. `PAIRS` is shorter: any two values of
-fields that some record has together, some record of it has together. `FIELDS` is the shortest: every value of every field. `KINDS` has every kind of block, of second level and of
-zero point, for what depends on little else. `sampled` makes a test's parameters of them: the other records are marked `sweep`
-and run by `make sweep`. `test_record_samples` shows that nothing of `SCHEMES` is missing.
+fields that some record has together, some record of it has together. `FIELDS` is the shortest: every value of every field.
+`KINDS` has every kind of block, of second level and of zero point, for what depends on little else. `sampled` makes a test's
+parameters of them: the other records are marked `sweep` and run by `make sweep`. `test_record_samples` shows that nothing of
+`SCHEMES` is missing.
 """
 
 from __future__ import annotations
