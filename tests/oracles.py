@@ -233,26 +233,27 @@ def exact_code(
     if fmt.kind == "scale" and ((negative and x != 0) or (x == 0 and overflow != "saturate")):
         return 0xFF
     grid = magnitudes(fmt)
-    index = (
-        len(grid) - 1
-        if abs(x) == float("inf")
-        else _choose(abs(Fraction(x)), grid, fmt, mode, negative, word)
-    )
+    index = len(grid) - 1 if abs(x) == float("inf") else _choose(abs(x), fmt, mode, negative, word)
     if index < len(grid) - 1:
         return index | (fmt.sign_mask if negative and (index or fmt.has_negative_zero) else 0)
     return _exact_overflow(x, negative, fmt, mode, overflow)
 
 
-def _choose(
-    x: Fraction, grid: tuple[Fraction, ...], fmt: Format, mode: str, negative: bool, word: int
-) -> int:
+@lru_cache(maxsize=1 << 15)
+def _place(x: float, fmt: Format) -> tuple[int, Fraction]:
+    """Index of the largest magnitude of at most x >= 0 (-1: none), and which part of the way to the next x has gone."""
+    grid, exact = magnitudes(fmt), Fraction(x)
+    low = bisect_right(grid, exact) - 1
+    if low < 0 or low == len(grid) - 1:
+        return low, Fraction(0)
+    return low, (exact - grid[low]) / (grid[low + 1] - grid[low])
+
+
+def _choose(x: float, fmt: Format, mode: str, negative: bool, word: int) -> int:
     """Index of the neighbour of x that the mode chooses; the last index for everything beyond the grid."""
-    if x < grid[0]:
-        return 0
-    low = bisect_right(grid, x) - 1
-    if x == grid[low] or low == len(grid) - 1:
-        return low
-    part = (x - grid[low]) / (grid[low + 1] - grid[low])
+    low, part = _place(x, fmt)
+    if low < 0 or part == 0:
+        return max(low, 0)
     # A power of two has the significand 1, which is odd, and the next one is 10 in the same units.
     odd = low % 2 == 1 or fmt.kind == "scale"
     grows = {
@@ -292,11 +293,7 @@ def _exact_nan(fmt: Format) -> int:
 
 def _exact_integer(x: float, negative: bool, fmt: Format, mode: str, word: int) -> int:
     grid = magnitudes(fmt)
-    index = (
-        len(grid) - 1
-        if abs(x) == float("inf")
-        else _choose(abs(Fraction(x)), grid, fmt, mode, negative, word)
-    )
+    index = len(grid) - 1 if abs(x) == float("inf") else _choose(abs(x), fmt, mode, negative, word)
     narrow = fmt.specials in ("nan_minimum", "unused_minimum")
     lowest = -(1 << (fmt.bits - 1)) + narrow if fmt.signed else 0
     highest = (1 << (fmt.bits - fmt.signed)) - 1

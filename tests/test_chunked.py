@@ -1,14 +1,14 @@
-"""Weights in pieces of rows: the bits of the whole weight at once, for every scheme."""
+"""Weights in pieces of rows: the bits of the whole weight at once, for schemes of every structure."""
 
 import pytest
 import torch
 
 import ao_lab.chunked as chunked
-import reference
 from ao_lab import Recipe, quantized
 from ao_lab.recipes import named
 from ao_lab.tensor_meta import PARTS
 from ao_lab.testing import assert_same_bits
+from tests.record_samples import STRUCTURES, sampled
 
 MADE = [
     "int8_tensorwise_asymmetric",
@@ -44,7 +44,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(chunked, "PIECE", 2048)
 
 
-@pytest.mark.parametrize("name", [*sorted(reference.SCHEMES), *MADE])
+@pytest.mark.parametrize("name", [*sampled(STRUCTURES), *MADE])
 def test_pieces_are_the_whole(name):
     scheme, cut = named(name), 0
     recipe = Recipe(weight=scheme)

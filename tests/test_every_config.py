@@ -51,7 +51,13 @@ ARGUMENTS = {
     "NVFP4WeightOnlyConfig": [{}],
     "SchemeConfig": [{"scheme": "mxint8", "activation_scheme": "int8_rowwise"}],
 }  # fmt: skip
-CASES = [(name, given) for name, several in ARGUMENTS.items() for given in several]
+#: Integers of other widths differ in how their codes are packed, which `test_pack` looks at.
+WIDTHS = (torch.int3, torch.int5, torch.int6, torch.int7)
+CASES = [
+    pytest.param(name, given, marks=pytest.mark.sweep if given.get("weight_dtype") in WIDTHS else ())
+    for name, several in ARGUMENTS.items()
+    for given in several
+]
 TOKENS = torch.tensor([[1, 2, 3, 9], [15, 0, 7, 4]])
 
 
@@ -140,9 +146,20 @@ def test_compiled(name, given):
         assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(TOKENS), y)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("name", "given"), CASES)
 def test_exported(name, given, strict):
+    """By torch.export's own trace; the strict one is the compiler's, which test_compiled takes."""
+    check_exported(name, given, strict)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_exported_strictly(name):
+    """One configuration of every class."""
+    check_exported(name, ARGUMENTS[name][0], strict=True)
+
+
+def check_exported(name, given, strict):
     net = network(config_of(name, given))
     with torch.no_grad():
         program = torch.export.export(net, (TOKENS,), strict=strict)

@@ -2,8 +2,9 @@
 
 NumPy is the yardstick; that its bits are right is the business of the other tests. torch is asked twice: through the public
 function, where CPU tensors share NumPy's path, and through `__wrapped__`, the torch namespace, the path of CUDA tensors. In JAX
-every scheme runs under jit (float32) and under vmap (bfloat16). Public functions on concrete arrays compile the same programs
-(`reference.compiled`), and `__wrapped__` runs them step by step: these are asked for one scheme of every kind of block.
+schemes run under jit (float32) and under vmap (bfloat16). Public functions on concrete arrays compile the same programs
+(`reference.compiled`), and `__wrapped__` runs them step by step: these are asked for schemes of every kind of block.
+`tests.record_samples` says which records stand for the others, which `make sweep` adds.
 Inputs are random bit patterns, normals, subnormals, the largest floats and arrays where a few elements are NaN or infinite,
 so that most blocks stay finite. XLA's hazards (flushed subnormals, reciprocal division, contracted products) depend on the
 compiler's default settings, so nothing is switched off here.
@@ -19,6 +20,7 @@ import torch
 import reference
 from ao_lab.testing import assert_same_bits, assert_same_quantized, fill
 from reference import SCHEMES
+from tests.record_samples import FIELDS, KINDS, NAMES, PAIRS, STRUCTURES, covering, sampled, values_of
 
 SHAPE = (16, 256)  # divided by every block; torchao's NF4 asks for 16384 elements
 LARGE = (64, 256)
@@ -26,7 +28,6 @@ LARGE = (64, 256)
 BOTH, WIDE, NARROW = ("float32", "bfloat16"), ("float32",), ("bfloat16",)
 AXIS_SHAPES = {0: (256, 2, 32), 1: (2, 256, 32), -1: (2, 32, 256)}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-NAMES = sorted(SCHEMES)
 
 
 def shape_for(name):
@@ -76,10 +77,10 @@ def both(x, scheme, axis=-1, outputs=BOTH):
     return q, *(reference.dequantize(q, output) for output in outputs)
 
 
-def both_native(x, scheme, axis=-1):
+def both_native(x, scheme, axis=-1, outputs=BOTH):
     """The torch namespace, which CUDA tensors use; for JAX, its steps one by one."""
     q = reference.quantize.__wrapped__(x, scheme, axis=axis)
-    return q, *(reference.dequantize.__wrapped__(q, output) for output in BOTH)
+    return q, *(reference.dequantize.__wrapped__(q, output) for output in outputs)
 
 
 def assert_same(actual, expected, x):
@@ -105,71 +106,40 @@ def needs_dtype(name):
     return record.arithmetic == "input" or "tiny" in floors or any(part.compute == "input" for part in parts)
 
 
-def structure(name):
-    """What decides which code runs: everything in a record but names, numbers and sizes."""
-    s = SCHEMES[name]
-    scales = [
-        (
-            *(
-                type(part.block).__name__,
-                str(part.block)[:4] if isinstance(part.block, str) else part.block == -1,
-            ),
-            *(part.statistic, part.rule, part.compute, part.stored, part.storage, part.center, part.partial),
-            part.floor and part.floor[0],
-        )
-        for part in (s.scale, s.outer)
-        if part
-    ]
-    zero = s.zero and s.zero.rule
-    return (
-        *scales,
-        zero,
-        s.format.kind,
-        s.apply,
-        s.outer_order,
-        s.arithmetic,
-        s.codes_from,
-        s.nan,
-        s.dequantize,
-    )
-
-
-def one_of_each(key):
-    """One scheme for every value of `key`."""
-    return sorted({key(name): name for name in NAMES}.values())
-
-
 INPUT_DTYPE_NAMES = [name for name in NAMES if needs_dtype(name)]
-STRUCTURES = one_of_each(structure)
-BLOCKS = one_of_each(lambda name: (SCHEMES[name].scale.block, SCHEMES[name].outer is None))
+# Every block there is, of every size; those of KINDS stand for the others.
+BLOCKS = sorted(
+    {*KINDS, *covering(lambda name: frozenset({(SCHEMES[name].scale.block, SCHEMES[name].outer is None)}))}
+)
+GIVEN_NAMES = [name for name in NAMES if SCHEMES[name].codes_from == "stored"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(STRUCTURES))
 def test_torch(name):
     for dtype in DTYPES if needs_dtype(name) else ["float32"]:
         check(lambda x: both_native(x, name), name, dtype, convert=tensor_of)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(STRUCTURES))
 def test_torch_on_cpu(name):
     """The public functions: tensors share NumPy's memory and path."""
     for dtype in DTYPES:
         check(lambda x: both(x, name), name, dtype, convert=tensor_of, kinds=("bits", "sparse"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(STRUCTURES))
 def test_torch_on_any_axis(name):
     for axis, shape in AXIS_SHAPES.items():
         native = lambda x, axis=axis: both_native(x, name, axis)  # noqa: E731
         check(native, name, "bfloat16", axis, shape, tensor_of, 1, ("bits", "mixed", "sparse"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(PAIRS))
 def test_jax_jit(name):
     check(jax.jit(lambda x: both(x, name, outputs=WIDE)), name, "float32", outputs=WIDE)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sampled(KINDS, BLOCKS))
 def test_jax_on_concrete_arrays(name):
     """The public functions, which compile the same program; and `choose_scales`."""
     check(lambda x: both(x, name), name, "float32")
@@ -177,15 +147,16 @@ def test_jax_on_concrete_arrays(name):
     assert_same_bits(reference.choose_scales(jnp.asarray(x), name), reference.choose_scales(x, name))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sampled(set(KINDS) - {"nf4"}, BLOCKS))
 def test_jax_eager(name):
-    """Step by step, no fusion."""
+    """Step by step, no fusion: of nf4 the longest step, a loop over its scales, is one program here too."""
     check(lambda x: both_native(x, name), name, "float32")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(set(FIELDS) - {"torchao.nf4"}))
 def test_jax_vmap(name):
-    """A batch in one call equals its members one by one, bit for bit; bfloat16."""
+    """A batch in one call equals its members one by one, bit for bit; bfloat16. (torchao's NF4 stands beside nf4 here, and
+    in float16 below.)"""
     members = list(inputs(shape_for(name), "bfloat16", seed=2).values())
     batched = jax.jit(jax.vmap(lambda x: both(x, name, outputs=NARROW)))(jnp.stack(members))
     for i, x in enumerate(members):
@@ -193,19 +164,22 @@ def test_jax_vmap(name):
         assert_same(one, both(x, SCHEMES[name], outputs=NARROW), x)
 
 
-@pytest.mark.parametrize("name", INPUT_DTYPE_NAMES)
+@pytest.mark.parametrize("name", sampled(covering(values_of, INPUT_DTYPE_NAMES), INPUT_DTYPE_NAMES))
 def test_jax_jit_float16(name):
     check(jax.jit(lambda x: both(x, name, outputs=WIDE)), name, "float16", outputs=WIDE)
 
 
+# Blocks of the whole or the flattened tensor know no axis.
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    "name", sampled([n for n in KINDS if not isinstance(SCHEMES[n].scale.block, str)], BLOCKS)
+)
 def test_jax_jit_on_any_axis(name, axis):
     function = jax.jit(lambda x: both(x, name, axis, outputs=WIDE))
     check(function, name, "float32", axis, AXIS_SHAPES[axis], seed=1, outputs=WIDE)
 
 
-@pytest.mark.parametrize("name", [name for name in STRUCTURES if SCHEMES[name].codes_from == "stored"])
+@pytest.mark.parametrize("name", sampled(covering(values_of, GIVEN_NAMES), GIVEN_NAMES))
 def test_jax_given_scales(name):
     """Scales that were chosen before give the same codes again, through jit's boundary."""
     x = inputs(shape_for(name))["sparse"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ao_lab.testing import assert_same_bits, assert_same_quantized, fill, float_arrays
 from reference import FORMATS, quantize, rms_norm, rms_norm_quantize
+from tests.record_samples import sampled
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 KINDS = ("normals", "wide", "subnormals", "largest", "zeros", "bits")
@@ -68,11 +69,12 @@ def test_drawn_rows(dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_libraries(dtype):
-    """torch through NumPy's memory and in its own namespace; JAX compiled, by the caller too, and as a batch of rows."""
-    alone = jax.jit(rms_norm)
-    rows = jax.jit(jax.vmap(lambda a, w, b: rms_norm(a, w, residual=b), in_axes=(0, None, 0)))
+    """torch through NumPy's memory and in its own namespace; JAX compiled.
+
+    Rows are short and no power of two: every level of the sum's tree is as much again to compile.
+    """
     for kind in KINDS:
-        x, weight, residual = inputs(kind, dtype)
+        x, weight, residual = inputs(kind, dtype, (6, 11))
         expected = rms_norm(x, weight, residual=residual)
         tensors, arrays = (
             [convert(a) for a in (x, weight, residual)] for convert in (tensor_of, jnp.asarray)
@@ -81,17 +83,31 @@ def test_libraries(dtype):
             rms_norm(*tensors[:2], residual=tensors[2]),
             rms_norm.__wrapped__(*tensors[:2], residual=tensors[2]),
             rms_norm(*arrays[:2], residual=arrays[2]),
-            rows(*arrays),
         ]
         for got in made:
             assert_same_bits(got, expected, inputs=x)
-        for got in (rms_norm(*tensors[:2]), alone(*arrays[:2])):
-            assert_same_bits(got[0], rms_norm(x, weight)[0], inputs=x)
-            assert got[1] is None
+        alone = rms_norm(*tensors[:2])
+        assert_same_bits(alone[0], rms_norm(x, weight)[0], inputs=x)
+        assert alone[1] is None
+
+
+# A trace does not depend on the dtype of what is traced.
+@pytest.mark.parametrize("dtype", sampled({"float32"}, DTYPES))
+def test_traced_in_jax(dtype):
+    """Under the caller's jit, without a residual and as a batch of rows."""
+    alone = jax.jit(rms_norm)
+    rows = jax.jit(jax.vmap(lambda a, w, b: rms_norm(a, w, residual=b), in_axes=(0, None, 0)))
+    for kind in KINDS:
+        x, weight, residual = inputs(kind, dtype, (6, 11))
+        arrays = [jnp.asarray(a) for a in (x, weight, residual)]
+        assert_same_bits(rows(*arrays), rms_norm(x, weight, residual=residual), inputs=x)
+        got = alone(*arrays[:2])
+        assert_same_bits(got[0], rms_norm(x, weight)[0], inputs=x)
+        assert got[1] is None
 
 
 def test_jax_step_by_step():
-    x, weight, residual = inputs("wide", "float32", (2, 3))
+    x, weight, residual = inputs("wide", "float32", (2, 2))
     got = rms_norm.__wrapped__(jnp.asarray(x), jnp.asarray(weight), residual=jnp.asarray(residual))
     assert_same_bits(got, rms_norm(x, weight, residual=residual))
 
@@ -196,9 +212,9 @@ def test_quantized_is_quantize_of_y(name):
         assert rms_norm_quantize(x, weight, name)[1] is None
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_rowwise"])
+@pytest.mark.parametrize("name", sampled({"mxfp4"}, ["mxfp4", "fp8_rowwise"]))
 def test_quantized_in_jax(name):
-    x, weight, residual = inputs("normals", "bfloat16", (4, 64))
+    x, weight, residual = inputs("normals", "bfloat16", (4, 32))
     arrays = [jnp.asarray(a) for a in (x, weight, residual)]
     expected = rms_norm_quantize(x, weight, name, residual=residual, packed=True)
     got = rms_norm_quantize(*arrays[:2], name, residual=arrays[2], packed=True)

@@ -23,10 +23,11 @@ from ao_lab.testing import (
 )
 from reference import SCHEMES, Scales, choose_scales, dequantize, quantize
 from tests import exact_quantizers as truth
+from tests.record_samples import NAMES, STRUCTURES, covering, sampled, structures_of
 
 FINITE = [kind for kind in MAXIMA if kind not in ("nan", "infinity", "bits")]
 HOUSE = sorted(name for name in SCHEMES if "." not in name)
-NAMES = sorted(SCHEMES)
+HOUSE_STRUCTURES = covering(structures_of, HOUSE)
 FEW = settings(max_examples=40)
 ONES = np.ones((2, 256), np.float32)
 
@@ -91,7 +92,7 @@ def test_dequantize_is_the_rounded_product(x):
         assert [Fraction(float(v)) for v in got] == limited
 
 
-@pytest.mark.parametrize("name", HOUSE)
+@pytest.mark.parametrize("name", sampled(HOUSE_STRUCTURES, HOUSE))
 def test_finite_stays_finite(name):
     """House rule: no finite input becomes NaN or infinite, in any output dtype."""
 
@@ -109,7 +110,9 @@ def test_finite_stays_finite(name):
     check()
 
 
-@pytest.mark.parametrize("name", [name for name in HOUSE if SCHEMES[name].scale.block not in ("tensor", -1)])
+@pytest.mark.parametrize(
+    "name", sampled(HOUSE_STRUCTURES, [n for n in HOUSE if SCHEMES[n].scale.block not in ("tensor", -1)])
+)
 @pytest.mark.parametrize("special", [np.nan, -np.nan, np.inf, -np.inf])
 def test_specials_stay_in_their_block(name, special):
     x = fill("normals", (256, 256), seed=4)
@@ -128,7 +131,7 @@ def test_specials_stay_in_their_block(name, special):
         assert_same_bits(got[~touched], want[~touched])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(STRUCTURES))
 def test_every_shape_and_given_scales(name):
     """Scales chosen before and given again change nothing, for odd, empty and partial shapes."""
 

@@ -25,17 +25,16 @@ def plain_mean(values):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 100, 257])
-@pytest.mark.parametrize("kind", ["normals", "subnormals", "wide", "largest", "zeros"])
-def test_mean_in_every_library(count, kind):
-    values = np.abs(fill(kind, (count,), seed=count))
-    want = plain_mean(values)
-    bits = values.view(np.int32)
-    assert_same_bits(mean(NUMPY, bits, finite_only=False), want.view(np.int32))
-    tensor = torch.from_numpy(bits.copy())
-    assert_same_bits(mean(namespace_of(tensor), tensor, finite_only=False), want.view(np.int32))
-    array = jnp.asarray(bits)
-    jitted = jax.jit(lambda x: mean(namespace_of(array), x, finite_only=False))
-    assert_same_bits(jitted(array), want.view(np.int32))
+def test_mean_in_every_library(count):
+    """Of each length one program, for all kinds of numbers."""
+    jitted = jax.jit(lambda x: mean(namespace_of(x), x, finite_only=False))
+    for kind in ("normals", "subnormals", "wide", "largest", "zeros"):
+        values = np.abs(fill(kind, (count,), seed=count))
+        want, bits = plain_mean(values).view(np.int32), values.view(np.int32)
+        assert_same_bits(mean(NUMPY, bits, finite_only=False), want)
+        tensor = torch.from_numpy(bits.copy())
+        assert_same_bits(mean(namespace_of(tensor), tensor, finite_only=False), want)
+        assert_same_bits(jitted(jnp.asarray(bits)), want)
 
 
 def test_mean_with_specials():
@@ -68,15 +67,26 @@ def test_nan_shows_in_every_statistic():
     assert absmax(NUMPY, x, finite_only=True).view(np.float32) == 3
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 64, 100])
-@pytest.mark.parametrize("kind", ["normals", "wide", "subnormals", "largest"])
-def test_sums_of_adjacent_pairs_in_every_library(kind, length):
-    x = fill(kind, (4, length), seed=length)
-    size = 1 << max(length - 1, 0).bit_length()
-    want = np.concatenate([x, np.zeros((4, size - length), np.float32)], -1)
+def plain_sum(x):
+    size = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    tree = np.concatenate([x, np.zeros((len(x), size - x.shape[-1]), np.float32)], -1)
     with np.errstate(all="ignore"):
-        while want.shape[-1] > 1:
-            want = want[:, 0::2] + want[:, 1::2]
-    want = np.where(np.isnan(want), np.float32(np.nan), want).view(np.int32)
-    for array in (x.view(np.int32), torch.from_numpy(x).view(torch.int32), jnp.asarray(x.view(np.int32))):
-        assert_same_bits(tree_sum(namespace_of(array), array), want)
+        while tree.shape[-1] > 1:
+            tree = tree[:, 0::2] + tree[:, 1::2]
+    return np.where(np.isnan(tree), np.float32(np.nan), tree)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 64, 100])
+def test_sums_of_adjacent_pairs_in_every_library(length):
+    """Of each length one program; step by step each addition would be some hundred of them."""
+    jitted = jax.jit(lambda x: tree_sum(namespace_of(x), x))
+    for kind in ("normals", "wide", "subnormals", "largest"):
+        x = fill(kind, (4, length), seed=length)
+        want, bits = plain_sum(x).view(np.int32), x.view(np.int32)
+        tensor = torch.from_numpy(bits.copy())
+        for got in (
+            tree_sum(NUMPY, bits),
+            tree_sum(namespace_of(tensor), tensor),
+            jitted(jnp.asarray(bits)),
+        ):
+            assert_same_bits(got, want)

@@ -164,7 +164,24 @@ def nibbles_swapped(packed: torch.Tensor) -> torch.Tensor:
     return (packed << 4) | (packed >> 4)
 
 
-@pytest.mark.parametrize(("config", "dtypes"), CASES, ids=lambda value: type(value).__name__)
+def repeats(config: object) -> bool:
+    """Whether only the number of bits of an integer tells a configuration from one of 2, 4 or 8 bits."""
+    widths = (torch.int3, torch.int5, torch.int6, torch.int7)
+    return (
+        isinstance(config, IntxWeightOnlyConfig)
+        and config.weight_dtype in widths
+        and config.scale_dtype is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "dtypes"),
+    [
+        pytest.param(config, dtypes, marks=pytest.mark.sweep if repeats(config) else ())
+        for config, dtypes in CASES
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_weights(config: object, dtypes: tuple[torch.dtype, ...]) -> None:
     wanted = ao_lab.as_torchao(config)
     for dtype in dtypes:
