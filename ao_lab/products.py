@@ -3,8 +3,9 @@
 A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is the first that can, in the
 order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothing is measured here.
 
-* ``int8``: `torch._int_mm`, exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one
-  rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit.
+* ``int8``: exact integer sums (`torch._int_mm`, `fast.cpu.int8`); then the input's scale, the weight's scale and the bias in
+  float32, and one rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit
+  for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
   Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
   inside the same bound, with other bits than that row has among several.
@@ -31,6 +32,7 @@ import torch
 import fast
 from ao_lab.native import FLOAT8
 from ao_lab.tensor import QuantizedTensor
+from fast.cpu.int8 import integer_sums
 from fast.cpu.linear import takes as takes_one_row
 from fast.cpu.ops import linear as cpu_linear
 from fast.device import OLDEST
@@ -177,8 +179,10 @@ def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
 
 
 def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`torch._int_mm`, with rows of zeros where the GPU wants more of them."""
+    """Exact sums in int32; with rows of zeros where the GPU wants more of them."""
     count = a.shape[0]
+    if a.device.type == "cpu":
+        return integer_sums(a, b)
     if a.is_cuda and count < FEWEST_ROWS:
         a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))
     return torch._int_mm(a, b)[:count]

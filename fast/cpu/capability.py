@@ -6,11 +6,15 @@ torch and oneDNN were left, not what the processor has.
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+#: oneDNN's names of instruction sets on x86 that have no VNNI.
+WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX512_CORE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +22,8 @@ class CpuCapability:
     """instructions: the widest vectors that torch uses, in its own words ("AVX2", "AVX512", "DEFAULT", ...).
 
     bfloat16, float16: whether oneDNN multiplies matrices of that dtype; where it does not, torch's own loops do, of large
-    matrices 10 to 50 times slower than float32. int8: whether dot products of bytes have an instruction (VNNI). amx: whether
-    there are matrix tiles.
+    matrices 10 to 50 times slower than float32. int8: whether dot products of bytes have an instruction (VNNI); where oneDNN
+    does without it, it adds pairs of products in 16 bits, which saturate. amx: whether there are matrix tiles.
     """
 
     instructions: str
@@ -47,7 +51,7 @@ def cpu_capability() -> CpuCapability:
         instructions=instructions,
         bfloat16=_has("_is_mkldnn_bf16_supported"),
         float16=_has("_is_mkldnn_fp16_supported"),
-        int8=wide and _reports("_is_vnni_supported"),
+        int8=wide and _reports("_is_vnni_supported") and not _without_vnni(),
         amx=wide and _has("_is_mkldnn_bf16_supported") and _reports("_is_amx_tile_supported"),
     )
 
@@ -55,6 +59,12 @@ def cpu_capability() -> CpuCapability:
 def _has(question: str) -> bool:
     """What oneDNN says; False in builds of torch without it."""
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, question)())
+
+
+def _without_vnni() -> bool:
+    """Whether oneDNN was told to do without VNNI; torch reports what the processor has."""
+    wanted = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return wanted.upper() in WITHOUT_VNNI
 
 
 def _reports(question: str) -> bool:

@@ -98,7 +98,8 @@ def write(folder, source, kind, config):
 
 def read_plainly(root):
     """What the script says of each folder."""
-    keep = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS")
+    # The last two take instructions away from torch, and other instructions sum in another order.
+    keep = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     env = {**{name: os.environ[name] for name in keep if name in os.environ}, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-P", str(SCRIPT), str(root)], capture_output=True, text=True, env=env, cwd=root
