@@ -48,10 +48,10 @@ contract: install-test
 	$(BIN)/lint-imports
 
 exhaustive: install-test  ## all 2^32 float32 inputs against the reference
-	$(BIN)/python -m tests.exhaustive_float32 $(ARGS)
+	$(BIN)/python -m tests.repo.exhaustive_float32 $(ARGS)
 
 mutation: install-test    ## break one rule at a time and see the tests object
-	$(BIN)/python -m tests.mutation $(ARGS)
+	$(BIN)/python -m tests.repo.mutation $(ARGS)
 
 install: ; @$(INSTALL) run
 

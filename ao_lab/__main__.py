@@ -1,6 +1,6 @@
 """`python -m ao_lab`: the command line from an uninstalled clone."""
 
-from ao_lab.cli import entry
+from ao_lab.cli.app import entry
 
 if __name__ == "__main__":
     entry()

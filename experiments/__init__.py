@@ -10,7 +10,7 @@ import os
 # read when torch's OpenMP library is loaded, so it is set before any experiment imports torch; a user's own value stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from experiments.places import Places
-from experiments.registry import EXPERIMENTS, reproduce
+from experiments.harness.paths import Places
+from experiments.harness.registry import EXPERIMENTS, reproduce
 
 __all__ = ["EXPERIMENTS", "Places", "reproduce"]

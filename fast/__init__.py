@@ -5,19 +5,19 @@ same bits; where no kernel covers a tensor, the same rules run as torch operatio
 in autograd. Arrays that are no torch tensors raise TypeError.
 """
 
-from fast.both import quantize_both
-from fast.compress import compress, decompress
-from fast.encode import decode, encode
-from fast.fake_quantize import fake_quantize, fake_quantize_vjp
-from fast.linear import linear, linear_of_codes
-from fast.linear_pair import linear_pair
-from fast.linear_swiglu import linear_swiglu
-from fast.matmul import matmul, matmul_error_bound
-from fast.normalize import rms_norm, rms_norm_quantize
-from fast.pack import pack, unpack
-from fast.prune import prune
-from fast.quantize import choose_scales, dequantize, quantize
-from fast.swiglu import swiglu, swiglu_quantize
+from fast.formats.encode import decode, encode
+from fast.formats.pack import pack, unpack
+from fast.layers.normalize import rms_norm, rms_norm_quantize
+from fast.layers.swiglu import swiglu, swiglu_quantize
+from fast.matmul.linear import linear, linear_of_codes
+from fast.matmul.linear_pair import linear_pair
+from fast.matmul.linear_swiglu import linear_swiglu
+from fast.matmul.matmul import matmul, matmul_error_bound
+from fast.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
+from fast.quantize.quantize import choose_scales, dequantize, quantize
+from fast.quantize.rowwise_colwise import quantize_both
+from fast.sparsity.compress import compress, decompress
+from fast.sparsity.prune import prune
 
 __all__ = [
     "choose_scales",
@@ -49,13 +49,13 @@ __all__ = [
 KERNEL_OF = {
     **dict.fromkeys(
         ("choose_scales", "quantize", "dequantize", "fake_quantize", "fake_quantize_vjp"),
-        "fast/kernels/blocks.py",
+        "fast/kernels/quantize/kernel.py",
     ),
-    **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/pointwise.py"),
-    "linear": "fast/kernels/vector_product.py",
-    "linear_of_codes": "fast/kernels/code_product.py",
-    **dict.fromkeys(("linear_pair", "linear_swiglu"), "fast/kernels/nibble_product.py"),
-    "quantize_both": "fast/kernels/both.py",
-    **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/normalize.py"),
-    **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/swiglu.py"),
+    **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/encode/pointwise.py"),
+    "linear": "fast/kernels/linear/gemv_any.py",
+    "linear_of_codes": "fast/kernels/linear/gemv_w8a8.py",
+    **dict.fromkeys(("linear_pair", "linear_swiglu"), "fast/kernels/linear/gemv_w4a16.py"),
+    "quantize_both": "fast/kernels/rowwise_colwise/kernel.py",
+    **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/layers/rms_norm.py"),
+    **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/layers/swiglu.py"),
 }

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from reference import Quantized, Scales
-from reference.blocks import Blocks
-from reference.pack import packed_shape
-from reference.quantize import with_plain_scales, with_tiled_scales
-from reference.record_text import record_of
-from reference.scales import scale_groups
-from reference.schemes import Scheme
-from reference.storage import storage_dtype
-from reference.tiled_scales import check_tiled
+from reference.formats.pack import packed_shape
+from reference.quantize.blocks import Blocks
+from reference.quantize.quantize import with_plain_scales, with_tiled_scales
+from reference.quantize.scales import scale_groups
+from reference.quantize.storage import storage_dtype
+from reference.quantize.tiled_scales import check_tiled
+from reference.schemes.record_text import record_of
+from reference.schemes.schemes import Scheme
 
 PARTS = ("scale", "outer", "zero")
 
@@ -127,7 +127,7 @@ def fake_quantize_op(
     random_bits: torch.Tensor | None,
 ) -> torch.Tensor:
     """x rounded to what its scheme represents."""
-    from fast.fake_quantize import forward
+    from fast.quantize.fake_quantize import forward
 
     return forward(x, record_of(scheme), axis, given_of(scale, outer, zero), random_bits).clone()
 

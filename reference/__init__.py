@@ -4,27 +4,29 @@ Public names are listed in `__all__`. Nothing here imports torch or, before a JA
 `Quantized` and `Scales` are JAX pytrees: see `register_jax` for the one case in which that takes a call.
 """
 
-from reference.both import quantize_both
-from reference.compress import Compressed, compress, decompress
-from reference.encode import decode, encode
-from reference.error_bound import matmul_error_bound
-from reference.fake_quantize import fake_quantize, fake_quantize_vjp
-from reference.formats import FORMATS, Format
-from reference.linear import linear
-from reference.linear_bound import linear_error_bound
-from reference.matmul import matmul
-from reference.normalize import rms_norm, rms_norm_quantize
-from reference.pack import pack, packed_shape, unpack
-from reference.prune import prune
-from reference.pytrees import register_if_imported, register_jax
-from reference.quantize import Quantized, dequantize, quantize
-from reference.random_bits import random_bits
-from reference.scales import Scales, choose_scales
-from reference.schemes import SCHEMES, Scale, Scheme, Zero, load_schemes
-from reference.swiglu import swiglu, swiglu_quantize
-from reference.tiled_scales import tile_scales, untile_scales
+from reference import renamed
+from reference.arrays.pytrees import register_if_imported, register_jax
+from reference.formats.encode import decode, encode
+from reference.formats.formats import FORMATS, Format
+from reference.formats.pack import pack, packed_shape, unpack
+from reference.formats.random_bits import random_bits
+from reference.layers.normalize import rms_norm, rms_norm_quantize
+from reference.layers.swiglu import swiglu, swiglu_quantize
+from reference.matmul.error_bound import matmul_error_bound
+from reference.matmul.linear import linear
+from reference.matmul.linear_bound import linear_error_bound
+from reference.matmul.matmul import matmul
+from reference.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
+from reference.quantize.quantize import Quantized, dequantize, quantize
+from reference.quantize.rowwise_colwise import quantize_both
+from reference.quantize.scales import Scales, choose_scales
+from reference.quantize.tiled_scales import tile_scales, untile_scales
+from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero, load_schemes
+from reference.sparsity.compress import Compressed, compress, decompress
+from reference.sparsity.prune import prune
 
 load_schemes()
+renamed.install()
 register_if_imported()
 
 __all__ = [

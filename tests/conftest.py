@@ -13,7 +13,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 from hypothesis import HealthCheck, settings
 
-from ao_lab import progress
+from ao_lab.cli.terminal import progress
 
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

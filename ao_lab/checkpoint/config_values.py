@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import ao_lab
-from ao_lab import granularity
-from ao_lab.configs import Config
-from ao_lab.fqn import FqnToConfig
-from ao_lab.plain_values import check_scheme_fields
-from ao_lab.strict_json import shown
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.config import granularity
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.plain_values import check_scheme_fields
 from reference import Scheme
-from reference.record_text import scheme_fields, scheme_from
+from reference.schemes.record_text import scheme_fields, scheme_from
 
 #: Keys of objects that stand for what JSON has no word for.
 CLASS, DTYPE, SCHEME = "class", "dtype", "record"
@@ -68,7 +68,7 @@ def _single(values: Any) -> Config:
 
 def _public(name: Any) -> Any:
     """What ao_lab's public modules of configurations call by this name."""
-    known = isinstance(name, str) and ao_lab.HOMES.get(name, "").startswith("configs")
+    known = isinstance(name, str) and ao_lab.HOMES.get(name, "").startswith("ao_lab.config.")
     return getattr(ao_lab, name) if known else None
 
 

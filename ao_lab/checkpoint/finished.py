@@ -14,11 +14,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ao_lab.calibration import watches
-from ao_lab.qat_layers import QATModule
-from ao_lab.qat_lora import LoRALinear
-from ao_lab.report import ATTRIBUTE, Report
-from ao_lab.tensor import QuantizedTensor
+from ao_lab.calibration.hooks import watches
+from ao_lab.qat.layers import QATModule
+from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
 #: How `quantize_` tells of weights that it did not come to.

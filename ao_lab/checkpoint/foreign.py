@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.formats import readers
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_models import CONFIG, QUANTIZATION, configuration
-from ao_lab.checkpoint_records import Computed, Records, Weight, check_recipe, check_specs
-from ao_lab.layers import candidates
-from ao_lab.report import ATTRIBUTE, Report, described_layer
-from ao_lab.strict_json import read_object, shown
-from ao_lab.tensor_meta import DTYPES, stored_shape
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION, configuration
+from ao_lab.checkpoint.records import Computed, Records, Weight, check_recipe, check_specs
+from ao_lab.quantization.modules import candidates
+from ao_lab.quantization.report import ATTRIBUTE, Report, described_layer
+from ao_lab.tensor.metadata import DTYPES, stored_shape
 
 MODELOPT_FILE = "hf_quant_config.json"
 #: What folders are read by that name no method: torchao's metadata are enough to tell them.

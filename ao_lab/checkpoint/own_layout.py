@@ -2,7 +2,7 @@
 
 `config.json` says quant_method "ao_lab". transformers skips a method that it does not know, and would go on with random weights
 where it finds no weight under the names that it expects. So two things keep it from that. The weights are not in
-model.safetensors, where programs look (`ao_lab.checkpoint_files.OWN`). And "transformers_weights", the field by which a
+model.safetensors, where programs look (`ao_lab.checkpoint.io.shards.OWN`). And "transformers_weights", the field by which a
 configuration names its file of weights, holds a sentence: transformers refuses a name that does not end as files of weights
 do, and shows it. Once `import ao_lab` has run, our quantizer puts the name of the file in its place.
 """
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint_files import COMMON, OWN, OWN_INDEX, OWN_SINGLE
-from ao_lab.checkpoint_models import CONFIG, NAMED_WEIGHTS, QUANTIZATION
-from ao_lab.strict_json import read_object, shown
+from ao_lab.checkpoint.io.shards import COMMON, OWN, OWN_INDEX, OWN_SINGLE
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.model_builder import CONFIG, NAMED_WEIGHTS, QUANTIZATION
 
 METHOD = "ao_lab"
 #: What config.json says of the quantization, beside "weights", the name of the file or the index.

@@ -8,7 +8,7 @@ on each device's part inside `jax.shard_map`; otherwise XLA gathers the array fi
 `from_torch` and `to_torch` hand quantized tensors over without copying them.
 """
 
-from ao_lab.installation import explained
+from ao_lab.install.extras import explained
 from reference import register_jax
 
 try:

@@ -17,20 +17,20 @@ import reference
 from ao_lab.jax import programs
 from ao_lab.jax.device import is_traced, place_of, require_array
 from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
-from fast.ready import parts_of, settings
+from fast.kernels.launch.cache import parts_of, settings
 from reference import Quantized, Scales, Scheme
-from reference.arrays import float_input
-from reference.blocks import Blocks
-from reference.encode import check_random_bits
-from reference.errors import choice
-from reference.fake_quantize import no_cotangent, scale_cotangents
-from reference.given import check_scales
-from reference.pack import packed_shape
-from reference.pytrees import register_jax
-from reference.quantize import check_quantized, with_tiled_scales
-from reference.rounding import check_mode
-from reference.schemes import scheme_of
-from reference.tiled_scales import check_tiled
+from reference.arrays.errors import choice
+from reference.arrays.namespace import float_input
+from reference.arrays.pytrees import register_jax
+from reference.formats.encode import check_random_bits
+from reference.formats.pack import packed_shape
+from reference.formats.rounding import check_mode
+from reference.quantize.blocks import Blocks
+from reference.quantize.fake_quantize import no_cotangent, scale_cotangents
+from reference.quantize.provided_scales import check_scales
+from reference.quantize.quantize import check_quantized, with_tiled_scales
+from reference.quantize.tiled_scales import check_tiled
+from reference.schemes.schemes import scheme_of
 
 
 def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:

@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast.kernels.blocks import blocks_kernel
-from fast.kernels.launch import POINTERS, UNFUSED
-from fast.kernels.passes import Buffer, Pass
+from fast.kernels.launch.launcher import POINTERS, UNFUSED
+from fast.kernels.launch.plan import Buffer, Pass
+from fast.kernels.quantize.kernel import blocks_kernel
 
 # The custom call with typed attributes, and the one of older versions with an opaque string.
 TARGET, OLD_TARGET = "triton_kernel_call_ffi", "triton_kernel_call"

@@ -15,9 +15,9 @@ import jax
 import reference
 from ao_lab.jax.device import is_traced
 from reference import Quantized, Scales
-from reference.blocks import Blocks
-from reference.schemes import Scheme
-from reference.tiled_scales import tiled_size
+from reference.quantize.blocks import Blocks
+from reference.quantize.tiled_scales import tiled_size
+from reference.schemes.schemes import Scheme
 
 Arrays = dict[str, Any]
 PARTS = ("scale", "outer", "zero")
@@ -74,7 +74,7 @@ def _program(operation: Operation) -> Any:
 
 def covered(operation: Operation) -> bool:
     """Whether kernels cover the tensor; otherwise (no elements, blocks of unusual sizes) the specification runs."""
-    from fast.kernels import passes
+    from fast.kernels.launch import plan as passes
 
     return passes.asked(operation.dtype, operation.scheme, operation.blocks) is not None
 
@@ -159,7 +159,7 @@ def _without(made: Any, arrays: Arrays) -> Arrays:
 
 def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
     """Launches of the block kernel, and for odd packings XLA operations."""
-    from fast.kernels import passes
+    from fast.kernels.launch import plan as passes
 
     of = passes.asked(operation.dtype, operation.scheme, operation.blocks)
     if of is None:
@@ -219,7 +219,7 @@ def _started(buffer: Any) -> Any:
 
 def _dequantize(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
     """Values of codes, unpacked by XLA first where the kernel does not."""
-    from fast.kernels import passes
+    from fast.kernels.launch import plan as passes
 
     scheme = operation.scheme
     fused = operation.packed and (passes.packs(of) or scheme.format.bits >= 8)

@@ -1,8 +1,9 @@
 """Compiled programs of eager calls, looked up by what they depend on, and their results made without JAX's pytrees.
 
-The keys are those of `fast.ready` with JAX arrays in them: class (a tracer's is another), shape and dtype, and where the first
-array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and making one again takes
-JAX longer than a small program runs. Programs check their arguments when they are traced, so a remembered call is a right one.
+The keys are those of `fast.kernels.launch.cache` with JAX arrays in them: class (a tracer's is another), shape and dtype,
+and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and
+making one again takes JAX longer than a small program runs. Programs check their arguments when they are traced, so a
+remembered call is a right one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 import jax
 
 from ao_lab.jax.device import is_traced
-from fast import ready
+from fast.kernels.launch import cache as ready
 from reference import Quantized, Scales
-from reference.pytrees import register_jax
+from reference.arrays.pytrees import register_jax
 
 
 def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple[Any, Any]:

@@ -2,5 +2,5 @@
 
 `cases` is the list of what is measured, with the bar that each has to reach; `floors` counts bytes; `timing` times; `check`
 refuses to time what is wrong; `peers` and `expressions` are what others offer for the same work; `run` does it all and makes
-rows; `roofline` and `page` show them. The ledger (`experiments.ledger`) keeps a summary per kernel file.
+rows; `roofline` and `page` show them. The ledger (`experiments.ledger.ledger`) keeps a summary per kernel file.
 """

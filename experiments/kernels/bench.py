@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from experiments.kernels.case import SHAPES
-from experiments.kernels.cases import CASES, chosen
-from experiments.kernels.floors import Shape
-from experiments.kernels.lines import Line, lines_of
+from experiments.harness.paths import Places
+from experiments.harness.registry import Made, shown
+from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
+from experiments.harness.settings import Settings, settings_for
+from experiments.harness.timing import CudaWatch
+from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.cases.all_cases import CASES, chosen
+from experiments.kernels.cases.case import SHAPES
+from experiments.kernels.cases.floors import Shape
 from experiments.kernels.outcome import EXPERIMENT, PEER_SECONDS, Bench
-from experiments.kernels.peers import PEERS
+from experiments.kernels.report.lines import Line, lines_of
 from experiments.kernels.run import measure, pairs, run, subject
-from experiments.kernels.timing import CudaWatch
-from experiments.places import Places
-from experiments.registry import Made, shown
-from experiments.rows import Journal, Row, publish, read, table_parts, with_unreached
-from experiments.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
 SCALE = "full"
@@ -88,8 +88,8 @@ def complete(
 
 
 def _complete(with_peers: bool, seconds: float, places: Places) -> tuple[list[Line], Made]:
-    from experiments.environment import record_run
-    from experiments.pages import write_pages
+    from experiments.harness.environment import record_run
+    from experiments.report.pages import write_pages
 
     settings = settings_for(SCALE, "cuda", places.cache)
     started = time.perf_counter()

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from experiments.kernels.check import Wrong
-from experiments.kernels.peers import PEERS, Peer
-from experiments.kernels.timing import Plan, Watch
-from experiments.rows import Journal, Row
-from experiments.settings import Settings
+from experiments.harness.rows import Journal, Row
+from experiments.harness.settings import Settings
+from experiments.harness.timing import Plan, Watch
+from experiments.kernels.baselines.baseline import PEERS, Peer
+from experiments.kernels.gate import Wrong
 
 EXPERIMENT = "kernels"
 KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"

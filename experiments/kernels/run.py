@@ -13,11 +13,28 @@ from functools import partial
 
 import torch
 
-from experiments.kernels import jax_calls
-from experiments.kernels.case import HUGE, SHAPES, Case, Inputs
-from experiments.kernels.cases import CASES
-from experiments.kernels.check import check
-from experiments.kernels.floors import Shape, fraction
+from experiments.harness.progress import bar
+from experiments.harness.rows import Journal, Row
+from experiments.harness.settings import Settings
+from experiments.harness.timing import (
+    AGAIN,
+    Call,
+    CudaWatch,
+    cache_bytes,
+    host_times,
+    in_turn,
+    input_sets,
+    interleaved,
+    prepare,
+    spread,
+    summary,
+)
+from experiments.kernels.baselines.baseline import PEERS, Peer, calls_of, offers
+from experiments.kernels.cases import jax_calls
+from experiments.kernels.cases.all_cases import CASES
+from experiments.kernels.cases.case import HUGE, SHAPES, Case, Inputs
+from experiments.kernels.cases.floors import Shape, fraction
+from experiments.kernels.gate import check
 from experiments.kernels.outcome import (
     KERNELS,
     PEER_PLAN,
@@ -32,23 +49,6 @@ from experiments.kernels.outcome import (
     status,
     table,
 )
-from experiments.kernels.peers import PEERS, Peer, calls_of, offers
-from experiments.kernels.timing import (
-    AGAIN,
-    Call,
-    CudaWatch,
-    cache_bytes,
-    host_times,
-    in_turn,
-    input_sets,
-    interleaved,
-    prepare,
-    spread,
-    summary,
-)
-from experiments.progress import bar
-from experiments.rows import Journal, Row
-from experiments.settings import Settings
 
 TITLE = "Speed of the kernels on a GPU"
 OURS, COPY, WRAPPED = "ours", "copy", "wrapped"

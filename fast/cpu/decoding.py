@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from fast.cpu.elements import Element, single_table
-from reference.formats import FORMATS
+from reference.formats.formats import FORMATS
 
 INTEGER, FLOAT, TABLE = 0, 1, 2
 

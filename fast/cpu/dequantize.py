@@ -15,7 +15,7 @@ import torch
 from fast.cpu.elements import Element, is_exact, numbers
 from fast.cpu.scales import DTYPES, BlockScales
 from reference import Quantized
-from reference.quantize import check_quantized
+from reference.quantize.quantize import check_quantized
 
 #: float32 numbers of a tile: 4 MiB, so that tiles stay in the last cache and calls of torch cost little beside them.
 TILE = 1 << 20

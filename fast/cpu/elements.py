@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from fast.cpu.scratch import scratch
-from reference.formats import FORMATS
-from reference.schemes import Scheme
+from reference.formats.formats import FORMATS
+from reference.schemes.schemes import Scheme
 
 
 @dataclass(frozen=True)

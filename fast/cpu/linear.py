@@ -24,8 +24,8 @@ from fast.cpu.scales import DTYPES, BlockScales, covered
 from fast.cpu.scratch import scratch
 from fast.cpu.threads import in_parts
 from reference import Quantized
-from reference.quantize import check_quantized
-from reference.schemes import Scheme
+from reference.quantize.quantize import check_quantized
+from reference.schemes.schemes import Scheme
 
 #: Sums below this are far from float32's end, 2**128.
 FAR = 2.0**120

@@ -10,8 +10,8 @@ from fast.cpu.linear import linear_of_one_row
 from fast.device import is_traced
 from fast.ops import record_name
 from reference import Quantized
-from reference.quantize import with_plain_scales
-from reference.record_text import record_of
+from reference.quantize.quantize import with_plain_scales
+from reference.schemes.record_text import record_of
 
 
 @torch.library.custom_op("ao_lab::cpu_linear", mutates_args=())

@@ -16,13 +16,13 @@ import torch
 
 from fast.cpu.elements import Element, has_infinities, largest
 from reference import Quantized
-from reference.arrays import namespace_of
-from reference.blocks import Blocks
-from reference.formats import FORMATS
-from reference.given import given_scales
-from reference.quantize import with_plain_scales
-from reference.schemes import Scheme
-from reference.storage import storage_dtype
+from reference.arrays.namespace import namespace_of
+from reference.formats.formats import FORMATS
+from reference.quantize.blocks import Blocks
+from reference.quantize.provided_scales import given_scales
+from reference.quantize.quantize import with_plain_scales
+from reference.quantize.storage import storage_dtype
+from reference.schemes.schemes import Scheme
 
 #: Dtypes whose values come out; float32 carries them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

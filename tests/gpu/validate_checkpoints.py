@@ -29,7 +29,7 @@ import torch
 import transformers
 
 import ao_lab
-from ao_lab.bits import assert_same_bits
+from ao_lab.testing.bits import assert_same_bits
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 256
 BASE = {
@@ -158,7 +158,7 @@ def same_parts(model: Any, other: Any) -> int:
 
 def foreign_cases(device: str) -> Iterator[Case]:
     """Layers that other libraries packed."""
-    from tests.library_weights import case, cases
+    from tests.ao_lab.checkpoint.formats.folders.library_weights import case, cases
 
     for method in ("gptq", "awq", "bitsandbytes"):
         for name in cases(method):
@@ -167,7 +167,7 @@ def foreign_cases(device: str) -> Iterator[Case]:
 
 def foreign(found: Any, device: str) -> dict[str, Any]:
     """What the library dequantized, from the GPU's kernels; the layers that cannot be read say so."""
-    from tests.library_weights import folder_of, read
+    from tests.ao_lab.checkpoint.formats.folders.library_weights import folder_of, read
 
     config, tensors, expected = found
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
-"""Compare the tensor core model of `reference.hopper` with the device, and look for the variant that fits best.
+"""Compare the tensor core model of `reference.matmul.tensor_core_model` with the device, and look for the variant that
+fits best.
 
     PYTHONPATH=. python tests/gpu/validate_hopper.py [--device cpu] [--seconds 150]
 
@@ -24,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from reference.exact import round_result
-from reference.formats import FORMATS
-from reference.hopper import HOPPER_FP8, HOPPER_FP8_PROMOTED, TensorCore, tensor_core_matmul
+from reference.formats.formats import FORMATS
+from reference.matmul.exact import round_result
+from reference.matmul.tensor_core_model import HOPPER_FP8, HOPPER_FP8_PROMOTED, TensorCore, tensor_core_matmul
 
 SMALL, LARGE, CROP = 128, 2048, 32
 LENGTHS = (32, 64, 128, 256, 512, 4096)

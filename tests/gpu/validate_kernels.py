@@ -4,7 +4,8 @@
 
 One line for each family of tests and function: values compared, values that differ; after it the first differences in
 hexadecimal. Exits with 1 on any difference, error or missing function, with 2 where there is no CUDA device. With
-`--device cpu`, where `fast` runs the reference, the program itself can be tried anywhere (see tests/test_gpu_validation.py).
+`--device cpu`, where `fast` runs the reference, the program itself can be tried anywhere (see
+tests/repo/test_gpu_validation.py).
 
 The work is split into jobs, which run on processes of their own (`kernel_pool`): compiling kernels takes longer than
 computing with NumPy, and both spread over the cores. Families and their jobs are in `kernel_*.py`.
@@ -25,27 +26,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import (
-    kernel_clipped,
-    kernel_codes,
-    kernel_devices,
-    kernel_errors,
-    kernel_formats,
-    kernel_fused,
-    kernel_given,
-    kernel_jax,
-    kernel_layouts,
-    kernel_linear,
-    kernel_pair,
-    kernel_producers,
-    kernel_quotients,
-    kernel_races,
-    kernel_schemes,
-    kernel_slopes,
-    kernel_torch,
-)
-from tests.gpu.kernel_pool import Done, Job, run_jobs
-from tests.gpu.kernel_run import Check, Settings
+from tests.gpu.harness.pool import Done, Job, run_jobs
+from tests.gpu.harness.run import Check, Settings
+from tests.gpu.kernels import devices as kernel_devices
+from tests.gpu.kernels import errors as kernel_errors
+from tests.gpu.kernels import formats as kernel_formats
+from tests.gpu.kernels import fused as kernel_fused
+from tests.gpu.kernels import jax_calls as kernel_jax
+from tests.gpu.kernels import layouts as kernel_layouts
+from tests.gpu.kernels import linear as kernel_linear
+from tests.gpu.kernels import linear_of_codes as kernel_codes
+from tests.gpu.kernels import linear_pair as kernel_pair
+from tests.gpu.kernels import producers as kernel_producers
+from tests.gpu.kernels import provided_scales as kernel_given
+from tests.gpu.kernels import saturation as kernel_clipped
+from tests.gpu.kernels.numerics import quotients as kernel_quotients
+from tests.gpu.kernels.numerics import races as kernel_races
+from tests.gpu.kernels.numerics import scale_gradients as kernel_slopes
+from tests.gpu.kernels.numerics import schemes as kernel_schemes
+from tests.gpu.kernels.numerics import torch_integration as kernel_torch
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
             kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,

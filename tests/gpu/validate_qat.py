@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/gpu/validate_qat.py [--device cpu]
 
-Notes of blocks that saturate (`fast.clipped`) stand in for a look at every gradient; here both are made, called twice, so that
-remembered calls are compared too. After it, where there is a GPU, bytes a second of each pass at the sizes of Llama-3-8B beside
-those of a copy. Exits with 1 on any difference.
+Notes of blocks that saturate (`fast.quantize.saturation`) stand in for a look at every gradient; here both are made,
+called twice, so that remembered calls are compared too. After it, where there is a GPU, bytes a second of each pass at the
+sizes of Llama-3-8B beside those of a copy. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fast
-from ao_lab.qat_gradients import gradients
-from ao_lab.qat_rule import Given, Rule
-from ao_lab.recipes import Recipe, named
-from fast import clipped
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.qat.backward import gradients
+from ao_lab.qat.forward import Given, Rule
+from fast.quantize import saturation as clipped
 
 DYNAMIC, WEIGHTS = "int8_rowwise_asymmetric", "int4_g128_asymmetric"
 #: (scheme of inputs, of weights, rows, inputs, outputs): either operand the larger, rows that fill no tile.

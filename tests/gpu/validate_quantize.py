@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab.bits import assert_same_bits
+from ao_lab.testing.bits import assert_same_bits
 
 CONFIGS = {
     "int8 weight-only": ao_lab.Int8WeightOnlyConfig(),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import reference
-from reference.rounding import MODES
+from reference.formats.rounding import MODES
 
 SHAPE = (256, 1024)
 

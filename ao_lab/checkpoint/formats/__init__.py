@@ -2,7 +2,8 @@
 
 A reader is given the folder (headers only: no tensor has been read) and the object `quantization_config` of `config.json`, and
 returns `Records`: for every quantized weight its scheme, its shape, the tensors it is made of, and the function that makes a
-`QuantizedTensor` of them. `ao_lab.load_pretrained` checks and reads the rest. A new format is a module in this folder.
+`QuantizedTensor` of them. `ao_lab.load_pretrained` checks and reads the rest. A new format is a module in this folder, or a
+folder with a module `reader`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ao_lab.checkpoint_files import Folder
-    from ao_lab.checkpoint_records import Records
+    from ao_lab.checkpoint.io.shards import Folder
+    from ao_lab.checkpoint.records import Records
 
 #: Of a folder and its `quantization_config`; ValueError that names the folder and the rule for what no scheme represents.
 Reader = Callable[["Folder", Mapping[str, Any]], "Records"]
@@ -38,7 +39,7 @@ def reader(*methods: str) -> Callable[[Reader], Reader]:
 def readers() -> Mapping[str, Reader]:
     """Every registered reader by `quant_method`; imports the modules of this folder."""
     for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+        importlib.import_module(f"{__name__}.{module.name}" + (".reader" if module.ispkg else ""))
     return _READERS
 
 

@@ -30,17 +30,17 @@ import torch
 
 import fast
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_records import Records, Tensors, Weight
-from ao_lab.plain_values import check_value
-from ao_lab.recipes import Recipe
-from ao_lab.safetensors_header import Spec
-from ao_lab.stored_parts import Specs
-from ao_lab.strict_json import parsed_object, shown
-from ao_lab.tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor_meta import Meta
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import parsed_object, shown
+from ao_lab.checkpoint.records import Records, Tensors, Weight
+from ao_lab.config.plain_values import check_value
+from ao_lab.config.recipe import Recipe
+from ao_lab.quantization.stored_parts import Specs
+from ao_lab.tensor.metadata import Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scale, Scheme
-from reference.schemes import FLOOR, Block
+from reference.schemes.schemes import FLOOR, Block
 
 STATE = ".quant_state.bitsandbytes__"
 #: What `bitsandbytes.functional.dequantize_4bit` takes.

@@ -22,16 +22,16 @@ import torch
 
 from ao_lab.checkpoint.foreign import model_dtype
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_records import Records, Weight
-from ao_lab.recipes import Recipe, block_name
-from ao_lab.safetensors_header import Spec
-from ao_lab.strict_json import shown
-from ao_lab.tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor_meta import Meta
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.records import Records, Weight
+from ao_lab.config.recipe import Recipe, block_name
+from ao_lab.tensor.metadata import Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import SCHEMES, Quantized, Scheme
-from reference.blocks import Blocks
-from reference.schemes import Block
+from reference.quantize.blocks import Blocks
+from reference.schemes.schemes import Block
 
 METHOD, SCALE, INPUT = "fp8", "_scale_inv", "activation_scale"
 INPUTS = "scales of inputs, which stay as they are"

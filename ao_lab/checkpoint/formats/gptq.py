@@ -40,12 +40,12 @@ from ao_lab.checkpoint.formats.gptq_integers import (
     unpacked_rows,
     words_of,
 )
-from ao_lab.checkpoint.grouping import regrouped, run_length
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_records import Records, Tensors
-from ao_lab.safetensors_header import Spec
-from ao_lab.strict_json import shown
-from ao_lab.tensor import QuantizedTensor
+from ao_lab.checkpoint.formats.grouping import regrouped, run_length
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.records import Records, Tensors
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scale, Scheme, Zero
 
 LIBRARY = "GPTQModel"

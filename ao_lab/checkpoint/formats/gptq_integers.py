@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_records import Records, Tensors, Weight
-from ao_lab.recipes import Recipe, block_name
-from ao_lab.safetensors_header import Spec
-from ao_lab.stored_parts import Specs
-from ao_lab.strict_json import shown
-from ao_lab.tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor_meta import Meta
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.records import Records, Tensors, Weight
+from ao_lab.config.recipe import Recipe, block_name
+from ao_lab.quantization.stored_parts import Specs
+from ao_lab.tensor.metadata import Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scheme
-from reference.schemes import Block
+from reference.schemes.schemes import Block
 
 WORD_BITS = 32
 QWEIGHT = "qweight"

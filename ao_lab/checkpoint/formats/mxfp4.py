@@ -16,13 +16,13 @@ import torch
 
 from ao_lab.checkpoint.foreign import model_dtype
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint_files import Folder
-from ao_lab.checkpoint_records import Records, Weight
-from ao_lab.recipes import Recipe
-from ao_lab.safetensors_header import Spec
-from ao_lab.strict_json import shown
-from ao_lab.tensor import QuantizedTensor
-from ao_lab.tensor_meta import Meta
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.records import Records, Weight
+from ao_lab.config.recipe import Recipe
+from ao_lab.tensor.metadata import Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import SCHEMES
 
 METHOD, BLOCKS, SCALES = "mxfp4", "_blocks", "_scales"

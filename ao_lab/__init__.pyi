@@ -1,0 +1,111 @@
+"""The public names of ao_lab and the modules that define them, for type checkers and for `ao_lab.__getattr__`."""
+
+from ao_lab import jax as jax
+from ao_lab import testing as testing
+from ao_lab.calibration.hooks import calibrate as calibrate
+from ao_lab.calibration.observers import AbsMax as AbsMax
+from ao_lab.calibration.observers import MinMax as MinMax
+from ao_lab.calibration.observers import MovingAverage as MovingAverage
+from ao_lab.calibration.observers import Percentile as Percentile
+from ao_lab.checkpoint.api import Saved as Saved
+from ao_lab.checkpoint.api import load_pretrained as load_pretrained
+from ao_lab.checkpoint.api import save_pretrained as save_pretrained
+from ao_lab.checkpoint.model_card import write_card as write_card
+from ao_lab.checkpoint.streaming.api import quantize_pretrained as quantize_pretrained
+from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
+from ao_lab.compile.joined_linears import compile_options as compile_options
+from ao_lab.config.base import SchemeConfig as SchemeConfig
+from ao_lab.config.float import (
+    Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
+)
+from ao_lab.config.float import (
+    Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
+)
+from ao_lab.config.float import Float8WeightOnlyConfig as Float8WeightOnlyConfig
+from ao_lab.config.float import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
+from ao_lab.config.float import MXWeightOnlyConfig as MXWeightOnlyConfig
+from ao_lab.config.float import NF4WeightOnlyConfig as NF4WeightOnlyConfig
+from ao_lab.config.float import (
+    NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
+)
+from ao_lab.config.float import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
+from ao_lab.config.fqn import FqnToConfig as FqnToConfig
+from ao_lab.config.granularity import MappingType as MappingType
+from ao_lab.config.granularity import PerAxis as PerAxis
+from ao_lab.config.granularity import PerBlock as PerBlock
+from ao_lab.config.granularity import PerGroup as PerGroup
+from ao_lab.config.granularity import PerRow as PerRow
+from ao_lab.config.granularity import PerTensor as PerTensor
+from ao_lab.config.granularity import PerToken as PerToken
+from ao_lab.config.integer import Int4WeightOnlyConfig as Int4WeightOnlyConfig
+from ao_lab.config.integer import (
+    Int8DynamicActivationInt8WeightConfig as Int8DynamicActivationInt8WeightConfig,
+)
+from ao_lab.config.integer import (
+    Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
+)
+from ao_lab.config.integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
+from ao_lab.config.integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+from ao_lab.config.low_bit import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
+from ao_lab.config.recipe import Recipe as Recipe
+from ao_lab.config.static import (
+    Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+)
+from ao_lab.config.static import Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig
+from ao_lab.config.torchao import as_torchao as as_torchao
+from ao_lab.qat.config import FakeQuantizeConfig as FakeQuantizeConfig
+from ao_lab.qat.config import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig
+from ao_lab.qat.config import (
+    FromIntXQuantizationAwareTrainingConfig as FromIntXQuantizationAwareTrainingConfig,
+)
+from ao_lab.qat.config import IntxFakeQuantizeConfig as IntxFakeQuantizeConfig
+from ao_lab.qat.config import IntXQuantizationAwareTrainingConfig as IntXQuantizationAwareTrainingConfig
+from ao_lab.qat.config import QATConfig as QATConfig
+from ao_lab.qat.config import advance_qat as advance_qat
+from ao_lab.qat.lora.layer import LoRA as LoRA
+from ao_lab.qat.lora.layer import lora_state_dict as lora_state_dict
+from ao_lab.qat.presets import llama32_configs as llama32_configs
+from ao_lab.qat.presets import llama32_qat as llama32_qat
+from ao_lab.quantization.api import quantize_ as quantize_
+from ao_lab.quantization.modules import linear_and_experts as linear_and_experts
+from ao_lab.quantization.report import Layer as Layer
+from ao_lab.quantization.report import Report as Report
+from ao_lab.quantization.report import explain as explain
+from ao_lab.quantization.size import LayerSize as LayerSize
+from ao_lab.quantization.size import ModelSize as ModelSize
+from ao_lab.quantization.size import Size as Size
+from ao_lab.quantization.size import model_size as model_size
+from ao_lab.quantization.size import weight_size as weight_size
+from ao_lab.tensor.native import NativeParts as NativeParts
+from ao_lab.tensor.native import from_native as from_native
+from ao_lab.tensor.native import native_dtype as native_dtype
+from ao_lab.tensor.native import to_native as to_native
+from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
+from ao_lab.tensor.quantized_tensor import quantized as quantized
+from reference import FORMATS as FORMATS
+from reference import SCHEMES as SCHEMES
+from reference import choose_scales as choose_scales
+from reference import compress as compress
+from reference import decode as decode
+from reference import decompress as decompress
+from reference import dequantize as dequantize
+from reference import encode as encode
+from reference import fake_quantize as fake_quantize
+from reference import fake_quantize_vjp as fake_quantize_vjp
+from reference import matmul as matmul
+from reference import matmul_error_bound as matmul_error_bound
+from reference import pack as pack
+from reference import prune as prune
+from reference import quantize as quantize
+from reference import quantize_both as quantize_both
+from reference import rms_norm as rms_norm
+from reference import rms_norm_quantize as rms_norm_quantize
+from reference import swiglu as swiglu
+from reference import swiglu_quantize as swiglu_quantize
+from reference import tile_scales as tile_scales
+from reference import unpack as unpack
+from reference import untile_scales as untile_scales
+
+__version__: str
+HOMES: dict[str, str]
+__all__: list[str]

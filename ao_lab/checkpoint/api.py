@@ -1,0 +1,388 @@
+"""`save_pretrained` and `load_pretrained`: quantized models as safetensors and config.json, without pickled classes.
+
+Two layouts. "compressed-tensors": every weight in a format that transformers, vLLM and SGLang read
+(`ao_lab.checkpoint.export.compressed_tensors`), its numbers and how inputs are quantized bit for bit. "ao_lab": every part
+of every weight as a tensor of its own, NAME.codes, NAME.scale and so on, as `reference.quantize` makes them, for all
+schemes, embeddings and experts; transformers reads it after `import ao_lab`. "auto" takes the first where a plain
+`from_pretrained(folder)` computes the same model, and otherwise the second, with a UserWarning that says why and what to
+do. `config.for_layout("compressed-tensors")` makes the first kind.
+
+In both, the metadata of the safetensors files holds, for each quantized weight, its whole record as JSON ("ao_lab"), so that
+`load_pretrained` gives back the same codes, scales and recipe; weights that modules share are stored once.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.checkpoint.export.config import check_groups, quantization_config
+from ao_lab.checkpoint.export.experts import TARGET, as_expert, ignored, published
+from ao_lab.checkpoint.export.loadable import obstacles
+from ao_lab.checkpoint.export.plain_reader import Reading, reading
+from ao_lab.checkpoint.finished import check_finished, unwrapped
+from ao_lab.checkpoint.foreign import foreign_records, tell
+from ao_lab.checkpoint.io.shards import Folder, look_at, write_files
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.model_builder import (
+    CONFIG,
+    QUANTIZATION,
+    built,
+    check_kinds,
+    check_state,
+    fill,
+    planned_model,
+)
+from ao_lab.checkpoint.own_layout import OURS, file_of_weights, stem_of, whole_configuration
+from ao_lab.checkpoint.records import KEY, Records, read_records, whole_weights
+from ao_lab.checkpoint.streaming.conversion import converted
+from ao_lab.checkpoint.token_inputs import flat_inputs
+from ao_lab.checkpoint.transformers.spare_biases import without_spare_biases
+from ao_lab.config.recipe import Recipe
+from ao_lab.quantization.modules import check_model
+from ao_lab.tensor.metadata import PARTS, described
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from reference.arrays.errors import choice
+
+LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `save_pretrained` wrote: the layout, the files, their bytes, what kept it from compressed-tensors, and what readers
+    without this library have to know of the folder."""
+
+    layout: str
+    files: tuple[Path, ...]
+    bytes: int
+    reasons: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+
+
+@dataclass
+class Stored:
+    """Tensors by name, the records of quantized weights among them, and the configuration."""
+
+    tensors: Tensors = field(default_factory=dict)
+    #: By the weight's name: the place of its description, its shape, and where it lies.
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Names of one and the same tensor: the other name of each.
+    shared: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Descriptions as JSON, once each, and their places in the list of them.
+    recipes: dict[str, int] = field(default_factory=dict)
+    #: dtypes of the tensors that are not quantized.
+    dense: dict[str, str] = field(default_factory=dict)
+    #: What readers without this library have to know, and what of that keeps a plain one from computing the same, once each.
+    limits: dict[str, None] = field(default_factory=dict)
+    inexact: dict[str, None] = field(default_factory=dict)
+
+    def record(self, name: str, t: QuantizedTensor, **fields: Any) -> None:
+        """What is to be known of a quantized weight; its description, which many share, by its place."""
+        place = self.recipes.setdefault(json.dumps(described(t.meta)), len(self.recipes))
+        self.records[name] = {"recipe": place, "shape": list(t.shape), **fields}
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor as it is."""
+        self.tensors[name] = tensor
+        self.dense[name] = str(tensor.dtype).removeprefix("torch.")
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    layout: str = "auto",
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Saved:
+    """Write a quantized model to a folder: model.safetensors (in shards above `max_shard_bytes`), config.json and the card.
+
+    `config`: the model's own configuration, by default `model.config` as transformers' models have it. The tokenizer is the
+    caller's. layout "auto" takes "compressed-tensors" where a plain reader computes the same, else "ao_lab" with a UserWarning;
+    "compressed-tensors" by name is also written where a reader has to be called otherwise (zero points, float32 scales of a
+    bfloat16 model), which `Saved.limits` says. Wrappers of torch.compile and DistributedDataParallel are taken off.
+
+    ValueError for a model without quantized weights, for one that is not finished (layers prepared for QAT, adapters, watched
+    inputs, parametrizations, an interrupted `quantize_`), and where layout="compressed-tensors" cannot say it.
+    """
+    choice(layout, LAYOUTS, "layout")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is at least 1, got {max_shard_bytes}")
+    check_model(model)
+    model = unwrapped(model)
+    check_finished(model)
+    if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        raise ValueError("the model has no quantized weights; call quantize_ first")
+    if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
+        raise ValueError(f"{empty[:5]} are on the meta device, without numbers; load them first")
+    given = dict(config) if config is not None else _config_of(model)
+    stored, reasons = _chosen(model, layout, _dtype_of(given))
+    used = stored.config["quant_method"]
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    recipes = [json.loads(text) for text in stored.recipes]
+    records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
+    metadata = {"format": "pt", KEY: json.dumps(records)}
+    files = write_files(folder, stored.tensors, metadata, max_shard_bytes, stem_of(stored.config))
+    whole = whole_configuration(given, stored.config, len(files))
+    (folder / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
+    card = _card(folder, reasons or list(stored.limits))
+    size = sum(file.stat().st_size for file in files)
+    if reasons:
+        warnings.warn(_told(reasons), UserWarning, stacklevel=2)
+    return Saved(used, (*files, folder / CONFIG, *card), size, tuple(reasons), tuple(stored.limits))
+
+
+def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[Stored, list[str]]:
+    """The model in a layout, and what kept "auto" from compressed-tensors; ValueError where a layout cannot hold it."""
+    if layout == "ao_lab":
+        return _own(model), []
+    reasons: list[str] = []
+    stored = _compressed(model, reasons, dtype)
+    if stored is not None and (layout == "compressed-tensors" or not stored.inexact):
+        return stored, []
+    if layout == "compressed-tensors":
+        raise ValueError("compressed-tensors cannot hold this model: " + "; ".join(reasons[:5]))
+    return _own(model), reasons or list(stored.inexact if stored is not None else ())
+
+
+def _told(reasons: list[str]) -> str:
+    """What a user has to know of a folder that is not in compressed-tensors' layout."""
+    more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
+    return (
+        f"save_pretrained wrote layout 'ao_lab', which transformers reads after `import ao_lab`: plain readers of "
+        f"compressed-tensors would not compute this model. {'; '.join(reasons[:2])}{more}. For these readers quantize with "
+        f'config.for_layout("compressed-tensors")'
+    )
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype in which readers make the model; None where its configuration says none."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    found = getattr(torch, name, None) if name else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _card(folder: Path, reasons: Sequence[str]) -> tuple[Path, ...]:
+    """The model card, where nobody else's is there."""
+    from ao_lab.checkpoint.model_card import card_beside
+
+    card = card_beside(folder, reasons)
+    return () if card is None else (card,)
+
+
+def load_pretrained(
+    directory: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model of a folder that `save_pretrained` wrote, its weights quantized as they were; or of another library's folder.
+
+    `ao_lab.checkpoint.formats` has the readers (torchao, compressed-tensors, ModelOpt, ...), by config.json's quant_method.
+    Each weight stands for the bits that its library dequantizes; `explain(model)` says who stored it. What is left out, as the
+    scales of a key-value cache are, is told in a UserWarning.
+
+    `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
+    describes: of the class that it names, or else a language model. `dtype`: what floating-point numbers become, and in what
+    quantized weights compute; None: as they were saved.
+
+    Files, records, configuration and shapes are compared with each other before a tensor is read, and the model is changed at
+    the very end, all of it or nothing. ValueError that names the file and the rule where something does not fit, or where no
+    record says what the tensors mean; FileNotFoundError where files are missing. Nothing is executed.
+    """
+    folder = look_at(Path(directory))
+    records = records_of(folder)
+    if KEY in folder.metadata:
+        check_configuration(folder.path, records)
+    count = len(records.shapes(folder))
+    target = model if model is not None else planned_model(folder.path, count, dtype)
+    records = without_spare_biases(converted(records, folder, target), folder, target)
+    check_state(target, records.shapes(folder), str(folder.path))
+    check_kinds(target, records.specs(folder), str(folder.path))
+    target = model if model is not None else built(folder.path, count, dtype)
+    state = whole_weights(folder, records)
+    if dtype is not None:
+        state = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
+        }
+    fill(target, state)
+    tell(target, records, folder)
+    return target
+
+
+def records_of(folder: Folder) -> Records:
+    """What a folder says of its tensors: its own records, or what the reader of its format finds; ValueError for neither."""
+    return read_records(folder) if KEY in folder.metadata else foreign_records(folder)
+
+
+def check_configuration(path: Path, records: Records) -> None:
+    """config.json, where there is one, says the same of quantized weights as the records do."""
+    if not (path / CONFIG).exists():
+        return
+    given = read_object(path / CONFIG, nonfinite=True).get(QUANTIZATION)
+    if given is None:
+        return
+    where = f"{QUANTIZATION} of {path / CONFIG}"
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is an object, got {shown(given)}; fetch it again")
+    methods = {weight.method for weight in records.weights.values()}
+    method = given.get("quant_method")
+    if not isinstance(method, str) or (methods and methods != {method}):
+        raise ValueError(
+            f"{where}: quant_method is {shown(method)}, the files hold {', '.join(sorted(methods))}; fetch it again"
+        )
+    if method == OURS["quant_method"]:
+        file_of_weights(given, where)
+    if method == "compressed-tensors":
+        check_groups(given, [(w.format, w.meta.recipe) for w in records.weights.values()], where)
+
+
+def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None = None) -> Stored | None:
+    """The model in compressed-tensors' formats; None, with reasons, where something does not fit."""
+    stored = Stored()
+    layers: dict[str, tuple[str, Recipe, bool]] = {}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    #: Whether a layer lies there without a tensor called weight.
+    bare: dict[str, bool] = {}
+    state = _state(model, stored)
+    if is_untied(model):
+        # Where the table and the head are no longer one, readers tie nothing else either: a bias of theirs, for instance.
+        parted = [name for name, one in stored.shared.items() if not isinstance(state[one], QuantizedTensor)]
+        state.update({name: state[stored.shared.pop(name)] for name in parted})
+    named = published(model, state, reasons)
+    if reasons:
+        return None
+    old = {new: name for name, new in named.renamed.items()}
+    stored.shared = {named.renamed.get(a, a): named.renamed.get(b, b) for a, b in stored.shared.items()}
+    for name, value in named.tensors.items():
+        path = name.removesuffix(".weight")
+        if not isinstance(value, QuantizedTensor):
+            stored.keep(name, value)
+            continue
+        try:
+            module = TARGET if name in named.matrices else old.get(name, name).removesuffix(".weight")
+            if (module not in linears and name not in named.matrices) or path == name:
+                raise ValueError(f"{name} is no weight of nn.Linear")
+            read = reading(value, dtype)
+            if name in named.matrices:
+                read = as_expert(read, value)
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        layers[module] = (read.format, value.recipe, value.input_scale is not None)
+        if name not in named.matrices:
+            bare[module] = "weight" not in read.tensors
+        stored.tensors.update({f"{path}.{key}": tensor for key, tensor in read.tensors.items()})
+        outer = None if value.outer is None else value.outer.item()
+        stored.record(name, value, format=read.format, parts=list(read.tensors), outer=outer)
+        _note(stored, read)
+    if not reasons:
+        packed = [path for path, packed in bare.items() if packed]
+        reasons += obstacles(model, list(bare), packed, is_untied(model))
+        reasons += _flat(model, layers, stored)
+    if reasons:
+        return None
+    try:
+        dense = ignored(model, named, sorted(linears - set(layers)))
+        stored.config = quantization_config(layers, dense)
+    except ValueError as error:
+        reasons.append(str(error))
+        return None
+    if len(stored.config["config_groups"]) > 1:
+        stored.limits["several schemes: transformers 5.23 reads them without dequantize=True only"] = None
+    return stored
+
+
+def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stored: Stored) -> list[str]:
+    """Layers whose inputs have a scale for each token here and one for all in transformers; those not seen are a limit."""
+    per_token = [
+        path
+        for path, (_, recipe, _) in layers.items()
+        if recipe.activation and recipe.activation.scale.block == -1
+    ]
+    found = flat_inputs(model, per_token) if per_token else None
+    if found is None:
+        return []
+    flat, unseen = found
+    if unseen:
+        told = f"{', '.join(unseen[:3])}{' and others' if len(unseen) > 3 else ''}"
+        limit = f"tokens: a small input did not reach {told}: whether inputs there have two axes is not known"
+        stored.limits[limit] = stored.inexact[limit] = None
+    return [
+        f"{path}: its inputs have two axes, of which transformers takes one scale for all tokens, not one for each; leave it "
+        f"dense, quantize inputs PerTensor, or use layout='ao_lab'"
+        for path in flat
+    ]
+
+
+def _note(stored: Stored, read: Reading) -> None:
+    """What is to be known of a layer, once for all that are alike."""
+    stored.limits.update(dict.fromkeys(read.limits))
+    if not read.exact:
+        stored.inexact.update(dict.fromkeys(read.limits))
+
+
+def _own(model: nn.Module) -> Stored:
+    """The model in our layout."""
+    stored = Stored(config=OURS)
+    for name, value in _state(model, stored).items():
+        if not isinstance(value, QuantizedTensor):
+            stored.keep(name, value)
+            continue
+        parts = {part: getattr(value, part) for part in PARTS if getattr(value, part) is not None}
+        stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+        stored.record(name, value, format="ao_lab", parts=list(parts))
+    return stored
+
+
+def _state(model: nn.Module, stored: Stored) -> Tensors:
+    """The model's state, each tensor once; the other names of shared ones go to `stored.shared`."""
+    seen: dict[Any, str] = {}
+    state: Tensors = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = _place(value) if value.numel() else name
+        if key in seen:
+            stored.shared[name] = seen[key]
+        else:
+            seen[key] = name
+            state[name] = value.detach()
+    return state
+
+
+def _place(value: torch.Tensor) -> tuple[Any, ...]:
+    """What two names of one tensor have in common: memory, and how it is read."""
+    if isinstance(value, QuantizedTensor):
+        return value.meta, *(None if part is None else _place(part) for part in value.parts.values())
+    return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    made: dict[str, Any] = config.to_dict()
+    made["architectures"] = [type(model).__name__]
+    made["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**made, "tie_word_embeddings": False} if is_untied(model) else made
+
+
+def is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    try:
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    except NotImplementedError:  # a model without a table (Wav2Vec2)
+        return False
+    return head is not None and table is not None and head.weight is not table.weight
+
+
+__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "records_of", "save_pretrained"]

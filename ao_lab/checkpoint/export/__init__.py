@@ -1,0 +1,1 @@
+"""Checkpoints that plain transformers and vLLM read: compressed-tensors."""

@@ -1,0 +1,262 @@
+"""Quantized weights as compressed-tensors stores them, so that transformers and vLLM read them without this library.
+
+An `Export` is one format of compressed-tensors 0.20: which recipes it holds, the tensors that stand for a weight (by what
+follows the module's name), the way back, and what its reader makes of them. `ao_lab.checkpoint.export.plain_reader`
+compares that with the model and refuses where a bit differs: a file either means what the model means, or is not written.
+
+Integers are offset by 2**(bits - 1) and packed little-endian into int32 words; e8m0 scales are bytes; the outer scale of NVFP4
+is stored as its reciprocal, by which the reader divides. The reader's rounding of that quotient may differ from one product,
+so a neighbour of the reciprocal is taken where only that gives the right bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import fast
+from ao_lab.config.recipe import Recipe
+from ao_lab.quantization.stored_parts import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
+from ao_lab.tensor.native import native_dtype
+from reference import Quantized, Scheme
+from reference.quantize.blocks import Blocks
+from reference.quantize.quantize import unpacked
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """One format: whether it holds a recipe's weight, the tensors of one, and the stored weight of tensors."""
+
+    name: str
+    holds: Callable[[Recipe], bool]
+    write: Callable[[Quantized], Tensors]
+    #: Of tensors, the scheme and the weight's shape.
+    read: Callable[[Tensors, Scheme, tuple[int, ...]], Quantized]
+    #: dtype and shape of every tensor.
+    specs: Callable[[Scheme, tuple[int, ...]], Specs]
+
+
+def export_of(recipe: Recipe) -> Export | None:
+    """The format that holds a recipe's weight, or None."""
+    scale, zero = recipe.weight.scale, recipe.weight.zero
+    if scale.stored != "decode" or (scale.partial and isinstance(scale.block, int) and scale.block > 0):
+        return None
+    if zero is not None and zero.rule != "code":
+        return None
+    return next((export for export in EXPORTS if export.holds(recipe)), None)
+
+
+def value_read(
+    export: Export, tensors: Tensors, q: Quantized, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """What compressed-tensors makes of tensors that stand for q, in a dtype, by its own order of operations.
+
+    Scales count as they are given, float32 or narrower. A product of float32 that is rounded once is the product in `dtype`.
+    """
+    read = unpacked(export.read(tensors, q.scheme, q.shape))
+    codes, scale = fast.decode(read.codes, q.scheme.element), _scale_values(read)
+    if read.zero is not None:
+        codes = codes - _spread(read.zero.to(torch.float32), q)
+    if "weight_global_scale" in tensors:
+        scale = scale / tensors["weight_global_scale"]
+    return (codes * _spread(scale, q)).to(dtype)
+
+
+def _scale_values(q: Quantized) -> torch.Tensor:
+    storage = q.scheme.scale.storage
+    return q.scale if storage == "float32" else fast.decode(q.scale, storage)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one floating-point dtype have the same bits."""
+    carrier = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(carrier), b.view(carrier))
+
+
+def variants(tensors: Tensors) -> list[Tensors]:
+    """The tensors, and with the neighbours of a reciprocal outer scale."""
+    name = "weight_global_scale"
+    if name not in tensors:
+        return [tensors]
+    exact = tensors[name]
+    up, down = (torch.nextafter(exact, torch.full_like(exact, end)) for end in (torch.inf, 0.0))
+    return [{**tensors, name: scale} for scale in (exact, up, down)]
+
+
+def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """Scales (or zero points) for every element of a matrix."""
+    block = q.scheme.scale.block
+    if scale.dim() < 2 or block == -1:
+        return scale
+    rows, columns = block if isinstance(block, tuple) else (1, int(block))
+    full = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return full[: q.shape[0], : q.shape[1]]
+
+
+# What the formats hold.
+
+
+def _plain_scales(scheme: Scheme) -> bool:
+    return scheme.scale.storage in ("float32", "bfloat16") and scheme.outer is None
+
+
+def _holds_int(recipe: Recipe) -> bool:
+    """8-bit integers beside quantized inputs, as int8 products read them."""
+    scheme = recipe.weight
+    rows = scheme.scale.block in (-1, "tensor")
+    return recipe.activation is not None and scheme.element == "int8" and rows and _plain_scales(scheme)
+
+
+def _holds_packed(recipe: Recipe) -> bool:
+    scheme = recipe.weight
+    groups = isinstance(scheme.scale.block, int)
+    signed = scheme.format.kind == "int" and scheme.format.signed and scheme.format.fraction_bits == 0
+    floats = recipe.activation is not None and recipe.activation.format.kind == "float"
+    return signed and groups and _plain_scales(scheme) and not floats and scheme.format.specials == "none"
+
+
+def _holds_float(recipe: Recipe) -> bool:
+    return recipe.weight.element == "float8_e4m3fn" and _plain_scales(recipe.weight)
+
+
+def _holds_mx(element: str) -> Callable[[Recipe], bool]:
+    def holds(recipe: Recipe) -> bool:
+        scale = recipe.weight.scale
+        return recipe.weight.element == element and scale.power_of_two and scale.block == 32
+
+    return holds
+
+
+def _holds_nvfp4(recipe: Recipe) -> bool:
+    scheme = recipe.weight
+    two_levels = scheme.outer is not None and scheme.outer.statistic == "absmax_elements"
+    block = scheme.scale.storage == "float8_e4m3fn" and scheme.scale.block == 16
+    return scheme.element == "float4_e2m1fn" and block and two_levels and scheme.outer_order != "folded"
+
+
+# Tensors of weights, and back.
+
+
+def _write_bytes(q: Quantized) -> Tensors:
+    """One byte per element."""
+    dtype = native_dtype(q.scheme.format) or torch.int8
+    return {"weight": q.codes.view(dtype), "weight_scale": _channels(_scale(q)), **_zero(q, _channels)}
+
+
+def _read_bytes(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Quantized:
+    blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
+    zero = tensors.get("weight_zero_point") if scheme.zero is not None else None
+    scale = _kept(tensors["weight_scale"], scheme)
+    codes = tensors["weight"].view(torch.uint8)
+    return Quantized(
+        codes, scale.reshape(blocks), None, None if zero is None else zero.reshape(blocks), shape, 1, scheme
+    )
+
+
+def _scale(q: Quantized) -> torch.Tensor:
+    """Scales as tensors of their own dtype, not as its codes."""
+    scale: torch.Tensor = q.scale
+    return scale.view(torch.bfloat16) if q.scheme.scale.storage == "bfloat16" else scale
+
+
+def _kept(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The inverse of `_scale`, whatever the dtype that a program gave them in between."""
+    if scheme.scale.storage == "bfloat16":
+        return scale.to(torch.bfloat16).view(torch.uint16)
+    return scale.to(torch.float32) if _plain_scales(scheme) else scale
+
+
+def _channels(scale: torch.Tensor) -> torch.Tensor:
+    """Scales with an axis, also where there is one for the tensor."""
+    return scale.reshape(1) if scale.dim() == 0 else scale
+
+
+def _zero(q: Quantized, form: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    return {} if q.zero is None else {"weight_zero_point": form(q.zero)}
+
+
+def _write_words(q: Quantized) -> Tensors:
+    """Integers offset to be unsigned, little-endian in int32 words; zero points likewise, along the rows."""
+    bits, codes = q.scheme.format.bits, unpacked(q).codes
+    packed_zero = _zero(q, lambda zero: _words(zero.view(torch.uint8).t(), bits).t().contiguous())
+    return {
+        "weight_packed": _words(codes, bits),
+        "weight_scale": _scale(q),
+        "weight_shape": torch.tensor(q.shape),
+        **packed_zero,
+    }
+
+
+def _read_words(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Quantized:
+    bits = scheme.format.bits
+    codes = _unwords(tensors["weight_packed"], bits, shape)
+    zero = None
+    if scheme.zero is not None:
+        rows, groups = Blocks.of(shape, scheme.scale, -1).scale_shape
+        unsigned = (
+            _unwords(tensors["weight_zero_point"].t().contiguous(), bits, (groups, rows)).t().contiguous()
+        )
+        # Codes of fewer than 8 bits as signed numbers.
+        zero = (unsigned.to(torch.int16) - ((unsigned.to(torch.int16) >> (bits - 1)) << bits)).to(torch.int8)
+    scale = _kept(tensors["weight_scale"], scheme)
+    return _packed(Quantized(codes, scale, None, zero, shape, 1, scheme))
+
+
+def _packed(q: Quantized) -> Quantized:
+    """q as `QuantizedTensor` keeps it."""
+    if q.scheme.format.bits == 8:
+        return q
+    return replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
+
+
+def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    unsigned = ((codes ^ (1 << (bits - 1))) & ((1 << bits) - 1)).contiguous()
+    data = unsigned if bits == 8 else fast.pack(unsigned, f"uint{bits}")
+    padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % WORD_BYTES))
+    # Flat first: the stride of an axis of length 1 may be anything, which view(dtype) minds.
+    return padded.reshape(-1).view(torch.int32).reshape(*data.shape[:-1], padded.shape[-1] // WORD_BYTES)
+
+
+def _unwords(words: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    rows = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], words.shape[-1] * WORD_BYTES)
+    data = rows[..., : -(-shape[-1] * bits // 8)].contiguous()
+    unsigned = data if bits == 8 else fast.unpack(data, f"uint{bits}", shape)
+    return unsigned ^ (1 << (bits - 1))
+
+
+def _write_packed(q: Quantized) -> Tensors:
+    """Packed float codes are the bytes that we store; e4m3 scales have their dtype, the outer scale is inverted."""
+    # Readers expect e4m3 scales in their dtype and e8m0 scales as bytes.
+    storage = q.scheme.scale.storage
+    scale = q.scale if storage == "float8_e8m0fnu" else q.scale.view(native_dtype(storage) or q.scale.dtype)
+    made = {"weight_packed": q.codes, "weight_scale": scale}
+    if q.outer is None:
+        return made
+    inverted = q.outer if q.scheme.outer_order == "encode" else 1.0 / q.outer
+    return {**made, "weight_global_scale": inverted.reshape(1)}
+
+
+def _read_packed(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Quantized:
+    outer = tensors.get("weight_global_scale")
+    if outer is not None:
+        outer = outer.to(torch.float32).reshape(())
+        outer = outer if scheme.outer_order == "encode" else 1.0 / outer
+    scale = tensors["weight_scale"].view(torch.uint8)
+    return Quantized(tensors["weight_packed"], scale, outer, None, shape, 1, scheme, packed=True)
+
+
+EXPORTS = (
+    Export("int-quantized", _holds_int, _write_bytes, _read_bytes, byte_specs),
+    Export("pack-quantized", _holds_packed, _write_words, _read_words, word_specs),
+    Export("float-quantized", _holds_float, _write_bytes, _read_bytes, byte_specs),
+    Export("mxfp8-quantized", _holds_mx("float8_e4m3fn"), _write_bytes, _read_bytes, byte_specs),
+    Export("mxfp6-pack-quantized", _holds_mx("float6_e2m3fn"), _write_packed, _read_packed, packed_specs),
+    Export("mxfp4-pack-quantized", _holds_mx("float4_e2m1fn"), _write_packed, _read_packed, packed_specs),
+    Export("nvfp4-pack-quantized", _holds_nvfp4, _write_packed, _read_packed, packed_specs),
+)
+
+__all__ = ["EXPORTS", "Export", "Tensors", "export_of", "same_bits", "value_read", "variants"]

@@ -1,0 +1,206 @@
+"""What transformers makes of an exported layer without this library, and where that is not what the model computes.
+
+The reader is transformers 5.23 with compressed-tensors 0.20, called as `from_pretrained(folder)`. It allocates scales in the
+model's dtype and casts stored ones to it, dequantizes in that dtype, quantizes inputs by `compressed_tensors.*` records, and
+multiplies. Four things follow, each tried in tests:
+
+* float32 scales of a bfloat16 or float16 model are rounded, unless their values fit that dtype (`compute="input"` records);
+* zero points of packed integers do not load: their place is allocated unpacked on the meta device;
+* 6- and 4-bit floats and MX weights are made in bfloat16, whatever the model's dtype: other models fail in their products;
+* `CompressedTensorsConfig(dequantize=True)` avoids all three and leaves inputs as they are.
+
+A `Reading` says of a layer what is lost by that call. `exact` means: nothing, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ao_lab.checkpoint.export.activations import is_as_read
+from ao_lab.checkpoint.export.compressed_tensors import (
+    EXPORTS,
+    Export,
+    Tensors,
+    export_of,
+    same_bits,
+    value_read,
+    variants,
+)
+from ao_lab.config.recipe import Recipe
+from ao_lab.quantization.stored_parts import WORD_BYTES
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from reference import Scheme
+from reference.quantize.blocks import Blocks
+
+#: What the way out is called in messages.
+DEQUANTIZE = "from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True))"
+WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or save with layout="ao_lab"'
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Formats whose zero points are packed like their codes.
+PACKED = tuple(export for export in EXPORTS if export.name == "pack-quantized")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A layer as a plain reader sees it: its format and tensors, whether it computes the same, and what to know otherwise."""
+
+    format: str
+    tensors: Tensors
+    exact: bool = True
+    limits: tuple[str, ...] = ()
+
+
+def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
+    """How a linear layer's weight is written for a model that is read in `dtype` (None: the weight's own).
+
+    ValueError where compressed-tensors cannot say what the layer computes, however the folder is read.
+    """
+    dtype = dtype or t.dtype
+    export = export_of(t.recipe)
+    if export is None or len(t.shape) != 2 or t.block_axis != -1:
+        raise ValueError(f"compressed-tensors has no format for {t!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{t!r}: readers compute in float32, bfloat16 or float16, not {dtype}")
+    check_recipe(t.recipe)
+    _check_groups(t)
+    if (reason := unread_zero_points(t.recipe, tuple(t.shape))) is not None:
+        raise ValueError(f"{t!r}: {reason}; {WAY_OUT}")
+    tensors = _tensors(export, t, torch.bfloat16 if made_in_bfloat16(t.scheme) else t.dtype)
+    lost = [*_loading(t, dtype), *_scales(export, tensors, t, dtype), *_static(t, dtype)]
+    return Reading(export.name, tensors, not lost, (*lost, *_notes(tensors, t, dtype)))
+
+
+def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
+    """The tensors that stand for a weight; ValueError where no reader would get its numbers."""
+    q, wanted = t.quantized, t.dequantize(dtype)
+    for tensors in variants(export.write(q)):
+        if same_bits(value_read(export, tensors, q, dtype), wanted):
+            static = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
+            return {**tensors, **static}
+    raise ValueError(
+        f"{t!r}: a reader of compressed-tensors would see other numbers (NaN blocks, extreme scales, or an outer scale without "
+        f"an exact reciprocal); {WAY_OUT}"
+    )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """ValueError where no reader of compressed-tensors computes a recipe, however the folder is read."""
+    if export_of(recipe) is None:
+        raise ValueError(f"compressed-tensors has no format for {recipe}")
+    inputs, weight = recipe.activation, recipe.weight
+    if inputs is None:
+        return
+    if not is_as_read(inputs):
+        raise ValueError(
+            f"readers of compressed-tensors quantize inputs by other rules than {inputs.name}, and would compute another "
+            f"model; {WAY_OUT}"
+        )
+    if weight.zero is not None and export_of(recipe) in PACKED:
+        raise ValueError(
+            f"transformers 5.23 reads packed zero points of {weight.name} with dequantize=True alone, which leaves inputs as "
+            f"they are; {WAY_OUT}"
+        )
+
+
+def _check_groups(t: QuantizedTensor) -> None:
+    """ValueError where readers refuse the inputs' length."""
+    scheme = t.recipe.activation
+    group, length = 1 if scheme is None else scheme.scale.block, t.shape[-1]
+    if isinstance(group, int) and group > 0 and length % group:
+        raise ValueError(f"{t!r}: readers want inputs in whole groups of {group}, and rows have {length}")
+
+
+def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:
+    """Why readers cannot unpack the zero points of a matrix, with dequantize=True neither; None where they can.
+
+    4-bit ones are unpacked by a view of the transposed words as bytes. With a single row of words its stride is not 1.
+    """
+    scheme = recipe.weight
+    if scheme.zero is None or scheme.format.bits != 4 or export_of(recipe) not in PACKED:
+        return None
+    rows, groups = Blocks.of(shape, scheme.scale, -1).scale_shape
+    if rows * scheme.format.bits > 8 * WORD_BYTES or groups == 1:
+        return None
+    return (
+        f"compressed-tensors 0.20 cannot read the packed zero points of {rows} rows, which fill no more than one word of "
+        f"{8 * WORD_BYTES} bits"
+    )
+
+
+def made_in_bfloat16(scheme: Scheme) -> bool:
+    """Whether readers make the weight in bfloat16, whatever the model's dtype: all whose scales are codes."""
+    return scheme.scale.storage in ("float8_e8m0fnu", "float8_e4m3fn")
+
+
+def _loading(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
+    """Why `from_pretrained(folder)` fails."""
+    if made_in_bfloat16(t.scheme) and dtype != torch.bfloat16:
+        return [
+            f"readers make weights of {t.scheme.name} in bfloat16, and products with {_name(dtype)} inputs fail: read it with "
+            f"dtype=torch.bfloat16, or quantize the model in bfloat16"
+        ]
+    if t.zero is None or t.recipe.activation is not None:
+        return []
+    return [f"zero points: transformers 5.23 reads them by {DEQUANTIZE} alone"]
+
+
+def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
+    """Whether the scales survive being cast to the model's dtype."""
+    if made_in_bfloat16(t.scheme):
+        return []
+    cast = {**tensors, "weight_scale": tensors["weight_scale"].to(dtype)}
+    if same_bits(value_read(export, cast, t.quantized, dtype), t.dequantize(dtype)):
+        return []
+    inputs = "" if t.recipe.activation is None else ", which leaves inputs as they are"
+    return [
+        f"scales: readers round the float32 scales of {t.scheme.name} to {_name(dtype)}, unless they read by "
+        f"{DEQUANTIZE}{inputs}"
+    ]
+
+
+def _static(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
+    """Whether static scales of inputs survive the same."""
+    scale = t.input_scale
+    if scale is None or torch.equal(scale.to(dtype).to(scale.dtype), scale):
+        return []
+    return [f"input scales: readers round float32 scales of inputs to {_name(dtype)}"]
+
+
+def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
+    """What holds beside an exact reading."""
+    notes, scale = [], tensors["weight_scale"]
+    rounded = scale.dtype == torch.float32 and not torch.equal(
+        scale.to(torch.bfloat16).to(scale.dtype), scale
+    )
+    if dtype == torch.float32 and rounded:
+        notes.append(
+            "float32 scales: with dtype=torch.bfloat16 readers round each by up to 0.4 percent; read the folder in float32, or "
+            "quantize the model in bfloat16"
+        )
+    scheme = t.recipe.activation
+    if scheme is not None:
+        notes.append(
+            "inputs: with dequantize=True transformers does not quantize inputs, which is another model"
+        )
+    if scheme is not None and scheme.scale.block == -1:
+        notes.append(
+            "tokens: of inputs with two axes (poolers, experts) transformers takes one scale for all tokens, vLLM one for each"
+        )
+    return notes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = [
+    "DEQUANTIZE",
+    "WAY_OUT",
+    "Reading",
+    "check_recipe",
+    "made_in_bfloat16",
+    "reading",
+    "unread_zero_points",
+]

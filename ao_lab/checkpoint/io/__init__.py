@@ -1,0 +1,1 @@
+"""Files: safetensors and JSON from elsewhere, read with checks and written whole."""

@@ -1,0 +1,203 @@
+"""A folder's safetensors files: one, or shards with the index that transformers reads.
+
+Reading is in two steps. `look_at` checks headers and index and says which tensors there are; nothing of them is read. `Folder.
+read` maps the tensors that are asked for. Only the files that are named here and shards of the index are opened, whatever else
+(pickles, for instance) lies beside them, and an index can name files of its own folder alone.
+
+Files that other programs read are called model.safetensors, as these programs expect. Our own layout is in ao_lab.safetensors:
+a program that does not know it finds no weights, and says so, instead of finding none of the names that it looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ao_lab.checkpoint.io.safetensors_header import Header, Spec, read_header
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+
+#: How files are called that other programs read, and those of our own layout.
+COMMON, OWN = "model", "ao_lab"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OWN_SINGLE, OWN_INDEX = "ao_lab.safetensors", "ao_lab.safetensors.index.json"
+#: Names of shards: plain ones, so that none leads out of the folder.
+SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder holds, before it is read: what each tensor is, its file, and the metadata of all files."""
+
+    path: Path
+    specs: Mapping[str, Spec]
+    places: Mapping[str, Path]
+    metadata: Mapping[str, str]
+
+    def read(self, names: Iterable[str]) -> Tensors:
+        """These tensors; ValueError where the library that maps them finds what the headers did not say."""
+        return dict(self.each(names))
+
+    def each(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`read`, one after the other, file by file."""
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.places[name], []).append(name)
+        for path, wanted in by_file.items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in wanted:
+                        yield name, file.get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(f"{path} cannot be read: {shown(str(error))}; fetch it again") from error
+
+    @property
+    def bytes(self) -> int:
+        """What its files take."""
+        return sum(path.stat().st_size for path in set(self.places.values()))
+
+
+def write_files(
+    folder: Path, tensors: Tensors, metadata: dict[str, str], limit: int, stem: str = COMMON
+) -> list[Path]:
+    """Write the tensors, in files of at most `limit` bytes (a larger tensor has its own); each carries the metadata.
+
+    `stem`: what the files are called, COMMON or OWN. Files of earlier weights, whatever they were called, are removed.
+    """
+    from ao_lab.checkpoint.io.writing import save_file
+
+    shards = _shards(tensors, limit)
+    for old in (old for name in (COMMON, OWN) for old in _files_called(folder, name)):
+        old.unlink(missing_ok=True)
+    single = f"{stem}.safetensors"
+    names = [single] if len(shards) == 1 else [_shard_name(stem, i, len(shards)) for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(_apart(shard), folder / name, metadata=metadata)
+    if len(shards) > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": sum(map(_size, tensors.values()))}, "weight_map": where}
+        (folder / f"{single}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return [folder / name for name in names]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors files of weights, by their names."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, OWN_SINGLE, OWN_INDEX))
+
+
+def _files_called(folder: Path, stem: str) -> list[Path]:
+    single = folder / f"{stem}.safetensors"
+    return [*folder.glob(f"{stem}-*-of-*.safetensors"), single, single.with_name(f"{single.name}.index.json")]
+
+
+def _names(folder: Path) -> tuple[str, str]:
+    """The names of a folder's single file and index: our own where it has them; ValueError where both kinds are there."""
+    own = any((folder / name).exists() for name in (OWN_SINGLE, OWN_INDEX))
+    if own and any((folder / name).exists() for name in (SINGLE, INDEX)):
+        raise ValueError(
+            f"{folder} has weights as {COMMON}*.safetensors and as {OWN}*.safetensors; remove those that are stale"
+        )
+    return (OWN_SINGLE, OWN_INDEX) if own else (SINGLE, INDEX)
+
+
+def look_at(folder: Path) -> Folder:
+    """What a folder holds; FileNotFoundError where there are no tensors, ValueError where files and index disagree."""
+    single, index_name = _names(folder)
+    index = _index(folder / index_name) if (folder / index_name).exists() else None
+    if index is None and not (folder / single).exists():
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote"
+        )
+    names = [single] if index is None else sorted(set(index.values()))
+    headers = {folder / name: read_header(folder / name) for name in names}
+    specs: dict[str, Spec] = {}
+    places: dict[str, Path] = {}
+    for path, header in headers.items():
+        for name, spec in header.tensors.items():
+            if name in places:
+                raise ValueError(
+                    f"tensor {shown(name)} is in {places[name].name} and in {path}; one of them is stale"
+                )
+            specs[name], places[name] = spec, path
+    if index is not None:
+        _check_index(index, places, folder / index_name)
+    return Folder(folder, specs, places, _joined(headers))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """The file's name of each tensor."""
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ValueError(
+            f"{path} has no weight_map from tensors to files, got {shown(found)}; fetch it again"
+        )
+    for name, file in found.items():
+        if not isinstance(file, str) or not SHARD.fullmatch(file):
+            raise ValueError(
+                f"{path}: weight_map of {shown(name)} is the plain name of a .safetensors file in the same folder, got "
+                f"{shown(file)}; fetch the index again"
+            )
+    return found
+
+
+def _check_index(index: Mapping[str, str], places: Mapping[str, Path], path: Path) -> None:
+    wrong = [name for name, file in index.items() if name not in places or places[name].name != file]
+    extra = [name for name in places if name not in index]
+    if wrong or extra:
+        name = (wrong or extra)[0]
+        what = f"puts it into {index[name]}" if wrong else "does not name it"
+        where = f"is in {places[name].name}" if name in places else "is in no file"
+        raise ValueError(f"tensor {shown(name)} {where}, but {path} {what}; fetch the folder again")
+
+
+def _joined(headers: Mapping[Path, Header]) -> dict[str, str]:
+    """The metadata of all files; ValueError where two say different things."""
+    made: dict[str, str] = {}
+    for path, header in headers.items():
+        for key, value in header.metadata.items():
+            if made.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{path}: metadata {shown(key)} is another than in the other files; fetch them again"
+                )
+    return made
+
+
+def _apart(tensors: Tensors) -> Tensors:
+    """The tensors on the host, none in another's memory, which safetensors refuses: pieces of a weight share its scale."""
+    made: Tensors = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        made[name] = plain.clone() if plain.data_ptr() in places else plain
+        places.add(plain.data_ptr())
+    return made
+
+
+def _shards(tensors: Tensors, limit: int) -> list[Tensors]:
+    shards: list[Tensors] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + _size(tensor) > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += _size(tensor)
+    return shards
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shard_name(stem: str, index: int, count: int) -> str:
+    return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+__all__ = ["COMMON", "OWN", "OWN_INDEX", "OWN_SINGLE", "Folder", "has_weights", "look_at", "write_files"]

@@ -1,0 +1,228 @@
+"""The model that a folder's tensors go into: built by transformers where none is given, and filled all at once.
+
+A configuration is data from elsewhere. The model is first built without memory, where every parameter must be one that the
+folder has; it is built again with its buffers only when all names and shapes fit. Nothing of the configuration names code: keys
+that choose kernels or classes of other repositories are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.install.extras import needed
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+CONFIG, QUANTIZATION = "config.json", "quantization_config"
+#: The field by which a configuration of transformers names its file of weights.
+NAMED_WEIGHTS = "transformers_weights"
+#: Ends and names of fields that choose code.
+CODE = ("_implementation", "auto_map", "trust_remote_code", "custom_pipelines", "_implementation_internal")
+#: Fields that count layers, heads, labels ... make that many objects.
+LARGEST_COUNT = 2**17
+#: Buffers, which no file bounds: tables of positions and masks are below.
+LARGEST_BUFFERS = 2**30
+Tensors = dict[str, torch.Tensor]
+
+
+class TooManyParameters(ValueError):
+    """A configuration describes more than the files can fill."""
+
+
+def planned_model(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
+    """The model of the folder's configuration without memory, for a state of `count` tensors; ValueError for far more."""
+    fields = configuration(folder)
+    path = folder / CONFIG
+    if "model_type" not in fields:
+        raise ValueError(f"{path} describes no model of transformers; give load_pretrained a model to fill")
+    with parameters_without_memory(2 * count + 64, path), torch.device("meta"):
+        plan = _constructed(fields, dtype, path)
+    size = sum(b.numel() * b.element_size() for b in plan.buffers())
+    if size > LARGEST_BUFFERS:
+        raise ValueError(
+            f"{path} asks for {size} bytes of buffers; a number in it is far too large, fetch it again"
+        )
+    return plan
+
+
+def built(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
+    """The model that `planned_model` has looked at, its parameters without memory, its buffers real."""
+    path = folder / CONFIG
+    with parameters_without_memory(2 * count + 64, path):
+        return _constructed(configuration(folder), dtype, path).eval()
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """config.json without its part about quantization and without what chooses code; {} where there is no file."""
+    if not (folder / CONFIG).exists():
+        return {}
+    fields: dict[str, Any] = _plain(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
+    return {name: value for name, value in fields.items() if name not in (QUANTIZATION, NAMED_WEIGHTS)}
+
+
+def _plain(value: Any, path: Path, name: str = "") -> Any:
+    """The value without fields that choose code; ValueError for counts that no model has."""
+    if isinstance(value, dict):
+        return {key: _plain(item, path, key) for key, item in value.items() if not key.endswith(CODE)}
+    if isinstance(value, list):
+        return [_plain(item, path, name) for item in value]
+    counts = name.startswith("num_") or "layer" in name
+    if counts and type(value) is int and abs(value) > LARGEST_COUNT:
+        raise ValueError(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
+    return value
+
+
+def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) -> nn.Module:
+    """What transformers makes of a configuration; its own errors, of whatever kind, as one ValueError."""
+    needed("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    causal: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.for_model(**fields)
+        wanted = dtype or config.dtype or torch.float32
+        known = model_class(fields)
+        if known is None:
+            made: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
+        else:
+            made = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
+    except TooManyParameters:
+        raise
+    except Exception as error:
+        # transformers, its validators and torch raise what they like for numbers that make no model.
+        raise ValueError(
+            f"{path} describes no model that transformers can build: {type(error).__name__}: {shown(str(error))}; give "
+            "load_pretrained a model, or fetch the file again"
+        ) from error
+    return made
+
+
+def model_class(fields: Mapping[str, Any]) -> Any:
+    """The class of transformers that a configuration names; None where it names none that is a model there."""
+    transformers = needed("transformers")
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) and name in _names_there() else None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+@cache
+def _names_there() -> frozenset[str]:
+    """What transformers offers by name; to list it takes half a second."""
+    import transformers
+
+    return frozenset(dir(transformers))
+
+
+@contextmanager
+def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
+    """Parameters that modules register lie on the meta device; ValueError after `most` of them."""
+    count = 0
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise TooManyParameters(
+                f"{path} describes a model of more than {most} parameters; the files hold fewer; fetch it again"
+            )
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook: Any = registered
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_state(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """ValueError where the model's state has other names or shapes."""
+    expected = model.state_dict(keep_vars=True)
+    missing = sorted(set(expected) - set(shapes) - set(tied(model, shapes)))
+    unknown = sorted(set(shapes) - set(expected))
+    if missing or unknown:
+        lacks, has = ([shown(name) for name in names[:5]] for names in (missing, unknown))
+        raise ValueError(
+            f"{where} lacks {lacks} and has {has}, which the model lacks; give the model that was saved"
+        )
+    for name, shape in shapes.items():
+        if tuple(expected[name].shape) != shape:
+            raise ValueError(
+                f"{name} of {where} has shape {shape}, the model's {tuple(expected[name].shape)}; give the model that was saved"
+            )
+
+
+def check_kinds(model: nn.Module, specs: Mapping[str, Spec], where: str) -> None:
+    """ValueError where a dense tensor holds integers and the model's floats, or the other way round."""
+    expected = model.state_dict(keep_vars=True)
+    for name, spec in specs.items():
+        wanted = expected[name].dtype
+        if (spec.dtype.is_floating_point, spec.dtype.itemsize == 1) != (
+            wanted.is_floating_point,
+            wanted.itemsize == 1,
+        ):
+            raise ValueError(
+                f"{name} of {where} is {spec}, the model's is {wanted}; give the model that was saved"
+            )
+
+
+def tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Names of the model's state that are not among `names`, but share a parameter with one of these."""
+    expected = model.state_dict(keep_vars=True)
+    known = {id(expected[name]): name for name in names if name in expected}
+    return {
+        name: known[id(x)]
+        for name, x in expected.items()
+        if known.get(id(x), name) != name and name not in names
+    }
+
+
+def fill(model: nn.Module, state: Tensors) -> None:
+    """Give every parameter and buffer its tensor: all are made before the first is put into its place."""
+    expected = model.state_dict(keep_vars=True)
+    state = {**state, **{name: state[other] for name, other in tied(model, state).items()}}
+    parameters: dict[int, nn.Parameter] = {}
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for name, value in state.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if leaf in owner._buffers:
+            places.append((owner._buffers, leaf, value))
+            continue
+        trains = (
+            expected[name].requires_grad
+            and not isinstance(value, QuantizedTensor)
+            and value.is_floating_point()
+        )
+        made = parameters.get(id(value))
+        if made is None:
+            made = parameters[id(value)] = nn.Parameter(value, requires_grad=trains)
+        places.append((owner._parameters, leaf, made))
+    for table, leaf, value in places:
+        table[leaf] = value
+
+
+__all__ = [
+    "CONFIG",
+    "NAMED_WEIGHTS",
+    "QUANTIZATION",
+    "built",
+    "check_kinds",
+    "check_state",
+    "configuration",
+    "fill",
+    "model_class",
+    "planned_model",
+]

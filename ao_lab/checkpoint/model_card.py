@@ -1,0 +1,305 @@
+"""The model card: README.md of a quantized folder, as Hugging Face reads it, made of what the folder itself says.
+
+Front matter in YAML, then what was quantized and how, what stayed, sizes, results of `ao-lab eval` where eval.json is there,
+and the commands that load and serve it. `save_pretrained` writes it where no other card is, `ao-lab quantize` one that knows
+the command, and `ao-lab eval --save` puts its results into it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ao_lab import __version__
+from ao_lab.checkpoint.api import records_of
+from ao_lab.checkpoint.io.shards import Folder, look_at
+from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.checkpoint.model_builder import CONFIG, configuration
+from ao_lab.checkpoint.records import Records, Weight
+from ao_lab.checkpoint.transformers.classes import is_served, loader_of
+
+CARD, RESULTS = "README.md", "eval.json"
+#: What the last line of a card of ours begins with.
+WRITTEN = "Written by ao_lab "
+BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
+#: Formats of compressed-tensors that vLLM lists, and how many bits its packed integers have.
+SERVED = (
+    "int-quantized", "float-quantized", "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
+SERVED_BITS = (4, 8)
+MOST_LAYERS = 12
+#: What a card takes over from the card of the model that it was made of.
+KEPT = ("license:", "license_name:", "license_link:", "language:")
+#: What numbers are called.
+LABELS = {
+    "token_perplexity": "perplexity per token", "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte",
+    "accuracy": "next-token accuracy", "agreement": "same first choice as the base model",
+    "kl": "KL from the base model (nats)",
+    "base_token_perplexity": "perplexity per token of the base model",
+}  # fmt: skip
+
+CONDITIONS = {"text": "text", "tokens": "predicted tokens", "device": "device", "against": "base model"}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a card says of a folder: records, headers, configuration and results."""
+
+    folder: Folder
+    records: Records
+    config: Mapping[str, Any]
+    results: Mapping[str, Any]
+
+
+def model_card(
+    folder: str | Path,
+    *,
+    base_model: str | None = None,
+    command: str | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
+
+    base_model: what it was made of (a name on the Hub, or a folder, of which only the last part is shown); by default what
+    config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout.
+    """
+    path = Path(folder)
+    found = look_at(path)
+    results = read_object(path / RESULTS, nonfinite=True) if (path / RESULTS).is_file() else {}
+    contents = Contents(found, records_of(found), configuration(path), results)
+    kept = licence(path / CARD)
+    base = base_name(base_model or str(contents.config.get("_name_or_path") or ""))
+    parts = [
+        front_matter(contents, base, kept),
+        f"# {path.resolve().name}",
+        made_of(contents, base, command),
+        "## What was quantized",
+        scheme_table(contents),
+        left_text(contents),
+        "## Results",
+        results_section(contents.results),
+        "## How to load it",
+        loading(contents, path.resolve().name, notes),
+        f"{WRITTEN}{__version__}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_card(
+    folder: str | Path,
+    *,
+    base_model: str | None = None,
+    command: str | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
+    path = Path(folder) / CARD
+    path.write_text(model_card(folder, base_model=base_model, command=command, notes=notes))
+    return path
+
+
+def card_beside(folder: str | Path, notes: Sequence[str] = ()) -> Path | None:
+    """`write_card` for a folder that was just saved. None, and nothing is written, where somebody else's README.md is there."""
+    path = Path(folder) / CARD
+    if path.is_file() and not is_ours(path.read_text(errors="replace")):
+        return None
+    return write_card(folder, notes=notes)
+
+
+def is_ours(card: str) -> bool:
+    """Whether a card was written here, and not by somebody who keeps it."""
+    return any(line.startswith(WRITTEN) for line in card.splitlines()[-3:])
+
+
+def with_results(text: str, results: Mapping[str, Any]) -> str:
+    """A card with its results replaced; one without a place for them gets it at its end."""
+    section = results_section(results)
+    before, begin, rest = text.partition(BEGIN)
+    if not begin:
+        return f"{text.rstrip()}\n\n## Results\n\n{section}\n"
+    return before + section + rest.partition(END)[2]
+
+
+def base_name(text: str) -> str:
+    """A name on the Hub as it is (owner/name), of a folder its last part."""
+    parts = [part for part in Path(text).parts if part not in (".", "..", "/")]
+    on_hub = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    return text if on_hub else (parts[-1] if parts else "")
+
+
+def licence(path: Path) -> list[str]:
+    """The lines of an earlier card's front matter that say under which terms, and in which language, a model is."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    inside = lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
+    return [line for line in inside if line.startswith(KEPT) and not line.endswith(":")]
+
+
+def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
+    """What the Hub reads. Values are JSON, which is YAML."""
+    weights = contents.records.weights.values()
+    methods, schemes = {w.method for w in weights}, {w.meta.recipe.weight.name for w in weights}
+    fields: dict[str, Any] = {"base_model": base} if base else {}
+    fields |= {"base_model_relation": "quantized"} if base else {}
+    fields |= {
+        "library_name": "transformers" if "compressed-tensors" in methods else "ao_lab",
+        "quantized_by": f"ao_lab {__version__}",
+        "tags": ["quantized", *sorted({*methods, "ao_lab"}), *sorted(schemes)],
+    }
+    loader = loader_of(contents.config)
+    if loader is not None and loader.task is not None:
+        fields["pipeline_tag"] = loader.task
+    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
+    return "\n".join(["---", *kept, *lines, "---"])
+
+
+def made_of(contents: Contents, base: str, command: str | None) -> str:
+    """One sentence on where it comes from."""
+    static = any("input_scale" in weight.names for weight in contents.records.weights.values())
+    scales = "static scales of inputs" if static else "without calibration data"
+    source = f"Made of `{base}`" if base else "A quantized model"
+    by = f" by `{command}`" if command else ""
+    return f"{source}{by}: weights rounded to nearest, {scales}."
+
+
+def scheme_table(contents: Contents) -> str:
+    """Layers, weights and bytes by recipe, and the sums."""
+    groups: dict[str, list[Weight]] = {}
+    for weight in contents.records.weights.values():
+        groups.setdefault(str(weight.meta.recipe), []).append(weight)
+    rows = [["scheme", "layers", "weights", "bytes before", "bytes"]]
+    for name, weights in groups.items():
+        rows.append([f"`{name}`", str(len(weights)), *map(number, sizes(weights))])
+    dense = sum(contents.folder.specs[name].bytes for name in contents.records.dense)
+    every = sizes(contents.records.weights.values())
+    rows.append(["left as they were", str(len(contents.records.dense)), "", number(dense), number(dense)])
+    rows.append(["all", "", "", number(every[1] + dense), number(every[2] + dense)])
+    return table(rows)
+
+
+def sizes(weights: Iterable[Weight]) -> tuple[int, int, int]:
+    """How many weights, their bytes before and now."""
+    count = before = now = 0
+    for weight in weights:
+        elements = prod(weight.shape)
+        count += elements
+        before += elements * weight.meta.dtype.itemsize
+        now += sum(spec.bytes for spec in weight.specs.values())
+    return count, before, now
+
+
+def left_text(contents: Contents) -> str:
+    """Which matrices stayed."""
+    specs = contents.folder.specs
+    names = [name for name in contents.records.dense if len(specs[name].shape) > 1]
+    shown = ", ".join(f"`{name}`" for name in names[:MOST_LAYERS])
+    more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
+    return f"Matrices that stayed: {shown}{more}." if names else "No matrix stayed as it was."
+
+
+def results_section(results: Mapping[str, Any]) -> str:
+    """The results of `ao-lab eval` between marks that a later one finds."""
+    tasks = results.get("tasks")
+    if not isinstance(tasks, dict) or not tasks:
+        body = "Accuracy was not measured; measure it on your task before you rely on it: `ao-lab eval FOLDER --save`."
+    else:
+        rows = [["task", "number", "value"]]
+        for task, numbers in tasks.items():
+            for name, value in numbers.items() if isinstance(numbers, dict) else ():
+                if isinstance(value, (int, float)):
+                    known = f"relative RMS error of {name}" if task == "weights" else str(name)
+                    rows.append([str(task), LABELS.get(str(name), known), f"{value:.6g}"])
+        body = "\n\n".join([table(rows), conditions(results)])
+    return f"{BEGIN}\n\n{body}\n\n{END}"
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """Under which the numbers were measured."""
+    named = [f"{name} {results[key]}" for key, name in CONDITIONS.items() if results.get(key) is not None]
+    return f"Measured by ao-lab eval: {', '.join(named)}." if named else "Measured by ao-lab eval."
+
+
+def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
+    """Code and commands that work for the folder's layout."""
+    loader = loader_of(contents.config)
+    weights = list(contents.records.weights.values())
+    plain = all(weight.method == "compressed-tensors" for weight in weights)
+    if loader is None:
+        return f"`ao_lab.load_pretrained({name!r}, model)` fills a model of the same structure.{_why(notes)}"
+    ours = code("python", "import ao_lab", f'model = ao_lab.load_pretrained("{name}")')
+    if not plain:
+        return "\n\n".join(
+            [
+                f"transformers reads this layout once `import ao_lab` has run, and refuses it otherwise.{_why(notes)}",
+                code(
+                    "python",
+                    "import ao_lab",
+                    f"from transformers import {loader.name}",
+                    f'model = {loader.name}.from_pretrained("{name}")',
+                ),
+                "`dtype=` is what layers compute in; codes and scales stay as they are stored. Without transformers' loader:",
+                ours,
+            ]
+        )
+    return "\n\n".join(
+        [
+            "transformers, with `pip install compressed-tensors` and without ao_lab:",
+            _plainly(weights, loader.name, name),
+            *(["What readers have to know:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []),
+            "Served:",
+            _served(contents, weights, name),
+            "Quantized as it was made, with ao_lab:",
+            ours,
+        ]
+    )
+
+
+def _why(notes: Sequence[str]) -> str:
+    return f" Why not compressed-tensors: {'; '.join(notes[:3])}." if notes else ""
+
+
+def _plainly(weights: Sequence[Weight], loader: str, name: str) -> str:
+    """Code that loads a folder in compressed-tensors' formats; zero points of packed integers want to be asked for."""
+    packed = any(weight.format == "pack-quantized" and weight.meta.recipe.weight.zero for weight in weights)
+    one = len({weight.format for weight in weights}) == 1
+    config = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if packed and one else ""
+    return code(
+        "python",
+        f"from transformers import {loader}" + (", CompressedTensorsConfig" if config else ""),
+        f'model = {loader}.from_pretrained("{name}"{config})',
+    )
+
+
+def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
+    if not is_served(contents.config):
+        kind = (contents.config.get("architectures") or ["this model"])[0]
+        return f"{kind} is not among the models that vLLM lists for text generation."
+    if not all(w.format in SERVED and _served_bits(w) for w in weights):
+        return "vLLM lists no kernels for all of these formats."
+    return code("sh", f"vllm serve {name}")
+
+
+def _served_bits(weight: Weight) -> bool:
+    return weight.format != "pack-quantized" or weight.meta.recipe.weight.format.bits in SERVED_BITS
+
+
+def code(language: str, *lines: str) -> str:
+    """A block of code."""
+    return "\n".join([f"```{language}", *lines, "```"])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first row its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def number(value: int) -> str:
+    """An integer with thousands apart."""
+    return f"{value:,}"
+
+
+__all__ = ["CARD", "CONFIG", "RESULTS", "card_beside", "is_ours", "model_card", "with_results", "write_card"]

@@ -1,0 +1,386 @@
+"""The records of a folder's quantized weights: read as data, checked against the files, before a tensor is read.
+
+Everything that a record says is compared with something else: its fields with the types and rules of schemes, its tensors'
+dtypes and shapes with the files' headers, its format with what the format holds. What does not fit is a ValueError that names
+the file, the weight and the rule; records never decide what is imported, called or allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ao_lab.checkpoint.export.compressed_tensors import EXPORTS, export_of
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import parsed_object, shown
+from ao_lab.config.plain_values import check_scheme_fields, check_value
+from ao_lab.config.recipe import Recipe
+from ao_lab.gemm.select import chosen
+from ao_lab.quantization.stored_parts import INPUT_SPECS, Specs, own_specs
+from ao_lab.tensor.metadata import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from reference.quantize.quantize import check_quantized
+from reference.schemes.schemes import flat_size
+
+KEY, SCALE = "ao_lab", "weight_scale"
+OWN = "ao_lab"
+#: Types of the plain fields of `described`, and its schemes.
+DESCRIPTION: dict[str, Any] = {
+    "version": int, "kernel": str, "accumulation": str, "axis": int, "dtype": str, "transposed": bool, "layout": str,
+    "flat": tuple[int, ...] | None,
+}  # fmt: skip
+SCHEMES_OF = ("weight", "activation")
+#: Fields of one weight; "recipe" is the place of its description in the list of them.
+FIELDS: dict[str, Any] = {"recipe": int, "shape": tuple[int, ...], "format": str, "parts": tuple[str, ...]}
+OPTIONAL: dict[str, Any] = {"outer": float | None}
+#: Blocks may reach beyond a short axis, which is filled up; never so far that the filler is what takes the memory.
+LONGEST_BLOCK = 4096
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One quantized weight: its description, its shape, the tensors that it is made of, and how they become it."""
+
+    meta: Meta
+    shape: tuple[int, ...]
+    #: The names of its tensors in the folder, by part.
+    names: Mapping[str, str]
+    #: What these are, by part.
+    specs: Specs
+    #: The weight of its tensors (by part).
+    made: Callable[[Tensors], QuantizedTensor]
+    #: What wrote it, as config.json names it, and compressed-tensors' name of the format.
+    method: str = "ao_lab"
+    format: str = ""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor of the state that is not quantized and is not stored under its name: renamed, or made of others."""
+
+    spec: Spec
+    #: The names of the tensors that it is made of in the folder, by part.
+    names: Mapping[str, str]
+    #: The tensor of these (by part).
+    made: Callable[[Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a folder says of a model's state: quantized weights, dense tensors, and names that share a tensor with another."""
+
+    weights: Mapping[str, Weight]
+    dense: tuple[str, ...]
+    shared: Mapping[str, str]
+    #: Dense tensors of the state that are stored otherwise, by their names in the state.
+    computed: Mapping[str, Computed] = field(default_factory=dict)
+    #: Tensors of the folder that are no part of the state, and why they are left out.
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def specs(self, folder: Folder) -> dict[str, Spec]:
+        """dtype and shape of every tensor of the state that is not quantized."""
+        made = {name: folder.specs[name] for name in self.dense}
+        return made | {name: computed.spec for name, computed in self.computed.items()}
+
+    def shapes(self, folder: Folder) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the state."""
+        made = {name: weight.shape for name, weight in self.weights.items()}
+        made |= {name: spec.shape for name, spec in self.specs(folder).items()}
+        return made | {name: made[other] for name, other in self.shared.items()}
+
+
+def read_records(folder: Folder) -> Records:
+    """The checked records of a folder that `save_pretrained` wrote; ValueError as the module says."""
+    where = f"the records of {folder.path}"
+    given = parsed_object(folder.metadata[KEY], where)
+    fields = {name: given.get(name, {}) for name in ("weights", "shared", "dense")}
+    recipes = given.get("recipes")
+    objects = all(isinstance(part, dict) for part in fields.values()) and isinstance(recipes, list)
+    if set(given) - {*fields, "recipes"} or not objects or recipes is None:
+        raise ValueError(
+            f"{where} are a list, recipes, and objects, {', '.join(fields)}; got {shown(list(given))}; fetch the folder again"
+        )
+    metas = [_description(index, recipe, folder) for index, recipe in enumerate(recipes)]
+    weights = {name: _weight(name, record, metas, folder) for name, record in fields["weights"].items()}
+    made = Records(weights, dense_names(weights, folder), fields["shared"])
+    _check_names(made, where)
+    _check_dense(fields["dense"], made, folder)
+    return made
+
+
+def whole_weights(folder: Folder, records: Records) -> Tensors:
+    """The state of a model, quantized weights whole; what their numbers say beside the records is checked here."""
+    tensors = folder.read(name for name in folder.specs if name not in records.left_out)
+    state = {name: tensors[name] for name in records.dense}
+    for name, computed in records.computed.items():
+        state[name] = computed.made({part: tensors[full] for part, full in computed.names.items()})
+    for name, weight in records.weights.items():
+        try:
+            made = weight.made({part: tensors[full] for part, full in weight.names.items()})
+            check_quantized_tensor(made)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"weight {shown(name)} of {folder.path}: {error}; fetch or write the folder again"
+            ) from error
+        state[name] = made
+    return {**state, **{name: state[other] for name, other in records.shared.items()}}
+
+
+def check_quantized_tensor(t: QuantizedTensor) -> None:
+    """ValueError or TypeError where parts, recipe and shape of a weight do not fit together, or its kernel does not take it."""
+    q = t.quantized
+    check_quantized(q)
+    if t.recipe.kernel != "auto":
+        chosen(t if t.block_axis == -2 else t.turned(), t.dtype)
+
+
+def check_recipe(meta: Meta, shape: tuple[int, ...]) -> None:
+    """ValueError where blocks are far longer than a tensor of this stored shape, or inputs of its layer."""
+    longest = max(LONGEST_BLOCK, *shape)
+    for scheme in (meta.recipe.weight, meta.recipe.activation):
+        for record in () if scheme is None else (scheme.scale, scheme.outer):
+            if record is not None and any(n > longest for n in _sizes(record.block)):
+                raise ValueError(
+                    f"blocks of {shown(record.block)} are too long for a tensor of shape {shape}"
+                )
+
+
+def _sizes(block: Any) -> tuple[int, ...]:
+    if isinstance(block, str):
+        return (flat_size(block),) if block != "tensor" else ()
+    return block if isinstance(block, tuple) else (block,)
+
+
+def _weight(name: str, record: Any, metas: list[Meta], folder: Folder) -> Weight:
+    """One record; every error names the folder and the weight."""
+    where = f"the record of {shown(name)} in {folder.path}"
+    try:
+        _check_fields(record, FIELDS, OPTIONAL)
+        if not 0 <= record["recipe"] < len(metas):
+            raise ValueError(f"recipe is one of {len(metas)}, got {record['recipe']}")
+        meta, shape = metas[record["recipe"]], tuple(record["shape"])
+        _check_description(meta, shape)
+        check_recipe(meta, stored_shape(meta, shape))
+        weight = (_own if record["format"] == OWN else _exported)(name, record, meta, shape)
+        if set(weight.specs) != set(record["parts"]) or len(record["parts"]) != len(weight.specs):
+            raise ValueError(f"parts are {', '.join(weight.specs)}, got {shown(record['parts'])}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}; fetch or write the folder again") from error
+    weight = _with_stored_scales(weight, folder)
+    check_specs(weight, folder)
+    return weight
+
+
+def _with_stored_scales(weight: Weight, folder: Folder) -> Weight:
+    """The weight with float32 scales as the folder has them: experts of compressed-tensors keep them in the weight's dtype."""
+    wanted, full = weight.specs.get(SCALE), weight.names.get(SCALE, "")
+    found = folder.specs.get(full)
+    if wanted is None or found is None or (wanted.dtype, found.dtype) != (torch.float32, weight.meta.dtype):
+        return weight
+    return replace(weight, specs={**weight.specs, SCALE: Spec(found.dtype, wanted.shape)})
+
+
+def check_specs(weight: Weight, folder: Folder) -> None:
+    """ValueError where a tensor of a weight is missing, or is another than its scheme and shape need."""
+    for part, spec in weight.specs.items():
+        full = weight.names[part]
+        if full not in folder.specs:
+            raise ValueError(
+                f"{folder.path} lacks tensor {shown(full)}, which its records name; fetch the folder again"
+            )
+        if folder.specs[full] != spec:
+            raise ValueError(
+                f"tensor {shown(full)} of {folder.places[full]} is {spec} in {weight.meta.recipe}, got "
+                f"{folder.specs[full]}; fetch it again"
+            )
+
+
+def _description(index: int, given: Any, folder: Folder) -> Meta:
+    """One description, which many weights may have, its types checked."""
+    try:
+        _check_fields(given, DESCRIPTION | dict.fromkeys(SCHEMES_OF, None), {})
+        check_scheme_fields(given["weight"], "weight")
+        if given["activation"] is not None:
+            check_scheme_fields(given["activation"], "activation")
+        if given["dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
+            raise ValueError(
+                f"dtype is one of torch's floating-point types that weights have, got {shown(given['dtype'])}"
+            )
+        if given["version"] < 1:
+            raise ValueError(f"version is a count from 1, got {given['version']}")
+        return meta_from(given)
+    except (ValueError, TypeError) as error:
+        where = f"recipe {index} of the records of {folder.path}"
+        raise ValueError(f"{where}: {error}; fetch or write the folder again") from error
+
+
+def _check_fields(given: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """ValueError where an object lacks fields, has others, or has them of another type (None: not looked at here)."""
+    if not isinstance(given, dict):
+        raise ValueError(f"it is an object, got {shown(given)}")
+    wrong = [f"lacks {name}" for name in needed if name not in given]
+    wrong += [f"has an unknown field {shown(name)}" for name in given if name not in {*needed, *optional}]
+    if wrong:
+        raise ValueError(f"it {wrong[0]}")
+    for name, hint in {**needed, **optional}.items():
+        if hint is not None and name in given:
+            check_value(given[name], hint, name)
+
+
+def _check_description(meta: Meta, shape: tuple[int, ...]) -> None:
+    """ValueError where axis, orientation, layout and shape do not go together."""
+    stored = meta.flat if meta.flat is not None else shape
+    if meta.layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {shown(meta.layout)}")
+    if any(n < 0 for n in (*shape, *stored)) or len(stored) > 8:
+        raise ValueError(f"shape is up to 8 counts, got {shown(stored)}")
+    if meta.flat is not None and (len(shape) != 1 or prod(stored) != shape[0]):
+        raise ValueError(
+            f"flat, the shape behind one axis, has as many elements as shape {shape}; got {meta.flat}"
+        )
+    if not -max(len(stored), 1) <= meta.axis < 0 or (meta.transposed and len(stored) < 2):
+        raise ValueError(
+            f"axis {meta.axis}{' transposed' if meta.transposed else ''} is none of shape {stored}"
+        )
+
+
+def _own(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:
+    static = tuple(part for part in ("input_scale", "input_zero") if part in record["parts"])
+    _check_static(static, meta.recipe)
+    specs = own_specs(meta, shape, static)
+    names = {part: f"{name}.{part}" for part in specs}
+    return Weight(meta, shape, names, specs, lambda parts: QuantizedTensor(parts, meta, shape))
+
+
+def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:
+    """A weight in a format of compressed-tensors: a matrix with blocks along its rows, as `written` makes it."""
+    export = next((export for export in EXPORTS if export.name == record["format"]), None)
+    if export is None or export_of(meta.recipe) is not export:
+        raise ValueError(f"format {shown(record['format'])} does not hold {meta.recipe}")
+    if (
+        len(shape) != 2
+        or meta.axis != -1
+        or meta.transposed
+        or meta.flat is not None
+        or meta.layout != "plain"
+    ):
+        raise ValueError(
+            f"format {export.name} holds matrices with blocks along their rows; got shape {shape}"
+        )
+    if not name.endswith("weight"):
+        raise ValueError("compressed-tensors' formats are for parameters named weight")
+    static = tuple(key for key in INPUT_SPECS if key in record["parts"])
+    _check_static(static, meta.recipe)
+    specs = export.specs(meta.recipe.weight, shape)
+    specs |= {key: INPUT_SPECS[key] for key in static}
+    outer, scheme = record.get("outer"), meta.recipe.weight
+    if (scheme.outer is None) != (outer is None):
+        raise ValueError(
+            f"outer is {'none' if scheme.outer is None else 'a number'} in {scheme.name}, got {shown(outer)}"
+        )
+
+    def made(tensors: Tensors) -> QuantizedTensor:
+        _check_said(tensors, shape, outer)
+        q = export.read(tensors, scheme, shape)
+        parts = from_quantized(q, meta.recipe, meta.dtype).parts
+        if outer is not None:
+            parts["outer"] = torch.tensor(outer, dtype=torch.float32)
+        for part, key in (("input_scale", "input_scale"), ("input_zero", "input_zero_point")):
+            parts[part] = tensors[key].reshape(()) if key in tensors else None
+        return QuantizedTensor(parts, meta, shape)
+
+    path = name.removesuffix("weight")
+    return Weight(
+        meta, shape, {key: path + key for key in specs}, specs, made, "compressed-tensors", export.name
+    )
+
+
+def _check_static(static: tuple[str, ...], recipe: Recipe) -> None:
+    """Static scales belong to quantized inputs, zero points to those with zero points."""
+    scheme = recipe.activation
+    if static and scheme is None:
+        raise ValueError(f"{static[0]} belongs to quantized inputs, and the record has no activation")
+    if static and scheme is not None and len(static) != 1 + (scheme.zero is not None):
+        raise ValueError(
+            f"static inputs in {scheme.name} need a scale{' and a zero point' if scheme.zero else ' alone'}"
+        )
+
+
+def _check_said(tensors: Tensors, shape: tuple[int, ...], outer: float | None) -> None:
+    """Numbers that are in the tensors and in the record say the same."""
+    stored = tensors.get("weight_shape")
+    if stored is not None and tuple(stored.tolist()) != shape:
+        raise ValueError(f"weight_shape says {stored.tolist()}, its record {shape}")
+    if outer is not None and not _reciprocal_or_same(tensors["weight_global_scale"].reshape(()), outer):
+        read = tensors["weight_global_scale"].item()
+        raise ValueError(f"weight_global_scale is {read}, its record's outer scale {outer}")
+
+
+def _reciprocal_or_same(stored: torch.Tensor, outer: float) -> bool:
+    """Whether a stored outer scale is what `ao_lab.checkpoint.export.compressed_tensors` writes: the scale, its
+    reciprocal, or a neighbour of that."""
+    scale = torch.tensor(outer, dtype=torch.float32)
+    exact = 1.0 / scale
+    near = [torch.nextafter(exact, torch.tensor(end)) for end in (torch.inf, 0.0)]
+    return any(torch.equal(stored, value) for value in (scale, exact, *near))
+
+
+def dense_names(weights: Mapping[str, Weight], folder: Folder) -> tuple[str, ...]:
+    """Tensors that no quantized weight is made of; ValueError where two claim one."""
+    used: dict[str, str] = {}
+    for name, weight in weights.items():
+        for full in weight.names.values():
+            if used.setdefault(full, name) != name:
+                raise ValueError(
+                    f"{folder.path}: {shown(name)} and {shown(used[full])} are both made of {shown(full)}; fetch it again"
+                )
+    return tuple(name for name in folder.specs if name not in used)
+
+
+def _check_names(records: Records, where: str) -> None:
+    """Each name stands for one thing, and shared ones for a tensor that is there."""
+    own = {*records.weights, *records.dense}
+    if len(own) != len(records.weights) + len(records.dense):
+        twice = next(name for name in records.weights if name in records.dense)
+        raise ValueError(
+            f"{where}: {shown(twice)} is a quantized weight and a tensor too; fetch the folder again"
+        )
+    for name, other in records.shared.items():
+        if name in own or not isinstance(other, str) or other not in own:
+            raise ValueError(
+                f"{where}: {shown(name)} shares the tensor of {shown(other)}, which must be there, and it must not; fetch the "
+                "folder again"
+            )
+
+
+def _check_dense(given: Mapping[str, Any], records: Records, folder: Folder) -> None:
+    """Tensors that are not quantized are of the dtype that was written; folders of earlier versions do not say it."""
+    for name, dtype in given.items():
+        spec = folder.specs.get(name)
+        if spec is None or name not in records.dense:
+            raise ValueError(
+                f"{folder.path} lacks tensor {shown(name)}, which its records name; fetch the folder again"
+            )
+        if str(spec.dtype).removeprefix("torch.") != dtype:
+            raise ValueError(
+                f"tensor {shown(name)} of {folder.places[name]} is {shown(dtype)}, got {spec}; fetch it again"
+            )
+
+
+__all__ = [
+    "KEY",
+    "Computed",
+    "Records",
+    "Weight",
+    "check_quantized_tensor",
+    "check_specs",
+    "dense_names",
+    "read_records",
+    "whole_weights",
+]

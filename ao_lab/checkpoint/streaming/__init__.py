@@ -1,0 +1,1 @@
+"""Checkpoints quantized tensor by tensor while they are read."""

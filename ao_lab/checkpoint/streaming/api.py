@@ -1,0 +1,184 @@
+"""`quantize_pretrained`: quantize a folder's weights while they are read, one tensor after the other.
+
+The dense model never exists: it is built on the meta device, where tensors have shapes alone, `ao_lab.quantization.plan`
+says what becomes of each parameter, and each tensor is read, quantized and let go. Memory is the quantized model and one
+layer. The result is that of loading the folder and calling `quantize_`, bit for bit.
+
+Models of transformers are read by transformers itself, with a quantizer of ours
+(`ao_lab.checkpoint.streaming.transformers`): what it renames, merges into batched experts, ties or casts, and buffers that
+no file has, are its affair. Any other model is built by the caller's function; its folder holds safetensors under the
+names of its state_dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ao_lab.calibration.observers import Observer
+from ao_lab.checkpoint.io.shards import Folder, look_at
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.quantization.api import Progress, keep_report, made_weight, required_observers
+from ao_lab.quantization.plan import Change, Device, Filter, Plan, planned
+
+
+def quantize_pretrained(
+    directory: str | Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None = None,
+    device: Device = None,
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+    observers: Mapping[str, Observer] | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model of a folder, quantized as `quantize_` would: same arguments, same bits, `explain(model)` tells of it.
+
+    `directory`: what transformers' save_pretrained wrote, or, with `build`, safetensors files (one, or shards with an index)
+    under the names of the state_dict of the model that `build()` makes. `device`: where weights are quantized and the model
+    is afterwards; None: the CPU. `dtype`: of the dense model; None: the one in which a model of transformers was saved, or that
+    of the parameters that `build()` makes. `observers`: of an earlier `calibrate` of the same model.
+
+    A folder that holds quantized weights, ours or another library's, is read as `load_pretrained` reads it: these weights stay
+    as they are, `config` is for those that are dense.
+
+    Raises as `quantize_` does, ValueError where names or shapes do not fit, both before the first tensor is read, and for a
+    folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
+    """
+    folder = Path(directory)
+    from ao_lab.checkpoint.streaming.quantized_folder import is_quantized, quantized_further
+
+    if is_quantized(folder):
+        made = None if build is None else partial(_on_meta, build, dtype)
+        return quantized_further(folder, config, filter_fn, device, made, dtype, observers, progress)
+    if build is None:
+        from ao_lab.checkpoint.streaming.transformers import read_by_transformers
+
+        return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
+    model = _on_meta(build, dtype)
+    plan = planned(model, config, filter_fn, device, streamed=True)
+    loading = Loading(plan, required_observers(plan, observers), device, progress)
+    fill(model, folder, loading)
+    keep_report(model, plan)
+    return model
+
+
+def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    """The caller's model, its parameters without memory."""
+    with parameters_on_meta():
+        model = build()
+    if dtype is not None:
+        model.to(dtype=dtype)
+    return model
+
+
+class Loading:
+    """What becomes of each tensor as it arrives."""
+
+    def __init__(
+        self, plan: Plan, observers: Mapping[str, Observer], device: Device, progress: Progress | None
+    ) -> None:
+        self.plan, self.observers, self.device, self.progress = plan, observers, device, progress
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.done, self.total = 0, len(plan.changes)
+
+    def go_on(self, plan: Plan) -> None:
+        """With the changes of another plan, which are the last."""
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.total = self.done + len(plan.changes)
+
+    def parameter(self, name: str, dense: torch.Tensor) -> nn.Parameter:
+        """The quantized weight of a parameter that the plan changes."""
+        change: Change = self.changes[name]
+        observer = next((self.observers[place] for place in change.layers if place in self.observers), None)
+        made = nn.Parameter(made_weight(change, dense, self.device, observer), requires_grad=False)
+        self.done += 1
+        if self.progress is not None:
+            self.progress(name, self.done, self.total)
+        return made
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built inside get their parameters on the meta device; buffers, which no file may have, are real.
+
+    Memory that a parameter asks for is let go before anything is written to it.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook: Any = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def fill(model: nn.Module, folder: Path, loading: Loading) -> None:
+    """Give every parameter and buffer of a model its tensor, quantized where the plan says so."""
+    found = look_at(folder)
+    owners = owners_of(model)
+    check_names(found, owners, model)
+    for name, tensor in found.each(found.specs):
+        place(owners[name], name, tensor, loading)
+
+
+def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For each name of the state_dict every place that has its tensor."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    made: dict[str, list[tuple[nn.Module, str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        path, _, leaf = name.rpartition(".")
+        made[name] = places.setdefault(id(value), [])
+        made[name].append((model.get_submodule(path), leaf))
+    return made
+
+
+def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], model: nn.Module) -> None:
+    """ValueError where the files' names or shapes are not the model's, or where something stays without numbers."""
+    for name, spec in folder.specs.items():
+        if name in owners:
+            owner, leaf = owners[name][0]
+            wanted = tuple(getattr(owner, leaf).shape)
+            if wanted != spec.shape:
+                file = folder.places[name].name
+                raise ValueError(f"{name} has shape {spec.shape} in {file}, the model's is {wanted}")
+    given = {id(places) for name, places in owners.items() if name in folder.specs}
+    missing = [name for name, places in owners.items() if id(places) not in given]
+    unknown = sorted(set(folder.specs) - set(owners))
+    if missing or unknown:
+        raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in folder.specs]
+    if empty:
+        raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with numbers")
+
+
+def place(places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, loading: Loading) -> None:
+    """Put a tensor of a file where it belongs, cast as load_state_dict casts."""
+    owner, leaf = places[0]
+    wanted: torch.Tensor = getattr(owner, leaf)
+    cast = found.to(wanted.dtype)
+    if name in loading.changes:
+        value: torch.Tensor = loading.parameter(name, cast)
+    else:
+        # A tensor of a file is a view of it; the model outlives the file.
+        value = cast.clone() if loading.device is None else cast.to(loading.device, copy=True)
+        if isinstance(wanted, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=wanted.requires_grad)
+    for module, key in places:
+        (module._buffers if key in module._buffers else module._parameters)[key] = value  # type: ignore[assignment]
+
+
+__all__ = ["Loading", "parameters_on_meta", "quantize_pretrained"]

@@ -1,0 +1,1 @@
+"""ao_lab as a quantization backend of transformers."""

@@ -1,0 +1,96 @@
+"""`model.save_pretrained(folder)` of transformers for models with quantized weights: a folder in our layout.
+
+transformers' own writer names the file of weights itself, writes tensors that it can take apart no further, and undoes what its
+reader has renamed, parts of quantized weights included: what comes out is no model. It has no seam for another writer, so the
+method of its base class asks first whether a model has quantized weights. That covers models of `quantize_`, of `HfConfig`,
+copies of them, `Trainer` and `push_to_hub`. All other models go the way they always went; of those in quantization-aware
+training, whose checkpoints `Trainer` writes so, a warning says what is not in the folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ao_lab.qat.layers import QATModule
+from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+#: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
+OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
+    "state_dict": (None,), "variant": (None,), "distributed_checkpoint": (False,), "push_to_hub": (False,),
+}  # fmt: skip
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def put_in() -> None:
+    """Let `PreTrainedModel.save_pretrained` of transformers write quantized models by `saved`; a second call does nothing."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    dense = kind.save_pretrained
+    if getattr(dense, "of_ao_lab", False):
+        return
+
+    @functools.wraps(dense)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        adapters = getattr(self, "_hf_peft_config_loaded", False)
+        if adapters or not any(isinstance(p, QuantizedTensor) for p in self.parameters()):
+            warn_of_training(self)
+            return dense(self, save_directory, *args, **kwargs)
+        return saved(self, save_directory, *args, **kwargs)
+
+    save_pretrained.of_ao_lab = True  # type: ignore[attr-defined]
+    kind.save_pretrained = save_pretrained
+
+
+def warn_of_training(model: Any) -> None:
+    """A UserWarning where dense weights are written of layers in training, which compute with other numbers."""
+    prepared = [name for name, m in model.named_modules() if isinstance(m, (QATModule, LoRALinear))]
+    if prepared:
+        warnings.warn(
+            f"{len(prepared)} layers ({prepared[0]}, ...) are prepared for quantization-aware training, and the folder holds "
+            "their dense training weights, without the rounding: prepare the model again after loading to go on training, or "
+            "call quantize_(model, QATConfig(config, step='convert')) and save to keep the quantized model",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+    """Write a quantized model in our layout, with its generation settings; see `ao_lab.save_pretrained`.
+
+    `max_shard_size` is understood, and what says nothing about files. ValueError for arguments that ask for another format.
+    """
+    if args:
+        raise ValueError(
+            "save_pretrained of a quantized model takes its arguments by name; use ao_lab.save_pretrained"
+        )
+    for name, unused in OTHER_FORMATS.items():
+        if kwargs.get(name, unused[0]) not in unused:
+            raise ValueError(
+                f"{name}= does not go with quantized weights of ao_lab; save without it, use model.push_to_hub, or "
+                "ao_lab.save_pretrained"
+            )
+    from ao_lab.checkpoint.api import save_pretrained
+
+    if not is_main_process:
+        return
+    limit = bytes_of(kwargs.get("max_shard_size", 5 * 10**9))
+    save_pretrained(model, Path(save_directory), layout="ao_lab", max_shard_bytes=limit)
+    if model.can_generate():
+        model.generation_config.save_pretrained(save_directory)
+
+
+def bytes_of(size: int | str) -> int:
+    """A number of bytes, or text as transformers takes it ("5GB", "200KB"); ValueError for other text."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if found is None or found[2].upper() not in UNITS:
+        raise ValueError(f"max_shard_size is a number of bytes, or text such as '5GB'; got {size!r}")
+    return max(1, int(float(found[1]) * UNITS[found[2].upper()]))
+
+
+__all__ = ["bytes_of", "put_in", "saved"]

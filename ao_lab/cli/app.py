@@ -1,0 +1,315 @@
+"""The command line `ao-lab`.
+
+Results go to stdout, progress and errors to stderr. `--json` prints one document on stdout and nothing else there. The exit
+code is 0 when all went well, 1 when something failed, 2 for wrong input and for a missing extra, 130 after Ctrl-C and 143 after
+SIGTERM. A wrong input, a missing file or a missing library is one clear line; an error that nobody foresaw keeps its traceback,
+because it is a fault to report.
+
+Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ao_lab.cli.terminal.interrupt import INTERRUPTED, TERMINATED, Stopped, Terminated, heeding_sigterm, leave
+from ao_lab.cli.terminal.output import WrongInput
+from ao_lab.install.extras import MissingExtra, explained
+
+app = typer.Typer(
+    name="ao-lab",
+    help="A laboratory for low-precision deep learning: formats, schemes and the experiments that measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+class Scale(StrEnum):
+    """How large an experiment is."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+
+class Device(StrEnum):
+    """Where an experiment runs."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Layout(StrEnum):
+    """How quantized weights are stored."""
+
+    AUTO = "auto"
+    COMPRESSED_TENSORS = "compressed-tensors"
+    OURS = "ao_lab"
+
+
+@app.command()
+def formats(
+    name: Annotated[
+        str | None, typer.Argument(help="A format such as float8_e4m3fn; all of them without.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Number formats: range, precision, specials; with a name the table of its values."""
+    from ao_lab.cli.formats import show_formats
+
+    show_formats(name, as_json)
+
+
+@app.command()
+def schemes(
+    name: Annotated[
+        str | None, typer.Argument(help="A scheme such as mxfp8_e4m3; all of them without.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schemes: how a tensor is stored; with a name every field of its record."""
+    from ao_lab.cli.formats import show_schemes
+
+    show_schemes(name, as_json)
+
+
+@app.command()
+def reproduce(
+    tables: Annotated[
+        list[str] | None, typer.Argument(help="Experiments to run; all of them without.")
+    ] = None,
+    scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
+    device: Annotated[
+        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Of decode: methods or makers to measure, such as int8wo or torchao; all without."),
+    ] = None,
+    reports: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write; without, $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
+    from ao_lab.cli.reproduce import run_experiments
+
+    where = device.value if device else None
+    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports)
+
+
+@app.command()
+def quantize(
+    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
+    config: Annotated[
+        str, typer.Option(help="A configuration such as Int4WeightOnlyConfig, or a scheme such as mxfp4.")
+    ],
+    activation: Annotated[
+        str | None,
+        typer.Option(help="Scheme of the layers' inputs; none, or the configuration's own, without."),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A parameter of the configuration, such as group_size=32.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")
+    ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="auto: compressed-tensors, the configuration changed to what its readers compute (told). compressed-tensors: "
+            "the configuration as it is. ao_lab: everything; transformers reads it after `import ao_lab`."
+        ),
+    ] = Layout.AUTO,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a model of transformers; the result loads there and in vLLM."""
+    from ao_lab.cli.terminal.long_task import work
+    from ao_lab.cli.terminal.requirements import whole_or_nothing
+
+    with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
+        from ao_lab.cli.quantize import run_quantize
+
+        run_quantize(
+            model_dir,
+            out_dir,
+            config,
+            activation=activation,
+            options=option or [],
+            skip=skip,
+            layout=layout.value,
+            as_json=as_json,
+        )
+
+
+@app.command("eval")
+def evaluate(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A folder of ao-lab quantize, of torchao, or of transformers.")
+    ],
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks",
+            help="perplexity, accuracy, agreement, weights, or tasks of lm-evaluation-harness; commas or several times.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Windows of text (and examples of each task of the harness).")
+    ] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; part of the source of sympy without.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write eval.json, and the results into the card.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity, accuracy and distance from the base model, offline; tasks of lm-evaluation-harness where it is."""
+    from ao_lab.cli.terminal.long_task import work
+
+    with work("eval", "no result was saved", as_json):
+        from ao_lab.cli.evaluate import run_eval
+
+        run_eval(
+            model_dir,
+            [name for given in tasks or [] for name in given.split(",") if name],
+            limit=limit,
+            length=length,
+            text=text,
+            against=against,
+            device=device.value if device else None,
+            save=save,
+            as_json=as_json,
+        )
+
+
+@app.command()
+def bench(
+    kernels: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Kernels, by name or part of it such as mxfp4 or dequantize; all of them without."
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times; all without.")
+    ] = None,
+    no_peers: Annotated[
+        bool, typer.Option("--no-peers", help="Only our kernels: no torch, no torchao.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Say what can be measured; needs no GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the kernels on this GPU against copies and peers; all of them together are written to reports/."""
+    from ao_lab.cli.bench import run_bench
+
+    run_bench(kernels or [], shape or [], not no_peers, listed, as_json)
+
+
+@app.command()
+def ledger(
+    check: Annotated[
+        bool, typer.Option("--check", help="List entries that do not stand; exit code 1 if any.")
+    ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="On a GPU: run its tests and benchmarks, and write all entries.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What was tested and measured on a GPU of each kernel file, and whether the file is still the same."""
+    from ao_lab.cli.ledger import run_ledger
+
+    if not run_ledger(check, refresh, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine can run, and why not; exit code 1 where something is broken."""
+    from ao_lab.cli.doctor.checks import report
+
+    if not report(as_json):
+        raise typer.Exit(1)
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and stop."""
+    if asked:
+        from ao_lab import __version__
+
+        sys.stdout.write(__version__ + "\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    try:
+        with heeding_sigterm():
+            return int(app(args=arguments, standalone_mode=False) or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        return complain("stopped", INTERRUPTED)
+    except Terminated:
+        return complain("stopped", TERMINATED)
+    except Stopped as error:
+        return complain(str(error), error.code)
+    except (WrongInput, MissingExtra) as error:
+        return complain(str(error), 2)
+    except BrokenPipeError:
+        return unread()
+    except (OSError, ImportError) as error:
+        return complain(*described(error))
+    except typer.TyperException as error:
+        words = error.format_message()
+        return complain(f"{words} (ao-lab --help lists what there is)", error.exit_code) if words else 2
+
+
+def described(error: OSError | ImportError) -> tuple[str, int]:
+    """The line about a missing file or library, and its code: 2 where an extra brings the library."""
+    if isinstance(error, ModuleNotFoundError) and isinstance(found := explained(error), MissingExtra):
+        return str(found), 2
+    return f"{type(error).__name__}: {error}", 1
+
+
+def unread() -> int:
+    """Whoever read our output has left, as `head` does: nothing more is written, at the end of the process either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def complain(message: str, code: int) -> int:
+    """One line on stderr; the exit code is passed through."""
+    sys.stderr.write("ao-lab: " + " ".join(message.split()) + "\n")
+    return code
+
+
+def entry() -> None:
+    """The program `ao-lab`."""
+    leave(main())

@@ -1,0 +1,1 @@
+"""`ao-lab doctor`."""

@@ -1,0 +1,304 @@
+"""`ao-lab eval`: what a folder's model knows of a text, how far it is from its base, and tasks of lm-evaluation-harness.
+
+Reads folders of `save_pretrained` (either layout) and of torchao as they are, others of compressed-tensors dequantized, and
+dense ones of transformers. Nothing is fetched: models, tokenizers and text are local.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab import __version__
+from ao_lab.checkpoint.io.shards import has_weights, look_at
+from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.checkpoint.model_builder import model_class
+from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
+from ao_lab.cli.terminal.progress import bar
+from ao_lab.cli.terminal.requirements import check_device, check_writable
+from ao_lab.eval.perplexity import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
+from ao_lab.eval.texts import text_of
+from ao_lab.install.extras import needed, pip_install
+
+BYTES = 256
+LENGTH = 512
+
+
+def run_eval(
+    folder: Path,
+    tasks: list[str],
+    *,
+    limit: int,
+    length: int,
+    text: Path | None,
+    against: Path | None,
+    device: str | None,
+    save: bool,
+    as_json: bool,
+) -> None:
+    """Measure, show, and with `save` keep the results beside the model."""
+    check_folder(folder)
+    local, foreign = split_tasks(tasks, against)
+    check_before(folder, against, text, device, save)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        results = local_results(folder, local, limit, length, text, against, where, as_json) if local else {}
+        if foreign:
+            results = with_harness(results, folder, foreign, limit, where)
+    except (ValueError, TypeError) as error:
+        raise WrongInput(str(error)) from error
+    if save:
+        keep(folder, results)
+    show(results, as_json)
+
+
+def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...], list[str]]:
+    """Our tasks and those of lm-evaluation-harness; WrongInput where the base or the harness is missing."""
+    wanted = tasks or [task for task in TASKS if against is not None or task not in PAIRED]
+    local = tuple(task for task in TASKS if task in wanted)
+    foreign = [task for task in wanted if task not in TASKS]
+    alone = [task for task in local if task in PAIRED and against is None]
+    if alone:
+        raise WrongInput(f"{alone[0]} compares with the model's base; give its folder with --against")
+    if foreign and importlib.util.find_spec("lm_eval") is None:
+        raise WrongInput(
+            f"{', '.join(foreign)}: tasks of lm-evaluation-harness, which is not installed; {pip_install('eval')}, or use "
+            f"{', '.join(TASKS)}, which need nothing"
+        )
+    return local, foreign
+
+
+def check_before(
+    folder: Path, against: Path | None, text: Path | None, device: str | None, save: bool
+) -> None:
+    """WrongInput for what would only be found after the work: a device, a base, a text that is not there, a folder that cannot
+    be written."""
+    check_device(device)
+    if against is not None:
+        check_folder(against)
+    if text is not None and not text.is_file():
+        raise WrongInput(f"--text {text} is no file; give one with some thousand words")
+    if save:
+        check_writable(folder, "--save into MODEL_DIR")
+
+
+def check_folder(folder: Path) -> None:
+    """WrongInput where there is no model, or files that cannot be read."""
+    if not (folder / "config.json").is_file():
+        raise WrongInput(
+            f"{folder} has no config.json; give a folder that ao-lab quantize or transformers wrote"
+        )
+    try:
+        read_object(folder / "config.json", nonfinite=True)
+        if has_weights(folder):
+            look_at(folder)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """What config.json says; ValueError that names it where it is no JSON object."""
+    return read_object(folder / "config.json", nonfinite=True)
+
+
+def local_results(
+    folder: Path,
+    tasks: tuple[str, ...],
+    limit: int,
+    length: int,
+    text: Path | None,
+    against: Path | None,
+    device: str,
+    as_json: bool,
+) -> dict[str, Any]:
+    """The results of our tasks and their conditions."""
+    if limit < 1 or length < 2:
+        raise WrongInput(
+            f"--limit is at least 1 window and --length at least 2 tokens, got {limit} and {length}"
+        )
+    source = text_of(text)
+    encode, tokenizer = encoder(folder)
+    length = min(length, longest(folder))
+    windows = windows_of(source.text, encode, length, limit)
+    model = loaded(folder, device)
+    base = None if against is None or not set(tasks) & set(PAIRED) else loaded_base(against, device, folder)
+    check_vocabulary(model, windows.ids, folder)
+    numbers: dict[str, Any] = {}
+    if set(tasks) - {"weights"}:
+        check_language_model(model, folder)
+        with bar("eval", plain=as_json, transient=True) as work:
+            sums = measured(model, windows, base, lambda done, total: work.at(done, "windows", total))
+        numbers = dict(results_of(sums, windows, tasks))
+    if "weights" in tasks and base is not None:
+        numbers["weights"] = weight_errors(model, base)
+    return {
+        "model": folder.resolve().name,
+        "against": None if against is None else against.resolve().name,
+        "tasks": numbers,
+        "text": source.name,
+        "tokenizer": tokenizer,
+        "windows": len(windows.ids),
+        "length": length,
+        "tokens": windows.predicted,
+        "device": device,
+        "versions": {"ao_lab": __version__, "torch": torch.__version__},
+    }
+
+
+def encoder(folder: Path) -> tuple[Any, str]:
+    """How the folder's model reads text, and the name of that; WrongInput where the folder does not say it.
+
+    A model with 256 tokens and no tokenizer reads bytes.
+    """
+    read: Any = needed("transformers").PreTrainedTokenizerFast
+    if (folder / "tokenizer.json").is_file():
+        try:
+            fast = read(tokenizer_file=str(folder / "tokenizer.json"))
+        except Exception as error:
+            # The tokenizers library raises plain Exception for files that it cannot read.
+            raise WrongInput(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from error
+        return lambda text: _encoded(fast, text), "tokenizer.json"
+    size = config_of(folder).get("vocab_size")
+    if size == BYTES:
+        return _bytes, "bytes"
+    raise WrongInput(
+        f"{folder} has no tokenizer.json and its model has {size} tokens; copy the tokenizer of the base model into it "
+        f"(models of {BYTES} tokens read bytes)"
+    )
+
+
+def _encoded(tokenizer: Any, text: str) -> Tokens:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return Tokens(
+        torch.tensor(made["input_ids"], dtype=torch.int64), [end for _, end in made["offset_mapping"]]
+    )
+
+
+def _bytes(text: str) -> Tokens:
+    ends = [index + 1 for index, letter in enumerate(text) for _ in letter.encode()]
+    return Tokens(torch.tensor(list(text.encode()), dtype=torch.int64), ends)
+
+
+def longest(folder: Path) -> int:
+    """The longest input that the model takes."""
+    given = config_of(folder).get("max_position_embeddings")
+    return given if isinstance(given, int) and given > 1 else LENGTH
+
+
+def check_language_model(model: nn.Module, folder: Path) -> None:
+    """WrongInput where the model gives no probabilities of the next token of its input."""
+    config = getattr(model, "config", None)
+    generates: Any = getattr(model, "can_generate", lambda: True)
+    if not generates() or getattr(config, "is_encoder_decoder", False):
+        raise WrongInput(
+            f"{folder} holds {type(model).__name__}, no causal language model; --tasks weights compares any"
+        )
+
+
+def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
+    """WrongInput where the tokenizer makes tokens that the model lacks."""
+    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    size = None if table is None else table.weight.shape[0]
+    if size is not None and int(ids.max()) >= size:
+        raise WrongInput(
+            f"the tokenizer of {folder} makes token {int(ids.max())}, the model has {size}; it is another model's"
+        )
+
+
+def loaded(folder: Path, device: str) -> nn.Module:
+    """The model of a folder, quantized as it is where ao_lab can read it."""
+    from ao_lab.checkpoint.api import load_pretrained
+    from ao_lab.checkpoint.formats.torchao.files import TORCHAO_KEY
+    from ao_lab.checkpoint.records import KEY
+
+    check_folder(folder)
+    quantization = config_of(folder).get("quantization_config")
+    if quantization is not None:
+        metadata = look_at(folder).metadata
+        if KEY in metadata or TORCHAO_KEY in metadata:
+            return load_pretrained(folder).to(device)
+    return by_transformers(folder, quantization).to(device)
+
+
+def loaded_base(folder: Path, device: str, quantized: Path) -> nn.Module:
+    """The base; WrongInput where it is the model itself."""
+    if folder.resolve() == quantized.resolve():
+        raise WrongInput(f"--against {folder} is the model itself; give the folder of its base")
+    return loaded(folder, device)
+
+
+def by_transformers(folder: Path, quantization: Any) -> nn.Module:
+    """A dense folder, or one of compressed-tensors that another program wrote: dequantized."""
+    transformers = needed("transformers")
+    more: dict[str, Any] = {}
+    if quantization is not None:
+        if quantization.get("quant_method") != "compressed-tensors":
+            raise WrongInput(
+                f"{folder} is quantized by {quantization.get('quant_method')}, which ao_lab does not read"
+            )
+        needed("compressed_tensors")
+        more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    hide_progress: Any = transformers.utils.logging.disable_progress_bar
+    fields = read_object(folder / "config.json", nonfinite=True)
+    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
+    hide_progress()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = load(folder, dtype="auto", local_files_only=True, **more)
+    return made.eval()
+
+
+def with_harness(
+    results: dict[str, Any], folder: Path, tasks: list[str], limit: int, device: str
+) -> dict[str, Any]:
+    """The results of lm-evaluation-harness beside ours."""
+    harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")
+    load: Any = needed("transformers").AutoTokenizer.from_pretrained
+    model = models.HFLM(pretrained=loaded(folder, device), tokenizer=load(folder, local_files_only=True))
+    made = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
+    numbers = {
+        task: {
+            key.removesuffix(",none"): value
+            for key, value in found.items()
+            if isinstance(value, (int, float))
+        }
+        for task, found in made.items()
+    }
+    base = results or {"model": folder.resolve().name, "device": device, "tasks": {}}
+    return {**base, "tasks": {**base["tasks"], **numbers}, "harness_limit": limit}
+
+
+def keep(folder: Path, results: dict[str, Any]) -> None:
+    """eval.json, and the results in the card where there is one."""
+    from ao_lab.checkpoint.model_card import CARD, RESULTS, with_results
+
+    (folder / RESULTS).write_text(json.dumps(strict(results), indent=2, allow_nan=False) + "\n")
+    if (folder / CARD).is_file():
+        text = (folder / CARD).read_text(errors="replace")
+        (folder / CARD).write_text(with_results(text, results))
+
+
+def show(results: dict[str, Any], as_json: bool) -> None:
+    """The numbers, as a table or as JSON."""
+    if as_json:
+        print_json(results)
+        return
+    rows = [
+        [task, name, f"{value:.6g}"]
+        for task, numbers in results["tasks"].items()
+        for name, value in numbers.items()
+    ]
+    print_table(
+        f"{results['model']} on {results.get('text', 'tasks')}", ["task", "number", "value"], rows, ["value"]
+    )
+
+
+__all__ = ["run_eval"]

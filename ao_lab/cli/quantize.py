@@ -1,0 +1,249 @@
+"""`ao-lab quantize`: a folder of a transformers model in, a quantized folder out that other programs read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ao_lab.cli.layout import chosen, say
+from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
+from ao_lab.cli.terminal.progress import bar
+from ao_lab.cli.terminal.requirements import check_room, check_writable
+from ao_lab.install.extras import needed
+
+if TYPE_CHECKING:
+    from ao_lab.checkpoint.api import Saved
+    from ao_lab.config.base import Config
+    from ao_lab.quantization.api import Progress
+    from ao_lab.quantization.report import Layer, Report
+
+#: Files of the model's folder that are made anew, and so not copied.
+REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
+#: Files that transformers, or ao_lab, reads weights from.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+GRANULARITY = re.compile(r"(Per\w+)(?:\(([\d\s,-]*)\))?")
+
+
+def run_quantize(
+    source: Path,
+    target: Path,
+    name: str,
+    *,
+    activation: str | None,
+    options: list[str],
+    skip: list[str] | None,
+    layout: str,
+    as_json: bool,
+) -> None:
+    """Quantize weight by weight while they are read, save, and say what became of each layer.
+
+    `skip`: None leaves the model's head, where it has one.
+    """
+    check_folders(source, target)
+    plan = chosen(config_of(name, activation, options), name, layout)
+    from ao_lab.checkpoint.api import save_pretrained
+    from ao_lab.checkpoint.model_card import write_card
+    from ao_lab.quantization.api import report_of
+
+    kept_out = KeptOut(["lm_head"] if skip is None else skip)
+    try:
+        with progress_bar(as_json) as progress:
+            model = loaded(source, plan.config, plan.accepting(kept_out), progress)
+        if skip is not None:
+            kept_out.check()
+        report, before = report_of(model), stored_bytes(source, model)
+        saved = save_pretrained(model, target, layout=plan.layout)
+    except (ValueError, FileNotFoundError) as error:
+        raise WrongInput(str(error)) from error
+    copy_the_rest(source, target)
+    command = " ".join(
+        ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
+        + [f"--option {option}" for option in options]
+        + [f"--skip {layer}" for layer in skip or []]
+        + ([f"--layout {layout}"] if layout != "auto" else [])
+    )
+    told = plan.told(saved.limits)
+    write_card(target, base_model=str(source), command=command, notes=(*plan.changes, *saved.limits))
+    show(report, saved, before, kept_out, told, as_json)
+
+
+def config_of(name: str, activation: str | None, options: list[str]) -> Config:
+    """The configuration of a class's name or of a scheme's; WrongInput with what there is."""
+    import ao_lab
+    from ao_lab.config.recipe import named
+
+    given, classes = dict(map(parsed, options)), config_classes()
+    try:
+        scheme = None if name in classes else named(name)
+    except ValueError as error:
+        raise WrongInput(
+            f"--config {name}: a scheme (ao-lab schemes lists them) or one of {', '.join(classes)}"
+        ) from error
+    kind = classes.get(name, ao_lab.SchemeConfig)
+    check_options(name, kind, given)
+    fixed = {} if scheme is None else {"scheme": scheme}
+    try:
+        return kind(**{**fixed, "activation_scheme": activation, **given})
+    except (TypeError, ValueError) as error:
+        raise WrongInput(f"--config {name}: {error}") from error
+
+
+def config_classes() -> dict[str, type[Config]]:
+    """The configurations of quantized weights by name; without those that hold others, or are for training."""
+    import ao_lab
+    from ao_lab.config.base import Config
+
+    named = {name: getattr(ao_lab, name) for name in sorted(ao_lab.__all__) if name.endswith("Config")}
+    return {
+        name: kind
+        for name, kind in named.items()
+        if isinstance(kind, type) and issubclass(kind, Config) and not ao_lab.HOMES[name].startswith("ao_lab.qat.")
+    }
+
+
+def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
+    """WrongInput, with the options that there are, for one that the configuration lacks."""
+    known = [field.name for field in fields(kind) if field.init]
+    if unknown := [option for option in given if option not in known]:
+        # These have flags of their own.
+        there = [option for option in known if option not in ("scheme", "activation_scheme")]
+        raise WrongInput(f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(there)}")
+
+
+def parsed(option: str) -> tuple[str, Any]:
+    """key=value, the value as JSON where it is that, a granularity where it is called so: PerRow, PerGroup(64)."""
+    import ao_lab.config.granularity
+
+    key, equals, value = option.partition("=")
+    if not equals or not key.isidentifier():
+        raise WrongInput(f"--option {option}: write key=value, for instance group_size=32")
+    if (found := GRANULARITY.fullmatch(value)) and found[1] in ao_lab.config.granularity.NAMES:
+        numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
+        arguments = (numbers,) if found[1] == "PerBlock" else numbers
+        try:
+            return key, getattr(ao_lab.config.granularity, found[1])(*arguments)
+        except TypeError as error:
+            raise WrongInput(
+                f"--option {option}: write it with its numbers, PerGroup(64) or PerBlock(128, 128)"
+            ) from error
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def check_folders(source: Path, target: Path) -> None:
+    """WrongInput where there is no model, or where the result would fall among other files."""
+    if not (source / "config.json").is_file():
+        raise WrongInput(
+            f"{source} has no config.json; give a folder that transformers' save_pretrained wrote"
+        )
+    if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
+        raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise WrongInput(f"{target} is there already and not an empty folder; choose another one")
+    check_writable(target, "OUT_DIR")
+    # Weights of 32 bits become at least one bit each.
+    check_room(target, sum(file.stat().st_size for file in source.glob("*.safetensors")) // 32, "OUT_DIR")
+
+
+def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | None) -> Any:
+    """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
+    from ao_lab.checkpoint.streaming.api import quantize_pretrained
+
+    transformers = needed("transformers")
+
+    hide_progress: Any = transformers.utils.logging.disable_progress_bar
+    hide_progress()
+    return quantize_pretrained(source, config, accepts, progress=progress)
+
+
+@contextmanager
+def progress_bar(as_json: bool) -> Iterator[Progress]:
+    """Shows weights as they are quantized: a bar on a terminal's stderr, lines elsewhere and beside JSON."""
+    with bar("quantize", plain=as_json, transient=True) as work:
+        yield lambda name, done, total: work.at(done, name, total)
+
+
+def stored_bytes(source: Path, model: Any) -> int:
+    """Bytes of the folder's weights: of its safetensors files, or else what the model would take without quantization."""
+    from ao_lab.checkpoint.io.shards import look_at
+
+    try:
+        return look_at(source).bytes
+    except FileNotFoundError:
+        return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+
+
+class KeptOut:
+    """A filter of linear layers and batched experts but those that are named, or end in .NAME; it remembers which names were
+    met. Routers stay dense."""
+
+    leaves_routers = True
+
+    def __init__(self, skip: list[str]) -> None:
+        self.skip, self.met = skip, set[str]()
+
+    def __call__(self, module: Any, path: str) -> bool:
+        """Whether a module is to be quantized."""
+        from ao_lab.quantization.modules import linear_and_experts
+
+        found = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        self.met.update(found)
+        return linear_and_experts(module, path) and not found
+
+    def told(self, layer: Layer) -> str:
+        """A report's reason in the words of the command line."""
+        path = layer.name.rpartition(".")[0]
+        skipped = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        kinds = "only linear layers and experts are quantized"
+        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: {kinds}"
+        return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
+            "refused by filter_fn", refused
+        )
+
+    def check(self) -> None:
+        """WrongInput for names that no layer has."""
+        if missing := [name for name in self.skip if name not in self.met]:
+            raise WrongInput(f"--skip {', '.join(missing)}: no layer is called that, or ends so")
+
+
+def copy_the_rest(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings and whatever else lies beside the weights."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(REMADE) and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+
+
+def show(
+    report: Report, saved: Saved, before: int, kept_out: KeptOut, told: dict[str, Any], as_json: bool
+) -> None:
+    """The layers, the sizes, and what is to be known of the layout, as tables or as JSON."""
+    rows = [
+        {
+            "layer": layer.name,
+            "scheme": layer.scheme,
+            "kernel": layer.kernel,
+            "bytes": layer.bytes,
+            "reason": kept_out.told(layer),
+        }
+        for layer in report.layers
+    ]
+    if as_json:
+        print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
+        return
+    cells = [[str(value) or "-" for value in row.values()] for row in rows]
+    print_table("Layers", ["layer", "scheme", "kernel", "bytes", "reason"], cells, numbers=["bytes"])
+    print_table(
+        "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
+    )
+    say(told)
+
+
+__all__ = ["run_quantize"]

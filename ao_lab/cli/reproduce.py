@@ -1,0 +1,57 @@
+"""`ao-lab reproduce`: hand over to the experiments and list what they wrote.
+
+Of `experiments` this uses `EXPERIMENTS`, a mapping whose keys are the names that users type, `Places`, the folders of a run,
+and `reproduce(names, scale, device, places, only)`, which measures, writes reports and returns what it wrote and where.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ao_lab.cli.experiments import of_experiments, places
+from ao_lab.cli.formats import known
+from ao_lab.cli.terminal.interrupt import when_stopped
+from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
+from ao_lab.cli.terminal.progress import say
+from ao_lab.cli.terminal.requirements import check_device
+
+
+def run_experiments(
+    names: list[str],
+    scale: str,
+    device: str | None,
+    only: list[str],
+    as_json: bool,
+    *,
+    reports: Path | None = None,
+) -> None:
+    """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout."""
+    experiments = of_experiments()
+    for name in names:
+        known(name, experiments.EXPERIMENTS, "experiment")
+    check_device(device)
+    more: dict[str, Any] = partly(names, only)
+    folders = places(reports)
+    say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
+    with when_stopped(
+        lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
+    ):
+        made = experiments.reproduce(names or None, scale=scale, device=device, places=folders, **more)
+    if as_json:
+        print_json([{"what": what, "where": where} for what, where in made])
+    else:
+        print_table("Reproduced", ["what", "where"], made)
+
+
+def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
+    """The configurations to which a run is limited; WrongInput for unknown ones, and for other experiments than `decode`."""
+    if not only:
+        return {}
+    if names != ["decode"]:
+        raise WrongInput("--only names configurations of one experiment: ao-lab reproduce decode --only NAME")
+    try:
+        of_experiments("experiments.decode.configs").chosen(tuple(only))
+    except ValueError as error:
+        raise WrongInput(f"--only: {error}") from error
+    return {"only": only}

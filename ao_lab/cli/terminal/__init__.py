@@ -1,0 +1,1 @@
+"""What every command shares: output, progress, interruption, requirements."""

@@ -1,0 +1,1 @@
+"""Passes over what `torch.compile` makes of a quantized model."""

@@ -1,0 +1,1 @@
+"""Configurations of `quantize_`, and the recipes that they stand for."""

@@ -1,0 +1,157 @@
+"""Configurations of `ao_lab.quantize_`: torchao's names and parameters, each a recipe.
+
+A configuration is data. `recipe()` is all that `quantize_` asks of it: the scheme of the weight, the scheme of the input (or
+None) and the kernel; `SchemeConfig` names any two schemes directly, and every other class is a name for some of them. A user
+of torchao changes the import.
+
+The bits are the house's (`reference.schemes.schemes`): correctly rounded scales, no clipping of the largest value, and
+finite input never becomes NaN. Torchao's own bits are records too: `ao_lab.as_torchao(config)` is the configuration in
+them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and
+`activation_scheme=` for the input; `reference.schemes.torchao` says which record is which class's.
+
+Four keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
+`kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`), and `axis`, along which blocks run: by default (None) the
+contraction axis of each weight (-1 for nn.Linear; for batched experts found from the module, -2 where they are stored as
+(experts, in, out)). `set_inductor_config` and `version` are accepted and mean nothing: no global setting is touched, and
+there is one version. Parameters that choose a memory layout of torchao's kernels, or an algorithm that is not here, raise
+ValueError unless they ask for what is done anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ao_lab.config.recipe import Recipe, named
+from reference import Scales, Scheme
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ao_lab.calibration.observers import Observer
+
+
+@dataclass(frozen=True)
+class Config:
+    """What all configurations have. A class says what its schemes are in `_weight` and `_activation`."""
+
+    scheme: str | Scheme | None = field(default=None, kw_only=True)
+    activation_scheme: str | Scheme | None = field(default=None, kw_only=True)
+    kernel: str = field(default="auto", kw_only=True)
+    axis: int | None = field(default=None, kw_only=True)
+
+    #: Parameters that may only have these values.
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, values in self.ONLY.items():
+            given = getattr(self, name)
+            if getattr(given, "value", given) not in values:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {' or '.join(map(repr, values))}; got {given!r}"
+                )
+        if self.axis is not None and type(self.axis) is not int:
+            raise TypeError(f"{type(self).__name__}: axis is an integer or None, got {self.axis!r}")
+        self.recipe()
+
+    def recipe(self) -> Recipe:
+        """How layers of this configuration run; ValueError where the parameters name no scheme."""
+        weight = named(self.scheme) or self._weight()
+        activation = named(self.activation_scheme) or self._activation()
+        return Recipe(weight=weight, activation=activation, kernel=self.kernel)
+
+    def for_layout(self, layout: str) -> Self:
+        """This configuration for a layout of `save_pretrained`, so that plain readers of it compute what the model here does.
+
+        "compressed-tensors": integers without zero points, scales of weights in the weight's dtype, inputs by the readers' own
+        records (`compressed_tensors.*`); `ao_lab.checkpoint.export.layouts` has the rules. "ao_lab": unchanged.
+        ValueError, with the reason, where the layout has nothing like this configuration (nf4, float8_e5m2, inputs in
+        nvfp4 and others).
+        """
+        from ao_lab.checkpoint.export.layouts import config_for_layout
+
+        return config_for_layout(self, layout)
+
+    def input_scales(self) -> Scales | None:
+        """Static scales of the input that are given; None where there are none."""
+        return None
+
+    def observer(self) -> Observer | None:
+        """A new observer that has to see a layer's inputs before its weight is made; None where nothing has to."""
+        return None
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Why a module is nothing for this configuration, whatever its weight; None where it is."""
+        from ao_lab.qat.layers import QATModule, refusal
+
+        return refusal(module) if isinstance(module, QATModule) else None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether this is torchao's step "prepare": layers are watched, nothing is quantized yet."""
+        return getattr(self, "step", None) == "prepare"
+
+    def _weight(self) -> Scheme:
+        raise ValueError(f"{type(self).__name__} names no scheme; give scheme=")
+
+    def _activation(self) -> Scheme | None:
+        return None
+
+
+@dataclass(frozen=True)
+class SchemeConfig(Config):
+    """Any scheme for the weight, any or none for the input: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
+
+
+def dtype_name(dtype: Any) -> str:
+    """A torch dtype's name; torchao's "fp6_e2m3" and torch's float4 pairs as the house's formats are called."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "fp6_e2m3": "float6_e2m3fn",
+        "fp6_e3m2": "float6_e3m2fn",
+        "fp4_e2m1": "float4_e2m1fn",
+        "float4_e2m1fn_x2": "float4_e2m1fn",
+    }.get(name, name)
+
+
+def operands(granularity: Any) -> tuple[Any, Any]:
+    """The granularities of input and weight: a pair, or one for both."""
+    if isinstance(granularity, (list, tuple)):
+        if len(granularity) != 2:
+            raise ValueError(f"granularity is one, or a pair for input and weight; got {len(granularity)}")
+        return granularity[0], granularity[1]
+    return granularity, granularity
+
+
+def static_scales(scale: Any, zero: Any = None) -> Scales:
+    """One scale for every input, and a zero point, as `reference` keeps them; ValueError where there are more."""
+    import torch
+
+    parts = []
+    for value, dtype, name in (
+        (scale, torch.float32, "act_quant_scale"),
+        (zero, torch.int8, "act_quant_zero_point"),
+    ):
+        part = None if value is None else torch.as_tensor(value).detach().to(dtype, copy=True)
+        if part is not None and part.numel() != 1:
+            raise ValueError(
+                f"{name} is one number for all inputs, got shape {tuple(part.shape)}; use PerTensor"
+            )
+        if (
+            part is not None
+            and dtype.is_floating_point
+            and not part.is_meta
+            and not 0 < float(part) < torch.inf
+        ):
+            raise ValueError(f"{name} is a positive finite float32, got {value}")
+        parts.append(None if part is None else part.reshape(()))
+    return Scales(parts[0], None, parts[1])
+
+
+__all__ = [
+    "Config",
+    "SchemeConfig",
+    "dtype_name",
+    "operands",
+    "static_scales",
+]

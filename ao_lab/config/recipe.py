@@ -1,0 +1,152 @@
+"""Recipes: how one layer runs, as data.
+
+A `Recipe` names the scheme of the weight, the scheme of the activations (None: they are not quantized) and which function
+computes the product (`ao_lab.gemm.select`). Configurations (`ao_lab.config.base`) are other names of recipes; everything behind
+`quantize_` reads recipes alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from reference.arrays.errors import choice
+from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
+from reference.schemes.torchao import torchao_integer
+
+#: What `Recipe.kernel` may say; `ao_lab.gemm.select` has the functions.
+KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
+ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a layer runs."""
+
+    weight: Scheme
+    #: Scheme of the input, found anew for each input unless the weight brings static scales; None: left as it is.
+    activation: Scheme | None = None
+    #: "auto", or the one function that must compute the product.
+    kernel: str = "auto"
+    #: Tier of `reference.matmul` where the kernel is "reference".
+    accumulation: str = "exact"
+
+    def __post_init__(self) -> None:
+        choice(self.kernel, KERNELS, "kernel")
+        choice(self.accumulation, ACCUMULATIONS, "accumulation")
+
+    def __str__(self) -> str:
+        inputs = "" if self.activation is None else f" x {self.activation.name}"
+        return self.weight.name + inputs
+
+
+#: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
+INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+#: int8_rowwise_cast: scales rounded to the dtype of the tensor that is quantized.
+CAST = "_cast"
+#: An outer scale that is a power of two: nvfp4_pow2.
+POWER = "_pow2"
+#: ternary_g64, stretched2_rowwise: level set, block.
+STRETCHED = re.compile(r"(ternary|stretched2)_(?:g([1-9]\d*)|(rowwise)|(tensorwise))")
+
+
+def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "float32") -> Scheme:
+    """The house's integers of `bits` bits in any block: the record that has this name, or a new one by the same rules.
+
+    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" keeps
+    scales in bfloat16, as other programs do that load a checkpoint in bfloat16.
+    """
+    choice(storage, ("float32", "bfloat16"), "storage of scales")
+    ends = ("_asymmetric" if asymmetric and bits > 1 else "") + ("_bf16" if storage == "bfloat16" else "")
+    name = f"int{bits}_{block_name(block)}{ends}"
+    if name in SCHEMES:
+        return SCHEMES[name]
+    model = SCHEMES["int4_g32_asymmetric" if asymmetric or bits == 1 else "int4_g32"]
+    target = 2.0**bits - 1 if model.zero is not None else 2.0 ** (bits - 1) - 1
+    scale = replace(model.scale, block=block, target=target, storage=storage)
+    if bits > 1:
+        return replace(model, name=name, element=f"int{bits}", scale=scale)
+    # Two levels, the block's minimum and maximum: code * (max - min) + min.
+    ends_of_range = replace(scale, statistic="minmax")
+    return replace(
+        model, name=name, element="uint1", scale=ends_of_range, zero=Zero(rule="value", storage="float32")
+    )
+
+
+def cast_scales(scheme: Scheme) -> Scheme:
+    """The scheme with scales rounded to the dtype of what is quantized, still kept in float32; itself where they are already.
+
+    Programs that hold scales in a model's own dtype read these unchanged. ValueError for scales that are kept otherwise.
+    """
+    if scheme.scale.storage != "float32" or scheme.outer is not None:
+        raise ValueError(
+            f"scales of {scheme.name} are kept as {scheme.scale.storage}, which no dtype of a model changes"
+        )
+    if scheme.scale.compute == "input":
+        return scheme
+    return replace(scheme, name=scheme.name + CAST, scale=replace(scheme.scale, compute="input"))
+
+
+def power_of_two_outer(scheme: Scheme) -> Scheme:
+    """The scheme with its outer scale rounded up to a power of two; itself where the outer scale is stored for encoding.
+
+    Programs that keep the reciprocal and divide by it read these unchanged: a power of two has an exact one. ValueError for a
+    scheme of one level.
+    """
+    if scheme.outer is None:
+        raise ValueError(f"{scheme.name} has no outer scale")
+    if scheme.outer.stored == "encode" or scheme.outer.rule == "ratio_pow2":
+        return scheme
+    return replace(scheme, name=scheme.name + POWER, outer=replace(scheme.outer, rule="ratio_pow2"))
+
+
+def stretched(element: str, block: Block) -> Scheme:
+    """Stretched levels in any block: the record that has this name, or a new one by the same rules."""
+    name = f"{element}_{block_name(block)}"
+    return SCHEMES[name] if name in SCHEMES else stretched_scheme(element, block, name)
+
+
+def block_name(block: Block) -> str:
+    """How the names of house schemes call a block."""
+    if isinstance(block, tuple):
+        return "x".join(map(str, block))
+    return {"-1": "rowwise", "tensor": "tensorwise"}.get(str(block), f"g{block}")
+
+
+def named(scheme: str | Scheme | None) -> Scheme | None:
+    """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass.
+
+    Torchao's integers are made by `reference.schemes.torchao.torchao_integer`: `torchao.intx3_g64_asymmetric`.
+    """
+    new = isinstance(scheme, str) and scheme not in SCHEMES
+    if new and str(scheme).endswith(CAST) and (base := named(str(scheme).removesuffix(CAST))) is not None:
+        return cast_scales(base)
+    if new and str(scheme).endswith(POWER) and (base := named(str(scheme).removesuffix(POWER))) is not None:
+        return power_of_two_outer(base)
+    if new and (theirs := torchao_integer(str(scheme))) is not None:
+        return theirs
+    if new and (levels := STRETCHED.fullmatch(str(scheme))) is not None:
+        return stretched(levels[1], _named_block(levels[2], levels[3]))
+    found = INTEGER.fullmatch(str(scheme)) if new else None
+    if found is None:
+        return None if scheme is None else scheme_of(scheme)
+    bits, group, rows, _, asymmetric, bf16 = found.groups()
+    block = _named_block(group, rows)
+    return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
+
+
+def _named_block(group: str | None, rows: str | None) -> Block:
+    return int(group) if group else -1 if rows else "tensor"
+
+
+__all__ = [
+    "ACCUMULATIONS",
+    "KERNELS",
+    "Recipe",
+    "block_name",
+    "cast_scales",
+    "integer_scheme",
+    "named",
+    "power_of_two_outer",
+    "stretched",
+]

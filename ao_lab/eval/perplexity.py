@@ -1,0 +1,186 @@
+"""What a language model knows of a text: perplexity, next-token accuracy, and how far a quantized model is from its base.
+
+All in one pass over windows of tokens that do not overlap; each window predicts all of its tokens but the first. Sums are
+float64, logarithms of probabilities float32, whatever the model's dtype, so that two models are compared by their own numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+TASKS = ("perplexity", "accuracy", "agreement", "weights")
+#: Those that need the model's base.
+PAIRED = ("agreement", "weights")
+Encode = Callable[[str], "Tokens"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a text, and where in the text each ends (characters)."""
+
+    ids: torch.Tensor
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Tokens in windows of one length, and how many bytes and words of text they stand for."""
+
+    ids: torch.Tensor
+    bytes: int
+    words: int
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens are predicted."""
+        return int(self.ids.shape[0] * (self.ids.shape[1] - 1))
+
+
+@dataclass
+class Sums:
+    """Sums over predicted tokens."""
+
+    #: Of each window: the mean of -log p of its tokens, of the model and of the base.
+    losses: list[float] = field(default_factory=list)
+    base_losses: list[float] = field(default_factory=list)
+    right: int = 0
+    agreed: int = 0
+    kl: float = 0.0
+
+
+def windows_of(text: str, encode: Encode, length: int, limit: int) -> Windows:
+    """The first `limit` windows of a text; ValueError where there is not one.
+
+    Only as much text is encoded as the windows can need (a token stands for less than a hundred characters).
+    """
+    tokens = encode(text[: length * limit * 100])
+    count = min(len(tokens.ids) // length, limit)
+    if count == 0:
+        raise ValueError(
+            f"the text has {len(tokens.ids)} tokens, one window has {length}; give more text or a smaller --length"
+        )
+    used = text[: tokens.ends[count * length - 1]]
+    return Windows(tokens.ids[: count * length].reshape(count, length), len(used.encode()), len(used.split()))
+
+
+def measured(
+    model: nn.Module,
+    windows: Windows,
+    base: nn.Module | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Sums:
+    """The sums of a model, and of its distance from a base, over all windows."""
+    sums = Sums()
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        for index, row in enumerate(windows.ids):
+            progress(index, len(windows.ids))
+            ids = row[None].to(device)
+            wanted = ids[0, 1:]
+            logp = log_probabilities(model, ids)
+            sums.losses.append(-float(logp.gather(1, wanted[:, None]).double().mean()))
+            first = logp.argmax(1)
+            sums.right += int((first == wanted).sum())
+            if base is not None:
+                _compare(sums, logp, first, log_probabilities(base, ids.to(_device(base))).to(device), wanted)
+    progress(len(windows.ids), len(windows.ids))
+    return sums
+
+
+def _compare(
+    sums: Sums, logp: torch.Tensor, first: torch.Tensor, base: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    """Add one window's distance from the base."""
+    sums.base_losses.append(-float(base.gather(1, wanted[:, None]).double().mean()))
+    sums.agreed += int((first == base.argmax(1)).sum())
+    # Where the base gives a token no probability at all, it adds nothing.
+    terms = torch.where(base.isneginf(), 0.0, base.exp() * (base - logp))
+    sums.kl += float(terms.double().sum())
+
+
+def log_probabilities(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Of each next token, in float32: (tokens - 1, vocabulary)."""
+    made: Any = model(ids)
+    logits: torch.Tensor = getattr(made, "logits", made)
+    return torch.log_softmax(logits[0, :-1].float(), dim=-1)
+
+
+def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """The numbers of each task."""
+    count, n = windows.predicted, len(windows.ids)
+    loss = sum(sums.losses) / n
+    made: dict[str, dict[str, float]] = {}
+    if "perplexity" in tasks:
+        # Tokens that begin a window are not predicted; text counts in proportion.
+        share = (windows.ids.shape[1] - 1) / windows.ids.shape[1]
+        made["perplexity"] = {
+            "token_perplexity": exponential(loss),
+            "word_perplexity": exponential(loss * count / max(windows.words * share, 1.0)),
+            "bits_per_byte": loss * count / (windows.bytes * share * math.log(2)),
+            "loss": loss,
+            "loss_stderr": standard_error(sums.losses),
+        }
+    if "accuracy" in tasks:
+        made["accuracy"] = {"accuracy": sums.right / count}
+    if "agreement" in tasks:
+        base = sum(sums.base_losses) / n
+        differences = [a - b for a, b in zip(sums.losses, sums.base_losses, strict=True)]
+        made["agreement"] = {
+            "agreement": sums.agreed / count,
+            "kl": sums.kl / count,
+            "base_token_perplexity": exponential(base),
+            "loss_difference": loss - base,
+            "loss_difference_stderr": standard_error(differences),
+        }
+    return made
+
+
+def exponential(value: float) -> float:
+    """e to the value; infinite where that is too large."""
+    return math.exp(value) if value < 700 else math.inf
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the mean of values; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def weight_errors(model: nn.Module, base: nn.Module) -> dict[str, float]:
+    """Relative RMS error of quantized weights against those of the base, by recipe: sqrt(sum (w - b)^2 / sum b^2)."""
+    sums: dict[str, tuple[float, float]] = {}
+    dense = dict(base.named_parameters(remove_duplicate=False))
+    for name, weight in quantized_weights(model):
+        if name in dense and dense[name].shape == weight.shape:
+            wanted = dense[name].detach().to(weight.device, torch.float32)
+            error = (weight.dequantize(torch.float32) - wanted).double().square().sum()
+            before = sums.get(str(weight.recipe), (0.0, 0.0))
+            sums[str(weight.recipe)] = (
+                before[0] + float(error),
+                before[1] + float(wanted.double().square().sum()),
+            )
+    return {name: math.sqrt(error / size) if size else 0.0 for name, (error, size) in sums.items()}
+
+
+def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Names and values of the quantized parameters."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            yield name, parameter
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+__all__ = ["PAIRED", "TASKS", "Tokens", "Windows", "measured", "results_of", "weight_errors", "windows_of"]

@@ -1,0 +1,1 @@
+"""Which kernel multiplies with a `QuantizedTensor`."""

@@ -1,0 +1,313 @@
+"""Which function computes a product with a `QuantizedTensor`: the one place that decides.
+
+A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is the first that can, in the
+order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothing is measured here.
+
+* ``int8``: exact integer sums (`torch._int_mm`, `fast.cpu.int8`); then the input's scale, the weight's scale and the bias in
+  float32, and one rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit
+  for bit.
+* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
+  Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
+  inside the same bound, with other bits than that row has among several.
+* ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
+  on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. For more rows
+  (`explain` says how many) as ``dequantize``.
+* ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
+  back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
+* ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
+
+A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products (those
+that autograd makes for the input's gradient) take the operands as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.tensor.native import FLOAT8
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from fast.cpu.int8 import integer_sums
+from fast.cpu.linear import takes as takes_one_row
+from fast.cpu.ops import linear as cpu_linear
+from fast.device import OLDEST
+from fast.matmul.linear import LONGEST_INT8, linear_of_codes, one_scale, rows_fused, takes_codes
+from reference import Quantized, Scales, Scheme
+from reference.matmul.linear import transposed
+from reference.quantize.quantize import unpacked, with_plain_scales
+
+Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
+Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
+
+#: Products that read the codes as they are stored read rows along which they sum.
+STORED = "the weight must be a matrix, stored as (out, in)"
+#: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
+#: our product of codes.
+FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
+
+    run: Product
+    refuses: Refusal
+
+
+def product(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
+    return PRODUCTS[chosen(w, x.dtype)].run(x, w, bias)
+
+
+def grouped_product(
+    x: torch.Tensor, w: QuantizedTensor, func: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N): kernel "dequantize"."""
+    if sums_along_blocks(w) and w.recipe.kernel not in ("auto", "dequantize"):
+        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    made: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return made
+
+
+def chosen(w: QuantizedTensor, dtype: torch.dtype) -> str:
+    """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot."""
+    if not sums_along_blocks(w):
+        return "dequantize"
+    wanted = w.recipe.kernel
+    if wanted != "auto":
+        reason = PRODUCTS[wanted].refuses(w, dtype)
+        if reason is not None:
+            able = ", ".join(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+            raise ValueError(f"kernel {wanted!r} does not take {w.recipe}: {reason}; these do: {able}")
+        return wanted
+    return next(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+
+
+def sums_along_blocks(w: QuantizedTensor) -> bool:
+    """Whether the product's sum, over the axis before the last, runs along the blocks."""
+    return w.block_axis == -2
+
+
+def quantized_input(x: torch.Tensor, w: QuantizedTensor, scheme: Scheme) -> Quantized:
+    """The input in its scheme: static scales where the weight brings them, else found anew."""
+    return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
+
+
+def _dequantized(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    x, dense = _rounded(x, w), w.dequantize(x.dtype)
+    if x.dim() == 2:
+        return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
+    return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
+
+
+def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
+    """The input as its scheme represents it; itself where it has none."""
+    scheme = w.recipe.activation
+    if scheme is None or not sums_along_blocks(w):
+        return x
+    return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
+
+
+def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if w.is_cuda:
+        return fast.linear(x, w.quantized, bias)
+    if isinstance(x.shape[0], int) and x.shape[0] == 1:
+        return cpu_linear(x, w.quantized, bias)
+    return _dequantized(x, w, bias)
+
+
+def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
+    device = w.device.type
+    if device not in ("cpu", "cuda") or (device == "cuda" and _capability(w.device.index or 0) < OLDEST):
+        found = "on " + device
+        if device == "cuda":
+            found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
+        needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
+        return f"its kernels are for {needs}, this weight is {found}"
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return f"{STORED}, its scales plain"
+    return (
+        None
+        if most_fused_rows(w, dtype)
+        else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
+    )
+
+
+def most_fused_rows(w: QuantizedTensor, dtype: torch.dtype) -> int:
+    """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
+    if w.is_cuda:
+        return rows_fused(w.quantized, dtype)
+    q = w.quantized
+    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(q.shape), dtype))
+
+
+def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    inputs = quantized_input(x, w, _activation(w))
+    if _is_one_row(x, w):
+        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
+    weight = w.codes.view(torch.int8)
+    sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
+    if inputs.zero is not None:
+        sums = sums - inputs.zero.to(torch.int32) * weight.sum(1, dtype=torch.int32)
+    y = sums.to(torch.float32) * inputs.scale * _row(w.scale)
+    total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
+    return total.to(x.dtype)
+
+
+def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
+    """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
+    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
+        return False
+    sizes: tuple[Any, ...] = tuple(w.codes.shape)
+    rows, length = sizes
+    if not (isinstance(rows, int) and isinstance(length, int)):
+        # Of sizes that a tracer leaves open the kernel asks one thing; the program keeps the answer.
+        rows = length = STEP_CODES if length % STEP_CODES == 0 else 1
+    able = _capability(w.device.index or 0) >= OLDEST
+    return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
+
+
+def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Exact sums in int32; with rows of zeros where the GPU wants more of them."""
+    count = a.shape[0]
+    if a.device.type == "cpu":
+        return integer_sums(a, b)
+    if a.is_cuda and count < FEWEST_ROWS:
+        a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))
+    return torch._int_mm(a, b)[:count]
+
+
+def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    scheme = w.recipe.activation
+    if scheme is None or scheme.element != "int8" or w.scheme.element != "int8":
+        return "both operands must be int8"
+    if not (one_scale(scheme) and one_scale(w.scheme)) or w.zero is not None:
+        return "each row must have one float32 scale, and the weight no zero point"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
+    if w.shape[0] > LONGEST_INT8:
+        return f"sums longer than {LONGEST_INT8} may overflow int32"
+    if w.is_cuda and any(length % STEP_INT8 for length in w.shape):
+        return f"its lengths must be multiples of {STEP_INT8} on a GPU"
+    return None
+
+
+def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
+        return _dequantized(x, w, bias)
+    inputs = quantized_input(x, w, _activation(w))
+    if _is_one_row(x, w):
+        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
+    a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
+    scale_a, scale_b = inputs.scale, _row(w.scale)
+    if scale_a.dim() != scale_b.dim():
+        # One scale in all becomes a column or row; of 0-d, a column of one would have strides of 0.
+        scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
+        scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
+    scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+
+
+def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+    scheme = w.recipe.activation
+    if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
+        return "both operands must be float8_e4m3fn or float8_e5m2"
+    if not (one_scale(scheme) and one_scale(w.scheme)):
+        return "each row must have one float32 scale for decoding"
+    if len(w.shape) != 2 or not w.meta.transposed:
+        return STORED
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it does not write {dtype}"
+    if w.is_cuda:
+        return _refuses_scaled_mm_on_gpu(w, scheme, dtype)
+    if -1 in (scheme.scale.block, w.scheme.scale.block) and not _cpu_scales_rows():
+        return f"torch {torch.__version__} takes one scale for each operand on a CPU, 2.13 one for each row"
+    return None
+
+
+def _refuses_scaled_mm_on_gpu(w: QuantizedTensor, scheme: Scheme, dtype: torch.dtype) -> str | None:
+    if (capability := _capability(w.device.index or 0)) < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]} has no float8 product, 8.9 has"
+    if any(length % STEP_FLOAT8 for length in w.shape):
+        return f"its lengths must be multiples of {STEP_FLOAT8} on a GPU"
+    if scheme.element == w.scheme.element == "float8_e5m2":
+        return "GPUs multiply no float8_e5m2 by float8_e5m2"
+    rowwise = "tensor" not in (scheme.scale.block, w.scheme.scale.block)
+    if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
+        return f"on a GPU it writes bfloat16, not {dtype}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _cpu_scales_rows() -> bool:
+    """Whether torch's float8 product on CPUs takes a scale for each row: some versions fail an assertion there."""
+    a, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _reference(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        raise ValueError("kernel 'reference' runs on the host and cannot be traced; use kernel='dequantize'")
+    scheme = w.recipe.activation
+    left: Any = x if scheme is None else quantized_input(x, w, scheme)
+    options: dict[str, Any] = {"accumulation": w.recipe.accumulation, "out_dtype": x.dtype, "bias": bias}
+    return fast.matmul(left, as_right_operand(w), **options)
+
+
+def as_right_operand(w: QuantizedTensor) -> Any:
+    """The weight (K, N) as `reference.matmul` takes it: a `Quantized` of that shape, or dense float32 where there is none."""
+    return transposed(w.quantized) if w.meta.transposed else unpacked(with_plain_scales(w.quantized))
+
+
+def _activation(w: QuantizedTensor) -> Scheme:
+    scheme = w.recipe.activation
+    if scheme is None:
+        raise ValueError(f"{w.recipe} has no scheme for its input")
+    return scheme
+
+
+def _row(scale: torch.Tensor) -> torch.Tensor:
+    """A weight's stored scales (N, 1) as a row; one over the whole tensor as it is."""
+    return scale if scale.dim() == 0 else scale.t()
+
+
+#: Every kernel by name, the preferred first.
+PRODUCTS = {
+    "int8": Kernel(_int8, _refuses_int8),
+    "scaled_mm": Kernel(_scaled_mm, _refuses_scaled_mm),
+    "fused": Kernel(_fused, _refuses_fused),
+    "dequantize": Kernel(_dequantized, _refuses_nothing),
+    "reference": Kernel(_reference, _refuses_nothing),
+}
+
+__all__ = [
+    "PRODUCTS",
+    "Kernel",
+    "Scales",
+    "as_right_operand",
+    "chosen",
+    "grouped_product",
+    "most_fused_rows",
+    "product",
+    "sums_along_blocks",
+]

@@ -1,0 +1,1 @@
+"""How this copy is installed, which extras it has, and what shadows it."""

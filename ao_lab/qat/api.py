@@ -1,0 +1,289 @@
+"""The two steps of quantization-aware training on a model; `ao_lab.quantize_` is the way in.
+
+Step "prepare" plans as `quantize_` does, then makes layers train, all or none: after an error every module is as it was.
+Step "convert" goes from weight to weight, and each is quantized in every place that has it before the next begins; after an
+error, layers are converted or still in training, `explain(model)` says which, and the same call goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.hooks import ForwardLoop, calibrated, unwatch
+from ao_lab.calibration.observers import InputScales, Observer
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig, Patterns
+from ao_lab.qat.config import QATConfig
+from ao_lab.qat.forward import weight_as_stored
+from ao_lab.qat.layers import QATLinear, QATModule, Training, plain_again, train_as
+from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
+from ao_lab.qat.lora.model import check_mergeable, merge
+from ao_lab.qat.scale_init import first_scales
+from ao_lab.quantization.api import Progress, keep_report, report_of, required_observers
+from ao_lab.quantization.modules import candidates
+from ao_lab.quantization.plan import ALREADY, Change, Device, Filter, Plan, planned
+from ao_lab.quantization.report import ATTRIBUTE, Report
+from reference import Scales
+
+
+def prepare_qat(
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    forward_loop: ForwardLoop | None,
+    observers: Mapping[str, Observer] | None,
+) -> Report:
+    """Step "prepare"."""
+    plan = planned(model, config, filter_fn, device)
+    _check_untouched(plan)
+    _check_called(model, plan)
+    if forward_loop is not None and observers is not None:
+        raise ValueError("observers have seen their data; leave forward_loop out")
+    if forward_loop is not None:
+        observers = calibrated(plan, model, forward_loop)
+    known = required_observers(plan, observers)
+    undo: list[nn.Module] = []
+    try:
+        for change in plan.changes.values():
+            _prepare_one(change, known, undo)
+        if device is not None:
+            model.to(device)
+    except BaseException:
+        for module in undo:
+            plain_again(module)
+        raise
+    for change in plan.changes.values():
+        if isinstance(change.config, QATConfig) and change.config.lora is not None:
+            freeze(change.places.values())
+    keep_report(model, plan)
+    return report_of(model)
+
+
+def _check_untouched(plan: Plan) -> None:
+    """ValueError where something that is to be trained is quantized, or trains already."""
+    quantized = [name for name, reason in plan.reasons.items() if reason == ALREADY]
+    training = [name for name, reason in plan.reasons.items() if reason.startswith("it is prepared for QAT")]
+    if quantized:
+        raise ValueError(
+            f"QAT trains dense weights, and {', '.join(quantized[:5])} already quantized; leave them out by filter_fn"
+        )
+    if training:
+        raise ValueError(
+            f"{', '.join(training[:5])} prepared for QAT already; train, and call quantize_ with step='convert'"
+        )
+
+
+def _check_called(model: nn.Module, plan: Plan) -> None:
+    """ValueError where a module would multiply with the dense weights of layers that are to train, past these."""
+    training = {id(module) for change in plan.changes.values() for module, _ in change.places.values()}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.TransformerEncoderLayer) or not module.self_attn.batch_first:
+            continue
+        if torch.backends.mha.get_fastpath_enabled() and training & {id(module.linear1), id(module.linear2)}:
+            raise ValueError(
+                f"in eval mode torch's fast path of {name or 'the model'} computes with dense weights and calls no layer; "
+                f"call torch.backends.mha.set_fastpath_enabled(False) before step='prepare', or leave its layers out by "
+                f"filter_fn"
+            )
+
+
+def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Module]) -> None:
+    """Make every layer of a weight train; what is learned or static is shared by them."""
+    config = change.config
+    if not isinstance(config, QATConfig):
+        raise TypeError(f"a QATConfig, got {type(config).__name__}")
+    added = _added(change, config, known)
+    for module, _ in change.places.values():
+        undo.append(module)
+        embedding = isinstance(module, nn.Embedding)
+        recipe = config.recipe()
+        if embedding:
+            recipe = replace(recipe, activation=None, kernel="auto")
+        own = {name: part for name, part in added.items() if not (embedding and name.startswith("qat_input"))}
+        settings = (change.axis, config.learn_scales, config.scale_gradient, config.start_step)
+        train_as(module, Training(recipe, *settings, added=bool(own)))
+        for name, tensor in own.items():
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(name, tensor)
+            else:
+                module.register_buffer(name, tensor)
+        unwatch(module)
+        if isinstance(module, nn.Linear) and config.lora is not None and config.lora.rank:
+            add_adapters(module, config.lora)
+
+
+def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the layers of a weight get."""
+    weight = change.parameter
+    made: dict[str, torch.Tensor] = {}
+    frozen = not weight.requires_grad
+    if config.learn_scales:
+        if weight.is_meta:
+            raise ValueError(
+                "learned scales start from the weight's numbers; on the meta device there are none"
+            )
+        start = first_scales(weight, change.recipe.weight, change.axis, config.scale_start)
+        made["qat_scale"] = _parameter(start.scale, frozen)
+        if start.zero is not None:
+            made["qat_zero"] = (
+                _parameter(start.zero, frozen) if start.zero.is_floating_point() else start.zero
+            )
+    inputs = _input_scales(change, config, known)
+    if inputs is not None:
+        scale = inputs.scale.to(weight.device)
+        made["qat_input_scale"] = _parameter(scale, frozen) if config.learn_scales else scale
+        if inputs.zero is not None:
+            made["qat_input_zero"] = inputs.zero.to(weight.device)
+    if config.start_step:
+        made["qat_step"] = torch.zeros((), dtype=torch.int64, device=weight.device)
+    return made
+
+
+def _parameter(x: torch.Tensor, frozen: bool) -> nn.Parameter:
+    return nn.Parameter(x.detach().clone(), requires_grad=not frozen)
+
+
+def _input_scales(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> Scales | None:
+    """Static scales of the inputs of a weight's layers: given, or found by an observer."""
+    if config.recipe().activation is None or not change.layers:
+        return None
+    observer = next((known[name] for name in change.layers if name in known), None)
+    if observer is None:
+        return config.input_scales()
+    if not isinstance(observer, InputScales):
+        raise ValueError(f"{type(observer).__name__} makes codes from data; QAT finds them by training")
+    return observer.scales()
+
+
+def convert_qat(
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    progress: Progress | None,
+) -> Report:
+    """Step "convert"."""
+    chosen, reasons = _chosen(model, config, filter_fn)
+    weights: dict[int, list[tuple[str, QATModule, QATConfig]]] = {}
+    adapted: list[tuple[str, LoRALinear, QATConfig]] = []
+    for name, module, wanted in chosen:
+        if isinstance(module, LoRALinear):
+            check_mergeable(name, module, wanted)
+            adapted.append((name, module, wanted))
+        else:
+            _check_convertible(name, module, wanted)
+    for name, module, wanted in chosen:
+        if isinstance(module, LoRASumLinear):
+            fold(module)
+        if isinstance(module, QATModule):
+            weights.setdefault(id(module.weight), []).append((name, module, wanted))
+    for places in weights.values():
+        _check_one_end(places)
+    total = len(weights) + len(adapted)
+    try:
+        for done, places in enumerate(weights.values(), 1):
+            _convert_one(places, device)
+            if progress is not None:
+                progress(places[0][0], done, total)
+        for done, (name, layer, wanted) in enumerate(adapted, len(weights) + 1):
+            merge(layer, wanted, device)
+            if progress is not None:
+                progress(name, done, total)
+        if device is not None:
+            model.to(device)
+    finally:
+        keep_report(model, Plan(reasons=reasons))
+    return report_of(model)
+
+
+def _chosen(
+    model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
+) -> tuple[list[tuple[str, QATModule | LoRALinear, QATConfig]], dict[str, str]]:
+    """The layers in training that a configuration means (all, without a filter), and why each layer is as it will be."""
+    if isinstance(config, FqnToConfig) and filter_fn is not None:
+        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
+    patterns = Patterns(config) if isinstance(config, FqnToConfig) else None
+    chosen: list[tuple[str, QATModule | LoRALinear, QATConfig]] = []
+    reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    plain: list[str] = []
+    for path, module, name, _ in candidates(model):
+        full = f"{path}.{name}" if path else name
+        wanted: Any = config
+        if patterns is not None:
+            wanted, _ = patterns(path, module, full)
+        elif filter_fn is not None:
+            wanted = config if filter_fn(module, path) else None
+        if not isinstance(module, (QATModule, LoRALinear)):
+            plain += [full] if wanted is not None else []
+            continue
+        if wanted is not None and name == "weight":
+            chosen.append((full, module, wanted))
+            ended = "QAT ended; dense again" if wanted.base_config is None else "trained by QAT"
+            reasons[full] = (
+                f"{ended}, adapters merged" if isinstance(module, (LoRALinear, LoRASumLinear)) else ended
+            )
+    if patterns is not None:
+        patterns.check_all_matched(model)
+    if not chosen:
+        raise ValueError(
+            f"step='convert': none of the layers meant is in training ({', '.join(plain[:5]) or 'none is meant'}); "
+            f"call quantize_ with QATConfig(..., step='prepare') first, and train"
+        )
+    return chosen, reasons
+
+
+def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
+    """ValueError where a layer was trained for something else, or not yet."""
+    if hasattr(module.weight, "full_tensor"):
+        raise TypeError(
+            f"{name} is distributed: load its full weights into a prepared model on one rank, and convert that"
+        )
+    training, base = module.qat, config.base_config
+    if base is None:
+        if training.learn_scales:
+            raise ValueError(f"{name} has learned scales, which a dense layer cannot keep; give base_config")
+        return
+    wanted, linear = config.recipe(), isinstance(module, QATLinear)
+    same = wanted.weight == training.recipe.weight and base.axis in (None, training.axis)
+    if not same or (linear and wanted.activation != training.recipe.activation):
+        raise ValueError(f"{name} was trained as {training.recipe}, not as {wanted}; convert it to that")
+    step = module._buffers.get("qat_step")
+    if step is not None and not step.is_meta and int(step) < training.start_step:
+        raise ValueError(
+            f"{name} has not begun to round: step {int(step)} of start_step {training.start_step}; "
+            f"call ao_lab.advance_qat(model) after each optimizer step, or convert without base_config"
+        )
+
+
+def _check_one_end(places: list[tuple[str, QATModule, QATConfig]]) -> None:
+    """ValueError where one weight is to be both quantized and dense."""
+    if len({config.base_config is None for _, _, config in places}) > 1:
+        names = " and ".join(name for name, _, _ in places)
+        raise ValueError(
+            f"{names} share one weight, but are to be quantized and dense; give them one configuration"
+        )
+
+
+def _convert_one(places: list[tuple[str, QATModule, QATConfig]], device: Device) -> None:
+    """The quantized weight of one dense weight in every place, and plain layers around it."""
+    linear = [place for place in places if isinstance(place[1], QATLinear)]
+    _, module, config = (linear or places)[0]
+    made: nn.Parameter | None = None
+    if config.base_config is not None:
+        given, weight = module.given(), module.weight.detach()
+        recipe = module.qat.recipe if not linear else config.recipe()
+        stored = weight_as_stored(weight, recipe, module.qat.axis, given)
+        made = nn.Parameter(stored if device is None else stored.to(device), requires_grad=False)
+    for _, place, _ in places:
+        plain_again(place)
+        if made is not None:
+            place._parameters["weight"] = made
+
+
+__all__ = ["convert_qat", "prepare_qat"]

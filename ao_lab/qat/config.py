@@ -1,0 +1,244 @@
+"""`QATConfig`: quantization-aware training for every configuration of `quantize_`, in torchao's two steps.
+
+    quantize_(model, QATConfig(base_config, step="prepare"))
+    train(model)
+    quantize_(model, QATConfig(base_config, step="convert"))
+
+Between the two the weights are dense parameters and layers compute with what quantization will leave of them
+(`ao_lab.qat.layers`). Codes, scales, zero points and dequantized weights after step "convert" are, bit for bit, those of the
+last forward on the same weights. Step "convert" without a base_config makes dense layers again, as in torchao.
+
+Static activations take their scale from `act_quant_scale`, or from `forward_loop=` / `observers=` of step "prepare".
+`learn_scales=True` makes scales parameters (`qat_scale`, `qat_input_scale`; learned step sizes, arXiv 1902.08153), for schemes
+that keep them in float32; zero points that are codes stay as they were found. A scale that training makes zero or negative
+counts as the smallest there is, 2**-126, and still gets its gradient, so that it can come back. Scales start where the scheme's
+rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
+down. With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
+times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
+(`ao_lab.qat.lora.layer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ao_lab.config.base import Config, SchemeConfig
+from ao_lab.config.float import float8_scheme
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.granularity import PerGroup, PerRow, PerTensor, block_of
+from ao_lab.config.integer import integer_bits
+from ao_lab.config.recipe import Recipe, integer_scheme
+from ao_lab.quantization.modules import check_model
+from reference import Scales, Scheme
+from reference.arrays.errors import choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ao_lab.calibration.observers import Observer
+    from ao_lab.qat.lora.layer import LoRA
+
+STEPS = ("prepare", "convert")
+STARTS = ("rule", "error")
+
+
+@dataclass(frozen=True)
+class QATConfig(Config):
+    """Train for a configuration, or end the training; see the module text.
+
+    In place of base_config step "prepare" takes weight_config and activation_config: schemes, by name or record.
+    """
+
+    base_config: Config | None = None
+    activation_config: str | Scheme | None = None
+    weight_config: str | Scheme | None = None
+    step: str = field(default="prepare", kw_only=True)
+    learn_scales: bool = field(default=False, kw_only=True)
+    #: Of learned scales: "lsq" divides it by sqrt(elements of a block * largest code), of inputs by sqrt(features * largest
+    #: code), however many rows there are; "sum" leaves it.
+    scale_gradient: str = field(default="lsq", kw_only=True)
+    start_step: int = field(default=0, kw_only=True)
+    #: Adapters beside frozen, quantized weights.
+    lora: LoRA | None = field(default=None, kw_only=True)
+    #: Where learned scales start: "rule", at those of the scheme; "error", at those with the least squared error of rounding.
+    scale_start: str = field(default="rule", kw_only=True)
+
+    def __post_init__(self) -> None:
+        choice(self.step, STEPS, "QATConfig: step")
+        choice(self.scale_gradient, ("lsq", "sum"), "QATConfig: scale_gradient")
+        choice(self.scale_start, STARTS, "QATConfig: scale_start")
+        if self.scale_start != "rule" and not self.learn_scales:
+            raise ValueError(
+                "QATConfig: scale_start says where learned scales start; give learn_scales=True as well"
+            )
+        if type(self.start_step) is not int or self.start_step < 0:
+            raise ValueError(f"QATConfig: start_step is a number of steps, got {self.start_step!r}")
+        self._check_base()
+        object.__setattr__(self, "axis", self._base.axis)
+        if self.step == "convert" and (self.learn_scales or self.start_step or self.lora is not None):
+            raise ValueError("QATConfig: learn_scales, start_step and lora belong to step='prepare'")
+        if self.lora is not None:
+            self._check_lora(self.lora)
+        if self.step == "prepare":
+            self._check_trainable(self.recipe())
+
+    def _check_base(self) -> None:
+        """What may stand in for base_config, and where."""
+        given = (self.scheme, self.activation_scheme, self.kernel, self.axis)
+        if given != (None, None, "auto", None):
+            raise ValueError(
+                "QATConfig: scheme, activation_scheme, kernel and axis are those of base_config; give them there"
+            )
+        if self.base_config is not None and (
+            not isinstance(self.base_config, Config) or isinstance(self.base_config, QATConfig)
+        ):
+            raise TypeError(
+                f"QATConfig: base_config is a configuration of ao_lab, got {type(self.base_config).__name__}"
+            )
+        direct = self.weight_config is not None or self.activation_config is not None
+        if direct and (self.base_config is not None or self.step == "convert"):
+            raise ValueError("QATConfig: weight_config and activation_config are for step='prepare' alone")
+        if self.step == "prepare" and self.base_config is None and self.weight_config is None:
+            raise ValueError("QATConfig: step='prepare' needs base_config, or weight_config")
+
+    def _check_lora(self, lora: LoRA) -> None:
+        """What does not go with a frozen base."""
+        if type(lora).__name__ != "LoRA":
+            raise TypeError(f"QATConfig: lora is an ao_lab.LoRA, got {type(lora).__name__}")
+        if self.learn_scales or self.start_step or self.base_config is None:
+            raise ValueError(
+                "QATConfig: lora trains beside weights that are frozen and quantized from the start, by base_config; "
+                "leave learn_scales, start_step, weight_config and activation_config out"
+            )
+        if self.axis not in (None, -1):
+            raise ValueError(f"QATConfig: lora is for weights (out, in), axis=-1; got axis={self.axis}")
+
+    def _check_trainable(self, recipe: Recipe) -> None:
+        """ValueError for a recipe that has no gradient."""
+        if recipe.weight.rounding == "stochastic" or (
+            recipe.activation is not None and recipe.activation.rounding == "stochastic"
+        ):
+            raise ValueError(
+                f"QATConfig: {recipe} rounds by random words, which layers have none of; use one that rounds to nearest"
+            )
+        static = self.base_config is not None and hasattr(self.base_config, "given")
+        for scheme in (recipe.weight, recipe.activation if static else None) if self.learn_scales else ():
+            if scheme is not None and not has_learnable_scales(scheme):
+                raise ValueError(
+                    f"QATConfig: scales of {scheme.name} are stored in {scheme.scale.storage}"
+                    f"{', on two levels' if scheme.outer else ''}: no number that a gradient could move; "
+                    f"leave learn_scales out"
+                )
+
+    @property
+    def _base(self) -> Config:
+        """The configuration to train for."""
+        if self.base_config is not None or self.weight_config is None:
+            return self.base_config or SchemeConfig(scheme="int8_rowwise")
+        return SchemeConfig(scheme=self.weight_config, activation_scheme=self.activation_config)
+
+    def recipe(self) -> Recipe:
+        """That of the base configuration."""
+        return self._base.recipe()
+
+    def input_scales(self) -> Scales | None:
+        """Those of the base configuration."""
+        return self._base.input_scales()
+
+    def observer(self) -> Observer | None:
+        """What finds the static scales of inputs before training."""
+        return self._base.observer()
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Why a module cannot train; None where it can."""
+        from ao_lab.qat.layers import refusal
+
+        return refusal(module)
+
+
+def has_learnable_scales(scheme: Scheme) -> bool:
+    """Whether scales are float32 numbers on one level that multiply codes."""
+    scale = scheme.scale
+    return (scale.storage, scale.stored, scheme.outer) == ("float32", "decode", None)
+
+
+def IntxFakeQuantizeConfig(
+    dtype: Any, granularity: Any = None, *, group_size: int | None = None, is_symmetric: bool = True
+) -> Scheme:
+    """torchao's description of fake-quantized integers, as the scheme that it names."""
+    wanted = PerGroup(group_size) if group_size is not None else granularity
+    names = {"per_token": PerRow(), "per_channel": PerRow(), "per_tensor": PerTensor(), None: PerRow()}
+    block = block_of(names.get(wanted, wanted) if wanted is None or isinstance(wanted, str) else wanted)
+    return integer_scheme(integer_bits(dtype), block, not is_symmetric)
+
+
+def Float8FakeQuantizeConfig(dtype: Any = "float8_e4m3fn", granularity: Any = None) -> Scheme:
+    """torchao's description of fake-quantized float8, as the scheme that it names."""
+    return float8_scheme(dtype, granularity or PerRow())
+
+
+def IntXQuantizationAwareTrainingConfig(
+    activation_config: Any = None, weight_config: Any = None
+) -> QATConfig:
+    """torchao's earlier name of step "prepare"."""
+    return QATConfig(activation_config=activation_config, weight_config=weight_config, step="prepare")
+
+
+def FromIntXQuantizationAwareTrainingConfig() -> QATConfig:
+    """torchao's earlier name of step "convert" to dense layers."""
+    return QATConfig(step="convert")
+
+
+FakeQuantizeConfig = IntxFakeQuantizeConfig
+
+
+def qat_step(config: Any) -> str | None:
+    """The step of a QATConfig, or of those that FqnToConfig names; None where there is none. ValueError for a mixture."""
+    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    steps = {one.step if isinstance(one, QATConfig) else None for one in configs if one is not None}
+    if len(steps) > 1:
+        raise ValueError("FqnToConfig: QATConfigs of one step, or none of them; call quantize_ for each")
+    return next(iter(steps), None)
+
+
+def lora_mode(config: Any) -> str | None:
+    """What a QATConfig with adapters rounds, or those that FqnToConfig names; None where there are none.
+
+    ValueError for a mixture.
+    """
+    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    adapters = [getattr(one, "lora", None) for one in configs if one is not None]
+    found = {None if one is None else one.rounds for one in adapters}
+    if len(found) > 1:
+        raise ValueError(
+            "FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), rounding the same, or in none"
+        )
+    return next(iter(found), None)
+
+
+def advance_qat(model: nn.Module) -> None:
+    """Count one step for layers with a delayed start: call it after optimizer.step().
+
+    Layers that share a weight share its count, which goes up by one all the same; also where each has it as a tensor of its own
+    over the same memory, as after `load_state_dict(assign=True)`.
+    """
+    check_model(model)
+    steps = [step for module in model.modules() if (step := module._buffers.get("qat_step")) is not None]
+    # Tensors without memory (meta, fake ones, DTensors) are the same only as objects.
+    counts = {(step.device, step.data_ptr() or id(step)): step for step in steps}
+    for step in counts.values():
+        step.add_(1)
+
+
+__all__ = [
+    "FakeQuantizeConfig",
+    "Float8FakeQuantizeConfig",
+    "FromIntXQuantizationAwareTrainingConfig",
+    "IntXQuantizationAwareTrainingConfig",
+    "IntxFakeQuantizeConfig",
+    "QATConfig",
+    "advance_qat",
+    "lora_mode",
+    "qat_step",
+]

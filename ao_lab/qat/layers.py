@@ -1,0 +1,202 @@
+"""Layers in quantization-aware training: nn.Linear and nn.Embedding whose forward rounds what they multiply.
+
+`quantize_(model, QATConfig(..., step="prepare"))` gives a module one of these classes, in place: the module, its weight, its
+hooks and the names in its state_dict stay what they were, and isinstance(module, nn.Linear) stays true. What was added is
+`module.qat`, and, where the configuration asks for it, buffers and parameters whose names begin with `qat_`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+import fast
+from ao_lab.config.recipe import Recipe
+from ao_lab.qat.autograd import qat_linear
+from ao_lab.qat.forward import Given, Rule
+from ao_lab.qat.scale_init import SMALLEST
+from reference import Scales, Scheme
+from reference.schemes.record_text import record_of
+
+NOTHING = Given()
+#: What a prepared module may have beside its own state.
+ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
+#: Names of adapters (`ao_lab.qat.lora.layer`).
+ADAPTERS = ("lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a layer trains: its recipe, and what `QATConfig` says beside it."""
+
+    recipe: Recipe
+    axis: int = -1
+    #: Whether scales are parameters, and whether their gradients are divided by sqrt(elements * largest code).
+    learn_scales: bool = False
+    scale_gradient: str = "lsq"
+    #: Steps (`advance_qat`) before the layer rounds anything.
+    start_step: int = 0
+    #: Whether the module has anything of `ADDED`.
+    added: bool = False
+    #: The recipe as plain values, and whether a row of the weight is rounded on its own as it is in the whole.
+    rule: Rule = field(init=False)
+    rows_alone: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", Rule.of(self.recipe, self.axis))
+        scheme, inside = self.recipe.weight, isinstance(self.recipe.weight.scale.block, int)
+        object.__setattr__(self, "rows_alone", inside and scheme.outer is None and self.axis == -1)
+
+    def __str__(self) -> str:
+        learned = ", scales learned" if self.learn_scales else ""
+        late = f", from step {self.start_step}" if self.start_step else ""
+        return f"QAT: trained as {self.recipe}{learned}{late}; step='convert' quantizes it"
+
+
+@torch.library.custom_op("ao_lab::scaled_gradient", mutates_args=())
+def scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
+    """x; its gradient is multiplied by `lsq_factor`."""
+    return x.clone()
+
+
+@scaled_gradient.register_fake
+def _scaled_fake(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_elements(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.elements, ctx.scheme = inputs[1:]
+
+
+def _scaled_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    return g * lsq_factor(record_of(ctx.scheme), ctx.elements), None, None
+
+
+scaled_gradient.register_autograd(_scaled_backward, setup_context=_keep_elements)
+
+
+class QATModule(nn.Module):
+    """What both layers have."""
+
+    qat: Training
+    weight: torch.Tensor
+
+    def given(self) -> Given:
+        """The layer's learned and static tensors now."""
+        training = self.qat
+        if not training.added:
+            return NOTHING
+        scale, zero, input_scale, input_zero, step = (getattr(self, name, None) for name in ADDED)
+        if scale is not None:
+            scale = raised(scale.to(torch.float32))
+            zero = zero.to(torch.float32) if zero is not None and zero.is_floating_point() else zero
+        if input_scale is not None:
+            input_scale = input_scale.to(torch.float32)
+            input_scale = raised(input_scale) if training.learn_scales else input_scale
+        if training.learn_scales and training.scale_gradient == "lsq" and torch.is_grad_enabled():
+            if scale is not None:
+                scale = scaled_gradient(
+                    scale, self.weight.numel() // max(scale.numel(), 1), training.rule.weight
+                )
+            if input_scale is not None:
+                # Features, as in the paper: the rows of a batch, or of its parts, do not count.
+                input_scale = scaled_gradient(input_scale, self.weight.shape[-1], training.rule.activation)
+        started = None if step is None else step >= training.start_step
+        return Given(scale, zero, input_scale, input_zero, started)
+
+    def extra_repr(self) -> str:
+        """torch's own, and the recipe."""
+        return f"{super().extra_repr()}, {self.qat.recipe}"
+
+
+def raised(scale: torch.Tensor) -> torch.Tensor:
+    """A learned scale as layers use it: one that training made zero or negative counts as the smallest that there is.
+
+    Its gradient goes straight through, so that the parameter can come back. NaN and infinity stay.
+    """
+    return torch.where(scale <= SMALLEST, scale - scale.detach() + SMALLEST, scale)
+
+
+def lsq_factor(scheme: Scheme, elements: int) -> float:
+    """1 / sqrt(elements * largest code) of learned step sizes (Esser et al., arXiv 1902.08153, section 2.2)."""
+    return 1 / sqrt(max(elements, 1) * scheme.format.max)
+
+
+class QATLinear(QATModule, nn.Linear):
+    """nn.Linear in training for a recipe."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product of the rounded operands; see `ao_lab.qat.autograd`."""
+        return qat_linear(input, self.weight, self.bias, self.given(), self.qat.rule)
+
+
+class QATEmbedding(QATModule, nn.Embedding):
+    """nn.Embedding in training for a recipe."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the rounded table; only those that are asked for are rounded where a row can be on its own."""
+        given = self.given()
+        alone = given.scale is None and self.qat.rows_alone
+        table = self.weight if alone else self.rounded(self.weight, given)
+        rows = nn.functional.embedding(
+            input, table, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
+        return self.rounded(rows, given) if alone else rows
+
+    def rounded(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        """The table, or rows of it, as the scheme represents them."""
+        scales = None if given.scale is None else Scales(given.scale, None, given.zero)
+        made = fast.fake_quantize(x, self.qat.recipe.weight, axis=self.qat.axis, scales=scales)
+        return made if given.started is None else torch.where(given.started, made, x)
+
+
+#: The class of a layer, and the one that it trains as.
+CLASSES: dict[type[nn.Module], type[QATModule]] = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module cannot train as one of these classes; None where it can."""
+    kind = type(module).__name__
+    if isinstance(module, QATModule):
+        return "it is prepared for QAT; QATConfig(..., step='convert') quantizes it"
+    if type(module) not in CLASSES:
+        return f"QAT trains nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "QAT trains no embedding with max_norm (its lookups change the table) or sparse gradients"
+    return None
+
+
+def train_as(module: nn.Module, training: Training) -> None:
+    """Make a module a layer in training."""
+    module.__class__ = CLASSES[type(module)]
+    module.qat = training  # type: ignore[assignment]
+
+
+def plain_again(module: nn.Module) -> None:
+    """Undo `train_as`, and drop what it has brought."""
+    if isinstance(module, QATModule):
+        kinds = {trained: plain for plain, trained in CLASSES.items()}
+        module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
+        del module.__dict__["qat"]
+        module.__dict__.pop("lora", None)
+    for name in (*ADDED, *ADAPTERS):
+        module._parameters.pop(name, None)
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+
+
+__all__ = [
+    "ADAPTERS",
+    "ADDED",
+    "QATEmbedding",
+    "QATLinear",
+    "QATModule",
+    "Training",
+    "plain_again",
+    "refusal",
+    "train_as",
+]

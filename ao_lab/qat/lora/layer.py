@@ -1,0 +1,222 @@
+"""Adapters of low rank beside frozen, quantized weights: QAT with LoRA (Hu et al., arXiv 2106.09685).
+
+    quantize_(model, QATConfig(base_config, step="prepare", lora=LoRA(rank=16, alpha=32)))
+    train(model)                      # the trainable parameters are lora_a and lora_b
+    save(lora_state_dict(model))      # small: adapters alone
+    quantize_(model, QATConfig(base_config, step="convert"))
+
+Step "prepare" quantizes the weights that are dense, keeps those that are quantized already (the same scheme; others raise), and
+freezes both and their biases: y = q(x) Wq' + b + (alpha / rank) (x A') B'. The first product is that of the converted layer, on
+stored codes; x in the second is as it came. A begins random and B zero, so that training begins at the quantized model.
+Embeddings, and layers of rank 0, are quantized and frozen alone. What the configuration does not name is left as it is:
+`model.requires_grad_(False)` before step "prepare" freezes the rest.
+
+A model in this state serves: what was trained is what runs, bit for bit, its adapters beside it in bfloat16, as the published
+Llama 3.2 models have them. Step "convert" merges: the float32 sum of the dequantized weight and (alpha / rank) B A is quantized
+by the same recipe under scales of its own, and layers are plain again. That rounds the sum, so outputs change by as much as
+quantizing does; adapters that add nothing leave the codes as they were. Without base_config the sum becomes a dense weight.
+
+`LoRA(rounds="sum")` trains for that: weights stay dense and frozen, and every forward multiplies with what the sum rounds to,
+so that step "convert" stores, bit for bit, what training multiplied with. Its price is that of dense QAT (only the optimizer
+is smaller), and the dense sum of each layer until its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite, prod, sqrt
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ao_lab.config.recipe import Recipe
+from ao_lab.qat.autograd import qat_linear
+from ao_lab.qat.layers import ADAPTERS, QATLinear
+from ao_lab.qat.lora.autograd import frozen_linear
+from ao_lab.quantization.chunked import quantized_by_rows
+from ao_lab.quantization.modules import check_model
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from fast.device import is_traced
+from reference.arrays.errors import choice
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
+
+    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.bfloat16
+    rounds: str = "base"
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 0:
+            raise ValueError(f"LoRA: rank is an integer, 0 or more, got {self.rank!r}")
+        if not isfinite(self.alpha) or self.alpha <= 0:
+            raise ValueError(f"LoRA: alpha is a positive number, got {self.alpha!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA: dropout is a probability below 1, got {self.dropout!r}")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"LoRA: adapters are bfloat16, float16 or float32, got {self.dtype}")
+        choice(self.rounds, ("base", "sum"), "LoRA: rounds")
+        if self.rounds == "sum" and self.dropout:
+            raise ValueError("LoRA: dropout is of the adapters' own input; under rounds='sum' they have none")
+
+    @property
+    def factor(self) -> float:
+        """alpha / rank."""
+        return self.alpha / max(self.rank, 1)
+
+    def __str__(self) -> str:
+        more = f", dropout {self.dropout:g}" if self.dropout else ""
+        more += ", the sum is rounded" if self.rounds == "sum" else ""
+        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{more}; frozen; step='convert' merges it"
+
+
+class LoRALinear(nn.Linear):
+    """nn.Linear of a frozen quantized weight, with adapters; made by `add_adapters`, in place."""
+
+    lora: LoRA
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """y of the module text; under autocast in its dtype, as F.linear."""
+        kind = input.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return self._product(input)
+        with torch.autocast(kind, enabled=False):
+            return self._product(input.to(torch.get_autocast_dtype(kind)))
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = frozen_linear(rows, self.weight, bias)  # type: ignore[arg-type]
+        dropped = self.lora.dropout > 0 and self.training and torch.is_grad_enabled()
+        # Dropped inputs would be kept for backward; drawn again from the same state they need not be.
+        low = checkpoint(self._down, rows, use_reentrant=False) if dropped else self._down(rows)
+        # In place: the frozen product is nobody else's, and no gradient needs its values.
+        add = torch.addmm if is_traced(rows) else torch.Tensor.addmm_
+        y = add(y, low, self.lora_b.to(x.dtype).t(), alpha=self.lora.factor)
+        return y if x.dim() == 2 else y.reshape((*x.shape[:-1], self.weight.shape[0]))
+
+    def _down(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.lora.dropout and self.training:
+            rows = nn.functional.dropout(rows, self.lora.dropout)
+        return nn.functional.linear(rows, self.lora_a.to(rows.dtype))
+
+    def merged(self) -> torch.Tensor:
+        """The dense weight that the layer stands for, in float32."""
+        product = self.lora_b.detach().float() @ self.lora_a.detach().float()
+        made: torch.Tensor = self.weight.detach().dequantize(torch.float32) + self.lora.factor * product  # type: ignore[call-arg]
+        return made
+
+    def extra_repr(self) -> str:
+        """torch's own, and the adapters."""
+        return f"{super().extra_repr()}, {self.weight.recipe}, rank={self.lora.rank}"  # type: ignore[attr-defined]
+
+
+class LoRASumLinear(QATLinear):
+    """A layer in dense QAT whose weight is a frozen one and the product of its adapters."""
+
+    lora: LoRA
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the rounded sum."""
+        return qat_linear(input, self.merged(), self.bias, self.given(), self.qat.rule)
+
+    def merged(self) -> torch.Tensor:
+        """The sum in the weight's dtype, under autocast too: step "convert" makes it once more, outside.
+
+        One operation, so that a compiler rounds it as eager calls do.
+        """
+        a, b = (part.to(self.weight.dtype) for part in (self.lora_a, self.lora_b))
+        kind = a.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+        with torch.autocast(kind, enabled=False):
+            return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+
+
+def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
+    """Give a layer of a quantized weight (or in dense QAT) adapters."""
+    rows, length = layer.weight.shape
+    device = layer.weight.device
+    a = torch.empty((lora.rank, length), dtype=torch.float32, device=device)
+    nn.init.kaiming_uniform_(a, a=sqrt(5))
+    layer.__class__ = LoRASumLinear if isinstance(layer, QATLinear) else LoRALinear
+    layer.lora = lora  # type: ignore[assignment]
+    layer.lora_a = nn.Parameter(a.to(lora.dtype))
+    layer.lora_b = nn.Parameter(torch.zeros((rows, lora.rank), dtype=lora.dtype, device=device))
+
+
+def freeze(places: Iterable[tuple[nn.Module, str]]) -> None:
+    """What layers have but for adapters does not train."""
+    for module, _ in places:
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.requires_grad_(name in ADAPTERS)
+
+
+def drop_adapters(layer: nn.Module) -> None:
+    """The layer that it was before."""
+    layer.__class__ = QATLinear if isinstance(layer, QATLinear) else nn.Linear
+    del layer.__dict__["lora"]
+    for name in ADAPTERS:
+        del layer._parameters[name]
+
+
+def fold(layer: LoRASumLinear) -> None:
+    """A layer in dense QAT of the sum."""
+    with torch.no_grad():
+        weight = nn.Parameter(layer.merged(), requires_grad=False)
+    drop_adapters(layer)
+    layer._parameters["weight"] = weight
+
+
+def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
+    """The weight of step "convert": quantized by a recipe, or dense in the weight's dtype where there is none."""
+    weight = layer.weight.detach()
+    if recipe is None:
+        return nn.Parameter(layer.merged().to(weight.dtype))
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"the weight beside adapters is a QuantizedTensor, got {type(weight).__name__}")
+    if not weight.is_meta and not (layer.lora_b.detach().float() @ layer.lora_a.detach().float()).any():
+        return nn.Parameter(weight.with_recipe(kernel=recipe.kernel), requires_grad=False)
+    dense = layer.merged()
+    if recipe.weight.scale.compute == "input":
+        # Such schemes keep scales in the weight's dtype, which float32 sums do not have.
+        dense = dense.to(weight.dtype)
+    made = quantized_by_rows(dense, recipe, input_scales=weight.input_scales)
+    return nn.Parameter(made.remade(made.parts, dtype=weight.dtype), requires_grad=False)
+
+
+def lora_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The adapters of a model by full name; `model.load_state_dict(state, strict=False)` reads them into a prepared one."""
+    check_model(model)
+    return {
+        f"{path}.{name}" if path else name: getattr(layer, name).detach()
+        for path, layer in model.named_modules()
+        if isinstance(layer, (LoRALinear, LoRASumLinear))
+        for name in ADAPTERS
+    }
+
+
+__all__ = [
+    "LoRA",
+    "LoRALinear",
+    "LoRASumLinear",
+    "add_adapters",
+    "drop_adapters",
+    "fold",
+    "freeze",
+    "lora_state_dict",
+    "merged_weight",
+]

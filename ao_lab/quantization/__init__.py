@@ -1,0 +1,1 @@
+"""Post-training quantization of models: `quantize_`, `explain`, sizes."""

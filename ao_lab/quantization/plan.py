@@ -1,0 +1,259 @@
+"""What `quantize_` is going to do: which parameters, by which configuration, and why the others stay.
+
+A plan touches no weight and holds none, so that each can be freed when its time comes. All that can be known from shapes,
+dtypes and devices is found here: blocks that do not divide a shape leave the weight dense with that reason; a kernel that
+does not take a weight raises, as do filters and patterns that match nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig, Patterns
+from ao_lab.config.recipe import Recipe
+from ao_lab.gemm.select import chosen
+from ao_lab.quantization.modules import (
+    candidates,
+    check_model,
+    contraction_axis,
+    is_linear,
+    is_turned,
+    routers,
+    unusable,
+)
+from ao_lab.tensor.metadata import DTYPES
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
+from reference.quantize.blocks import Blocks
+
+Filter = Callable[[nn.Module, str], bool]
+Device = torch.device | str | int | None
+
+ALREADY = "already quantized"
+ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+
+
+@dataclass
+class Change:
+    """One weight to be replaced, wherever it is."""
+
+    config: Config
+    recipe: Recipe
+    #: Whether it is stored (in, out), so that it is quantized the other way round, as nn.Linear has it.
+    turned: bool
+    #: Along which its blocks run: the configuration's axis, or else the contraction axis.
+    axis: int = -1
+    #: (module, parameter's name) of every place that has it, by full name.
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The weight as it is now."""
+        module, name = next(iter(self.places.values()))
+        found = module._parameters[name]
+        if found is None:
+            raise ValueError(f"{next(iter(self.places))} was taken out of the model")
+        return found
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Those of its modules that multiply with it: all but embeddings."""
+        return {
+            name: module for name, (module, _) in self.places.items() if not isinstance(module, nn.Embedding)
+        }
+
+    def put(self, made: nn.Parameter) -> None:
+        """The new weight in every place."""
+        for module, name in self.places.values():
+            module._parameters[name] = made
+
+
+@dataclass
+class Plan:
+    """What is to be changed, and why each parameter (by full name) is as it will be."""
+
+    #: By the identity of the weight: what was shared stays shared.
+    changes: dict[int, Change] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    #: Names of parameters that the filter or the patterns leave as they are.
+    refused: set[str] = field(default_factory=set)
+
+
+def planned(
+    model: nn.Module,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device = None,
+    *,
+    streamed: bool = False,
+) -> Plan:
+    """The plan; raises as `quantize_` says. `streamed`: numbers for weights on the meta device are to come."""
+    check_model(model)
+    if not isinstance(config, (Config, FqnToConfig)):
+        raise TypeError(
+            f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
+            f"ao_lab has torchao's under the same names"
+        )
+    if isinstance(config, FqnToConfig) and filter_fn is not None:
+        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
+    decide = (
+        Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn, routers(model))
+    )
+    plan, matched, check = Plan(), 0, Checks(device, streamed)
+    for path, module, name, parameter in candidates(model):
+        full = f"{path}.{name}" if path else name
+        wanted, reason = decide(path, module, full)
+        matched += wanted is not None
+        if wanted is None:
+            plan.refused.add(full)
+        else:
+            reason = _entered(plan, wanted, (full, module, name), parameter, check) or reason
+        plan.reasons[full] = reason
+    decide.check_all_matched(model)
+    _say_what_was_shared(plan, model)
+    if not plan.changes:
+        raise ValueError(_nothing(plan, matched))
+    return plan
+
+
+@dataclass
+class Filtered:
+    """One configuration for the modules that a function accepts."""
+
+    config: Config
+    filter_fn: Filter | None
+    #: Names of layers that route tokens to experts.
+    routers: frozenset[str] = frozenset()
+
+    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
+        """The configuration of a parameter (None: it stays) and the reason."""
+        kind = type(module).__name__
+        if path in self.routers and (
+            self.filter_fn is None or getattr(self.filter_fn, "leaves_routers", False)
+        ):
+            return None, ROUTES
+        if self.filter_fn is None:
+            good = is_linear(module)
+            return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
+        good = self.filter_fn(module, path)
+        return (self.config, "accepted by filter_fn") if good else (None, "refused by filter_fn")
+
+    def check_all_matched(self, model: nn.Module) -> None:
+        """A filter that accepts nothing is found by the caller, which counts."""
+
+
+class Checks:
+    """What shapes, dtypes and devices say about a weight, asked once for all weights that are alike."""
+
+    def __init__(self, device: Device, streamed: bool) -> None:
+        self.device = "cpu" if streamed and device is None else device
+        self.streamed = streamed
+        self.mode = detect_fake_mode() or FakeTensorMode()
+        self.known: dict[tuple[object, ...], str | None] = {}
+
+    def obstacle(self, parameter: torch.Tensor, recipe: Recipe, axis: int, turned: bool) -> str | None:
+        """Why a parameter cannot be quantized by a recipe; None where it can.
+
+        ValueError where the recipe names a kernel that does not take it, or where numbers would have to leave the meta device.
+        """
+        if isinstance(parameter, QuantizedTensor):
+            return ALREADY
+        if parameter.dtype not in DTYPES:
+            return f"{parameter.dtype} is not a floating-point type that can be quantized"
+        device = parameter.device if self.device is None else torch.device(self.device)
+        if parameter.is_meta and device.type != "meta" and not self.streamed:
+            raise ValueError(
+                f"on the meta device there are no numbers to quantize on {device}; leave device out, or load the weights "
+                f"first (ao_lab.quantize_pretrained does both)"
+            )
+        key = (recipe, axis, turned, tuple(parameter.shape), parameter.dtype, device)
+        if key not in self.known:
+            self.known[key] = self._found(parameter, recipe, axis, turned, device)
+        return self.known[key]
+
+    def _found(
+        self, parameter: torch.Tensor, recipe: Recipe, axis: int, turned: bool, device: torch.device
+    ) -> str | None:
+        shape = tuple(parameter.shape)
+        shape = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        try:
+            Blocks.of(shape, recipe.weight.scale, axis)
+            with self.mode:
+                made = quantized(torch.empty(shape, dtype=parameter.dtype, device=device), recipe, axis=axis)
+        except ValueError as error:
+            return str(error)
+        if recipe.kernel != "auto":
+            chosen(made if made.block_axis == -2 else made.turned(), made.dtype)
+        return None
+
+
+def _entered(
+    plan: Plan, config: Config, place: tuple[str, nn.Module, str], parameter: torch.Tensor, check: Checks
+) -> str | None:
+    """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
+    full, module, name = place
+    recipe, turned = config.recipe(), is_turned(module)
+    if isinstance(module, nn.Embedding):
+        recipe = replace(recipe, activation=None, kernel="auto")
+    obstacle = unusable(module, name, parameter) or (
+        ALREADY if isinstance(parameter, QuantizedTensor) else None
+    )
+    if obstacle is not None:
+        return obstacle
+    axis = _axis(config, module, full, parameter)
+    obstacle = check.obstacle(parameter, recipe, axis, turned) or config.refuses(module)
+    if obstacle is not None:
+        return obstacle
+    change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned, axis))
+    if (change.recipe.weight, change.axis, change.turned) != (recipe.weight, axis, turned):
+        names = " and ".join([*change.places, full])
+        raise ValueError(
+            f"{names} share one weight, but are to have {change.recipe} and {recipe}; give them one scheme"
+        )
+    if change.recipe.activation is None:
+        # An embedding ignores how inputs are quantized; a layer that shares its weight does not.
+        change.config, change.recipe = config, recipe
+    change.places[full] = (module, name)
+    return None
+
+
+def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor) -> int:
+    """Along which a weight's blocks run; ValueError where nothing says which axis its product sums over."""
+    axis = contraction_axis(module, parameter) if config.axis is None else config.axis
+    if axis is None:
+        raise ValueError(
+            f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether it multiplies with "
+            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2"
+        )
+    return axis
+
+
+def _say_what_was_shared(plan: Plan, model: nn.Module) -> None:
+    """Add to the reasons where a changed weight is elsewhere left as it was."""
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+    for key, change in plan.changes.items():
+        others = [name for name in owners[key] if name not in change.places]
+        for full in change.places if others else ():
+            verb = "stays" if len(others) == 1 else "stay"
+            plan.reasons[full] += f"; was shared with {', '.join(others)}, which {verb} dense"
+
+
+def _nothing(plan: Plan, matched: int) -> str:
+    """Why a call would change nothing."""
+    if not plan.reasons:
+        return "quantize_: the model has no nn.Linear, no nn.Embedding and no batched weights"
+    first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
+    what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
+    return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
+
+
+__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "planned"]

@@ -1,0 +1,117 @@
+"""`QuantizedTensor` under FSDP2: a shard is rows of the weight with the scales of their blocks, gathered as they are stored.
+
+FSDP2 cuts a parameter along axis 0 (`chunk`), keeps the piece, and before a layer runs gathers what `gathered_parts` names:
+codes and scales, never a dense weight. Scales over the whole weight (0-d) and static scales of inputs are the same on every
+rank and stay where they are. Weights are frozen; what trains beside them (adapters, norms) is FSDP2's as always.
+
+Where ranks do not divide the rows, FSDP2 gathers tensors of the weight's own shape alone, the last shards filled up. Then the
+bytes of a row (its codes, scales and zero points) travel in as many byte tensors of that shape as hold them: one byte an
+element for weights of 4 bits, two for weights of 8 bits with scales. Ranks that divide the rows send less.
+
+DTensor's shards and tensor parallelism need nothing of this; see `ao_lab.tensor.collectives`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from ao_lab.tensor.metadata import PARTS
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
+
+#: The names of the parts that were sent, the weight's shape, and whether they were sent as bytes of rows.
+Metadata = tuple[tuple[str, ...], tuple[int, ...], bool]
+Parts = dict[str, torch.Tensor]
+
+
+def gathered_parts(
+    t: QuantizedTensor, mesh: Any, whole: tuple[int, ...]
+) -> tuple[tuple[torch.Tensor, ...], Metadata]:
+    """The parts of a shard that differ between ranks, or their bytes, and what `whole_weight` has to know.
+
+    ValueError, on every rank, where rows of the weight are not rows of its parts.
+    """
+    if t.meta.transposed:
+        raise ValueError(
+            f"FSDP2 cuts the rows of {t!r}, which is stored transposed; quantize it as (rows, columns)"
+        )
+    t = t.to_layout("plain")
+    parts = {name: getattr(t, name) for name in PARTS if has_pieces(t, name, 0)}
+    if mesh.size() == 1:  # FSDP2 hands back the first alone; the others lie in the shard
+        parts = {"codes": t.codes}
+    if whole[0] % mesh.size() == 0:
+        return tuple(parts.values()), (tuple(parts), whole, False)
+    _check_rows(t, mesh.size(), whole)
+    rows = -(-whole[0] // mesh.size())
+    return _sent_bytes(parts, rows, whole[1:]), (tuple(parts), whole, True)
+
+
+def whole_weight(
+    t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: Metadata, dtype: torch.dtype
+) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]]:
+    """The weight of what was gathered, and its tensors of which FSDP2 may take the memory back between layers.
+
+    It lies over the memory of what was gathered, on a CPU over a copy: the reference reads tensors as NumPy arrays, and memory
+    that NumPy has seen torch does not give back.
+    """
+    _, whole, as_bytes = metadata
+    gathered = _received(t, outputs, metadata)
+    on_cpu = t.device.type == "cpu"
+    kept = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}
+    parts = {name: kept.get(name, getattr(t, name)) for name in PARTS}
+    own = tuple(kept.values()) if as_bytes and not on_cpu else ()
+    return t.remade(parts, whole, dtype=dtype, layout="plain"), own
+
+
+def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> None:
+    """Bring a weight that `whole_weight` made up to date with what was gathered again: its copies.
+
+    Under tensor parallelism beside FSDP2 that weight is itself the local tensor of a DTensor.
+    """
+    t: QuantizedTensor = out if isinstance(out, QuantizedTensor) else out.to_local()
+    for name, gathered in _received(t, outputs, metadata).items():
+        part = getattr(t, name)
+        if part.data_ptr() != gathered.data_ptr():
+            part.copy_(gathered)
+
+
+def _check_rows(t: QuantizedTensor, ranks: int, whole: tuple[int, ...]) -> None:
+    if is_flat(t) or block_sizes(t)[0] != 1:
+        raise ValueError(
+            f"FSDP2 over {ranks} ranks cuts a weight of shape {whole} in {t.scheme.name}, whose blocks span rows, into unequal "
+            f"shards; choose a number of ranks that divides {whole[0]}, or leave this layer out of fully_shard"
+        )
+
+
+def _sent_bytes(parts: Parts, rows: int, row_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """The bytes of each row in byte tensors of the shape (rows, *row_shape), as many as it takes."""
+    each = [part.contiguous().flatten(1).view(torch.uint8) for part in parts.values()]
+    joined = torch.cat(each, 1)
+    length = prod(row_shape)
+    count = -(-joined.shape[1] // length)
+    sent = joined.new_zeros(rows, count * length)
+    sent[: joined.shape[0], : joined.shape[1]] = joined
+    return tuple(piece.reshape(rows, *row_shape).contiguous() for piece in sent.chunk(count, 1))
+
+
+def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> Parts:
+    """The gathered parts by name; taken out of the bytes of rows where they were sent so."""
+    names, whole, as_bytes = metadata
+    if not as_bytes:
+        return dict(zip(names, outputs, strict=True))
+    rows = torch.cat([output.flatten(1) for output in outputs], 1)[: whole[0]]
+    found: Parts = {}
+    start = 0
+    for name in names:
+        part = getattr(t, name)
+        length = prod(part.shape[1:]) * part.element_size()
+        found[name] = rows[:, start : start + length].contiguous().view(part.dtype)
+        found[name] = found[name].reshape(whole[0], *part.shape[1:])
+        start += length
+    return found
+
+
+__all__ = ["gathered_parts", "refill", "whole_weight"]

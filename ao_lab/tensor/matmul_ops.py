@@ -1,0 +1,140 @@
+"""Operations of `QuantizedTensor` that layers are made of: products, chosen in `ao_lab.gemm.select`, and lookups."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ao_lab.gemm.select import PRODUCTS, chosen, grouped_product, product
+from ao_lab.tensor import slicing as pieces
+from ao_lab.tensor.op_registry import operation
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from fast.device import PLAIN
+
+aten = torch.ops.aten
+
+
+@operation(aten._grouped_mm.default)
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, weight = args[0], args[1]
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
+    return grouped_product(x, weight, func, *args[2:], **kwargs)
+
+
+@operation(aten.mm.default, aten.bmm.default)
+def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
+    left, right = args
+    if isinstance(right, QuantizedTensor):
+        return product(_dense(left), right)
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
+
+
+@operation(aten.mv.default)
+def _mv(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A layer of a vector."""
+    left, right = args
+    if not isinstance(left, QuantizedTensor):
+        raise TypeError(f"mv of a dense matrix and {right!r}; dequantize() it first")
+    if left.recipe.activation is not None and left.block_axis == -1:
+        return product(right[None], left.turned())[0]
+    made: torch.Tensor = func(left.dequantize(), right)
+    return made
+
+
+@operation(aten.addmm.default, aten.baddbmm.default)
+def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    bias, left, right = args
+    plain = kwargs.get("alpha", 1) == kwargs.get("beta", 1) == 1
+    vector = bias.dim() <= 1
+    if isinstance(right, QuantizedTensor) and plain and vector:
+        return product(_dense(left), right, bias)
+    if any(isinstance(x, QuantizedTensor) and x.recipe.activation is not None for x in (left, right)):
+        raise ValueError(
+            f"{func} of quantized inputs: a weight on the right, alpha and beta 1, a bias vector; use linear, or dequantize()"
+        )
+    return func(_dense(bias), _dense(left), _dense(right), **kwargs)  # type: ignore[no-any-return]
+
+
+@operation(aten.linear.default)
+def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    x, weight = _dense(args[0]), args[1]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    y = product(_rows(x), weight.turned(), bias)
+    return y.reshape((*x.shape[:-1], weight.shape[0]))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """A layer's input as a matrix; -1 would not say how many rows of length 0 there are."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def straight_linear(
+    input: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """F.linear outside of the dispatcher; None where that has something to say.
+
+    It has for other subclasses, modes, transforms, tangents, autocast, and tensors of no memory.
+    """
+    plain = type(input) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if not plain or type(weight) is not QuantizedTensor or watched(input):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        settled = weight.__dict__.get("_settled")
+        known = None if settled is None else settled.get(input.dtype)
+        if known is None:
+            known = _settled(weight, input.dtype)
+        if known is None:
+            return None
+        run, turned = known
+        made: torch.Tensor = run(input if input.dim() == 2 else _rows(input), turned, bias)
+        return made if input.dim() == 2 else made.reshape((*input.shape[:-1], turned.shape[1]))
+
+
+def watched(x: torch.Tensor) -> bool:
+    """Whether somebody listens to the dispatcher, or would change the inputs there, or x is none that has rows of numbers.
+
+    Forward-mode derivatives are taken outside of grad mode, too.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or x.is_meta
+        or x.dim() == 0
+        or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type))
+    )
+
+
+def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
+    """The product and the transposed weight of inputs of a dtype, kept with the weight: recipe, shape and device stay its own.
+
+    None for weights that the dispatcher has to look at (of other shapes, or parts of no memory).
+    """
+    if len(weight.shape) != 2 or weight.meta.flat is not None or type(weight.codes) is not torch.Tensor:
+        return None
+    turned = weight.turned()
+    known = PRODUCTS[chosen(turned, dtype)].run, turned
+    weight.__dict__.setdefault("_settled", {})[dtype] = known
+    return known
+
+
+@operation(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Only the rows that are asked for are dequantized, where a row can be."""
+    weight, index = args[0], args[1]
+    found = pieces.rows(weight, index, counted=True)
+    if found is None:
+        return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+    return found.dequantize().reshape((*index.shape, weight.shape[1]))
+
+
+def _dense(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x

@@ -1,0 +1,116 @@
+"""What a `QuantizedTensor` is beside its tensors: names of parts, layouts, and the description that files and guards hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ao_lab.config.recipe import Recipe
+from reference import Quantized
+from reference.quantize.quantize import with_plain_scales, with_tiled_scales
+from reference.schemes.record_text import scheme_fields, scheme_from
+
+#: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.
+PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts lie: a change of the canonical `Quantized` and its inverse."""
+
+    forward: Callable[[Quantized], Quantized]
+    inverse: Callable[[Quantized], Quantized]
+
+
+def _same(q: Quantized) -> Quantized:
+    return q
+
+
+#: "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them (`reference.tile_scales`).
+LAYOUTS = {"plain": Layout(_same, _same), "tiled": Layout(with_tiled_scales, with_plain_scales)}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """All of a `QuantizedTensor` that is no tensor; comparable, for guards of compiled programs."""
+
+    recipe: Recipe
+    axis: int
+    dtype: torch.dtype
+    transposed: bool = False
+    layout: str = "plain"
+    #: The shape before `view(-1)`: the tensor shows one axis, the parts are those of this shape. Only views lead back.
+    flat: tuple[int, ...] | None = None
+
+    @cached_property
+    def turned(self) -> Meta:
+        """Of the transposed tensor; made once, since every linear layer asks for it in every call."""
+        return replace(self, transposed=not self.transposed)
+
+
+def stored_shape(meta: Meta, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the parts of a tensor that shows `shape`: before `view(-1)`, in the stored orientation."""
+    shape = shape if meta.flat is None else meta.flat
+    return swapped(shape) if meta.transposed else shape
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two axes swapped."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def described(meta: Meta) -> dict[str, Any]:
+    """A description as plain values, for files."""
+    recipe = meta.recipe
+    return {
+        "version": VERSION,
+        "weight": scheme_fields(recipe.weight),
+        "activation": None if recipe.activation is None else scheme_fields(recipe.activation),
+        "kernel": recipe.kernel,
+        "accumulation": recipe.accumulation,
+        "axis": meta.axis,
+        "dtype": str(meta.dtype).removeprefix("torch."),
+        "transposed": meta.transposed,
+        "layout": meta.layout,
+        "flat": None if meta.flat is None else list(meta.flat),
+    }
+
+
+def meta_from(fields: Mapping[str, Any]) -> Meta:
+    """The description that `described` took apart; ValueError for one of a later version."""
+    if fields["version"] > VERSION:
+        raise ValueError(
+            f"a QuantizedTensor of version {fields['version']}; this ao_lab reads up to {VERSION}: install a newer one"
+        )
+    activation = fields["activation"]
+    recipe = Recipe(
+        weight=scheme_from(fields["weight"]),
+        activation=None if activation is None else scheme_from(activation),
+        kernel=fields["kernel"],
+        accumulation=fields["accumulation"],
+    )
+    dtype = getattr(torch, fields["dtype"])
+    flat = fields["flat"]
+    layout = fields["layout"]
+    return Meta(
+        recipe, fields["axis"], dtype, fields["transposed"], layout, None if flat is None else tuple(flat)
+    )
+
+
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "PARTS",
+    "Layout",
+    "Meta",
+    "described",
+    "meta_from",
+    "stored_shape",
+    "swapped",
+]

@@ -1,0 +1,361 @@
+"""`QuantizedTensor`: one tensor subclass for every scheme.
+
+It holds what `reference.quantize` makes of a weight: codes (packed below 8 bits), scale, outer scale, zero point, and beside
+them a `Recipe`, static scales of the layer's input if there are any, and where these lie (`Layout`). To autograd, modules and
+tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor.op_registry`), and
+what is not in the table raises and says what is.
+
+The parts are kept as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
+moves nothing, and packed codes can be transposed. `axis` (negative) is the blocks' axis in the stored orientation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.tensor.dtensor_cache import hash_local_tensors
+from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
+from ao_lab.tensor.metadata import swapped as swapped
+from reference import Quantized, Scales, Scheme
+from reference.schemes.schemes import scheme_of
+
+LINEAR, SET_DATA = torch.nn.functional.linear, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class QuantizedTensor(torch.Tensor):
+    """A weight in a scheme; see the module text. Made by `quantized` or `ao_lab.quantize_`.
+
+    torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import QuantizedTensor`).
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    outer: torch.Tensor | None  # type: ignore[assignment]  # hides Tensor.outer, the product
+    zero: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    input_zero: torch.Tensor | None
+    meta: Meta
+
+    @staticmethod
+    def __new__(
+        cls, parts: Mapping[str, torch.Tensor | None], meta: Meta, shape: Sequence[int]
+    ) -> QuantizedTensor:
+        """A tensor of these parts and this (logical) shape, unchecked; `quantized` is the way in."""
+        codes = parts["codes"]
+        if codes is None:
+            raise ValueError("a QuantizedTensor needs codes")
+        shape = tuple(shape)
+        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=_strides(shape, meta.transposed), dtype=meta.dtype, device=codes.device
+        )
+        for name in PARTS:
+            setattr(made, name, parts.get(name))
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """F.linear goes straight to its product where nothing differentiates or traces it; all else goes the ordinary way.
+
+        Through the dispatcher a linear layer is a transposition and a product, each longer than a small kernel.
+        """
+        if func is LINEAR and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            from ao_lab.tensor.matmul_ops import straight_linear
+
+            made = straight_linear(*args, **(kwargs or {}))
+            if made is not None:
+                return made
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == SET_DATA and isinstance(args[0], QuantizedTensor):
+                return args[0].adopt(args[1])
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def recipe(self) -> Recipe:
+        """Schemes of the weight and the input, and the kernel."""
+        return self.meta.recipe
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the weight is stored."""
+        return self.meta.recipe.weight
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape as stored: before `view(-1)`, and the last two axes swapped where the tensor is transposed."""
+        return stored_shape(self.meta, tuple(self.shape))
+
+    @property
+    def block_axis(self) -> int:
+        """The (negative) axis along which blocks run, of the logical shape."""
+        return (
+            {-1: -2, -2: -1}.get(self.meta.axis, self.meta.axis) if self.meta.transposed else self.meta.axis
+        )
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """The tensors inside by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
+    def quantized(self) -> Quantized:
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout.
+
+        Kept where the parts in it are the tensor's own, which change in place.
+        """
+        known: Quantized | None = self.__dict__.get("_quantized")
+        if known is None:
+            known = self._stored()
+            if self.meta.layout == "plain":
+                self.__dict__["_quantized"] = known
+        return known
+
+    def _stored(self) -> Quantized:
+        axis = self.meta.axis % len(self.stored_shape)
+        tiled = self.meta.layout == "tiled"
+        packed = self.scheme.format.bits < 8
+        q = Quantized(
+            self.codes, self.scale, self.outer, self.zero, self.stored_shape, axis, self.scheme, packed, tiled
+        )
+        return LAYOUTS[self.meta.layout].inverse(q)
+
+    @property
+    def input_scales(self) -> Scales | None:
+        """The static scales of the layer's input; None where they are found anew for each input.
+
+        Of an activation with two levels the static one is that over all elements; those of blocks are found for each input.
+        """
+        if self.input_scale is None:
+            return None
+        activation = self.recipe.activation
+        if activation is not None and activation.outer is not None:
+            return Scales(None, self.input_scale)
+        return Scales(self.input_scale, None, self.input_zero)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense tensor that this stands for, in `dtype` or its own: the bits of `reference.dequantize`."""
+        dense = fast.dequantize(self.quantized, dtype or self.dtype)
+        dense = dense.transpose(-2, -1) if self.meta.transposed else dense
+        return dense if self.meta.flat is None else dense.reshape(self.shape)
+
+    def to_layout(self, name: str) -> QuantizedTensor:
+        """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
+        if name not in LAYOUTS:
+            raise ValueError(f"unknown layout {name!r}; there are {', '.join(LAYOUTS)}")
+        q = LAYOUTS[name].forward(self.quantized)
+        return self.remade({**self.parts, "scale": q.scale}, layout=name)
+
+    def with_recipe(self, **changes: Any) -> QuantizedTensor:
+        """The same codes under a recipe with other fields, for instance kernel="reference"."""
+        return self.remade(self.parts, recipe=replace(self.recipe, **changes))
+
+    def remade(
+        self, parts: Mapping[str, torch.Tensor | None], shape: Sequence[int] | None = None, **changes: Any
+    ) -> QuantizedTensor:
+        """A tensor of other parts, with this one's description but for the changes."""
+        meta = replace(self.meta, **changes) if changes else self.meta
+        return QuantizedTensor(parts, meta, self.shape if shape is None else shape)
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
+        """`function` of every tensor inside."""
+        parts = {name: None if part is None else function(part) for name, part in self.parts.items()}
+        return self.remade(parts, **changes)
+
+    def adopt(self, other: torch.Tensor) -> None:
+        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that has none."""
+        if not isinstance(other, QuantizedTensor):
+            raise TypeError(
+                f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
+            )
+        SET_DATA(self, other)
+        for name in ("_quantized", "_settled"):
+            self.__dict__.pop(name, None)
+        self.__dict__.update(other.parts, meta=other.meta)
+
+    def _use_count(self) -> int:
+        """How many hold this tensor, as `torch.utils.swap_tensors` counts them for `module.to()` and `module.half()`.
+
+        It refuses a tensor that others hold, since a trainable one would get its gradient at the wrong place. A frozen weight
+        gets none: whoever holds it (the graph of an output, a view) keeps what it was, so it counts as held once.
+        """
+        return super()._use_count() if self.requires_grad else 1  # type: ignore[misc]
+
+    def share_memory_(self) -> QuantizedTensor:
+        """The parts in memory that processes share; torch's own would look for memory behind the whole."""
+        for part in self.parts.values():
+            if part is not None:
+                part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every part is on a GPU, or in memory that processes share."""
+        parts: list[Any] = [part for part in self.parts.values() if part is not None]
+        return all(part.is_shared() for part in parts)
+
+    def check_shaped(self) -> None:
+        """ValueError for a tensor that shows one axis over parts of several."""
+        if self.meta.flat is not None:
+            raise ValueError(
+                f"{self!r} shows one axis of a tensor of shape {self.meta.flat}; view() it as that first"
+            )
+
+    def turned(self) -> QuantizedTensor:
+        """The last two axes the other way round, over the same parts: what `transpose(-2, -1)` gives, outside of dispatch."""
+        self.check_shaped()
+        return QuantizedTensor(self.parts, self.meta.turned, swapped(tuple(self.shape)))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers of a shard; see `ao_lab.tensor.fsdp`."""
+        from ao_lab.tensor.fsdp import gathered_parts
+
+        return gathered_parts(self, mesh, tuple(outer_size))
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole weight of what was gathered; see `ao_lab.tensor.fsdp`."""
+        from ao_lab.tensor.fsdp import refill, whole_weight
+
+        if out is not None:
+            return refill(out, outputs, metadata)
+        return whole_weight(self, outputs, metadata, param_dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        if "torch.distributed.tensor" in sys.modules:
+            hash_local_tensors(QuantizedTensor)
+        return [name for name in PARTS if getattr(self, name) is not None], self.meta
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], meta: Meta, size: Sequence[int], stride: Sequence[int]
+    ) -> QuantizedTensor:
+        return QuantizedTensor(inner, meta, size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from ao_lab.tensor.op_registry import operations
+
+        table = operations()
+        function = table.get(func)
+        if function is None and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return made  # inference mode sends operations that are made of others
+        if function is None:
+            raise NotImplementedError(
+                f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
+                f"looked up in, cut along blocks, viewed, moved and copied; ao_lab.tensor.op_registry.operations() lists it all"
+            )
+        return function(func, args, kwargs or {})
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled programs may depend on, as text that is the same in every process (torch's cache asks for it)."""
+        inner = [
+            (name, str(part.dtype), tuple(part.shape), part.stride(), str(part.device))
+            for name, part in self.parts.items()
+            if part is not None
+        ]
+        text = repr((described(self.meta), tuple(self.shape), self.requires_grad, inner))
+        return sha256(text.encode()).hexdigest()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
+        is_parameter = getattr(self, "_is_param", False)
+        return rebuilt, (
+            self.parts,
+            described(self.meta),
+            tuple(self.shape),
+            is_parameter,
+            self.requires_grad,
+        )
+
+
+def quantized(
+    x: torch.Tensor, recipe: Recipe | Scheme | str, *, axis: int = -1, input_scales: Scales | None = None
+) -> QuantizedTensor:
+    """x in the scheme of a recipe (or a scheme, by name or record), its blocks along `axis`.
+
+    Codes, scales and zero points are those of `reference.quantize`. `input_scales` are static scales of the layer's input.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"quantized takes a torch tensor, got {type(x).__name__}: {x!r:.60}; ao_lab.quantize takes arrays"
+        )
+    if x.dtype not in DTYPES:
+        raise TypeError(f"a QuantizedTensor is made of float32, bfloat16, float16 or float64, got {x.dtype}")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(
+            "a DTensor is not quantized: quantize the model first, then parallelize or distribute it"
+        )
+    q = fast.quantize(x.detach(), recipe.weight, axis=axis, packed=recipe.weight.format.bits < 8)
+    return from_quantized(q, recipe, x.dtype, input_scales)
+
+
+def from_quantized(
+    q: Quantized, recipe: Recipe, dtype: torch.dtype, input_scales: Scales | None = None
+) -> QuantizedTensor:
+    """The tensor of stored parts (packed where codes are below 8 bits, scales plain)."""
+    parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero}
+    given = Scales(None) if input_scales is None else input_scales
+    static = given.outer if given.scale is None else given.scale
+    for name, part in (("input_scale", static), ("input_zero", given.zero)):
+        parts[name] = None if part is None else part.to(q.codes.device)
+    meta = Meta(recipe, q.axis - len(q.shape), dtype)
+    return QuantizedTensor(parts, meta, q.shape)
+
+
+def rebuilt(
+    parts: dict[str, torch.Tensor | None],
+    fields: dict[str, Any],
+    shape: tuple[int, ...],
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """What `QuantizedTensor.__reduce_ex__` took apart."""
+    made = QuantizedTensor(parts, meta_from(fields), shape)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor of this logical shape; one axis over parts of several is read as it is shown."""
+    transposed = transposed and len(shape) > 1
+    strides: list[int] = [1]
+    for length in reversed((swapped(shape) if transposed else shape)[1:]):
+        strides.insert(0, strides[0] * length)
+    made = tuple(strides) if shape else ()
+    return swapped(made) if transposed else made
+
+
+def _first(args: Any) -> QuantizedTensor:
+    """The first QuantizedTensor among arguments, nested lists included."""
+    for value in args:
+        if isinstance(value, QuantizedTensor):
+            return value
+        if isinstance(value, (list, tuple)) and any(isinstance(item, QuantizedTensor) for item in value):
+            return _first(value)
+    raise TypeError("no QuantizedTensor among the arguments")
+
+
+# Under its name of today, and under the one that files hold from when `ao_lab.tensor` was a module.
+torch.serialization.add_safe_globals([rebuilt, (rebuilt, "ao_lab.tensor.rebuilt")])
+
+__all__ = ["QuantizedTensor", "from_quantized", "quantized"]

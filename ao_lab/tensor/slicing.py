@@ -1,0 +1,319 @@
+"""Pieces of a `QuantizedTensor`: slices, single experts, rows, other shapes, and pieces put together again.
+
+A piece keeps its codes and the scales of its blocks, so it dequantizes to the same bits as the same piece of the dense tensor.
+That is possible where no block (and no byte of packed codes) is cut in two; everywhere else ValueError says where the next cut
+may be. Axes here are those of the stored orientation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, lcm, prod
+
+import torch
+
+from ao_lab.tensor.metadata import PARTS
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, swapped
+
+Part = torch.Tensor | None
+
+
+def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+    """Elements start to end (excluded) of an axis."""
+    t.check_shaped()
+    t = t.to_layout("plain") if t.meta.layout != "plain" else t
+    length = t.stored_shape[dim]
+    start, end = _clamped(start, length), max(_clamped(end, length), _clamped(start, length))
+    shape = _with(t.stored_shape, dim, end - start)
+    if is_flat(t):
+        return _cut_flat(t, dim, start, end, shape)
+    _check_cut(t, dim, start, end)
+    parts = {
+        **t.parts,
+        "codes": _cut_codes(t, dim, start, end),
+        "scale": _cut_scale(t, "scale", dim, start, end),
+        "zero": _cut_scale(t, "zero", dim, start, end),
+    }
+    return _stored(t, parts, shape)
+
+
+def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    """One entry of an axis in front of the matrix (an expert), without that axis."""
+    if dim >= len(t.shape) - 2:
+        raise ValueError(
+            f"select along axis {dim} of shape {tuple(t.shape)}: only axes in front of the last two; "
+            f"slice it instead, or dequantize()"
+        )
+    length = t.stored_shape[dim]
+    if not -length <= index < length:
+        raise IndexError(f"entry {index} of axis {dim} with {length} entries")
+    index = index % length
+    one = cut(t, dim, index, index + 1)
+    parts = {name: _without(part, dim, name, one) for name, part in one.parts.items()}
+    return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
+
+
+def rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) -> QuantizedTensor | None:
+    """The entries of the first axis that `index` names, one after the other; None where blocks span that axis.
+
+    counted: indices are integers from 0, and others raise what they raise for a dense tensor; else they are those of t[index].
+    """
+    t.check_shaped()
+    turned = t.meta.transposed and len(t.shape) == 2
+    whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
+    if t.meta.layout != "plain" or is_flat(t) or turned or whole or block_sizes(t)[0] != 1:
+        return None
+    flat = index.reshape(-1)
+    parts = dict(t.parts)
+    for name in ("codes", "scale", "zero"):
+        part = parts[name]
+        # A scale over the whole tensor has no axes.
+        if part is not None and part.dim():
+            parts[name] = _selected(part, flat) if counted else part[flat]
+    return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
+
+
+def _selected(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entries as `torch.embedding` picks them; torch picks none of uint16, so these go as int16."""
+    signed = part.view(torch.int16) if part.dtype == torch.uint16 else part
+    return signed.index_select(0, index).view(part.dtype)
+
+
+def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
+    """Tensors of one recipe put together along an axis; ValueError where their blocks or scales do not go together."""
+    first = tensors[0]
+    first.check_shaped()
+    if any(t.meta != first.meta for t in tensors):
+        raise ValueError(
+            "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
+        )
+    size, inner = block_sizes(first)[dim], [t.stored_shape[dim] for t in tensors[:-1]]
+    if is_flat(first):
+        _check_flat_joined(first, tensors, dim)
+    elif any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner):
+        raise ValueError(
+            f"cat along axis {dim} in {first.scheme.name} cuts blocks of {size}; dequantize() first"
+        )
+    parts = {name: _joined_part(tensors, name, dim) for name in PARTS}
+    shape = _with(first.stored_shape, dim, sum(t.stored_shape[dim] for t in tensors))
+    return _stored(first, parts, shape)
+
+
+def scalars(t: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for the whole tensor, and so for each piece of it."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero")}
+    return {name: part for name, part in found.items() if part is not None and part.dim() == 0}
+
+
+def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
+    """Scales and zero points that hold for every piece along an axis."""
+    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not has_pieces(t, name, dim)}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """One axis, as FSDP2 keeps shards, and back; or another shape with the same last axis, if blocks lie along it."""
+    wanted = _inferred(shape, prod(t.shape))
+    if wanted == tuple(t.shape):
+        return t.remade(t.parts)
+    if t.meta.flat is not None and wanted == t.meta.flat:
+        return t.remade(t.parts, wanted, flat=None)
+    if len(wanted) == 1:
+        return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
+    block = t.scheme.scale.block
+    along_last = t.meta.axis == -1 and isinstance(block, int)
+    same_end = bool(wanted) and wanted[-1] == t.shape[-1]
+    if t.meta.transposed or t.meta.layout != "plain" or not same_end or not (along_last or block == "tensor"):
+        raise ValueError(
+            f"view of shape {tuple(t.shape)} in {t.scheme.name} as {wanted}: the last axis must stay and hold the "
+            f"blocks; dequantize() first"
+        )
+    parts = dict(t.parts)
+    for name in ("codes", "scale", "zero"):
+        part = parts[name]
+        if part is not None and part.dim():
+            parts[name] = part.reshape((*wanted[:-1], part.shape[-1]))
+    return t.remade(parts, wanted)
+
+
+def repeated(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """A batch of the same matrix, over the same parts; where its blocks are of the flattened tensor, a batch of its values."""
+    t.check_shaped()
+    t = t.to_layout("plain") if t.meta.layout != "plain" else t
+    if is_flat(t):
+        if t.recipe.activation is not None:
+            raise ValueError(
+                f"expand of {t!r} to a batch: its blocks are of the flattened tensor; dequantize() first"
+            )
+        return t.dequantize().expand(*lead, *t.shape)
+    parts = dict(t.parts)
+    for name in ("codes", "scale", "zero"):
+        part = parts[name]
+        # A scale over the whole tensor has no axes.
+        parts[name] = part if part is None or part.dim() == 0 else part.expand(*lead, *part.shape)
+    return t.remade(parts, (*lead, *t.shape))
+
+
+def is_flat(t: QuantizedTensor) -> bool:
+    """Whether blocks are of the flattened tensor."""
+    return bool(t.scheme.scale.flat_size)
+
+
+def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
+    """Whether a part of a piece along an axis is a piece of the whole's part."""
+    part = t.parts[name]
+    if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
+        return False
+    spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
+    return name == "codes" or not spans
+
+
+def block_sizes(t: QuantizedTensor) -> list[int]:
+    """Elements per block along every stored axis, 1 where blocks do not extend (whole axes and tensors: 1 too)."""
+    block, rank = t.scheme.scale.block, len(t.shape)
+    sizes = [1] * rank
+    if isinstance(block, str) or block == -1:
+        return sizes
+    axis = rank + t.meta.axis
+    first, second = block if isinstance(block, tuple) else (1, block)
+    sizes[axis] = second
+    if first != 1:
+        sizes[max(place for place in range(rank) if place != axis)] = first
+    return sizes
+
+
+def _check_cut(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
+    """ValueError where a cut falls inside a block or a byte."""
+    length, size = t.stored_shape[dim], block_sizes(t)[dim]
+    ends = end == length or t.scheme.scale.partial or end % size == 0
+    whole_bytes = start * _bits(t, dim) % 8 == 0 and (end == length or end * _bits(t, dim) % 8 == 0)
+    if start % size or not ends or not whole_bytes:
+        step = lcm(size, 8 // gcd(8, _bits(t, dim)))
+        raise ValueError(
+            f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of {size} or a "
+            f"byte of packed codes; cut at multiples of {step} (among ranks: as many as divide {-(-length // step)}), "
+            f"or dequantize() first"
+        )
+
+
+def _bits(t: QuantizedTensor, dim: int) -> int:
+    """Bits of a code along the packed axis; whole bytes along others."""
+    bits = t.scheme.format.bits
+    return bits if bits < 8 and dim == len(t.shape) - 1 else 8
+
+
+def _cut_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tensor:
+    bits = _bits(t, dim)
+    return t.codes.narrow(dim, start * bits // 8, -(-end * bits // 8) - start * bits // 8)
+
+
+def _cut_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
+    """Scales or zero points of a cut; those of a whole axis or tensor hold for every piece."""
+    part, size = t.parts[name], block_sizes(t)[dim]
+    if part is None or not has_pieces(t, name, dim):
+        return part
+    return _narrowed(part, dim, start // size, -(-end // size))
+
+
+def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
+    return part.narrow(dim, start, end - start)
+
+
+def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]) -> QuantizedTensor:
+    """A cut of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
+    row, size = prod(t.stored_shape[dim + 1 :]), t.scheme.scale.flat_size
+    step = _flat_step(t)
+    first, last, total = start * row, end * row, prod(t.stored_shape)
+    if (start, end) != (0, t.stored_shape[dim]) and (
+        prod(t.stored_shape[:dim]) != 1 or first % step or (last % step and last != total)
+    ):
+        raise ValueError(
+            f"entries {start} to {end} of axis {dim} in {t.scheme.name}: pieces hold a multiple of {step} elements of the "
+            f"flattened tensor of shape {t.stored_shape}; dequantize() first"
+        )
+    parts = {**t.parts, "codes": _cut_codes(t, dim, start, end)}
+    parts["scale"] = _narrowed(t.scale, 0, first // size, -(-last // size))
+    if t.outer is not None and t.outer.dim():
+        parts["outer"] = _narrowed(t.outer, 0, first // step, -(-last // step))
+    return _stored(t, parts, shape)
+
+
+def _without(part: Part, dim: int, name: str, t: QuantizedTensor) -> Part:
+    """A part of one entry without the entry's axis."""
+    if part is None or name in ("outer", "input_scale", "input_zero") or part.dim() == 0:
+        return part
+    return part if name != "codes" and is_flat(t) else part.squeeze(dim)
+
+
+def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) -> QuantizedTensor:
+    """A tensor of this stored shape, seen as t is."""
+    return t.remade(parts, swapped(shape) if t.meta.transposed else shape)
+
+
+def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
+    """A part of tensors put together: in a row where each has its own, else the one that they share."""
+    first: Part = getattr(tensors[0], name)
+    if first is not None and has_pieces(tensors[0], name, dim):
+        return torch.cat([getattr(t, name) for t in tensors], 0 if first.dim() == 1 else dim)
+    if not all(_is_same(first, getattr(t, name)) for t in tensors):
+        raise ValueError(
+            f"cat along axis {dim} in {tensors[0].scheme.name}: each piece has its own {name}, which has to hold for all; "
+            f"dequantize() first"
+        )
+    return first
+
+
+def _is_same(first: Part, other: Part) -> bool:
+    """Whether two pieces have the same part. Tracers, which have no values, take the same tensor alone."""
+    if first is other or first is None or other is None:
+        return first is other
+    return type(first) is torch.Tensor and first.shape == other.shape and torch.equal(first, other)
+
+
+def _check_flat_joined(first: QuantizedTensor, tensors: Sequence[QuantizedTensor], dim: int) -> None:
+    """ValueError where blocks of the flattened tensor are not those of the pieces, one after the other."""
+    step = _flat_step(first)
+    if any(prod(t.stored_shape[:dim]) != 1 or prod(t.stored_shape) % step for t in tensors[:-1]):
+        raise ValueError(
+            f"cat along axis {dim} in {first.scheme.name}: pieces of axis 0 that hold a multiple of {step} elements; "
+            f"dequantize() first"
+        )
+
+
+def _flat_step(t: QuantizedTensor) -> int:
+    """Elements of a block, and of a block of scales where these have one, of the flattened tensor."""
+    group = t.scheme.outer.block if t.scheme.outer is not None else 1
+    scaled = t.outer is not None and t.outer.dim() > 0
+    return t.scheme.scale.flat_size * (group if scaled and isinstance(group, int) else 1)
+
+
+def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def _clamped(place: int, length: int) -> int:
+    return min(max(place + length if place < 0 else place, 0), length)
+
+
+def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
+    """The shape with its -1 filled in; ValueError where it holds another number of elements."""
+    known = prod(length for length in shape if length != -1)
+    wanted = tuple(total // max(known, 1) if length == -1 else length for length in shape)
+    if prod(wanted) != total:
+        raise ValueError(f"a tensor of {total} elements has no shape {tuple(shape)}")
+    return wanted
+
+
+__all__ = [
+    "axis_scales",
+    "block_sizes",
+    "cut",
+    "has_pieces",
+    "is_flat",
+    "joined",
+    "picked",
+    "repeated",
+    "rows",
+    "scalars",
+    "viewed",
+]

@@ -1,0 +1,278 @@
+"""Operations of `QuantizedTensor` that move, cut, copy and view it. Views share the parts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.tensor import slicing as pieces
+from ao_lab.tensor.flat_concat import Bundle, joins
+from ao_lab.tensor.metadata import DTYPES, PARTS
+from ao_lab.tensor.op_registry import operation, view
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from reference import Scales
+
+aten = torch.ops.aten
+
+
+@view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _detach(t: QuantizedTensor) -> QuantizedTensor:
+    return t.mapped(torch.Tensor.detach)
+
+
+@operation(aten.clone.default)
+def _clone(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """A copy in the stored orientation, whatever memory format is asked for."""
+    return args[0].mapped(torch.Tensor.clone)  # type: ignore[no-any-return]
+
+
+@operation(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Another device moves the parts; another dtype is that of the dense tensor: codes and scales stay."""
+    t, device = args[0], kwargs.get("device")
+    dtype = kwargs.get("dtype") or t.dtype
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"a QuantizedTensor stands for floating-point numbers of 16 bits or more, not {dtype}; dequantize() first"
+        )
+    blocking = kwargs.get("non_blocking", False)
+    return t.mapped(  # type: ignore[no-any-return]
+        lambda part: torch.ops.aten._to_copy(part, device=device, non_blocking=blocking), dtype=dtype
+    )
+
+
+@operation(aten.copy_.default)
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Between QuantizedTensors of one description part by part; a dense source is quantized, a dense target is filled."""
+    target, source = args[0], args[1]
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(target.dtype))
+    if not isinstance(source, QuantizedTensor):
+        source = _like(target, source)
+    source = source.to_layout(target.meta.layout)
+    if stored_as(source) != stored_as(target):
+        raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
+    for name in PARTS:
+        ours, theirs = getattr(target, name), getattr(source, name)
+        if (ours is None) != (theirs is None):
+            raise ValueError(f"copy_ of {source!r} into {target!r}: only one of them has {name}")
+        if ours is not None:
+            ours.copy_(theirs)
+    return target
+
+
+@operation(aten.empty_like.default, aten.zeros_like.default)
+def _zeros_like(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Zeros in the same scheme: parts without a value would be no tensor of the scheme."""
+    return _zeros(args[0], args[0].shape, kwargs)
+
+
+@operation(aten.new_zeros.default, aten.new_empty.default)
+def _new_zeros(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    return _zeros(args[0], args[1], kwargs)
+
+
+@view(aten.t.default)
+def _t(t: QuantizedTensor) -> QuantizedTensor:
+    return t.turned() if len(t.shape) == 2 else t.remade(t.parts)
+
+
+@view(aten.transpose.int)
+def _transpose(t: QuantizedTensor, first: int, second: int) -> QuantizedTensor:
+    rank = len(t.shape)
+    places = {first % rank, second % rank}
+    if len(places) == 1:
+        return t.remade(t.parts)
+    if places != {rank - 1, rank - 2}:
+        raise ValueError(
+            f"transpose of axes {first} and {second} of {t!r}: only the last two; dequantize() first"
+        )
+    return t.turned()
+
+
+@view(aten.permute.default)
+def _permute(t: QuantizedTensor, order: Any) -> QuantizedTensor:
+    rank = len(t.shape)
+    places = [place % rank for place in order]
+    if places == list(range(rank)):
+        return t.remade(t.parts)
+    if places == [*range(rank - 2), rank - 1, rank - 2]:
+        return t.turned()
+    raise ValueError(f"permute of {t!r} to {places}: only the last two axes; dequantize() first")
+
+
+@view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(t: QuantizedTensor, shape: Any) -> QuantizedTensor:
+    return pieces.viewed(t, shape)
+
+
+@view(aten.as_strided.default)
+def _as_strided(t: QuantizedTensor, shape: Any, strides: Any, offset: int | None = None) -> QuantizedTensor:
+    """Only what is the tensor itself."""
+    if (tuple(shape), tuple(strides), offset or 0) != (tuple(t.shape), t.stride(), 0):
+        raise ValueError(f"as_strided of {t!r}: only to its own shape and strides; dequantize() first")
+    return t.remade(t.parts)
+
+
+@view(aten.expand.default)
+def _expand(t: QuantizedTensor, shape: Any, implicit: bool = False) -> torch.Tensor:
+    """To its own shape, or to a batch of itself, as products with a batch ask for."""
+    rank = len(t.shape)
+    wanted = tuple(n if want == -1 else want for n, want in zip(t.shape, shape[-rank:], strict=False))
+    if wanted != tuple(t.shape):
+        raise ValueError(f"expand of {t!r} to {tuple(shape)}: only to its own shape; dequantize() first")
+    return pieces.repeated(t, tuple(shape[:-rank])) if len(shape) > rank else t.remade(t.parts)
+
+
+@view(aten.slice.Tensor)
+def _slice(
+    t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    if step != 1:
+        raise ValueError(f"slice of {t!r} with step {step}: only step 1; dequantize() first")
+    dim = stored_dim(t, dim)
+    length = t.stored_shape[dim]
+    return pieces.cut(t, dim, 0 if start is None else start, length if end is None else end)
+
+
+@view(aten.split.Tensor)
+def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    length = t.shape[dim]
+    return _pieces(t, dim, [*range(0, length, size), length])
+
+
+@view(aten.split_with_sizes.default)
+def _split_sizes(t: QuantizedTensor, sizes: Any, dim: int = 0) -> list[QuantizedTensor]:
+    cuts = [0]
+    for size in sizes:
+        cuts.append(cuts[-1] + size)
+    if cuts[-1] != t.shape[dim]:
+        raise ValueError(f"split of axis {dim} of {t!r} into {list(sizes)}: these must sum to {t.shape[dim]}")
+    return _pieces(t, dim, cuts)
+
+
+@view(aten.select.int)
+def _select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    return pieces.picked(t, dim % len(t.shape), index)
+
+
+@view(aten.unbind.int)
+def _unbind(t: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [pieces.picked(t, dim % len(t.shape), index) for index in range(t.shape[dim])]
+
+
+@operation(aten.cat.default)
+def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if joins(tensors, [isinstance(t, QuantizedTensor) and t.meta.flat is not None for t in tensors]):
+        return Bundle(tensors)
+    if not all(isinstance(t, QuantizedTensor) for t in tensors):
+        raise TypeError("cat of a QuantizedTensor and a dense tensor; dequantize() first")
+    return pieces.joined([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
+
+
+@operation(aten.constant_pad_nd.default)
+def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Zeros behind the last element of one axis, as DTensor makes shards equally long."""
+    t, added, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
+    places = [place for place, count in enumerate(added) if count]
+    if not places:
+        return t.mapped(torch.Tensor.clone)  # type: ignore[no-any-return]
+    if len(places) > 1 or places[0] % 2 == 0 or added[places[0]] < 0 or value != 0:
+        raise ValueError(
+            f"padding of {t!r} by {list(added)} with {value}: only zeros at the end of one axis; dequantize() first"
+        )
+    dim = len(t.shape) - 1 - places[0] // 2
+    shape = [*t.shape[:dim], added[places[0]], *t.shape[dim + 1 :]]
+    plain = t.to_layout("plain")
+    zeros = _zeros(plain, shape, {}, pieces.axis_scales(plain, stored_dim(t, dim)))
+    return pieces.joined([plain, zeros], stored_dim(t, dim))
+
+
+@operation(aten.index_select.default)
+def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    t, dim, index = args
+    made = pieces.rows(t, index, counted=True) if dim % len(t.shape) == 0 else None
+    if made is None:
+        raise ValueError(f"index_select along axis {dim} of {t!r}: blocks span it; dequantize() first")
+    return made
+
+
+@operation(aten.index.Tensor)
+def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Experts by number: t[numbers]."""
+    t, places = args
+    made = None
+    if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
+        made = pieces.rows(t, places[0])
+    if made is None:
+        raise ValueError(
+            f"indexing of {t!r}: a vector of numbers along axis 0, where no block spans it; dequantize() first"
+        )
+    return made
+
+
+@operation(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return all(part.is_pinned() for part in args[0].parts.values() if part is not None)
+
+
+@operation(aten._pin_memory.default)
+def _pin_memory(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
+    return args[0].mapped(torch.Tensor.pin_memory)  # type: ignore[no-any-return]
+
+
+@operation(aten.equal.default)
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether both store the same: one description, and equal parts."""
+    first, second = args
+    if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
+        return False
+    if first.meta != second.meta or first.shape != second.shape:
+        return False
+    pairs = [(getattr(first, name), getattr(second, name)) for name in PARTS]
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def _zeros(
+    t: QuantizedTensor, shape: Any, options: dict[str, Any], held: dict[str, torch.Tensor] | None = None
+) -> QuantizedTensor:
+    """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together."""
+    zeros = torch.zeros(
+        tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
+    )
+    held = pieces.scalars(t) if held is None else held
+    copies = {name: part.to(zeros.device, copy=True) for name, part in held.items()}
+    scale, outer = copies.get("scale"), copies.get("outer")
+    made = _like(t, zeros, None if scale is outer is None else Scales(scale, outer, copies.get("zero")))
+    return made.remade({**made.parts, **copies})
+
+
+def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None) -> QuantizedTensor:
+    """A dense tensor, stored as t is; under scales from outside, if there are any."""
+    turned = dense.transpose(-2, -1) if t.meta.transposed else dense
+    packed = t.scheme.format.bits < 8
+    q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
+    made = from_quantized(q, t.recipe, dense.dtype, t.input_scales).to_layout(t.meta.layout)
+    return made.turned() if t.meta.transposed else made
+
+
+def stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
+    """What two tensors must have in common for one's parts to be the other's."""
+    return t.recipe, t.stored_shape, t.meta.axis, t.meta.transposed
+
+
+def stored_dim(t: QuantizedTensor, dim: int) -> int:
+    """A logical axis as the axis of the stored parts."""
+    rank = len(t.shape)
+    place = dim % rank
+    return {rank - 1: rank - 2, rank - 2: rank - 1}.get(place, place) if t.meta.transposed else place
+
+
+def _pieces(t: QuantizedTensor, dim: int, cuts: list[int]) -> list[QuantizedTensor]:
+    place = stored_dim(t, dim)
+    return [pieces.cut(t, place, start, end) for start, end in pairwise(cuts)]

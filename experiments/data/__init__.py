@@ -1,0 +1,1 @@
+"""Corpora, multiple-choice questions and measures of error."""

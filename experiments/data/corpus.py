@@ -1,0 +1,109 @@
+"""Real text that every installation has: the source of sympy, which torch itself installs.
+
+The corpus is every ``.py`` file of the installed sympy outside its ``tests`` and ``benchmarks`` folders (those are long
+lists of expressions and numbers rather than text). A file belongs to the held-out part when the hash of its path says
+so; the split is by file, so no held-out file is seen in training, and it does not depend on the order of the listing,
+on the machine, or on what other files a version of sympy has. Rows name the corpus they come from (`Corpus.name`),
+because another version of sympy is another corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from ao_lab.eval.texts import SKIPPED, held_out
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: its path inside the package, with forward slashes, and its bytes."""
+
+    path: str
+    data: bytes
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the file is kept from training: a tenth of all paths, by hash."""
+        return held_out(self.path)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in the order of their paths, and where they come from."""
+
+    source: str
+    version: str
+    documents: tuple[Document, ...]
+
+    @property
+    def train(self) -> tuple[Document, ...]:
+        """The documents that a model may see."""
+        return tuple(document for document in self.documents if not document.held_out)
+
+    @property
+    def held_out(self) -> tuple[Document, ...]:
+        """The documents that a model is measured on."""
+        return tuple(document for document in self.documents if document.held_out)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash over the paths and contents of all documents."""
+        digest = hashlib.sha256()
+        for document in self.documents:
+            digest.update(f"{document.path}\0{len(document.data)}\0".encode())
+            digest.update(document.data)
+        return digest.hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Short name that rows carry, for instance sympy-1.14.0-1a2b3c4d."""
+        return f"{self.source}-{self.version}-{self.sha256[:8]}"
+
+    def describe(self) -> dict[str, object]:
+        """What a report records: version, hash, sizes of both parts, and the file list of the held-out part."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "version": self.version,
+            "sha256": self.sha256,
+            "files": len(self.documents),
+            "train_bytes": sum(len(document.data) for document in self.train),
+            "held_out_bytes": sum(len(document.data) for document in self.held_out),
+            "train_files": [document.path for document in self.train],
+            "held_out_files": [document.path for document in self.held_out],
+        }
+
+
+@lru_cache(maxsize=1)
+def load() -> Corpus:
+    """The corpus of the installed sympy; ValueError where it is missing, with what to do."""
+    spec = importlib.util.find_spec("sympy")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            "the experiments train on the source of sympy, and sympy is not installed; "
+            "torch normally brings it: run `pip install sympy`, or `make reproduce`, which sets everything up"
+        )
+    return from_folder(Path(spec.submodule_search_locations[0]), "sympy", importlib.metadata.version("sympy"))
+
+
+def from_folder(root: Path, source: str, version: str) -> Corpus:
+    """All Python files under a folder, as a corpus; ValueError where there are none."""
+    documents = tuple(_documents(root))
+    if not documents:
+        raise ValueError(f"{root} holds no .py files outside {sorted(SKIPPED)}; reinstall {source}")
+    return Corpus(source=source, version=version, documents=documents)
+
+
+def _documents(root: Path) -> Iterable[Document]:
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for path in paths:
+        if not SKIPPED.intersection(path.split("/")):
+            data = (root / path).read_bytes().replace(b"\r\n", b"\n")
+            if data:
+                yield Document(path, data)

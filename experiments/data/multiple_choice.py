@@ -1,0 +1,181 @@
+"""What a model is examined on: held-out text, and multiple-choice questions about how it goes on.
+
+A *window* is a stretch of one held-out file, each from another file. At fixed places of a window a question is asked: which of
+four continuations follows the text so far? One is the true one, three are taken from other held-out files. A model answers
+with the continuation to which it gives the largest total log-likelihood.
+
+Window and continuations are run as one sequence. The window is the trunk; a false continuation is a branch that sees the
+trunk up to its question, and itself, and takes the positions that the true continuation has. So every score is what a separate
+run of that text would give, and the trunk, run once, gives bits per byte as well. One thing breaks this: an activation scale
+over a whole tensor. It is found for each window apart, so that windows never depend on each other or on `batch`; but within a
+window it also sees the false continuations, which the mask hides from the trunk, and later tokens.
+
+    trunk      t0 t1 t2 t3 t4 t5 ...          question at 3: true t3 t4 | false a0 a1 | false b0 b1
+    sequence   t0 t1 t2 t3 t4 t5 ... a0 a1 b0 b1 ...
+    positions   0  1  2  3  4  5 ...  3  4  3  4 ...
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.corpus import Corpus, Document
+from experiments.models.language_model import LanguageModel
+
+CHOICES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamSettings:
+    """`windows` stretches of `context` bytes, with `questions` each, the first at `first`, `stride` bytes apart."""
+
+    windows: int = 20
+    context: int = 256
+    questions: int = 10
+    first: int = 64
+    stride: int = 18
+    continuation: int = 6
+    batch: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        end = self.first + self.stride * (self.questions - 1) + self.continuation
+        if self.first < 1 or end > self.context:
+            raise ValueError(
+                f"the last of {self.questions} questions ends at byte {end} of a window of {self.context} bytes, and the first "
+                f"starts at {self.first}: take fewer questions, a smaller stride, or a longer context"
+            )
+
+    @property
+    def places(self) -> list[int]:
+        """Where in a window the questions are."""
+        return [self.first + self.stride * number for number in range(self.questions)]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Sequences (windows, time) with the positions and the mask that all share, and where the answers are read.
+
+    sources, targets (questions, choices, continuation): indices of the tokens that predict, and of those predicted; choice 0
+    is the true one.
+    """
+
+    settings: ExamSettings
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor
+    sources: Tensor
+    targets: Tensor
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Bits per byte of each window (windows), and which questions were answered rightly (windows, questions)."""
+
+    bits_per_byte: np.ndarray
+    correct: np.ndarray
+
+
+def make_exam(corpus: Corpus, settings: ExamSettings) -> Exam:
+    """Windows and questions from the held-out files; ValueError where these are too few."""
+    rng = np.random.default_rng(settings.seed)
+    usable = [document for document in corpus.held_out if len(document.data) >= 4 * settings.context]
+    if len(usable) < max(settings.windows, 2):
+        raise ValueError(
+            f"{settings.windows} windows need as many held-out files of {4 * settings.context} bytes and at least two; "
+            f"{corpus.name} has {len(usable)}: ask for fewer windows or a shorter context"
+        )
+    chosen = [usable[index] for index in rng.choice(len(usable), settings.windows, replace=False)]
+    sequences = [_sequence(document, usable, settings, rng) for document in chosen]
+    positions, mask = _layout(settings)
+    sources, targets = _answers(settings)
+    documents = tuple(document.path for document in chosen)
+    return Exam(settings, torch.from_numpy(np.stack(sequences)), positions, mask, sources, targets, documents)
+
+
+def score(model: LanguageModel, exam: Exam) -> Scores:
+    """Run the exam; scores in float64."""
+    device = model.lm_head.weight.device
+    bits, correct = [], []
+    for tokens in exam.tokens.to(device).split(exam.settings.batch):
+        with torch.inference_mode():
+            logits = model(tokens, exam.positions.to(device), exam.mask.to(device))
+            likelihood = torch.log_softmax(logits.double(), dim=-1)
+        trunk = _picked(
+            likelihood,
+            tokens,
+            torch.arange(exam.settings.context - 1),
+            torch.arange(1, exam.settings.context),
+        )
+        totals = _picked(likelihood, tokens, exam.sources, exam.targets).sum(dim=-1)
+        bits.append(-trunk.mean(dim=-1) / math.log(2))
+        correct.append((totals[..., :1] > totals[..., 1:]).all(dim=-1))
+    return Scores(torch.cat(bits).cpu().numpy(), torch.cat(correct).cpu().numpy())
+
+
+def _picked(likelihood: Tensor, tokens: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+    """Log-likelihood of the tokens at `targets`, as predicted at `sources`."""
+    wanted = tokens[:, targets.to(tokens.device)].unsqueeze(-1)
+    return likelihood[:, sources.to(tokens.device)].gather(-1, wanted).squeeze(-1)
+
+
+def _sequence(
+    document: Document, others: list[Document], settings: ExamSettings, rng: np.random.Generator
+) -> np.ndarray:
+    start = int(rng.integers(len(document.data) - settings.context + 1))
+    window = document.data[start : start + settings.context]
+    parts = [window]
+    elsewhere = [other for other in others if other.path != document.path]
+    for place in settings.places:
+        seen = {window[place : place + settings.continuation]}
+        while len(seen) < CHOICES:
+            # A continuation that equals another would make two answers right, so it is drawn again.
+            drawn = _stretch(elsewhere[int(rng.integers(len(elsewhere)))], settings.continuation, rng)
+            if drawn not in seen:
+                seen.add(drawn)
+                parts.append(drawn)
+    return np.frombuffer(b"".join(parts), dtype=np.uint8).astype(np.int64)
+
+
+def _stretch(document: Document, length: int, rng: np.random.Generator) -> bytes:
+    start = int(rng.integers(len(document.data) - length + 1))
+    return document.data[start : start + length]
+
+
+def _branch(settings: ExamSettings, question: int, choice: int) -> int:
+    """Where in the sequence the false continuation `choice` (1, 2, 3) of a question starts."""
+    return settings.context + (question * (CHOICES - 1) + choice - 1) * settings.continuation
+
+
+def _layout(settings: ExamSettings) -> tuple[Tensor, Tensor]:
+    length = _branch(settings, settings.questions, 1)
+    positions = torch.arange(length)
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    mask[: settings.context, : settings.context] = True
+    for question, place in enumerate(settings.places):
+        for choice in range(1, CHOICES):
+            start = _branch(settings, question, choice)
+            own = slice(start, start + settings.continuation)
+            positions[own] = torch.arange(place, place + settings.continuation)
+            mask[own, :place] = True
+            mask[own, own] = True
+    return positions, mask.tril()
+
+
+def _answers(settings: ExamSettings) -> tuple[Tensor, Tensor]:
+    steps = torch.arange(settings.continuation)
+    sources, targets = [], []
+    for question, place in enumerate(settings.places):
+        starts = [place, *(_branch(settings, question, choice) for choice in range(1, CHOICES))]
+        target = torch.stack([start + steps for start in starts])
+        source = target - 1
+        source[:, 0] = place - 1
+        sources.append(source)
+        targets.append(target)
+    return torch.stack(sources), torch.stack(targets)

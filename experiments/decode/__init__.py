@@ -1,0 +1,1 @@
+"""Experiment `decode`: generation with quantized Llama-3.1-8B shapes."""

@@ -1,0 +1,1 @@
+"""Experiment `formats`: what each scheme loses on data and on trained tensors."""

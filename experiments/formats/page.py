@@ -1,0 +1,147 @@
+"""The page of experiment `formats`: rate against error, every scheme's signal to noise, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.formats.run import BITS, SNR, TITLE
+from experiments.harness.rows import Row
+from experiments.report.pages import Drawing, Section, Table
+from experiments.report.plots import Point, dots, scatter_panels
+from experiments.report.results import Results, Where, by_run, family, is_house, number
+
+__all__ = ["TITLE", "sections"]
+
+# Points that carry their name; the others would cover each other.
+LABELLED = (
+    "fp8_rowwise",
+    "mxfp8_e4m3",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "nvfp4",
+    "mxint8",
+    "nf4",
+    "int4_g32",
+)
+TEXT = (
+    "Each scheme quantizes float32 tensors along the last axis. Signal to noise is 10 log10 of the sum of squares over "
+    "the sum of squared errors; 6 dB are one bit. Cosine distance is 1 - cosine. The largest error is given as a part of the "
+    "largest value.",
+    "Heavy-tailed data are Student's t with three degrees of freedom; outlier channels are normal data in which eight of the "
+    "channels are 50 times as large. Bits per element count the stored scales and zero points, for the very tensors of the "
+    "column that they stand in: a scale over a whole tensor weighs more in a small tensor.",
+)
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Synthetic and trained tensors, run by run."""
+    made = []
+    for where, results in by_run(rows, "synthetic").items():
+        made.append(synthetic(where, results))
+    for where, results in by_run(rows, "trained").items():
+        made.append(trained(where, results))
+    return made
+
+
+def synthetic(where: Where, results: Results) -> Section:
+    """Rate against error, and all numbers."""
+    data = results.settings
+    house = [method for method in results.methods if is_house(method)]
+    panels = {setting: points(results, setting, house) for setting in data}
+    rate = Drawing(
+        f"formats-rate-{where.scale}",
+        "Signal to noise against bits per element of the same tensors, scales and all. House schemes; a point per block size.",
+        scatter_panels(panels, BITS, "signal to noise (dB)"),
+    )
+    return Section(
+        f"Synthetic data ({where})",
+        TEXT,
+        [rate, *dot_plots(where, results, data, "synthetic")],
+        tables(results, data),
+    )
+
+
+def trained(where: Where, results: Results) -> Section:
+    """The model's weights and activations, together and by kind of layer."""
+    kinds = results.settings
+    together = [setting for setting in kinds if setting in ("weights", "activations")]
+    text = (
+        "Weights of all linear layers of the stand-in, a small model trained here on the source of sympy, and what these "
+        "layers are given on held-out text. Weights quantize along the input features, inputs along the features of "
+        "each token.",
+    )
+    drawings = dot_plots(where, results, together, "trained")
+    by_kind = snr_table(
+        results, [kind for kind in kinds if kind not in together], "Signal to noise (dB) by kind of layer"
+    )
+    return Section(f"Trained tensors ({where})", text, drawings, [*tables(results, together), by_kind])
+
+
+def points(results: Results, setting: str, methods: Sequence[str]) -> list[Point]:
+    """Bits against signal to noise of those methods that have both."""
+    made = []
+    for method in methods:
+        bits, snr = results.value(setting, method, BITS), results.value(setting, method, SNR)
+        if bits is not None and snr is not None:
+            made.append(Point(bits, snr, family(method), method if method in LABELLED else ""))
+    return made
+
+
+def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str) -> list[Drawing]:
+    """Every scheme, the house's and the other projects', by the bits per element of the first setting."""
+    made = []
+    first = settings[0] if settings else ""
+    for house, title in ((True, "house schemes"), (False, "conventions of other projects")):
+        methods = by_bits(results, first, [method for method in results.methods if is_house(method) == house])
+        if methods:
+            series = {
+                setting: [results.value(setting, method, SNR) for method in methods] for setting in settings
+            }
+            labels = [f"{method}  {number(results.value(first, method, BITS), 2)}" for method in methods]
+            figure = dots(labels, series, "signal to noise (dB)")
+            caption = (
+                f"Signal to noise of the {title}, by bits per element (the number beside the name; that of "
+                f'"{first}").'
+            )
+            made.append(
+                Drawing(f"formats-{name}-{'house' if house else 'others'}-{where.scale}", caption, figure)
+            )
+    return made
+
+
+def tables(results: Results, settings: Sequence[str]) -> list[Table]:
+    """All measures, side by side for each kind of data."""
+    metrics = {
+        BITS: (BITS, 3),
+        SNR: ("dB", 2),
+        "cosine distance": ("cosine distance", 6),
+        "largest error": ("largest error", 4),
+    }
+    columns = [
+        "scheme",
+        *(f"{setting}: {label}" for setting in settings for label, _ in metrics.values()),
+    ]
+    lines = [
+        [method]
+        + [
+            number(results.value(setting, method, metric), digits)
+            for setting in settings
+            for metric, (_, digits) in metrics.items()
+        ]
+        for method in results.methods
+    ]
+    return [Table(f"Every scheme on {', '.join(settings)}", columns, lines, results.stale_methods)]
+
+
+def snr_table(results: Results, settings: Sequence[str], caption: str) -> Table:
+    """Signal to noise alone, a column per setting."""
+    lines = [
+        [method, *(number(results.value(setting, method, SNR), 1) for setting in settings)]
+        for method in results.methods
+    ]
+    return Table(caption, ["scheme", *settings], lines, results.stale_methods)
+
+
+def by_bits(results: Results, setting: str, methods: Sequence[str]) -> list[str]:
+    """Methods with the fewest bits in a setting last, so that the best stand on top."""
+    return sorted(methods, key=lambda method: -(results.value(setting, method, BITS) or 0.0))

@@ -1,0 +1,137 @@
+"""Experiment `formats`: what each scheme loses, on synthetic data and on a trained model's tensors.
+
+Every scheme of `reference.SCHEMES`, the house's and other projects', quantizes the same float32 tensors along the last axis.
+Synthetic tensors: normal; heavy-tailed (Student's t with three degrees of freedom); and normal with eight outlier channels,
+50 times as large, in the last axis, as activations of large language models have. Trained tensors: the weights of the small
+language model, and what its linear layers are given on held-out text, put together by kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import fast
+from experiments.data.errors import Error
+from experiments.data.multiple_choice import make_exam
+from experiments.data.storage import stored
+from experiments.harness.progress import bar
+from experiments.harness.rows import Journal, Row
+from experiments.harness.settings import Settings
+from experiments.harness.workers import measure_all
+from experiments.models.quantized_model import layer_inputs
+
+EXPERIMENT = "formats"
+TITLE = "What each number format loses"
+OUTLIER_CHANNELS = 8
+OUTLIER_FACTOR = 50.0
+TEXT_WINDOWS = 2
+SNR = "signal to noise"
+BITS = "bits per element"
+METRICS = {SNR: "dB", "cosine distance": "", "largest error": "of the largest value", BITS: "bit"}
+
+Data = Mapping[str, Sequence[Tensor]]
+
+
+def subject(settings: Settings) -> str:
+    """What the rows are about, and so what a journal can be resumed for."""
+    return settings.model_key
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all schemes; those that the journal has are not measured again."""
+    journal = journal if journal is not None else Journal()
+    tables = {("synthetic", "synthetic"): synthetic(settings)}
+    tables["trained", settings.corpus.name] = trained(settings)
+    tasks = [
+        (kind, data, scheme)
+        for kind, data in tables
+        for scheme in settings.schemes
+        if not journal.finished(f"{kind}/{settings.scale}/{data}", next(iter(tables[kind, data])), scheme)
+    ]
+
+    def measure(task: tuple[str, str, str]) -> list[Row]:
+        kind, data, scheme = task
+        return rows_of(settings, kind, data, scheme, tables[kind, data])
+
+    with bar("formats", len(tasks)) as step:
+        for task, rows in measure_all(tasks, measure, settings.device):
+            journal.add(rows)
+            step(task[2])
+    return journal.rows
+
+
+def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data) -> list[Row]:
+    """All rows of one scheme in one table."""
+    made = []
+    # A tensor belongs to several groups (all weights, one kind of weights), and is quantized once.
+    every = unique(tensor for group in tensors.values() for tensor in group)
+    known = {tensor.data_ptr(): quantization_error(scheme, tensor) for tensor in every}
+    for setting, group in tensors.items():
+        parts = [known[tensor.data_ptr()] for tensor in group]
+        error = sum((part for part, _ in parts), Error())
+        bits = 8 * sum(size for _, size in parts) / sum(tensor.numel() for tensor in group)
+        values = {
+            SNR: error.snr_db,
+            "cosine distance": error.cosine_distance,
+            "largest error": error.max_error,
+            # Scales over a whole tensor weigh more in a small one, so that each group has bits of its own.
+            BITS: bits,
+        }
+        if " of " in setting:
+            # A kind of layer: one measure of the error is enough to compare kinds.
+            values = {SNR: error.snr_db, BITS: bits}
+        made += [
+            settings.row(EXPERIMENT, kind, data, setting, scheme, metric, value, METRICS[metric])
+            for metric, value in values.items()
+        ]
+    return made
+
+
+def quantization_error(scheme: str, tensor: Tensor) -> tuple[Error, int]:
+    """Error of one tensor, and the bytes that it takes with scales and all."""
+    q = fast.quantize(tensor, scheme)
+    return Error.of(tensor, fast.dequantize(q)), stored(q).total
+
+
+def synthetic(settings: Settings) -> Data:
+    """Three random tensors, drawn on the CPU so that every device sees the same numbers."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    normal = torch.randn(settings.shape, generator=generator)
+    # Student's t: a normal over the root of a mean of three squares.
+    squares = torch.randn((3, *settings.shape), generator=generator).square().mean(dim=0)
+    heavy = torch.randn(settings.shape, generator=generator) / squares.sqrt()
+    outliers = torch.randn(settings.shape, generator=generator)
+    channels = torch.randperm(settings.shape[1], generator=generator)[:OUTLIER_CHANNELS]
+    outliers[:, channels] *= OUTLIER_FACTOR
+    tensors = {"normal": normal, "heavy-tailed": heavy, "outlier channels": outliers}
+    return {name: [tensor.to(settings.device)] for name, tensor in tensors.items()}
+
+
+def trained(settings: Settings) -> Data:
+    """Weights and inputs of all linear layers of the trained model, by kind of layer and all together."""
+    model = settings.trained.model
+    exam = make_exam(settings.corpus, settings.exam)
+    text = exam.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
+    weights = {name: layer.weight.detach() for name, layer in model.linears().items()}
+    inputs = {name: x.flatten(0, 1) for name, x in layer_inputs(model, text).items()}
+    groups: dict[str, list[Tensor]] = {
+        "weights": list(weights.values()),
+        "activations": unique(inputs.values()),
+    }
+    for name in weights:
+        groups.setdefault(f"weights of {kind_of(name)}", []).append(weights[name])
+        groups.setdefault(f"input of {kind_of(name)}", []).append(inputs[name])
+    return groups
+
+
+def kind_of(layer: str) -> str:
+    """q_proj of model.layers.0.self_attn.q_proj."""
+    return layer.rpartition(".")[2]
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor once: q, k and v read the same input."""
+    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())

@@ -1,0 +1,1 @@
+"""What every experiment shares: settings, rows, workers, timing."""

@@ -1,0 +1,111 @@
+"""What a run ran on: recorded beside the rows, one entry per experiment, scale and device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.harness.paths import Places
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import source_hash, write_text
+from experiments.harness.settings import Settings
+from experiments.harness.workers import cores
+
+LIBRARIES = ("torch", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
+
+
+def record_run(
+    places: Places, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
+) -> Path:
+    """Add a run to ``reports/data/environment.json`` and write its corpus, if any, beside it; returns the former.
+
+    A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them, if that
+    one lived to write it: a record of other code is of another run.
+    """
+    path = places.data / "environment.json"
+    runs = read_runs(path)
+    trained = EXPERIMENTS[experiment].trained
+    name = run_name(experiment, settings.scale, settings.device_name)
+    if rows == resumed and runs.get(name, {}).get("source_hash") == source_hash():
+        return path
+    runs[name] = {
+        "experiment": experiment,
+        "scale": settings.scale,
+        "device": settings.device_name,
+        "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "seconds": round(seconds, 1),
+        "rows": rows,
+        "rows_from_an_interrupted_run": resumed,
+        "seed": settings.seed,
+        "source_hash": source_hash(),
+        "machine": machine(),
+        "libraries": libraries(),
+        **(about_model(settings) if trained else {"corpus": None}),
+    }
+    write_text(path, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
+    if trained:
+        corpus = settings.corpus.describe()
+        write_text(places.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
+    return path
+
+
+def read_runs(path: Path) -> dict[str, dict[str, Any]]:
+    """All recorded runs by name."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def run_name(experiment: str, scale: str, device: str) -> str:
+    """How a run is called."""
+    return f"{experiment}/{scale}/{device}"
+
+
+def about_model(settings: Settings) -> dict[str, Any]:
+    """The trained model and the exam, where this run used them, and the shape of synthetic tensors."""
+    corpus = settings.corpus
+    model = settings.trained.facts if "trained" in settings.__dict__ else {"key": settings.model_key}
+    return {
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
+        "model": model,
+        "exam": asdict(settings.exam),
+        "synthetic_shape": list(settings.shape),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, threads, system."""
+    return {
+        "processor": processor(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def processor() -> str:
+    """The processor's name, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def libraries() -> dict[str, str]:
+    """Versions of those libraries that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

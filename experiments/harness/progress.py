@@ -1,0 +1,15 @@
+"""Progress on stderr, so that stdout holds results only: a bar on a terminal, a line every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ao_lab.cli.terminal import progress
+
+
+@contextmanager
+def bar(description: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar of `total` steps; each call of the given function is one step, with a word about it."""
+    with progress.bar(description, total) as work:
+        yield work.step

@@ -1,0 +1,265 @@
+"""Tidy rows: the one form in which experiments hand over what they measured.
+
+A row is one number with everything that tells it from other numbers. Rows live in two places:
+
+* the *journal*, a CSV file in the cache of this clone, which grows as an experiment goes and is what an interrupted run
+  resumes from: a row is finished when the journal has it, made by the code as it is now (the file's name holds the versions
+  of torch and numpy, so others start anew);
+* the *published* CSV under ``reports/data/``, which plots and pages read. A complete run replaces its own tables there as a
+  whole, so a table never mixes two machines, two corpora or two versions of the code.
+
+Both are replaced atomically, so a run that is killed leaves a whole file. `source_hash` says which code made a row; a page
+marks rows whose hash is not today's. A result that is missing stays missing: nothing here fills a gap.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.metadata
+import io
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("reference", "fast", "ao_lab", "experiments")
+#: Files of `experiments` that read rows and make none: what they say differently makes no row older.
+READERS = (
+    "page.py",
+    "pages.py",
+    "*_page.py",
+    "*_bars.py",
+    "plots.py",
+    "roofline.py",
+    "results.py",
+    "lines.py",
+)
+
+#: How the names of files end that are being written: where a run was killed, the next one deletes them.
+PARTIAL = ".partial"
+
+#: How the status of what was not reached begins.
+NOT_RUN = "status: not run"
+
+Key = tuple[str, str, str, str, str, str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured number.
+
+    `table` is ``kind/scale/data`` (for instance ``quality/quick/sympy-1.14.0-1a2b3c4d``): rows of different data never share
+    a table. `setting` and `method` place the number inside it, `metric` and `unit` say what it is, `published` is the
+    number of the paper beside it (None where there is none).
+    """
+
+    experiment: str
+    table: str
+    setting: str
+    method: str
+    metric: str
+    value: float
+    unit: str
+    published: float | None = None
+    device: str
+    seed: int
+    source_hash: str
+
+    @property
+    def key(self) -> Key:
+        """What tells one row from another: everything but the numbers and the code that made them."""
+        return self.experiment, self.table, self.setting, self.method, self.metric, self.device, self.seed
+
+    @property
+    def line(self) -> tuple[str, str, str, str]:
+        """What is measured at once: table, setting, method, device."""
+        return self.table, self.setting, self.method, self.device
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """What a complete run replaces as a whole: experiment, kind and scale of the table, device."""
+        kind, scale, _ = table_parts(self.table)
+        return self.experiment, kind, scale, self.device
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def table_name(kind: str, scale: str, data: str) -> str:
+    """``kind/scale/data``; ValueError where a part holds a slash."""
+    if any("/" in part for part in (kind, scale, data)):
+        raise ValueError(f"parts of a table name hold no slash, got {kind!r}, {scale!r}, {data!r}")
+    return f"{kind}/{scale}/{data}"
+
+
+def table_parts(table: str) -> tuple[str, str, str]:
+    """Kind, scale and data of a table name."""
+    parts = table.split("/")
+    if len(parts) != 3:
+        raise ValueError(f"a table is named kind/scale/data, got {table!r}; see rows.table_name")
+    return parts[0], parts[1], parts[2]
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Hash of the code that rows come from: every .py file of the four packages but `READERS`."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return hash_files(path for path in paths if not is_reader(path))
+
+
+def is_reader(path: Path) -> bool:
+    """Whether a file of `experiments` reads rows and makes none."""
+    return path.is_relative_to(ROOT / "experiments") and any(path.match(name) for name in READERS)
+
+
+def library_versions() -> str:
+    """Versions of the libraries that compute, as part of a name: other versions may give other numbers."""
+    return "-".join(name + importlib.metadata.version(name) for name in ("torch", "numpy"))
+
+
+def hash_files(paths: Iterable[Path], root: Path = ROOT) -> str:
+    """First 12 hex digits of the SHA-256 over names and contents, in the order of the names; line ends count as one."""
+    digest = hashlib.sha256()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        digest.update(name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a CSV file, none where it does not exist; ValueError where its columns are not those of a row."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(
+                f"{path.name} has columns {reader.fieldnames}, rows have {list(COLUMNS)}; delete it and run again"
+            )
+        return [_parse(record) for record in reader]
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Replace a CSV file atomically: readers see the old file or the new one, never a part."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _text(value) for name, value in asdict(row).items()} for row in rows)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: a temporary file in the same folder, then a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # mkstemp's files are private, reports are not
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class Journal:
+    """Rows of one experiment as they are measured; without a path, in memory only.
+
+    Methods may be called from several threads; two processes must not share a path.
+    """
+
+    def __init__(self, path: Path | None = None, current_hash: str | None = None) -> None:
+        self.path = path
+        self.current_hash = current_hash or source_hash()
+        kept = read(path) if path else []
+        # Rows of older code are measured again rather than kept: a table speaks of one version of the code.
+        self._rows = {row.key: row for row in kept if row.source_hash == self.current_hash}
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All finished rows."""
+        return list(self._rows.values())
+
+    def finished(self, table: str, setting: str, method: str, seed: int | None = None) -> bool:
+        """Whether a method's rows are there (those of a seed). They are added together, so one stands for all."""
+        with self._lock:
+            return any(
+                (row.table, row.setting, row.method) == (table, setting, method) and seed in (None, row.seed)
+                for row in self._rows.values()
+            )
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Take new rows in, all or none; a row with the key of an older one replaces it."""
+        with self._lock:
+            self._rows.update({row.key: row for row in rows})
+            self._write()
+
+    def drop(self, rows: Iterable[Row]) -> None:
+        """Forget rows, which are then measured again, however soon that breaks off."""
+        with self._lock:
+            for row in rows:
+                self._rows.pop(row.key, None)
+            self._write()
+
+    def _write(self) -> None:
+        if self.path:
+            write(self.path, list(self._rows.values()))
+
+
+def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Put a complete run into a published CSV; returns what the file now holds.
+
+    Tables of the same kind, scale and device are replaced as a whole (a scheme that no longer exists leaves with them, and so
+    does another corpus); other scales and devices stay as they were.
+    """
+    replaced = {row.place for row in rows}
+    kept = [row for row in read(path) if row.place not in replaced]
+    merged = sorted([*kept, *rows], key=lambda row: (row.experiment, row.table, row.device))
+    write(path, merged)
+    return merged
+
+
+def with_others(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """Rows of a run that measured only some methods, and the published ones of the others, which say how old they are."""
+    places, known = {row.place for row in rows}, {row.line for row in rows}
+    return [*rows, *(row for row in before if row.place in places and row.line not in known)]
+
+
+def with_unreached(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """Rows of a run, and the published ones of lines that its time did not reach, likewise.
+
+    Only for lines that are compared with nothing outside themselves: others would stand beside another run's.
+    """
+    late = {row.line for row in rows if row.metric.startswith(NOT_RUN)}
+    older = [row for row in before if row.line in late]
+    known = {row.line for row in older}
+    return [*(row for row in rows if row.line not in known), *older]
+
+
+def _text(value: object) -> object:
+    if value is None:
+        return ""
+    # 9 digits tell any two float32 apart and keep the file free of float64 noise.
+    return f"{value:.9g}" if isinstance(value, float) else value
+
+
+def _parse(record: dict[str, str]) -> Row:
+    published = record["published"]
+    return Row(
+        **{
+            name: record[name]
+            for name in ("experiment", "table", "setting", "method", "metric", "unit", "device")
+        },
+        value=float(record["value"]) if record["value"] else math.nan,
+        published=float(published) if published else None,
+        seed=int(record["seed"]),
+        source_hash=record["source_hash"],
+    )

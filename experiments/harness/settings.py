@@ -1,0 +1,114 @@
+"""What a run of the experiments is told: scale, device, seed, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from experiments.data import corpus
+from experiments.data.corpus import Corpus
+from experiments.data.multiple_choice import ExamSettings
+from experiments.harness.rows import Row, source_hash, table_name
+from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
+from reference import SCHEMES
+
+SCALES = ("quick", "full")
+#: What the 4-bit configuration of `decode` stores, which published tables have.
+SERVED = ("int4_g64_asymmetric_bf16", "torchao.int4_g64_tinygemm")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of every experiment. `schemes` are measured in this order; `shape` is that of synthetic tensors."""
+
+    scale: str
+    device: str
+    cache: Path
+    seed: int = 0
+    train: TrainSettings = QUICK
+    exam: ExamSettings = field(default_factory=ExamSettings)
+    schemes: tuple[str, ...] = ()
+    #: Schemes that no registry has and models are served in; `ptq` measures these as well.
+    served: tuple[str, ...] = ()
+    shape: tuple[int, int] = (512, 1024)
+    text: Corpus | None = None
+    #: Names of configurations, where an experiment can measure a part of itself (`decode`); without, all.
+    only: tuple[str, ...] = ()
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The text: sympy's source, unless another was given."""
+        return self.text or corpus.load()
+
+    @cached_property
+    def trained(self) -> Trained:
+        """The trained model, from the cache or trained now."""
+        return trained_model(self.train, self.corpus, self.device, self.cache)
+
+    @property
+    def model_key(self) -> str:
+        """The cache's key of the model, known before it is trained."""
+        return cache_key(self.train, self.corpus, self.device)
+
+    @cached_property
+    def device_name(self) -> str:
+        """How rows call the device: cpu, or the GPU's name."""
+        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+    def row(
+        self,
+        experiment: str,
+        kind: str,
+        data: str,
+        setting: str,
+        method: str,
+        metric: str,
+        value: float,
+        unit: str,
+    ) -> Row:
+        """A row of this run."""
+        return Row(
+            experiment=experiment,
+            table=table_name(kind, self.scale, data),
+            setting=setting,
+            method=method,
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            device=self.device_name,
+            seed=self.seed,
+            source_hash=source_hash(),
+        )
+
+
+def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
+    """Settings of a scale: quick is minutes on two cores, full is for a GPU. ValueError for other names."""
+    if scale not in SCALES:
+        raise ValueError(f"scale is one of {', '.join(SCALES)}; got {scale!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in DEVICES:
+        raise ValueError(f"device is one of {', '.join(DEVICES)}; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device 'cuda' was asked for and torch sees no GPU; use --device cpu, or see `ao-lab doctor`"
+        )
+    schemes = tuple(SCHEMES)
+    if scale == "quick":
+        return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
+    # A better model is asked harder questions: shorter continuations are harder to tell apart.
+    exam = ExamSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
+    return Settings(
+        scale=scale,
+        device=device,
+        cache=cache,
+        schemes=schemes,
+        served=SERVED,
+        train=FULL,
+        exam=exam,
+        shape=(2048, 4096),
+    )

@@ -1,0 +1,179 @@
+"""Cases of `fast.linear`: a few rows of inputs times a stored weight, beside the dense product and dequantizing first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import reference
+from ao_lab.config.recipe import Recipe
+from ao_lab.tensor.quantized_tensor import from_quantized
+from experiments.kernels.cases import floors
+from experiments.kernels.cases.case import Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.floors import Shape
+from experiments.kernels.cases.inputs import normal, quantized_piece
+from reference import SCHEMES, Quantized, Scheme
+from reference.matmul.linear import transposed
+
+#: Weights (N, K) of Llama-3.1-8B: up and down.
+WEIGHTS = ("14336x4096", "4096x14336")
+#: Rows of inputs whose results are compared.
+COMPARED = 4
+
+
+def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
+    """`fast.linear` of `rows` bfloat16 inputs and a stored weight; results lie within a bound, not on the reference's bits.
+
+    wrapped: the same by F.linear of a `QuantizedTensor`, whose time on the host is what users pay.
+    """
+    packed = scheme.format.bits < 8
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        dense = normal(shape, device, seed)
+        w = fast.quantize(dense, scheme, packed=packed)
+        recipe = Recipe(weight=scheme, kernel="reference" if device == "cpu" else "fused")
+        layer = from_quantized(w, recipe, torch.bfloat16) if wrapped else None
+        x = normal((rows + 1, shape[1]), device, seed + 1)[1:]
+        return {"x": x, "w": w, "dense": dense, "layer": layer}
+
+    def call(fast: Any, inputs: Inputs) -> Any:
+        if wrapped:
+            return functional.linear(inputs["x"], inputs["layer"])
+        return fast.linear(inputs["x"], inputs["w"])
+
+    def unwrapped(fast: Any, inputs: Inputs) -> Any:
+        return fast.linear(inputs["x"], inputs["w"])
+
+    def dense(fast: Any, inputs: Inputs) -> Any:
+        return functional.linear(inputs["x"], inputs["dense"])
+
+    def unfused(fast: Any, inputs: Inputs) -> Any:
+        return functional.linear(inputs["x"], fast.dequantize(inputs["w"], "bfloat16"))
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        return within(inputs["x"], inputs["w"], got, sample)
+
+    return Case(
+        name=f"linear.{scheme.name}" + ("" if rows == 1 else f".rows{rows}") + ".wrapped" * wrapped,
+        operation="linear",
+        scheme=scheme.name,
+        needs=("linear",),
+        read=lambda shape: floors.stored_bytes(scheme, shape, packed=packed),
+        moved=lambda shape: (
+            floors.stored_bytes(scheme, shape, packed=packed) + floors.wide_bytes((rows, sum(shape)))
+        ),
+        make=make,
+        call=call,
+        compare=compare,
+        shapes=WEIGHTS,
+        beside={"dense": dense, "unfused": unfused},
+        host=rows == 1,
+        wraps=unwrapped if wrapped else None,
+        bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
+        options={"packed": packed},
+    )
+
+
+def linear_of_codes(name: str) -> Case:
+    """`fast.linear_of_codes`: a row of inputs that are codes themselves, as dynamic activations make them."""
+    scheme = SCHEMES[name]
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        x = normal((2, shape[1]), device, seed + 1)[1:]
+        return {"x": fast.quantize(x, scheme), "w": fast.quantize(normal(shape, device, seed), scheme)}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        w, x = quantized_piece(inputs["w"], sample), on_host(inputs["x"])
+        options: dict[str, Any] = {"accumulation": "blocked", "block": w.shape[1], "out_dtype": "bfloat16"}
+        wanted = reference.linear(x, w, **options)
+        made = got[:, sample.start : sample.stop].cpu()
+        if scheme.element == "int8":
+            return [("values", made, wanted)]
+        right = transposed(w)
+        bound = reference.matmul_error_bound(
+            x, right, accumulation="blocked", block=w.shape[1], out_dtype="bfloat16"
+        )
+        inside = (
+            made.double() - exact(torch.as_tensor(reference.dequantize(x)), w)
+        ).abs() <= torch.as_tensor(bound)
+        return [("within the bound", inside, torch.ones_like(inside))]
+
+    return Case(
+        name=f"linear_of_codes.{name}",
+        operation="linear_of_codes",
+        scheme=name,
+        needs=("linear_of_codes",),
+        read=lambda shape: floors.stored_bytes(scheme, shape),
+        moved=lambda shape: floors.stored_bytes(scheme, shape) + shape[1] + floors.wide_bytes((1, shape[0])),
+        make=make,
+        call=lambda fast, inputs: fast.linear_of_codes(inputs["x"], inputs["w"], dtype=torch.bfloat16),
+        compare=compare,
+        shapes=WEIGHTS,
+        host=True,
+    )
+
+
+def linear_pair(scheme: Scheme, *, gated: bool = False) -> Case:
+    """`fast.linear_pair` of one row and two weights that are stored alike; gated: `fast.linear_swiglu`."""
+    packed, name = scheme.format.bits < 8, "linear_swiglu" if gated else "linear_pair"
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        both = [fast.quantize(normal(shape, device, seed + i), scheme, packed=packed) for i in (0, 1)]
+        # Gates of about one, where silu is neither zero nor its argument.
+        return {"x": normal((2, shape[1]), device, seed + 2)[1:] / shape[1] ** 0.5, "w": both}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        x, both = inputs["x"], inputs["w"]
+        # silu of a product adds in the order of a pair: its bits follow from those products, which are compared themselves.
+        products = fast.linear_pair(x, *both) if gated else got
+        made = [one for y, w in zip(products, both, strict=True) for one in within(x, w, y, sample)]
+        if not gated:
+            return made
+        parts = [y[:, sample.start : sample.stop].cpu() for y in products]
+        return [*made, ("values", got[:, sample.start : sample.stop].cpu(), reference.swiglu(*parts))]
+
+    def apart(fast: Any, inputs: Inputs) -> Any:
+        made = [fast.linear(inputs["x"], w) for w in inputs["w"]]
+        return fast.swiglu(*made) if gated else made
+
+    return Case(
+        name=f"{name}.{scheme.name}",
+        operation=name,
+        scheme=scheme.name,
+        needs=(name, "linear_pair", "swiglu") if gated else (name,),
+        read=lambda shape: 2 * floors.stored_bytes(scheme, shape, packed=packed),
+        moved=lambda shape: (
+            2 * floors.stored_bytes(scheme, shape, packed=packed)
+            + floors.wide_bytes((1, (1 if gated else 2) * shape[0] + shape[1]))
+        ),
+        make=make,
+        call=lambda fast, inputs: getattr(fast, name)(inputs["x"], *inputs["w"]),
+        compare=compare,
+        shapes=WEIGHTS[:1],
+        beside={"unfused": apart},
+        host=True,
+        options={"packed": packed},
+    )
+
+
+def within(x: torch.Tensor, weight: Quantized, got: torch.Tensor, sample: Sample) -> list[Compared]:
+    """Whether a product lies within the bound of `linear`."""
+    x, w = x[:COMPARED].cpu(), quantized_piece(weight, sample)
+    error = (got[:COMPARED, sample.start : sample.stop].cpu().double() - exact(x, w)).abs()
+    inside = error <= torch.as_tensor(reference.linear_error_bound(x, w))
+    return [("within the bound", inside, torch.ones_like(inside))]
+
+
+def on_host(q: Quantized) -> Quantized:
+    """The same codes and scales on the host."""
+    parts = {part: getattr(q, part) for part in ("codes", "scale", "outer", "zero")}
+    return replace(q, **{part: None if tensor is None else tensor.cpu() for part, tensor in parts.items()})
+
+
+def exact(x: torch.Tensor, w: Quantized) -> torch.Tensor:
+    """The product in float64, whose own rounding is nothing beside the bound."""
+    dense: Any = reference.dequantize(w)
+    return x.double() @ dense.double().T

@@ -1,0 +1,169 @@
+"""Rows read back: one line per case and shape, with its bars, whether they were reached, and the best peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from experiments.harness.rows import Row
+from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.cases.all_cases import CASES
+from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, Bar
+from experiments.kernels.outcome import KERNELS, PEER_TABLE
+from experiments.report.results import Results, Where, by_run
+
+STATUS = "status: "
+#: Metrics for which less is better.
+LESS = ("time over elementwise", "host time", "host time, added")
+#: A ratio to a peer is held to 1, less what two timings of the same kernel differ by at worst.
+PEER_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Against:
+    """A peer beside a case: their time over ours, or why there is none."""
+
+    peer: str
+    ratio: float | None
+    status: str
+    source_hash: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is known of one case at one shape."""
+
+    case: str
+    shape: str
+    status: str
+    values: dict[str, float]
+    bars: tuple[Bar, ...]
+    against: tuple[Against, ...] = ()
+    source_hash: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was measured."""
+        return self.status == "ok"
+
+    @property
+    def best_peer(self) -> Against | None:
+        """The fastest peer that ran."""
+        ran = [one for one in self.against if one.ratio is not None]
+        return min(ran, key=lambda one: one.ratio or 0.0, default=None)
+
+    @property
+    def missed(self) -> list[str]:
+        """Bars that were not reached, in words; with a bar, a case that was not measured misses."""
+        if not self.ok:
+            return [self.status] if self.bars else []
+        found = [shortfall(one, self.values.get(one.metric)) for one in self.bars]
+        return [words for words in found if words]
+
+    @property
+    def faster_peers(self) -> list[Against]:
+        """Peers that are faster than ours."""
+        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - PEER_TOLERANCE]
+
+    @property
+    def slower_than(self) -> list[str]:
+        """The same in words."""
+        return [f"{one.peer} {one.ratio:.2f}x" for one in self.faster_peers]
+
+    @property
+    def verdict(self) -> str:
+        """Of the bars: yes, no with the reason, or nothing where there is none."""
+        if self.missed:
+            return "MISSED: " + "; ".join(self.missed)
+        if not self.bars:
+            return "" if self.ok else self.status
+        return "yes"
+
+
+def shortfall(bar: Bar, value: float | None) -> str:
+    """How a value misses a bar, or nothing."""
+    if value is None:
+        return f"{bar.metric} is not known"
+    sign = "<" if bar.at_least else ">"
+    return "" if bar.reached(value) else f"{bar.metric} {value:.4g} {sign} {bar.value:g}"
+
+
+def lines_of(rows: Iterable[Row]) -> dict[Where, list[Line]]:
+    """Lines of every run, in the order of the registry and of the shapes."""
+    rows = list(rows)
+    peers = by_run(rows, PEER_TABLE)
+    return {
+        where: ordered([line(place, found, peers.get(where)) for place in found.places])
+        for where, found in ((where, Found(results)) for where, results in by_run(rows, KERNELS).items())
+    }
+
+
+class Found:
+    """The rows of a run by (shape, case)."""
+
+    def __init__(self, results: Results) -> None:
+        self.rows: dict[tuple[str, str], list[Row]] = {}
+        for row in results.rows:
+            self.rows.setdefault((row.setting, row.method), []).append(row)
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """(shape, case) in the order of the rows."""
+        return list(self.rows)
+
+
+def line(place: tuple[str, str], found: Found, peers: Results | None) -> Line:
+    """One line from its rows and its peers'."""
+    shape, case = place
+    rows = found.rows[place]
+    values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, "bar: "))}
+    bars = tuple(
+        Bar(row.metric.removeprefix("bar: "), row.value, row.metric.removeprefix("bar: ") not in LESS)
+        for row in rows
+        if row.metric.startswith("bar: ")
+    )
+    beside = against(peers, f"{case}, {shape}") if peers else ()
+    return Line(case, shape, status_of(rows), values, bars, beside, rows[0].source_hash)
+
+
+def status_of(rows: Sequence[Row]) -> str:
+    """What the status row says."""
+    said = [row.metric.removeprefix(STATUS) for row in rows if row.metric.startswith(STATUS)]
+    return said[0] if said else "unknown"
+
+
+def against(peers: Results, setting: str) -> tuple[Against, ...]:
+    """Peers of one case at one shape, in the order of PEERS."""
+    rows: dict[str, list[Row]] = {}
+    for row in peers.rows:
+        if row.setting == setting:
+            rows.setdefault(row.method, []).append(row)
+    order = [peer.name for peer in PEERS]
+    names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
+    return tuple(
+        Against(name, peers.value(setting, name, "ratio"), status_of(rows[name]), rows[name][0].source_hash)
+        for name in names
+    )
+
+
+def ordered(lines: Sequence[Line]) -> list[Line]:
+    """By shape, then as in the registry; the small and the huge shape come after the others."""
+    cases, shapes = list(CASES), [*(name for name in SHAPES if name not in (HUGE, SMALL)), HUGE, SMALL]
+
+    def place(one: Line) -> tuple[int, int]:
+        shape = shapes.index(one.shape) if one.shape in shapes else len(shapes)
+        return shape, cases.index(one.case) if one.case in cases else len(cases)
+
+    return sorted(lines, key=place)
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """One sentence about a run."""
+    barred = [one for one in lines if one.bars]
+    missed = sum(bool(one.missed) for one in barred)
+    slower = sum(bool(one.slower_than) for one in lines)
+    unmeasured = sum(not one.ok for one in lines)
+    return (
+        f"{len(barred) - missed} of {len(barred)} rows with a bar reach it; {slower} rows are slower than a peer; "
+        f"{unmeasured} of {len(lines)} rows were not measured."
+    )

@@ -1,0 +1,1 @@
+"""The small language model that experiments train, and how."""

@@ -1,0 +1,114 @@
+"""The trained model with quantized linear layers: a copy whose weights went through a scheme, and whose inputs may.
+
+Every linear layer is quantized, the ones inside the blocks and lm_head; the embedding and the norms stay as they are. Weight
+blocks run along the input features (the last axis of ``nn.Linear.weight``), activation blocks along the features of each
+token, so both run along the axis that the matmul sums over. Activation scales are dynamic: found anew for each input, and
+where one scale is over a whole tensor, for each sequence of a batch. The matmul itself is float32, so that what is measured
+is the format and not an accumulator.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fast
+from ao_lab.config.recipe import named
+from experiments.data.storage import Stored, stored, stored_plain
+from experiments.models.language_model import LanguageModel
+from reference import Scheme
+
+#: Formats that are a plain cast: the baselines.
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Round = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """The model, what its parts take when stored, and how its linear layers' inputs are rounded (None: not at all)."""
+
+    model: LanguageModel
+    linears: Stored
+    others: Stored
+    round_input: Round | None
+
+
+def quantized_model(model: LanguageModel, weights: str, activations: str | None) -> QuantizedModel:
+    """A copy of the model in a scheme (or a plain format of PLAIN); the original stays as it is."""
+    made = copy.deepcopy(model)
+    sizes = Stored(0)
+    for layer in made.linears().values():
+        value, size = quantized_weight(layer.weight.detach(), weights)
+        layer.weight = nn.Parameter(value, requires_grad=False)
+        sizes += size
+    round_input = None if activations is None else rounding(activations)
+    if round_input is not None:
+        shared = OncePerInput(round_input)
+        for layer in made.linears().values():
+            layer.register_forward_pre_hook(shared.hook)
+    inside = {id(layer.weight) for layer in made.linears().values()}
+    rest = [stored_plain(parameter) for parameter in made.parameters() if id(parameter) not in inside]
+    return QuantizedModel(made, sizes, sum(rest, Stored(0)), round_input)
+
+
+def quantized_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Stored]:
+    """The weight after storage, as float32, and the bytes that it took."""
+    if scheme in PLAIN:
+        cast = weight.to(PLAIN[scheme])
+        return cast.float(), stored_plain(cast)
+    q = fast.quantize(weight, named(scheme))
+    return fast.dequantize(q), stored(q)
+
+
+def rounding(scheme: str) -> Round:
+    """The function that takes an input (batch, time, features) through a scheme and back, sequence by sequence."""
+    if scheme in PLAIN:
+        return lambda x: x.to(PLAIN[scheme]).to(x.dtype)
+    record = named(scheme)
+    if not spans_rows(record):
+        return lambda x: fast.fake_quantize(x, record)
+    # A scale over the whole batch would let each sequence see the others.
+    return lambda x: torch.stack([fast.fake_quantize(sequence, record) for sequence in x])
+
+
+def spans_rows(scheme: Scheme) -> bool:
+    """Whether some scale of a scheme is over more than one row (token) of its input."""
+    block, flat = scheme.scale.block, scheme.scale.flat_size > 0
+    return block == "tensor" or flat or isinstance(block, tuple) or scheme.outer is not None
+
+
+class OncePerInput:
+    """Rounds a layer's input; layers that read the same tensor (q, k and v; gate and up) share one rounding."""
+
+    def __init__(self, round_input: Round) -> None:
+        self.round_input = round_input
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def hook(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """A forward pre-hook."""
+        (x,) = inputs
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, self.round_input(x))
+        return (self._last[1],)
+
+
+def layer_inputs(model: LanguageModel, tokens: Tensor) -> dict[str, Tensor]:
+    """What every linear layer of the model is given on some text: name to (windows, time, features)."""
+    inputs: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in model.linears().items():
+
+        def keep(layer: nn.Module, given: tuple[Tensor, ...], name: str = name) -> None:
+            inputs[name] = given[0].detach()
+
+        handles.append(layer.register_forward_pre_hook(keep))
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return inputs

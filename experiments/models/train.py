@@ -1,0 +1,271 @@
+"""Train the small language model from scratch, once; later experiments take it from the cache.
+
+Hidden matrices are trained by Muon, everything else by AdamW, with a short warm-up and a cosine schedule. The seed fixes
+initialization and the order of the text; on one CPU with one number of threads the weights come out bit for bit the same.
+The cache's key covers the settings, the corpus, this code and the versions of torch and numpy, so a changed recipe never finds
+an old model.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from experiments.data.corpus import Corpus
+from experiments.harness.progress import bar
+from experiments.harness.rows import PARTIAL, hash_files, library_versions
+from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.muon import Muon
+from experiments.models.train_steps import Steps
+from experiments.models.training_checkpoint import Checkpoint, Run
+
+CODE = ("language_model.py", "muon.py", "train.py", "train_steps.py", "training_checkpoint.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One training run. `matrix_rate` is Muon's learning rate (None: AdamW trains matrices too), `rate` AdamW's; both end at
+    the part `last_rate` of themselves. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
+    `start`: the run whose model this one trains on; None: it begins with random weights."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    batch: int = 8
+    steps: int = 650
+    warmup: int = 20
+    matrix_rate: float | None = 0.01
+    rate: float = 8e-3
+    last_rate: float = 0.05
+    scale_rate: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    start: TrainSettings | None = None
+
+
+QUICK = TrainSettings(
+    model=ModelSettings(width=256, layers=3, heads=4, kv_heads=2, feed_forward=512, context=256)
+)
+FULL = TrainSettings(
+    model=ModelSettings(width=512, layers=8, heads=8, kv_heads=4, feed_forward=1536, context=512),
+    batch=64,
+    steps=1500,
+    warmup=100,
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, in evaluation mode, and what is known about its training."""
+
+    model: LanguageModel
+    key: str
+    facts: dict[str, Any]
+
+
+def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: Path) -> Trained:
+    """The model of these settings: from the cache, or trained now and put there; a run that was killed goes on."""
+    key = cache_key(settings, corpus, device)
+    folder = cache / "models" / key
+    checkpoint = Checkpoint(folder.with_name(f"{key}.checkpoint"))
+    if not (folder / "model.json").exists():
+        started = time.perf_counter()
+        begun = settings.start and trained_model(settings.start, corpus, device, cache).model
+        model, loss = train(settings, corpus, device, begun, checkpoint)
+        facts = {
+            "key": key,
+            "settings": asdict(settings),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "training_bytes": settings.steps * settings.batch * settings.model.context,
+            "training_bits_per_byte_at_the_end": loss,
+            "training_seconds": time.perf_counter() - started,
+            "resumed_at_step": checkpoint.resumed,
+            "threads": torch.get_num_threads(),
+            "corpus": corpus.name,
+        }
+        _save(folder, model, facts)
+    checkpoint.done()
+    return _load(folder, settings, device)
+
+
+def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
+    """Hash of all that decides what comes out: settings, text, code, libraries and kind of device."""
+    here = Path(__file__).resolve().parent
+    parts = [
+        json.dumps(asdict(settings), sort_keys=True),
+        corpus.sha256,
+        hash_files((here / name for name in CODE), here),
+        library_versions(),
+        torch.device(device).type,
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def train(
+    settings: TrainSettings,
+    corpus: Corpus,
+    device: str,
+    begun: LanguageModel | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> tuple[LanguageModel, float]:
+    """A new model, or a copy of one that was begun, after training; and its loss, bits per byte over the last tenth of the
+    steps. `checkpoint`: where the run goes on from, and is kept."""
+    if begun is None:
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(settings.model).to(device)
+    else:
+        model = trainable(begun)
+    with bar("training", settings.steps) as step:
+        loss = fit(model, settings, corpus, step, checkpoint)
+    return model.eval(), loss
+
+
+def trainable(model: LanguageModel) -> LanguageModel:
+    """A copy of a model that trains."""
+    return copy.deepcopy(model).train().requires_grad_(True)
+
+
+def fit(
+    model: LanguageModel,
+    settings: TrainSettings,
+    corpus: Corpus,
+    step: Callable[[str], None] = lambda word: None,
+    checkpoint: Checkpoint | None = None,
+) -> float:
+    """Train a model where it stands, on the text that `settings.seed` draws; the loss as `train` gives it.
+
+    step: called after each step, with a word about it (`experiments.harness.progress`). checkpoint: as for `train`. One
+    seed draws the same text whatever the model is, so runs can be paired.
+    """
+    text = text_of(corpus).to(model.lm_head.weight.device)
+    optimizers = _optimizers(model, settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    losses: list[Tensor] = []
+    # Muon's step is not made to be captured.
+    captured = all(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups)
+    steps = Steps(lambda tokens: _train_step(model, optimizers, tokens, settings), captured=captured)
+    run, checkpoint = Run(model, optimizers, generator, losses), checkpoint or Checkpoint()
+    first = checkpoint.resume(run, text.device)
+    for _ in range(first):
+        step("")
+    for number in range(first, settings.steps):
+        _set_rates(optimizers, share_of_rate(number, settings))
+        losses.append(steps(_sample(text, settings, generator)))
+        checkpoint.reached(run)
+        shown = number % 10 == 0
+        step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
+    last = losses[-max(1, settings.steps // 10) :]
+    return torch.stack(last).mean().item() / math.log(2)
+
+
+def text_of(corpus: Corpus) -> Tensor:
+    """The training text as one uint8 tensor, files in order, a zero byte after each."""
+    joined = b"".join(document.data + b"\0" for document in corpus.train)
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+
+
+def share_of_rate(number: int, settings: TrainSettings) -> float:
+    """Which part of the learning rate step `number` uses: a linear warm-up times a cosine from 1 to `last_rate`."""
+    warm = min(1.0, (number + 1) / settings.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * number / settings.steps))
+    return warm * (settings.last_rate + (1 - settings.last_rate) * cosine)
+
+
+def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    scales = [parameter for name, parameter in named.items() if name.rpartition(".")[2].startswith("qat_")]
+    hidden = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    by_muon = hidden if settings.matrix_rate is not None else []
+    apart = {id(parameter) for parameter in (*scales, *by_muon)}
+    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in apart]}]
+    if scales:
+        # Adam's steps do not depend on the size of gradients, so the rate is relative to what it moves.
+        usual = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
+        groups.append({"params": scales, "lr": settings.scale_rate * usual})
+    # Fused, a step is a few launches instead of some per parameter; small models wait for launches.
+    fused = model.lm_head.weight.is_cuda
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            groups,
+            lr=settings.rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=fused,
+            capturable=fused and not by_muon,
+        )
+    ]
+    if by_muon:
+        # float32 on every CPU: a model is then the same experiment on CPUs with and without bfloat16 instructions.
+        dtype = torch.bfloat16 if fused else torch.float32
+        made += [Muon(by_muon, dtype=dtype, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["full_rate"] = group["lr"]
+            if group.get("capturable"):
+                group["lr"] = torch.tensor(group["lr"], device=model.lm_head.weight.device)
+    return made
+
+
+def _set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group["full_rate"] * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def _sample(text: Tensor, settings: TrainSettings, generator: torch.Generator) -> Tensor:
+    length = settings.model.context + 1
+    starts = torch.randint(len(text) - length, (settings.batch,), generator=generator)
+    index = starts[:, None] + torch.arange(length)
+    return text[index.to(text.device)].long()
+
+
+def _train_step(
+    model: LanguageModel, optimizers: list[torch.optim.Optimizer], tokens: Tensor, settings: TrainSettings
+) -> Tensor:
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.device.type == "cuda"):
+        logits = model(tokens[:, :-1])
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def _save(folder: Path, model: LanguageModel, facts: dict[str, Any]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=PARTIAL))
+    try:
+        weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, temporary / "model.safetensors")
+        (temporary / "model.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _load(folder: Path, settings: TrainSettings, device: str) -> Trained:
+    model = LanguageModel(settings.model)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    facts = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    return Trained(model.to(device).eval().requires_grad_(False), folder.name, facts)

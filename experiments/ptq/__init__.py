@@ -1,0 +1,1 @@
+"""Experiment `ptq`: post-training quantization of a trained language model."""

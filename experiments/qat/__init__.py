@@ -1,0 +1,1 @@
+"""Experiment `qat`: what quantization-aware training recovers."""

@@ -1,0 +1,1 @@
+"""Experiment `qat_overhead`: time and memory of quantization-aware training."""

@@ -1,0 +1,1 @@
+"""Rows as figures and pages."""

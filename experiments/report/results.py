@@ -1,0 +1,113 @@
+"""Rows as pages and plots ask for them: one table at a time, by setting, method and metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ao_lab.config.recipe import INTEGER, named
+from experiments.harness.rows import Row, source_hash, table_parts
+from reference import SCHEMES, Scheme
+
+BASELINES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which run a table belongs to."""
+
+    scale: str
+    device: str
+    data: str
+
+    def __str__(self) -> str:
+        return f"{self.scale} scale, {self.device}, {self.data}"
+
+
+class Results:
+    """The rows of one kind of table of one run. A number that was not measured is None, and stays so."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = list(rows)
+        self._values = {(row.setting, row.method, row.metric): row.value for row in self.rows}
+
+    def value(self, setting: str, method: str, metric: str) -> float | None:
+        """One number, or None."""
+        return self._values.get((setting, method, metric))
+
+    @property
+    def methods(self) -> list[str]:
+        """Baselines, then methods in the order of the registry of schemes."""
+        order = {name: place for place, name in enumerate((*BASELINES, *SCHEMES), start=-len(BASELINES))}
+        found = dict.fromkeys(row.method for row in self.rows)
+        return sorted(found, key=lambda name: order.get(name, len(order)))
+
+    @property
+    def settings(self) -> list[str]:
+        """Settings in the order in which they were measured."""
+        return list(dict.fromkeys(row.setting for row in self.rows))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics likewise."""
+        return list(dict.fromkeys(row.metric for row in self.rows))
+
+    def with_setting(self, setting: str) -> Results:
+        """The rows of one setting."""
+        return Results(row for row in self.rows if row.setting == setting)
+
+    def of_method(self, method: str) -> Results:
+        """The rows of one method."""
+        return Results(row for row in self.rows if row.method == method)
+
+    @property
+    def stale_methods(self) -> frozenset[str]:
+        """Methods with rows that are older than the code."""
+        current = source_hash()
+        return frozenset(row.method for row in self.rows if row.source_hash != current)
+
+
+def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
+    """The tables of one kind, run by run; quick runs first."""
+    groups: dict[Where, list[Row]] = {}
+    for row in rows:
+        row_kind, scale, data = table_parts(row.table)
+        if row_kind == kind:
+            groups.setdefault(Where(scale, row.device, data), []).append(row)
+    ordered = sorted(groups, key=lambda where: (where.scale != "quick", where.device, where.data))
+    return {where: Results(groups[where]) for where in ordered}
+
+
+def is_house(method: str) -> bool:
+    """Whether a method is a scheme of the house (or a baseline), not another project's convention."""
+    return "." not in method
+
+
+FAMILIES = ("plain", "FP8", "MX", "NVFP4", "integer", "NF4")
+
+
+def family(method: str) -> str:
+    """The family of a scheme, for colours: read from its record."""
+    scheme: Scheme | None = SCHEMES.get(method) or (named(method) if INTEGER.fullmatch(method) else None)
+    if scheme is None:
+        return "plain"
+    if scheme.format.reach:
+        return "integer"
+    if scheme.format.kind == "codebook":
+        return "NF4"
+    if scheme.scale.storage == "float8_e8m0fnu":
+        return "MX"
+    if scheme.format.kind == "int":
+        return "integer"
+    return "NVFP4" if scheme.format.bits == 4 else "FP8"
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number for a page: nothing where it is missing, words where it is not finite."""
+    if value is None:
+        return ""
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "exact" if value > 0 else "-inf"
+    return f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Experiment `speed`: the reference on CPUs beside other libraries."""

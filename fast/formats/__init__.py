@@ -1,0 +1,1 @@
+"""`encode`, `decode`, `pack` and `unpack` for torch tensors."""

@@ -1,0 +1,1 @@
+"""From a call to a launch: plans, compiled kernels, and the cache of both."""

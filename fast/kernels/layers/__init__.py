@@ -1,0 +1,1 @@
+"""RMSNorm and SwiGLU, with quantization fused."""

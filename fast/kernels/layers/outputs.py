@@ -1,0 +1,78 @@
+"""What a kernel that makes a tensor and quantizes it at once writes: codes and scales, and whether it can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fast.kernels.launch.launcher import interpreted
+from fast.kernels.launch.plan import Asked, asked, code_buffer, packs, scale_buffers
+from fast.kernels.quantize.kernel import Job, job
+from fast.kernels.scheme.constants import Rule
+from reference import Quantized
+from reference.formats.pack import packed_shape
+from reference.formats.rounding import check_mode
+from reference.quantize.blocks import Blocks
+from reference.schemes.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Arrays for the codes and scales of a tensor in blocks of `length` along the last axis."""
+
+    asked: Asked
+    length: int
+    packed: bool
+    job: Job
+    codes: torch.Tensor
+    scales: dict[str, torch.Tensor]
+
+    @property
+    def rule(self) -> Rule:
+        """The constants of the scheme."""
+        return self.asked.rule
+
+    def quantized(self) -> Quantized:
+        """The result."""
+        blocks = self.asked.blocks
+        return Quantized(
+            self.codes, self.scales["scale"], None, self.scales.get("zero"), blocks.shape, blocks.axis, self.asked.scheme,
+            self.packed,
+        )  # fmt: skip
+
+
+def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Outputs | None:
+    """Outputs for a tensor of the shape and device of `like`, or None where it is quantized by a pass of its own.
+
+    That is so unless a block is a row, or a power of two that divides rows, and unless its scale depends on nothing else.
+    """
+    if packed:
+        packed_shape(tuple(like.shape), scheme.format)  # refuses a 0-d tensor
+    check_mode(scheme.rounding, None)
+    blocks = Blocks.of(tuple(like.shape), scheme.scale, -1)
+    of = asked(dtype, scheme, blocks, not interpreted())
+    length = _block_length(scheme, tuple(like.shape))
+    if of is None or length is None or of.rule.two_level or of.rule.has_outer:
+        return None
+    sub_byte = packed and scheme.format.bits < 8
+    if sub_byte and not packs(of):
+        return None
+    do = job(codes=True, scales=True, packed=sub_byte)
+    named = {**scale_buffers(of), "codes": code_buffer(of, sub_byte)}
+    made = {
+        name: torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=like.device)
+        for name, b in named.items()
+    }
+    return Outputs(of, length, packed, do, made.pop("codes"), made)
+
+
+def _block_length(scheme: Scheme, shape: tuple[int, ...]) -> int | None:
+    """Elements of a block along the last axis, or None where a kernel over rows does not cover them."""
+    block = scheme.scale.block
+    if not isinstance(block, int) or not shape:
+        return None
+    length = shape[-1] if block == -1 else min(block, shape[-1])
+    if length == 0 or shape[-1] % length or (length & (length - 1) and length != shape[-1]):
+        return None
+    return length

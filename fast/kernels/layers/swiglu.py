@@ -1,0 +1,259 @@
+"""`swiglu` and `swiglu_quantize` for CUDA tensors.
+
+silu has to be the correctly rounded 16-bit number for every input (`reference.swiglu` has the table). It is computed in
+float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
+(`tests/fast/kernels/test_swiglu.py`) and on one (`tests/gpu/kernels/producers.py`). With v the gate between two bounds:
+
+* exp(-v) = 2**k * 2**f, k = rint(-v log2(e)): 2**k as a pattern, 2**f by a polynomial.
+* d = (1 + exp(-v)) * 2**-32, which float32 holds down to the last input whose result is not zero; v times an approximate
+  reciprocal of d; times 2**-32. float16 needs a step of Newton's, after which it hardly matters how good the reciprocal was.
+* For tiny v the result lies just above v / 2, a tie where that is subnormal; a tiny number is added.
+
+bfloat16 needs degree 4. The minimax polynomial misses one input by one place, so its coefficients were moved a little at random
+until all inputs were right. They stay right where the reciprocals are wrong by up to two units in the last place, but for
+one: silu(5.9375) needs a reciprocal that is not too large. float16 needs degree 6, and log2(e) in two parts.
+
+The rest, and the product with up, is done on pairs of 16-bit numbers: see `halves.gated`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.launch import cache as ready
+from fast.kernels.launch.launcher import Fixed, interpreted
+from fast.kernels.launch.replay import Finishing, Recording, picked
+from fast.kernels.layers.outputs import Outputs, outputs
+from fast.kernels.layers.split_rows import pieces
+from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
+from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, power_above
+from fast.kernels.quantize.split_rows import quantize_row, takes_row_pieces
+from fast.kernels.rules.bits import bits_of, float_of, read
+from fast.kernels.sm90.bf16x2 import clamped_gate, gated
+from reference import Quantized
+from reference.schemes.schemes import Scheme, scheme_of
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
+ELEMENTS = 4096
+PER_THREAD = 32
+
+# 1.5 * 2**23: a sum with it is rounded to an integer, which a shift of its pattern by 23 leaves alone.
+TO_INTEGER = tl.constexpr(12582912.0)
+LOG2E, LOG2E_REST = tl.constexpr(1.4426950216293335), tl.constexpr(1.925963033500e-8)
+# Whether bfloat16 takes the step of Newton's too; see the module.
+REFINED = tl.constexpr(False)
+SCALE, SCALED_ONE = tl.constexpr(2.0**-32), tl.constexpr((127 - 32) << 23)
+
+
+@triton.jit
+def power_of_fraction(f, DTYPE: tl.constexpr):
+    """2**f for |f| <= 0.5, by Horner's rule."""
+    if DTYPE == "bfloat16":
+        p = tl.fma(f, 0.009561853, 0.05590428)
+        p = tl.fma(p, f, 0.24025892)
+        p = tl.fma(p, f, 0.6931105)
+    else:
+        p = tl.fma(f, 0.00015352316, 0.0013400171)
+        p = tl.fma(p, f, 0.00961845)
+        p = tl.fma(p, f, 0.055503294)
+        p = tl.fma(p, f, 0.24022648)
+        p = tl.fma(p, f, 0.6931472)
+    return tl.fma(p, f, 1.0)
+
+
+@triton.jit
+def inverse(d, NATIVE: tl.constexpr):
+    """1 / d, to a unit in the last place."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
+
+
+@triton.jit
+def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit numbers."""
+    z = tl.fma(v, -LOG2E, TO_INTEGER)
+    k = z - TO_INTEGER
+    f = tl.fma(v, -LOG2E, -k)
+    if DTYPE == "float16":
+        f = tl.fma(v, -LOG2E_REST, f)
+    power = float_of((bits_of(z) << 23) + SCALED_ONE)
+    d = tl.fma(power, power_of_fraction(f, DTYPE), SCALE)
+    r = inverse(d, NATIVE)
+    q = v * r
+    if REFINED or DTYPE == "float16":
+        q = tl.fma(tl.fma(-q, d, v), r, q)
+    # 2**-146 and 2**-48; a subnormal constant would be a float64.
+    tiny = float_of(tl.cast(8 if DTYPE == "bfloat16" else (127 - 48) << 23, tl.int32))
+    return tl.fma(q, SCALE, tiny)
+
+
+@triton.jit
+def swiglu_kernel(
+    gate, up, y, codes, scale, zero, rows, length, per_row, column_tiles, gate_stride, up_stride,
+    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a tile, quantized where there is a RULE."""
+    row, column, inside, block, exists = tile_of(
+        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
+    )
+    g = read(gate + (row * gate_stride + column), inside)
+    u = read(up + (row * up_stride + column), inside)
+    s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
+    at = row * length + column
+    if RULE is None:
+        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
+    else:
+        v = gated(s, g, u, DTYPE, True, NATIVE)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+
+
+@triton.jit
+def swiglu_pieces_kernel(
+    gate, up, codes, scale, length, gate_stride, up_stride,
+    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a row of A, B and C numbers, quantized under one scale; see `row_pieces`."""
+    row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    gates, ups = gate + row * gate_stride, up + row * up_stride
+    a = _gated_piece(gates, ups, A, DTYPE, NATIVE)
+    b = _gated_piece(gates + A, ups + A, B, DTYPE, NATIVE)
+    c = b
+    if C > 0:
+        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, NATIVE)
+    quantize_row(a, b, c, codes, scale, row * length, row, RULE, JOB, C, THREADS)
+
+
+@triton.jit
+def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    i = tl.arange(0, SIZE)[None, :]
+    g, u = tl.load(gate + i), tl.load(up + i)
+    return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
+
+
+def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
+    if not _covers(gate, up):
+        return None
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(gate, up, {"y": y}, None, (key, None, picked("y")))
+    return y
+
+
+def swiglu_quantize(
+    gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool, key: Any = None
+) -> Quantized | None:
+    """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
+    if not _covers(gate, up):
+        return None
+    made = outputs(gate, NAMES[gate.dtype], scheme_of(scheme), packed)
+    if made is None or (made.length > LARGEST_TILE):
+        return None
+    q = made.quantized()
+    _launch(gate, up, {"codes": made.codes, **made.scales}, made, (key, scheme, partial(ready.like, q)))
+    return q
+
+
+def _covers(gate: torch.Tensor, up: Any) -> bool:
+    """Whether the arguments are right and not empty; what is wrong with them the reference says."""
+    same = isinstance(up, torch.Tensor) and (up.dtype, up.shape, up.device) == (
+        gate.dtype,
+        gate.shape,
+        gate.device,
+    )
+    return same and gate.dtype in NAMES and gate.numel() > 0
+
+
+def _launch(
+    gate: torch.Tensor, up: torch.Tensor, made: dict[str, torch.Tensor], into: Outputs | None,
+    known: tuple[Any, Any, Finishing],
+) -> None:  # fmt: skip
+    """Write y, or codes and scales `into` blocks. known: key, scheme and result of the next call like this one."""
+    block = None if into is None else into.length
+    rows, others = _matrices(gate, up.detach(), block)
+    fixed = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
+    call = Recording({"gate": gate, "up": up}, strided=True)
+    call.take(made)
+    pointers = fixed.kernel.arg_names[: 4 if fixed.kernel is swiglu_pieces_kernel else 6]
+    # Not remembered where a copy is read.
+    call.launch(fixed, pointers, {"gate": rows, "up": others})
+    call.remember(*known)
+
+
+def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:
+    return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in matrices)
+
+
+def _by_tiles(gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None) -> Fixed:
+    """A launch over tiles of whole blocks."""
+    strides = _strides(gate, up)
+    place = _place(*gate.shape, block, max(strides))
+    rule, do = (None, None) if into is None else (into.rule, into.job)
+    constants = (rule, do, NAMES[gate.dtype], *place.constants.values(), not interpreted())
+    return Fixed(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
+
+
+def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Fixed | None:
+    """A launch over rows under one scale, where those come in pieces."""
+    rows, length = gate.shape
+    apart = pieces(length, None)
+    # Rows of a power of two have been joined, and belong to several scales.
+    if into is None or into.length != length or apart is None or not takes_row_pieces(into):
+        return None
+    strides = _strides(gate, up)
+    wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
+    shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
+    constants = (into.rule, into.job, NAMES[gate.dtype], *shape, not interpreted())
+    return Fixed(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
+
+
+def _matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate and up as matrices whose rows are whole blocks; without gaps between rows, rows as long as suits the kernel."""
+    rows, others = _as_rows(gate), _as_rows(up)
+    if block is None or block & (block - 1) == 0:
+        return _joined(rows, others, max(ELEMENTS, block or 1))
+    return rows, others
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a matrix with contiguous rows, copied only where its rows are not evenly spaced."""
+    length = tensor.shape[-1] if tensor.dim() else 1
+    if tensor.dim() and tensor.stride(-1) == 1:
+        try:
+            return tensor.view(-1, length)
+        except RuntimeError:
+            pass  # leading axes that do not join
+    return tensor.contiguous().view(-1, length)
+
+
+def _joined(gate: torch.Tensor, up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices without gaps as rows of `size`, or as one row; others as they are."""
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        return gate, up
+    length = gate.numel() if gate.numel() % size else size
+    return gate.view(-1, length), up.view(-1, length)
+
+
+def _place(rows: int, length: int, block: int | None, stride: int) -> Tiles:
+    """Tiles of whole blocks."""
+    if block is not None and block & (block - 1):
+        size = power_above(block)
+    else:
+        least = 1 if block is None else block
+        size = max(least, min(ELEMENTS, power_above(length)))
+        # Without masks, where a power of two that is not much smaller divides the rows.
+        divides = max(length & -length, least)
+        if size // 4 <= divides < size:
+            size = divides
+    return tiles(rows, length, block, size=size, elements=ELEMENTS, stride=stride, per_thread=PER_THREAD)

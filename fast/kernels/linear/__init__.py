@@ -1,0 +1,1 @@
+"""Linear layers with stored weights: GEMVs at one row, a small GEMM beyond."""

@@ -1,0 +1,16 @@
+"""silu(gate) * up of sums in a program's registers, in Gluon: what `swiglu` makes of two products, a few numbers at a time."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from fast.kernels.layers.swiglu import silu
+from fast.kernels.linear.gluon import narrowed
+from fast.kernels.sm90.bf16x2 import clamped_gate, gated
+
+
+@gluon.jit
+def gated_sums(gate, up, DTYPE: gl.constexpr):
+    """silu(gate) * up of float32 numbers that are rounded to a 16-bit dtype first, as two products by themselves are."""
+    g, u = narrowed(gate, DTYPE), narrowed(up, DTYPE)
+    # Number by number: pairs of 16-bit numbers need not lie in one lane here.
+    return gated(silu(clamped_gate(g, DTYPE, False), DTYPE, True), g, u, DTYPE, False, False)

@@ -1,0 +1,101 @@
+"""`linear_pair` and `linear_swiglu` for CUDA tensors: two products of one row in one launch, by the kernels of `linear`.
+
+A launch loses 2 to 3 us at its beginning and end, where few bytes are under way. Two weights of a layer that multiply the same
+inputs, a gate and what it gates, lose that once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.launch.launcher import Fixed, together
+from fast.kernels.launch.replay import NAMES, Recording, picked, several
+from fast.kernels.linear.gemv_w4a16 import nibble_pair_kernel, nibble_swiglu_kernel
+from fast.kernels.linear.gemv_w8a16 import byte_pair_kernel, byte_swiglu_kernel
+from fast.kernels.linear.select import (
+    FLOATS,
+    NIBBLE_ROWS,
+    Weight,
+    byte_launch,
+    byte_rows,
+    is_of_bytes,
+    is_of_nibbles,
+    nibble_launch,
+    weight_of,
+)
+from fast.kernels.quantize.geometry import ceil_div
+from fast.kernels.quantize.host import in_words
+from reference import Quantized, Scheme
+
+PARTS = ("codes", "scale", "outer", "zero")
+
+
+def linear_pair(
+    x: torch.Tensor, first: Quantized, second: Quantized, key: Any = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `ready`."""
+    call = _recorded(x, first, second, ("y", "y2"))
+    if call is None:
+        return None
+    call.remember(key, first.scheme, several("y", "y2"))
+    return call.tensors["y"], call.tensors["y2"]
+
+
+def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = None) -> torch.Tensor | None:
+    """silu of the first product times the second, or None where no kernel takes them. key: see `ready`."""
+    call = _recorded(x, gate, up, ("y",))
+    if call is None:
+        return None
+    call.remember(key, gate.scheme, picked("y"))
+    return call.tensors["y"]
+
+
+def _recorded(
+    x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]
+) -> Recording | None:
+    """The launch that writes the results of these names, done; None where there is none."""
+    launch = launch_for(first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype, len(made) == 1)
+    given = {name + end: getattr(w, name) for w, end in ((first, ""), (second, "2")) for name in PARTS}
+    if launch is None or not together(x, *given.values()):
+        return None
+    words = {name: in_words(given[name]) for name in ("codes", "codes2")}
+    call = Recording({"x": in_words(x), **given, **words})
+    for name in made:
+        call.empty(name, (*x.shape[:-1], first.shape[0]), x.dtype)
+    call.launch(launch, [name for name in launch.kernel.arg_names if name in (*call.inputs, *made)])
+    return call
+
+
+def launch_for(
+    scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool, dtype: torch.dtype, gated: bool = False
+) -> Fixed | None:
+    """The launch for one row of a dtype and two weights that are both stored so; None where there is none.
+
+    gated: of `linear_swiglu`, which is for 16-bit numbers.
+    """
+    weight = weight_of(scheme, shape, axis, packed)
+    taken = dtype in (FLOATS[:2] if gated else FLOATS)
+    if weight is None or not taken or not weight.rows:
+        return None
+    return _launch(weight, NAMES[dtype], gated)
+
+
+@lru_cache(maxsize=4096)
+def _launch(weight: Weight, dtype: str, gated: bool) -> Fixed | None:
+    """Programs of the first weight, then those of the second; gated: of half as many rows of both."""
+    if is_of_nibbles(weight) and dtype != "float32":
+        one, rows = nibble_launch(weight, dtype, 2), NIBBLE_ROWS
+        kernels = nibble_pair_kernel, nibble_swiglu_kernel
+    elif is_of_bytes(weight):
+        one, rows = byte_launch(weight, dtype, 2), byte_rows(weight.rows, 2)
+        kernels = byte_pair_kernel, byte_swiglu_kernel
+    else:
+        return None
+    programs = ceil_div(weight.rows, rows // 2) if gated else 2 * one.grid[0]
+    return Fixed(kernels[gated], programs, one.tail, one.warps, **one.options)
+
+
+__all__ = ["launch_for", "linear_pair", "linear_swiglu"]

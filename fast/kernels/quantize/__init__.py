@@ -1,0 +1,1 @@
+"""The block kernel: choose scales, quantize, fake-quantize, dequantize, and their gradients."""

@@ -1,0 +1,1 @@
+"""Both quantized copies of a matrix, along its rows and along its columns, from one read."""

@@ -1,0 +1,223 @@
+"""`quantize_both`: the rows of a matrix and the rows of its transpose, quantized from one read.
+
+A training step multiplies an activation along its columns in the forward GEMM and along its rows in that of the weight
+gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
+x's rows: codes (K, M), scales of blocks of `n` rows.
+
+Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `patches`), and 8-bit floats under a given scale
+for the whole tensor. Everything else is two calls of `quantize`, the same bits from two reads.
+
+A program of the MX kernel takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the
+registers of one warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes
+pass through it.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.launch.launcher import Fixed
+from fast.kernels.launch.replay import Recording
+from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
+from fast.kernels.rowwise_colwise.unswizzle_scales import untile
+from fast.kernels.rules.bits import bits_of, widened
+from fast.kernels.rules.elements import encode
+from fast.kernels.rules.scale_swizzle import scale_place
+from fast.kernels.rules.scales import floored, loaded_scale, power_scale
+from fast.kernels.rules.statistics import absmax
+from fast.kernels.scheme.constants import Rule
+
+GROUP = tl.constexpr(32)
+
+
+@triton.jit
+def _codes8(y, RULE: tl.constexpr):
+    """uint8 codes of scaled float32 by the conversion instruction, which the interpreter does not have."""
+    if not RULE.native:
+        return encode(y, None, RULE.element).to(tl.uint8)
+    elif RULE.hot == "e4m3":
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def mx_both_kernel(
+    x, codes, scale, transposed, transposed_scale, rows, columns,
+    RULE: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows.
+
+    TILED: scales lie in the tiles of `reference.quantize.tiled_scales`.
+    """
+    TURNS: tl.constexpr = 512 // COLUMNS
+    REGISTERS: tl.constexpr = GROUP // TURNS
+    ROWS: tl.constexpr = GROUP * WARPS
+    tiles = columns // COLUMNS
+    down, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    i = tl.arange(0, ROWS)
+    row = down * ROWS + ((i // TURNS) % WARPS) * GROUP + (i % TURNS) * REGISTERS + i // (TURNS * WARPS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    wide_row = row.to(tl.int64) if WIDE else row
+    at = wide_row[:, None] * columns + column[None, :]
+    v = widened(tl.load(x + at))
+
+    groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
+    code = power_scale(absmax(groups, False, RULE.native), RULE.level, True)
+    made = _codes8(groups * inverse_power(code), RULE)
+    tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
+    block = across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
+    place = scale_place(wide_row[:, None], block[None, :], columns // GROUP, TILED)
+    tl.store(scale + place, tl.reshape(code, (ROWS, COLUMNS // GROUP)).to(tl.uint8))
+
+    # (registers, warps, lanes, columns) -> (warps, rows of a group, columns): nothing moves.
+    w = tl.reshape(
+        tl.permute(tl.reshape(v, (REGISTERS, WARPS, TURNS, COLUMNS)), (1, 2, 0, 3)), (WARPS, GROUP, COLUMNS)
+    )
+    largest = bits_of(tl.reduce(tl.abs(w), 1, _nan_max)) & 0x7FFFFFFF
+    code_t = power_scale(largest, RULE.level, True)
+    made_t = _codes8(w * inverse_power(code_t)[:, None, :], RULE)
+    made_t = tl.reshape(tl.permute(made_t, (2, 0, 1)), (COLUMNS, ROWS))
+    wide_column = column.to(tl.int64) if WIDE else column
+    out = wide_column[:, None] * rows + (down * ROWS + tl.arange(0, ROWS))[None, :]
+    tl.store(transposed + out, made_t)
+    block_t = down * WARPS + tl.arange(0, WARPS)
+    place_t = scale_place(wide_column[None, :], block_t[:, None], rows // GROUP, TILED)
+    tl.store(transposed_scale + place_t, code_t.to(tl.uint8))
+
+
+@triton.jit
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def given_both_kernel(
+    x, codes, transposed, scale, transposed_scale, rows, columns,
+    RULE: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes in both layouts, under a given scale each; ONE: it is the same scale. Programs go down a band of rows first."""
+    down, across = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
+    row, column = down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
+    wide_row = row.to(tl.int64) if WIDE else row
+    wide_column = column.to(tl.int64) if WIDE else column
+    at = wide_row[:, None] * columns + column[None, :]
+    v = widened(tl.load(x + at))
+    made = _codes8(v * _inverse_of(scale, RULE), RULE)
+    tl.store(codes + at, made)
+    if not ONE:
+        made = _codes8(v * _inverse_of(transposed_scale, RULE), RULE)
+    tl.store(transposed + wide_column[:, None] * rows + row[None, :], tl.trans(made))
+
+
+@triton.jit
+def _inverse_of(scale, RULE: tl.constexpr):
+    """1 / scale as house schemes divide by a given scale."""
+    return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
+
+
+# The MX kernel of float32, and that of pairs: warps down and across, programs down a band (which write the same lines of the
+# transposed codes), registers of a thread (with 80 a multiprocessor has 24 warps).
+WARPS, COLUMNS = 4, 64
+DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
+PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 4
+# Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
+SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
+GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "transposed_zero")
+# Sides beyond this would overflow offsets and the grid of the MX kernels.
+LONGEST = 2**22
+
+
+def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
+    """Whether an MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide, whole words."""
+    level = rule.level.value
+    mx = rule.power_of_two and rule.hot.value in ("e4m3", "e5m2") and level.simple_power
+    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
+    whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
+    # From 2**2 on no multiplier is subnormal.
+    return bool(mx) and level.target_exponent >= 2 and whole and x.data_ptr() % 4 == 0
+
+
+def covers_given(x: torch.Tensor, rule: Rule) -> bool:
+    """Whether the kernel for given scales serves: an 8-bit float, sides that tiles divide."""
+    plain = rule.hot.value in ("e4m3", "e5m2") and not rule.power_of_two
+    whole = x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
+    return plain and whole and max(x.shape) < LONGEST
+
+
+def mx_both(
+    x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int
+) -> Recording:
+    """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
+
+    tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`, whose padding somebody else makes 0.
+    Plain scales are made of tiled ones where tiles have no padding; see `untile`. tuning: see `_mx_floats` and
+    `_mx_pairs`; results do not depend on it.
+    """
+    call = Recording({"x": x})
+    for name, tensor in made.items():
+        padded = tiled and name in SCALES and tensor.numel() > x.numel() // 32
+        call.take({name: tensor}, (0,) if padded else ())
+    launch = _mx_floats if x.dtype == torch.float32 else _mx_pairs
+    if tiled or x.shape[0] % 128 or x.shape[1] % 128:
+        launch(call, SCALES, rule, tiled, **tuning)
+        return call
+    for name, tiles in zip(SCALES, TILES, strict=True):
+        call.take({tiles: torch.empty_like(made[name])})
+    launch(call, TILES, rule, True, **tuning)
+    untile(call, TILES[0], SCALES[0], TILES[1], SCALES[1])
+    return call
+
+
+def _mx_floats(
+    call: Recording, scales: tuple[str, str], rule: Rule, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
+) -> None:  # fmt: skip
+    """float32 in tiles of 32 * warps rows and `columns` columns. scales: names of the tensors that get them."""
+    x = call.tensors["x"]
+    grid = (x.shape[0] // (32 * warps)) * (x.shape[1] // columns)
+    tail = (*x.shape, rule, tiled, x.numel() >= 2**31, warps, columns)
+    call.launch(Fixed(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1]))
+
+
+def _mx_pairs(
+    call: Recording,
+    scales: tuple[str, str],
+    rule: Rule,
+    tiled: bool,
+    down: int = DOWN,
+    across: int | None = None,
+    band: int = BAND,
+    registers: int | None = REGISTERS,
+) -> None:
+    """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
+
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
+    """
+    height, width = call.tensors["x"].shape
+    across = across or gcd(width // 64, ACROSS)
+    tall = height // (32 * down)
+    band = gcd(tall, band)
+    grid = (band, width // (64 * across), tall // band)
+    tail = (height, width, rule, tiled, down, across)
+    kernel = Fixed(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
+    call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
+
+
+def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Recording:
+    """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
+    height, width = x.shape
+    tall = height // PLAIN_ROWS
+    band = gcd(tall, PLAIN_BAND)
+    grid = (band, width // PLAIN_COLUMNS, tall // band)
+    call = Recording({"x": x, **{name: made.get(name) for name in GIVEN}})
+    call.take({name: made[name] for name in ("codes", "transposed")})
+    one = made["scale"] is made["transposed_scale"]
+    tail = (height, width, rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS)
+    pointers = ("x", "codes", "transposed", "scale", "transposed_scale")
+    call.launch(Fixed(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)
+    return call

@@ -1,0 +1,1 @@
+"""The rules of `reference.quantize` as device functions."""

@@ -1,0 +1,266 @@
+"""Codes of numbers, and numbers of codes: `reference.encode` and `reference.decode` as device functions.
+
+Everything takes float32 and gives int32 codes (or float32 values). `E` is an `Element`, `RULE` a `Rule` (see `rule`). The two
+8-bit float formats have conversion instructions; the other floats round by one float32 addition whose unit is the last kept
+bit; modes other than nearest even go through integers.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import (
+    HIDDEN,
+    INFINITY,
+    MAGNITUDE,
+    MANTISSA,
+    SIGN,
+    bits_of,
+    float_of,
+    is_nan,
+    normalized,
+    rounded,
+)
+from fast.kernels.rules.rounding import round_shift
+from fast.kernels.sm90.codebook16 import codebook_values
+from fast.kernels.sm90.fp4_wide import e2m1_codes
+
+# Beyond every integer format with any zero point.
+LARGEST_INTEGER = tl.constexpr(16384.0)
+LARGEST_INTEGER_EXPONENT = tl.constexpr(14)
+# What the overflow policy "mark" puts in place of a saturated code.
+MARK = tl.constexpr(1 << 20)
+# 1.5 * 2**23: adding it rounds to integers, to nearest even.
+TO_INTEGER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def encode(v, words, E: tl.constexpr):
+    """int32 codes of float32 values by the format's rule."""
+    if E.hardware == "e4m3":
+        return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    elif E.hardware == "e5m2":
+        return v.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    elif E.hardware == "e2m1":
+        return e2m1_codes(v).to(tl.int32)
+    elif E.kind == "float":
+        return _encode_float(v, words, E)
+    elif E.kind == "int":
+        integer = to_integer(v, words, E)
+        return tl.where(is_nan(v), E.nan_code, clamp_integer(integer, E))
+    elif E.kind == "codebook":
+        return _encode_codebook(v, E)
+    else:
+        return _encode_scale(v, words, E)
+
+
+@triton.jit
+def _encode_float(v, words, E: tl.constexpr):
+    b = bits_of(v)
+    if E.rounding == "nearest_even" and E.overflow == "saturate" and E.emin > -126:
+        return _finish(nonnegative_code(tl.abs(v), E), b, E)
+    else:
+        magnitude = b & MAGNITUDE
+        exponent = tl.maximum(magnitude >> 23, 1) - 127
+        significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+        return encode_parts(b, exponent, significand, words, E)
+
+
+@triton.jit
+def nonnegative_code(magnitude, E: tl.constexpr):
+    """Codes of non-negative values, saturating: adding 2**(e + 23 - mantissa) leaves the kept bits at the low end."""
+    a = tl.minimum(magnitude, float_of(tl.full((), E.max_bits, tl.int32)))
+    least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
+    unit = (bits_of(tl.maximum(a, least)) & INFINITY) + ((23 - E.mantissa) << 23)
+    b = bits_of(a + float_of(unit))
+    exponent = ((b >> 23) << E.mantissa) - ((E.emin + 150 - E.mantissa) << E.mantissa)
+    return (b & MANTISSA) + exponent
+
+
+@triton.jit
+def encode_parts(b, exponent, significand, words, E: tl.constexpr):
+    """Codes of +-significand * 2**(exponent - 23) in a float format; b gives sign, infinity and NaN."""
+    below = tl.maximum(E.emin - exponent, 0)
+    kept = round_shift(significand, below + (23 - E.mantissa), b < 0, words, E.rounding)
+    code = kept + (tl.maximum(exponent - E.emin, 0) << E.mantissa)
+    return _finish(_limit(code, b, E), b, E)
+
+
+@triton.jit
+def _limit(code, b, E: tl.constexpr):
+    """The largest finite code, or what the overflow policy and the direction of rounding put beyond it."""
+    if E.overflow == "saturate":
+        return tl.minimum(code, E.max_code)
+    else:
+        over = code > E.max_code
+        if E.overflow == "mark":
+            return tl.where(over, MARK, code)
+        else:
+            if (
+                E.rounding == "toward_zero"
+                or E.rounding == "to_odd"
+                or E.rounding == "up"
+                or E.rounding == "down"
+            ):
+                inward = (b & MAGNITUDE) < INFINITY
+                if E.rounding == "up":
+                    inward = inward & (b < 0)
+                elif E.rounding == "down":
+                    inward = inward & (b >= 0)
+                code = tl.where(over & inward, E.max_code, code)
+                over = over & (inward == 0)
+            return tl.where(over, E.beyond, code)
+
+
+@triton.jit
+def _finish(code, b, E: tl.constexpr):
+    """Sign and NaN of a magnitude's code."""
+    if E.sign_mask != 0:
+        if E.negative_zero:
+            code = code | ((b >> (32 - E.bits)) & E.sign_mask)
+        else:
+            code = tl.where((b < 0) & (code != 0), code | E.sign_mask, code)
+    return tl.where((b & MAGNITUDE) > INFINITY, E.nan_code, code)
+
+
+@triton.jit
+def to_integer(v, words, E: tl.constexpr):
+    """Signed int32 nearest to v * 2**fraction_bits; beyond +-2**14 (and for NaN) any integer beyond the formats."""
+    if E.rounding == "nearest_even":
+        if E.fraction_bits != 0:
+            v = v * (1 << E.fraction_bits)
+        return nearest_integer(v)
+    else:
+        b = bits_of(v)
+        magnitude = b & MAGNITUDE
+        exponent = tl.maximum(magnitude >> 23, 1) - 127 + E.fraction_bits
+        significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+        return shifted_integer(b, exponent, significand, words, E)
+
+
+@triton.jit
+def nearest_integer(v):
+    """Nearest int32, ties to even, of values clamped to +-2**14."""
+    v = tl.minimum(tl.maximum(v, -LARGEST_INTEGER), LARGEST_INTEGER)
+    return bits_of(v + TO_INTEGER) - 0x4B400000
+
+
+@triton.jit
+def shifted_integer(b, exponent, significand, words, E: tl.constexpr):
+    """Signed integer nearest to +-significand * 2**(exponent - 23) in any mode."""
+    shift = 23 - tl.minimum(exponent, LARGEST_INTEGER_EXPONENT)
+    kept = round_shift(significand, shift, b < 0, words, E.rounding)
+    return tl.where(b < 0, -kept, kept)
+
+
+@triton.jit
+def clamp_integer(integer, E: tl.constexpr):
+    """int32 saturated to the format's range and masked to its bits."""
+    if E.overflow == "mark":
+        return tl.where((integer < E.low) | (integer > E.high), MARK, 0)
+    else:
+        return tl.minimum(tl.maximum(integer, E.low), E.high) & ((1 << E.bits) - 1)
+
+
+@triton.jit
+def _encode_scale(v, words, E: tl.constexpr):
+    b = bits_of(v)
+    exponent, significand = normalized(b & MAGNITUDE)
+    zero = (b & MAGNITUDE) == 0
+    exponent = tl.where(zero, -127, exponent)
+    significand = tl.where(zero, 0, significand)
+    kept = round_shift(significand, 23 + zero.to(tl.int32), b < 0, words, E.rounding)
+    code = tl.maximum(exponent + E.bias + kept - 1, 0)
+    code = tl.where((b & MAGNITUDE) == INFINITY, E.max_code + 1, code)
+    code = _limit(code, b, E)
+    if E.overflow != "saturate":
+        code = tl.where(zero, E.nan_code, code)
+    return tl.where(((b & MAGNITUDE) > INFINITY) | ((b < 0) & (b != SIGN)), E.nan_code, code)
+
+
+@triton.jit
+def _encode_codebook(v, E: tl.constexpr):
+    """How many midpoints lie below; NaN counts as zero."""
+    code = (v > E.thresholds[0]).to(tl.int32)
+    for i in tl.static_range(1, len(E.thresholds)):
+        code += (v > E.thresholds[i]).to(tl.int32)
+    return tl.where(is_nan(v), E.zero_code, code)
+
+
+@triton.jit
+def nearest_by_difference(v, E: tl.constexpr, DTYPE: tl.constexpr):
+    """Index of the smallest rounded |v - value|, the first of equals (NaN: 0): torchao's NF4."""
+    first = rounded(tl.full((), E.table[0], tl.float32), DTYPE)
+    best = bits_of(rounded(v - first, DTYPE)) & MAGNITUDE
+    index = tl.zeros_like(best)
+    for i in tl.static_range(1, len(E.table)):
+        value = rounded(tl.full((), E.table[i], tl.float32), DTYPE)
+        distance = bits_of(rounded(v - value, DTYPE)) & MAGNITUDE
+        closer = distance < best
+        best = tl.where(closer, distance, best)
+        index = tl.where(closer, i, index)
+    return tl.where(is_nan(v), 0, index)
+
+
+@triton.jit
+def decode(code, E: tl.constexpr):
+    """float32 values of int32 codes, exact; NaN codes give NaN."""
+    if E.kind == "float":
+        if E.loads == "e4m3":
+            return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif E.loads == "e5m2":
+            # The high byte of a float16.
+            return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return _decode_float(code, E)
+    elif E.kind == "int":
+        integer = code & ((1 << E.bits) - 1)
+        if E.signed:
+            integer = tl.where(integer > E.max_code, integer - (1 << E.bits), integer)
+        value = integer.to(tl.float32)
+        if E.fraction_bits != 0:
+            value = value * (1.0 / (1 << E.fraction_bits))
+        if E.specials == "nan_minimum":
+            value = tl.where((code & 0xFF) == E.nan_code, float("nan"), value)
+        return value
+    elif E.kind == "codebook":
+        return codebook_values(code, E)
+    else:
+        power = tl.where(code == 0, 0x00400000, code << 23)
+        return float_of(tl.where(code == 255, 0x7FC00000, power))
+
+
+@triton.jit
+def e4m3_value(code):
+    """float32 of non-negative float8_e4m3fn codes (int32), NaN for 127, without the conversion instruction.
+
+    Clamped codes that come from one conversion and go into another were compiled wrongly (triton 3.6.0, reports/LOG.md).
+    """
+    return tl.where(code == 127, float("nan"), finite_e4m3_value(code))
+
+
+@triton.jit
+def finite_e4m3_value(code):
+    """The same for codes that are not 127."""
+    return float_of(code << 20) * 1.329227995784916e36
+
+
+@triton.jit
+def _decode_float(code, E: tl.constexpr):
+    """Fields moved into a float32 of the same fraction, times the power of two between the biases."""
+    magnitude = code & ((1 << (E.bits - 1)) - 1)
+    if E.bias == 127:
+        value = magnitude << (23 - E.mantissa)
+    else:
+        factor = float_of(tl.full((), (127 - E.bias + 127) << 23, tl.int32))
+        value = bits_of(float_of(magnitude << (23 - E.mantissa)) * factor)
+    if E.specials == "ieee":
+        value = tl.where(magnitude == E.max_code + 1, INFINITY, value)
+        value = tl.where(magnitude > E.max_code + 1, 0x7FC00000, value)
+    elif E.specials == "nan_ones":
+        value = tl.where(magnitude > E.max_code, 0x7FC00000, value)
+    sign = (code >> (E.bits - 1)) & 1
+    if E.specials == "nan_negative_zero":
+        value = tl.where(code == (1 << (E.bits - 1)), 0x7FC00000, value)
+        sign = tl.where(magnitude == 0, 0, sign)
+    nan = value == 0x7FC00000
+    return float_of(tl.where(nan, value, value | (sign << 31)))

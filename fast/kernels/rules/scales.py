@@ -1,0 +1,264 @@
+"""Scales and zero points from a block's statistic: `reference.quantize.scales` and `reference.quantize.power_scales` as
+device functions.
+
+Statistics come as patterns of magnitudes and as float32 minima and maxima, shape (blocks, 1); scales leave as float32, NaN
+canonical, beside the code or value that is stored. `L` is a `Level`, `RULE` a `Rule`.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import (
+    INFINITY,
+    LARGEST,
+    MAGNITUDE,
+    MANTISSA,
+    NAN,
+    bits_of,
+    canonical,
+    float_of,
+    is_nan,
+    normalized,
+    rounded,
+)
+from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
+from fast.kernels.sm90.bit_tricks import quotient
+
+
+@triton.jit
+def raised(v, KIND: tl.constexpr, L: tl.constexpr):
+    """max(v, floor) for non-negative v where the record floors at this place; NaN stays: its pattern is the largest."""
+    if L.floor_kind == KIND:
+        v = float_of(tl.maximum(bits_of(v), L.floor))
+    return v
+
+
+@triton.jit
+def floored(v, L: tl.constexpr):
+    """The floor on stored scales."""
+    if L.floor_kind == "zero":
+        v = float_of(tl.where(bits_of(v) == 0, L.floor, bits_of(v)))
+    return raised(v, "stored", L)
+
+
+@triton.jit
+def power_scale(largest, L: tl.constexpr, POISON_INFINITY: tl.constexpr):
+    """The e8m0 code of a pattern of the largest magnitude."""
+    if L.simple_power:
+        # Added bits carry into the exponent field where the rule rounds up. Zero and subnormal maxima end at 0.
+        code = tl.maximum(((largest + L.carry) >> 23) - L.target_exponent, 0)
+        if L.target_exponent == 0:
+            code = tl.minimum(code, 254)
+    else:
+        code = _general_power(largest, L)
+    if POISON_INFINITY:
+        return tl.where(largest >= INFINITY, 255, code)
+    else:
+        # Infinity counts as 2**128: its exponent field says so.
+        return tl.where(largest > INFINITY, 255, code)
+
+
+@triton.jit
+def _general_power(largest, L: tl.constexpr):
+    """The code of a maximum by its exponent, subnormal ones normalised."""
+    if L.rule == "rceil_log2":
+        ratio = bits_of(tl.div_rn(float_of(largest), L.target)) & MAGNITUDE
+        exponent, significand = normalized(ratio)
+        exponent = tl.where(largest == INFINITY, 127, exponent + _above(exponent, significand & MANTISSA, L))
+    else:
+        exponent, significand = normalized(largest)
+        if L.rule == "even":
+            exponent, significand = normalized(tl.minimum(largest + L.even_carry, INFINITY))
+        if L.rule == "ceil":
+            exponent += ((significand & MANTISSA) > 0).to(tl.int32)
+        elif L.rule == "rceil":
+            exponent += ((significand & MANTISSA) > L.target_fraction).to(tl.int32)
+        exponent -= L.target_exponent
+    code = tl.minimum(tl.maximum(exponent + 127, 0), 254)
+    return tl.where(largest == 0, 0, code)
+
+
+@triton.jit
+def power_value(code):
+    """float32 of an e8m0 code."""
+    b = tl.where(code == 0, 0x00400000, code << 23)
+    return float_of(tl.where(code == 255, NAN, b))
+
+
+@triton.jit
+def _above(exponent, fraction, L: tl.constexpr):
+    """1 where the float32 logarithm lies above its integer (`reference.arrays.log2`)."""
+    return (fraction > _steps(tl.maximum(exponent, -149), L)).to(tl.int32)
+
+
+@triton.jit
+def _steps(exponent, L: tl.constexpr):
+    steps = tl.zeros_like(exponent) + L.steps[0][1]
+    for i in tl.static_range(1, len(L.steps)):
+        steps = tl.where(exponent >= L.steps[i][0], L.steps[i][1], steps)
+    return steps
+
+
+@triton.jit
+def _floor_power(v, L: tl.constexpr):
+    """2**floor(log2(v)) with the logarithm rounded to float32; 0, infinity and NaN pass."""
+    b = bits_of(v)
+    exponent, significand = normalized(b)
+    near = (0x1000000 - significand) <= _steps(exponent + 1, L)
+    exponent += near.to(tl.int32)
+    subnormal = 1 << tl.minimum(tl.maximum(exponent + 149, 0), 22)
+    power = tl.where(exponent < -126, subnormal, (tl.maximum(exponent, -127) + 127) << 23)
+    return float_of(tl.where((b == 0) | (b >= INFINITY), b, power))
+
+
+@triton.jit
+def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
+    """The scale before it is rounded for storage, without any outer scale."""
+    statistic = _statistic(largest, low, high, L, HOUSE)
+    statistic = raised(statistic, "statistic", L)
+    if L.statistic == "minmax_split":
+        made = statistic
+    elif L.target == 1.0 and L.stored == "decode":
+        # A statistic that is an element, or was rounded as one, is its own quotient.
+        made = rounded(statistic, L.compute)
+    elif L.quick:
+        made = quotient(statistic, L.target, L.inverse)
+    elif L.stored == "encode":
+        made = _encoding(statistic, L)
+    else:
+        made = rounded(tl.div_rn(statistic, L.target), L.compute)
+    made = _to_power(made, L)
+    if HOUSE:
+        return float_of(tl.where(largest >= INFINITY, NAN, bits_of(made)))
+    else:
+        return float_of(tl.where(largest > INFINITY, NAN, bits_of(made)))
+
+
+@triton.jit
+def _encoding(statistic, L: tl.constexpr):
+    """target / statistic, in one rounding or as target * (1 / statistic)."""
+    if L.by_reciprocal:
+        inverse = rounded(tl.div_rn(1.0, statistic), L.compute)
+        made = rounded(inverse * L.target, L.compute)
+    else:
+        made = rounded(tl.div_rn(L.target, statistic), L.compute)
+    if L.floor_quotient is not None:
+        # That quotient is rounded once from the exact decimal floor.
+        made = float_of(tl.where(bits_of(statistic) == L.floor, L.floor_quotient, bits_of(made)))
+    return made
+
+
+@triton.jit
+def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
+    if L.statistic == "absmax" or L.statistic == "absmax_elements":
+        return float_of(largest)
+    elif L.statistic == "minmax_split":
+        a = bits_of(canonical(rounded(tl.div_rn(low, L.element_min), L.compute))) & MAGNITUDE
+        b = bits_of(canonical(rounded(tl.div_rn(high, L.target), L.compute))) & MAGNITUDE
+        return float_of(tl.maximum(a, b))
+    else:
+        width = canonical(rounded(high - low, L.compute))
+        if HOUSE:
+            width = finite(width)
+        return width
+
+
+@triton.jit
+def finite(v):
+    """+infinity as the largest float32."""
+    return float_of(tl.where(bits_of(v) == INFINITY, LARGEST, bits_of(v)))
+
+
+@triton.jit
+def _to_power(v, L: tl.constexpr):
+    if L.rule == "ratio_pow2":
+        b = bits_of(v)
+        if L.stored == "encode":
+            up = b
+        else:
+            up = b + MANTISSA
+        v = float_of(tl.where(b < INFINITY, up & INFINITY, b))
+    elif L.rule == "ratio_pow2_log2":
+        v = _floor_power(v, L)
+    return v
+
+
+@triton.jit
+def outer_scale(largest, RULE: tl.constexpr):
+    """The scale over all elements, from the pattern of their largest magnitude."""
+    L: tl.constexpr = RULE.outer
+    b = bits_of(canonical(ratio(largest, None, None, L, RULE.house)))
+    if L.nonfinite is not None:
+        b = tl.where(b >= INFINITY, L.nonfinite, b)
+    if L.stored == "encode":
+        b = tl.where(b == INFINITY, LARGEST, b)
+    return floored(float_of(b), L)
+
+
+@triton.jit
+def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
+    """The block scale before storage rounding, relative to the outer scale if there is one; NaN canonical."""
+    L: tl.constexpr = RULE.level
+    if not RULE.has_outer:
+        return canonical(ratio(largest, low, high, L, RULE.house))
+    elif RULE.outer_order == "folded":
+        multiplier = rounded(outer * L.one_over_target, L.compute)
+        return finite(canonical(rounded(float_of(largest) * multiplier, L.compute)))
+    elif RULE.outer_order == "encode":
+        return canonical(outer * ratio(largest, low, high, L, RULE.house))
+    else:
+        made = ratio(largest, low, high, L, RULE.house)
+        return canonical(tl.div_rn(made, outer))
+
+
+@triton.jit
+def stored_scale(exact, L: tl.constexpr):
+    """(what is kept, the scale it stands for): rounded to the storage format, raised to the record's floor."""
+    v = raised(exact, "scale", L)
+    if L.storage == "float32":
+        v = canonical(floored(v, L))
+        return v, v
+    elif L.floor_kind == "zero":
+        code = encode(v, None, L.storage_element)
+        v = floored(canonical(decode(code, L.storage_element)), L)
+        return encode(v, None, L.storage_element), v
+    elif L.storage == "e4m3" and L.floor_kind == "stored":
+        # A given outer scale may be negative: what is below zero is below the floor.
+        v = nonnegative(v)
+        code = tl.where(is_nan(v), 127, tl.maximum(nonnegative_code(v, L.storage_element), L.floor_code))
+        return code, canonical(e4m3_value(code))
+    else:
+        code = encode(v, None, L.storage_element)
+        if L.floor_kind == "stored":
+            # Codes of non-negative numbers order as the numbers do, NaN last.
+            code = tl.maximum(code, L.floor_code)
+        return code, canonical(decode(code, L.storage_element))
+
+
+@triton.jit
+def nonnegative(v):
+    """v, +0 where it has a minus sign; NaN canonical."""
+    return float_of(tl.maximum(bits_of(canonical(v)), 0))
+
+
+@triton.jit
+def loaded_scale(kept, L: tl.constexpr):
+    """The scale that a kept one stands for."""
+    if L.storage == "float32":
+        return canonical(kept)
+    else:
+        return canonical(decode(kept.to(tl.int32), L.storage_element))
+
+
+@triton.jit
+def zero_point(low, exact, RULE: tl.constexpr):
+    """The zero point: int32 codes, or a float32 rounded to its storage."""
+    L: tl.constexpr = RULE.level
+    scale = raised(raised(exact, "scale", L), "stored", L)
+    if RULE.zero == "value":
+        made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
+        return canonical(rounded(made, RULE.zero_storage))
+    else:
+        steps = rounded(tl.div_rn(low, scale), L.compute)
+        code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
+        return tl.where(is_nan(steps), 0, code)

@@ -1,0 +1,94 @@
+"""Maxima and minima of tiles, exactly, on bit patterns; see `reference.quantize.statistics`.
+
+A magnitude orders like its pattern, NaN above infinity, so an integer maximum is exact and reports NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
+from fast.kernels.sm90.int_asymmetric import range_of_tile
+
+# Blocks of so many elements are in all lanes of a warp, which have so many neighbours.
+LONG, NEIGHBOURS = tl.constexpr(1024), tl.constexpr(8)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two floats; NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    """The smaller of two floats; NaN if either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def absmax(v, FINITE_ONLY: tl.constexpr, NATIVE: tl.constexpr):
+    """Pattern of the largest magnitude of each row of a tile, (blocks, 1); elements that do not exist are 0.
+
+    NATIVE: by float maxima that keep NaN, which have a free absolute value on the GPU.
+    """
+    if NATIVE and not FINITE_ONLY:
+        return bits_of(tl.reduce(tl.abs(v), 1, larger, keep_dims=True)) & MAGNITUDE
+    else:
+        magnitude = bits_of(v) & MAGNITUDE
+        if FINITE_ONLY:
+            magnitude = tl.where(magnitude < INFINITY, magnitude, 0)
+        return tl.max(magnitude, axis=1, keep_dims=True)
+
+
+@triton.jit
+def block_absmax(v, NATIVE: tl.constexpr):
+    """`absmax` of blocks that may be long: one instruction finds an integer maximum over a warp, ten find that of floats."""
+    if NATIVE and v.shape[1] >= LONG:
+        parts = tl.reshape(tl.abs(v), (v.shape[0], v.shape[1] // NEIGHBOURS, NEIGHBOURS))
+        return tl.max(bits_of(tl.reduce(parts, 2, larger)) & MAGNITUDE, axis=1, keep_dims=True)
+    else:
+        return absmax(v, False, NATIVE)
+
+
+@triton.jit
+def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, NATIVE: tl.constexpr):
+    """Patterns of the largest magnitude, the minimum and the maximum of each row, (blocks, 1).
+
+    Where a row has a NaN the first is one, and the others are anything. Elements that do not exist are 0, which a range
+    that is widened to hold it does not mind. A tile of 16-bit numbers has neighbours of a row in one register.
+    """
+    below, above = tile, tile
+    # Floats take the fillers in any case: without them the assembler keeps so many at a time that masked tiles spill.
+    if not WITH_ZERO or tile.dtype == tl.float32:
+        below, above = _without(tile, inside, "inf"), _without(tile, inside, "-inf")
+    if NATIVE and tile.dtype != tl.float32 and tile.shape[1] > 1:
+        largest, low, high = range_of_tile(below, above)
+    else:
+        if NATIVE:
+            low = bits_of(tl.reduce(widened(below), 1, _smaller, keep_dims=True))
+            high = bits_of(tl.reduce(widened(above), 1, larger, keep_dims=True))
+        else:
+            key = order_key(bits_of(widened(below, SIGNS_NAN)))
+            low = order_key(tl.min(key, axis=1, keep_dims=True))
+            key = order_key(bits_of(widened(above, SIGNS_NAN)))
+            high = order_key(tl.max(key, axis=1, keep_dims=True))
+        largest = tl.maximum(low & MAGNITUDE, high & MAGNITUDE)
+    return largest, low, high
+
+
+@triton.jit
+def _without(tile, inside, FILLER: tl.constexpr):
+    """A tile, with a number where an element does not exist."""
+    return tl.where(inside, tile, tl.full((), float(FILLER), tl.float32).to(tile.dtype))
+
+
+@triton.jit
+def bound(b, largest, WITH_ZERO: tl.constexpr, LOW: tl.constexpr):
+    """float32 minimum (LOW) or maximum of a block; NaN where it holds one; WITH_ZERO widens the range to hold +0."""
+    if WITH_ZERO and LOW:
+        b = tl.where(b < 0, b, 0)
+        # A lone -0 is no minimum below zero.
+        b = tl.where(b == SIGN, 0, b)
+    elif WITH_ZERO:
+        b = tl.where(b < 0, 0, b)
+    return float_of(tl.where(largest > INFINITY, NAN, b))

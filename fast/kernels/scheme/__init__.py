@@ -1,0 +1,1 @@
+"""A scheme's record as constants of kernels, and which fast paths it permits."""

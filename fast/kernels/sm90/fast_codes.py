@@ -1,0 +1,380 @@
+"""Codes and values of house schemes by the instruction sequences of `words`.
+
+Only for scales that were computed from the tile: then a block with NaN or infinity has a NaN scale, every other element is
+finite, and what must become the poison code is masked a word at a time. Everything else goes through `elements` and `values`.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
+from fast.kernels.rules.elements import finite_e4m3_value, nonnegative_code
+from fast.kernels.rules.packing import store_packed
+from fast.kernels.rules.scaled import bounded, power_multiplier
+from fast.kernels.rules.scales import nonnegative
+from fast.kernels.sm90.bit_tricks import (
+    TO_INTEGER,
+    bfloat16_of,
+    bytes_of,
+    divided,
+    e2m1_numbers,
+    e2m1_values,
+    e2m1_words,
+    e2m3_bytes,
+    e2m3_values,
+    e3m2_bytes,
+    e3m2_values,
+    float16_of,
+    int4_values,
+    int4_words,
+    integer_values,
+    inverse,
+    nibble_words,
+    quotient,
+    six_triples,
+    six_words,
+)
+from fast.kernels.sm90.codebook16 import codebook_numbers, codebook_values, codebook_word_values
+from fast.kernels.sm90.pack_32 import integer_quads, load_quads, quad_values, store_quads
+from fast.kernels.sm90.uniform_codebook import stretched_numbers, stretched_values
+
+
+@triton.jit
+def multiplier(scale, kept, prepared, RULE: tl.constexpr):
+    """What an element is multiplied by, (blocks, 1); NaN in poisoned blocks.
+
+    kept: the e8m0 code of a power of two. kept or prepared: the multiplier, where choosing the scale has made it already.
+    """
+    if RULE.power_of_two and RULE.level.target_exponent >= 2:
+        # Codes end at 253 there, so 2**(127 - code) is a normal number.
+        return float_of(tl.where(kept == 255, NAN, (254 - kept) << 23))
+    elif RULE.power_of_two:
+        return power_multiplier(scale, RULE)
+    elif RULE.has_outer:
+        return prepared
+    elif RULE.ranged:
+        return kept
+    elif RULE.level.quick and RULE.level.target >= 4.0:
+        # Then no scale is above 2**126, and its reciprocal is a normal number.
+        return inverse(scale)
+    elif RULE.level.quick:
+        return _reciprocals(scale)
+    else:
+        return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _reciprocals(scale):
+    """1 / scale, correctly rounded, of a tile of scales that are 2**-126 or more, or NaN; few tiles have one above 2**125."""
+    if tl.max(tl.reshape(scale, (scale.numel,)), axis=0) <= 4.253529586511731e37:
+        made = inverse(scale)
+    else:
+        made = tl.div_rn(1.0, scale)
+    return made
+
+
+@triton.jit
+def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
+    """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
+
+    (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
+    brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong
+    lies far below the smallest block scale. COMPUTED: the outer scale comes from a tensor, and of records
+    that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
+    """
+    if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
+        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+    elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
+        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+    else:
+        code, scale, m = _under_any(largest, outer, RULE.level)
+    return code, scale, m
+
+
+@triton.jit
+def _under_ordinary(largest, outer, L: tl.constexpr):
+    power = (254 << 23) - (bits_of(outer) & INFINITY)
+    unit = float_of(power)
+    mantissa = outer * unit
+    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
+    exact = divided(value, mantissa, inverse(mantissa))
+    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
+    # NaN and infinity poison their block.
+    bad = largest >= INFINITY
+    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
+    return tl.where(bad, 127, code), scale, inverse(outer * scale)
+
+
+@triton.jit
+def _under_any(largest, outer, L: tl.constexpr):
+    """The same for an outer scale of any size and sign; NaN poisons every block."""
+    exact = nonnegative(tl.div_rn(tl.div_rn(float_of(largest), L.target), outer))
+    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
+    bad = (largest >= INFINITY) | is_nan(exact) | is_nan(outer)
+    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
+    return tl.where(bad, 127, code), scale, bounded(tl.div_rn(1.0, outer * scale))
+
+
+@triton.jit
+def kept_where(scale, MASK: tl.constexpr):
+    """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
+    return tl.where(is_nan(scale), 0, MASK)
+
+
+@triton.jit
+def integers(v, m, scale, zero, RULE: tl.constexpr):
+    """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range.
+
+    In poisoned blocks they are NaN, or 0 where numbers are brought into the range.
+    """
+    y = v * m
+    if RULE.fraction_bits != 0:
+        y = y * (1 << RULE.fraction_bits)
+    t = y + TO_INTEGER
+    if RULE.clamps:
+        t = _in_range(t, scale, zero, RULE)
+    return t
+
+
+@triton.jit
+def _in_range(t, scale, zero, RULE: tl.constexpr):
+    """Integers n + 1.5 * 2**23 as min(max(n + zero, lowest), highest) + 1.5 * 2**23; 0 for NaN in poisoned blocks.
+
+    The adder saturates to [0, 1] for nothing: with l = lowest - zero and B bits, (n - l) / 2**B stops at 0, then
+    (highest - lowest) / 2**B less that, where NaN has become 0. All of these are exact.
+    """
+    UNIT: tl.constexpr = 1.0 / (1 << RULE.bits)
+    SPAN: tl.constexpr = RULE.highest - RULE.lowest
+    LEAST: tl.constexpr = -(RULE.lowest + TO_INTEGER) * UNIT
+    if RULE.zero == "code":
+        offset = zero.to(tl.float32) * UNIT + LEAST
+    else:
+        offset = tl.full((1, 1), LEAST, tl.float32)
+    top = tl.where(is_nan(scale), TO_INTEGER + SPAN, TO_INTEGER + RULE.highest)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 p; fma.rn.sat.f32 p, $1, $4, $2; fma.rn.sat.f32 p, p, 0fBF800000, $5; fma.rn.f32 $0, p, $6, $3; }",
+        "=f,f,f,f,f,f,f", [t, offset, top, UNIT, SPAN * UNIT, -1.0 / UNIT],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_codes(
+    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+):
+    """Codes of a tile, packed where the job says so."""
+    if RULE.hot == "e4m3":
+        y = v * m
+        tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+    elif RULE.hot == "e5m2":
+        y = v * m
+        tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
+    elif RULE.digits != "":
+        _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
+    elif RULE.hot == "codebook":
+        _store_nibbles(
+            codes, at, inside, block, exists, bits_of(codebook_numbers(v * m, RULE.element)), scale, PACKED
+        )
+    elif RULE.hot == "e2m1":
+        _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+    else:
+        _store_six(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+
+
+@triton.jit
+def _store_integers(
+    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+):
+    if RULE.hot == "stretched":
+        t = bits_of(stretched_numbers(v * m, RULE.element))
+    else:
+        t = bits_of(integers(v, m, scale, zero, RULE))
+    if PACKED and RULE.bits == 4 and RULE.digits == "signed":
+        store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
+    elif PACKED and v.shape[1] % 32 == 0:
+        quads = integer_quads(t, kept_where(scale, -1), RULE.bits, RULE.digits == "signed")
+        store_quads(codes, quads, block, exists, RULE.bits)
+    elif PACKED:
+        kept = kept_where(scale, (1 << RULE.bits) - 1)
+        store_packed(codes, t & kept, block, exists, RULE.bits)
+    else:
+        if RULE.clamps and RULE.bits == 8:
+            made = bytes_of(t)
+        else:
+            made = _masked_bytes(t, scale, (1 << RULE.bits) - 1)
+        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.constexpr):
+    """Codes in the low four bits of patterns above 0x4b400000."""
+    if PACKED:
+        store_words(codes, nibble_words(numbers, kept_where(scale, -1)), block, exists)
+    else:
+        made = bytes_of(numbers) & kept_where(scale, 0x0F).to(tl.int8)
+        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _masked_bytes(codes, scale, MASK: tl.constexpr):
+    """The low bytes of codes, 0 in poisoned blocks."""
+    return bytes_of(codes & kept_where(scale, MASK))
+
+
+@triton.jit
+def store_words(codes, words, block, exists):
+    """Words of a tile behind a pointer to bytes."""
+    COUNT: tl.constexpr = words.shape[1]
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    tl.store(out, words, mask=exists)
+
+
+@triton.jit
+def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+    if RULE.power_of_two:
+        signed = v
+        numbers = bits_of(e2m1_numbers(v, tl.broadcast_to(m * 0.5, v.shape)))
+    else:
+        # The scaled element is rounded first; a negative outer scale turns its sign.
+        signed = v * m
+        numbers = bits_of(e2m1_numbers(signed, tl.full(v.shape, 0.5, tl.float32)))
+    if PACKED:
+        store_words(codes, e2m1_words(numbers, bits_of(signed), kept_where(scale, -1)), block, exists)
+    else:
+        made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
+        tl.store(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+    # The power of two is exact: y * 2**-k is below 2**-126 only where y rounds to zero.
+    if RULE.hot == "e2m3":
+        if RULE.power_of_two:
+            y = v * (m * 0.015625)
+        else:
+            y = (v * m) * 0.015625
+        made = e2m3_bytes(y)
+    else:
+        if RULE.power_of_two:
+            y = v * (m * 0.000244140625)
+        else:
+            y = (v * m) * 0.000244140625
+        made = e3m2_bytes(y)
+    if PACKED:
+        a, b, c = six_words(made, kept_where(scale, -1))
+        COUNT: tl.constexpr = v.shape[1] // 16
+        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
+        tl.store(word, a, mask=exists)
+        tl.store(word + 1, b, mask=exists)
+        tl.store(word + 2, c, mask=exists)
+    else:
+        tl.store(
+            codes + at, (made & kept_where(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside
+        )
+
+
+@triton.jit
+def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
+    """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
+    if RULE.hot == "int":
+        n = integers(v, m, scale, zero, RULE) - TO_INTEGER
+        if RULE.zero == "code":
+            n = n - zero.to(tl.float32)
+        if RULE.fraction_bits != 0:
+            n = n * (1.0 / (1 << RULE.fraction_bits))
+        return n
+    elif RULE.hot == "codebook":
+        return codebook_values(bits_of(codebook_numbers(v * m, RULE.element)), RULE.element)
+    elif RULE.hot == "stretched":
+        return stretched_values(stretched_numbers(v * m, RULE.element), RULE.element)
+    else:
+        y = v * m
+        if RULE.hot == "e4m3":
+            return y.to(tl.float8e4nv).to(tl.float32)
+        else:
+            return _rounded_float(y, RULE.element)
+
+
+@triton.jit
+def _rounded_float(y, E: tl.constexpr):
+    """y rounded to a float format by adding and subtracting 1.5 * 2**(e + 23 - mantissa); saturating, sign kept."""
+    top: tl.constexpr = E.max_value
+    a = tl.minimum(tl.maximum(y, -top), top)
+    least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
+    unit = float_of(
+        ((bits_of(tl.maximum(tl.abs(a), least)) & INFINITY) + ((23 - E.mantissa) << 23)) | 0x00400000
+    )
+    made = (a + unit) - unit
+    return float_of((bits_of(made) & MAGNITUDE) | (bits_of(y) & SIGN))
+
+
+@triton.jit
+def finished(product, scale, DTYPE: tl.constexpr):
+    """Products as the output dtype: finite values stay finite where the scale is, NaN canonical."""
+    finite = (bits_of(scale) & MAGNITUDE) < INFINITY
+    if DTYPE == "bfloat16":
+        limit = tl.where(finite, 0x7F7F, 0x7F80).to(tl.int16)
+        return bfloat16_of(product, tl.broadcast_to(limit, product.shape))
+    elif DTYPE == "float16":
+        limit = tl.where(finite, 0x7BFF, 0x7C00).to(tl.int16)
+        return float16_of(product, tl.broadcast_to(limit, product.shape))
+    else:
+        bound = float_of(tl.where(finite, LARGEST, INFINITY))
+        return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
+
+
+@triton.jit
+def loaded_values(
+    codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """What the codes of a tile count in units of the scale, less the zero point."""
+    value = loaded_numbers(codes, at, inside, block, exists, RULE, PACKED, SIZE)
+    if RULE.zero == "code":
+        value = value - zero.to(tl.float32)
+    return value
+
+
+@triton.jit
+def loaded_numbers(
+    codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """What the codes of a tile count in units of the scale, read as words where they are packed; zero points are left out."""
+    if PACKED and RULE.bits == 4:
+        words = _load_words(codes, block, exists, SIZE // 8)
+        if RULE.kind == "int":
+            value = int4_values(words)
+        elif RULE.kind == "codebook":
+            value = codebook_word_values(words, RULE.element)
+        else:
+            value = e2m1_values(words)
+    elif PACKED and RULE.kind == "int":
+        value = quad_values(load_quads(codes, block, exists, SIZE, RULE.bits), RULE.bits)
+    elif PACKED:
+        COUNT: tl.constexpr = SIZE // 16
+        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
+        a = tl.load(word, mask=exists, other=0)
+        b = tl.load(word + 1, mask=exists, other=0)
+        c = tl.load(word + 2, mask=exists, other=0)
+        if RULE.element.mantissa == 3:
+            value = e2m3_values(six_triples(a, b, c))
+        else:
+            value = e3m2_values(six_triples(a, b, c))
+    else:
+        code = tl.load(codes + at, mask=inside, other=0)
+        if RULE.kind == "int":
+            value = integer_values(code.to(tl.int8, bitcast=True), RULE.bits)
+        elif RULE.kind == "codebook":
+            value = codebook_values(code.to(tl.int32), RULE.element)
+        else:
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if RULE.fraction_bits != 0:
+        value = value * (1.0 / (1 << RULE.fraction_bits))
+    return value
+
+
+@triton.jit
+def _load_words(codes, block, exists, COUNT: tl.constexpr):
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    return tl.load(out, mask=exists, other=0)

@@ -1,0 +1,134 @@
+"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two numbers is not taken apart early.
+
+At the memory limit a packed 4-bit quantizer has about 18 issue slots an element, and integer, compare and select instructions
+count twice. So maxima are taken of two numbers at once, the magnitudes that they need are masked once, and the signs of eight
+numbers are put into place together. Blocks whose scale costs many instructions lie in one thread each.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.sm90.bit_tricks import quarters
+
+MAGNITUDES = tl.constexpr(0x7FFF7FFF)
+
+# Numbers 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
+_HALVES = "shl.b32 t, ${at}, 16; mov.b32 x, t; {low} and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t; {high} "
+# |x| to 2**23 + code: see `words.e2m1_numbers`.
+_NUMBER = """{scaled} mul.rn.sat.f32 g, x, {half}; fma.rn.sat.f32 h, x, {half}, 0fBF800000;
+fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000; fma.rn.f32 g, h, 0f40000000, g;
+add.rn.f32 g, k, g; mov.b32 n{number}, g; """
+# Digits 16**i; the patterns of 2**23 add up to 0xFB000000.
+_DIGITS = """shl.b32 t, n1, 4; add.u32 n0, n0, t; shl.b32 t, n3, 4; add.u32 n2, n2, t; shl.b32 t, n5, 4; add.u32 n4, n4, t;
+shl.b32 t, n7, 4; add.u32 n6, n6, t; shl.b32 t, n2, 8; add.u32 n0, n0, t; shl.b32 t, n6, 8; add.u32 n4, n4, t;
+shl.b32 t, n4, 16; add.u32 n0, n0, t; add.u32 n0, n0, 0x05000000; """
+# Signs of numbers 0 and 2, 1 and 3 in neighbouring bytes, then the even and the odd ones of all eight in order.
+_SIGNS = """shr.u32 t, $6, 8; lop3.b32 n1, $5, t, 0x80008000, 0xE4; shr.u32 t, $8, 8; lop3.b32 n2, $7, t, 0x80008000, 0xE4;
+prmt.b32 n3, n1, n2, 0x4501; prmt.b32 n4, n1, n2, 0x6723; shr.u32 n3, n3, 4; lop3.b32 n3, n3, n4, 0x0F0F0F0F, 0xE4;
+lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
+
+
+def _words(scaled: str, half: str) -> tl.constexpr:
+    """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11."""
+    text = ""
+    for pair in range(4):
+        low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
+        text += _HALVES.format(at=pair + 1, low=low, high=high)
+    registers = ".reg .b32 t, n0, n1, n2, n3, n4, n5, n6, n7; .reg .f32 x, g, h, k;"
+    return tl.constexpr(f"{{ {registers} {text}{_DIGITS}{_SIGNS} }}")
+
+
+# Codes of numbers 0 to 3 to the bytes of n0, and their signs.
+_BYTES = """prmt.b32 n0, n0, n1, 0x0040; prmt.b32 n2, n2, n3, 0x0040; prmt.b32 n0, n0, n2, 0x5410; prmt.b32 t, $3, $4, 0x7531;
+shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0xA8; """
+
+
+def _bytes(scaled: str, half: str) -> tl.constexpr:
+    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $7 for `_words`' $9 to $11."""
+    text = ""
+    for pair in range(2):
+        low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
+        text += _HALVES.format(at=pair + 1, low=low, high=high)
+    return tl.constexpr(f"{{ .reg .b32 t, n0, n1, n2, n3; .reg .f32 x, g, h, k; {text}{_BYTES} }}")
+
+
+# The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
+EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
+EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
+
+
+@triton.jit
+def larger_pair(a, b):
+    """The larger of both pairs of unsigned 16-bit numbers; as patterns of magnitudes NaN is the largest."""
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def load_pairs(x, block, SIZE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr):
+    """Pairs of bfloat16 (int32) of part HALF of HALVES of each block: (P, SIZE / 2 / HALVES)."""
+    COUNT: tl.constexpr = SIZE // 2 // HALVES
+    at = block * (SIZE // 2) + (HALF * COUNT + tl.arange(0, COUNT)[None, :])
+    return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + at)
+
+
+@triton.jit
+def largest_of_pairs(pairs):
+    """The larger magnitudes of each four neighbouring pairs (P, S), as pairs (P, S / 4)."""
+    a, b, c, d = quarters(pairs & MAGNITUDES)
+    return larger_pair(larger_pair(a, b), larger_pair(c, d))
+
+
+@triton.jit
+def largest_of_block(pairs):
+    """float32 pattern of the largest magnitude of each row of pairs, (P, 1)."""
+    both = tl.reduce(pairs, 1, larger_pair, keep_dims=True)
+    return tl.maximum(both & 0xFFFF, (both >> 16) & 0xFFFF) << 16
+
+
+@triton.jit
+def words_of_pairs(a, b, m, keep, EXACTLY: tl.constexpr, PACKED: tl.constexpr):
+    """Words of pairs (P, 4) each: |x * m| rounded, the sign of the product; keep: a block's mask.
+
+    PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4). EXACTLY: m is a power of two.
+    """
+    if PACKED:
+        return side_by_side(_word(a, m, keep, EXACTLY), _word(b, m, keep, EXACTLY))
+    else:
+        return side_by_side(_two_words(a, m, keep, EXACTLY), _two_words(b, m, keep, EXACTLY))
+
+
+@triton.jit
+def _two_words(pairs, m, keep, EXACTLY: tl.constexpr):
+    p, q, r, s = quarters(pairs)
+    a, b, c, d = quarters(pairs & MAGNITUDES)
+    return side_by_side(_bytes_of(a, b, p, q, m, keep, EXACTLY), _bytes_of(c, d, r, s, m, keep, EXACTLY))
+
+
+@triton.jit
+def _bytes_of(a, b, p, q, m, keep, EXACTLY: tl.constexpr):
+    flip = m.to(tl.int32, bitcast=True) >> 31
+    factor = tl.abs(m * 0.5 if EXACTLY else m)
+    return tl.inline_asm_elementwise(
+        EXACT_BYTES if EXACTLY else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def side_by_side(a, b):
+    """(P, S) twice as (P, 2 S), a first."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _word(pairs, m, keep, EXACTLY: tl.constexpr):
+    p, q, r, s = quarters(pairs)
+    a, b, c, d = quarters(pairs & MAGNITUDES)
+    flip = m.to(tl.int32, bitcast=True) >> 31
+    factor = tl.abs(m * 0.5 if EXACTLY else m)
+    return tl.inline_asm_elementwise(
+        EXACT if EXACTLY else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip

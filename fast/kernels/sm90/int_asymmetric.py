@@ -1,0 +1,223 @@
+"""Integers with zero points: minima and maxima of 16-bit numbers in pairs, and what is made of a range once for a block.
+
+Comparison instructions run at half the rate of float ones on Hopper, and in float32 a range takes two of them for every
+element. In 16 bits one instruction compares two numbers. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
+maximum of numbers with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import (
+    INFINITY,
+    LARGEST,
+    MAGNITUDE,
+    bits_of,
+    float_of,
+    high_float,
+    is_nan,
+    low_float,
+)
+from fast.kernels.sm90.bit_tricks import TO_INTEGER, divided, inverse, negated, quarters, quotient
+from fast.kernels.sm90.fp4 import side_by_side
+
+# Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.
+GROUP = tl.constexpr(8)
+# Elements of a block that a thread has where codes are packed: 16 bytes of them.
+SEGMENT = tl.constexpr(32)
+# 2**23 and four digits of 15.
+TOP = tl.constexpr(8388608.0 + 65535.0)
+
+
+def _of_pairs(name: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """An instruction for pairs of bfloat16 and of float16."""
+    return tl.constexpr(f"{name}.bf16x2 $0, $1, $2;"), tl.constexpr(f"{name}.f16x2 $0, $1, $2;")
+
+
+SMALLER_BFLOAT16, SMALLER_FLOAT16 = _of_pairs("min.NaN")
+LARGER_BFLOAT16, LARGER_FLOAT16 = _of_pairs("max.NaN")
+
+
+@triton.jit
+def smaller_bfloat16(a, b):
+    """The smaller numbers of two pairs; NaN if either is."""
+    return tl.inline_asm_elementwise(SMALLER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def smaller_float16(a, b):
+    """The same for float16."""
+    return tl.inline_asm_elementwise(SMALLER_FLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_bfloat16(a, b):
+    """The larger numbers of two pairs; NaN if either is."""
+    return tl.inline_asm_elementwise(LARGER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_float16(a, b):
+    """The same for float16."""
+    return tl.inline_asm_elementwise(LARGER_FLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def pairs_of(tile):
+    """Neighbours of a tile (P, S) of 16-bit numbers as int32 (P, S / 2): the registers that they were loaded to."""
+    low, high = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def crossed(smallest, largest):
+    """(maximum of a pair, -minimum of a pair) as two words that one more maximum joins."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 n; xor.b32 n, $2, 0x80008000;
+        prmt.b32 $0, $3, n, 0x5410; prmt.b32 $1, $3, n, 0x7632; }""",
+        "=&r,=&r,r,r", [smallest, largest], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def range_of_pairs(below, above, BRAIN: tl.constexpr, SIDE: tl.constexpr):
+    """Patterns of the largest magnitude, the minimum and the maximum of each row, (P, 1); all are NaN where it has one.
+
+    below, above: the row's pairs (P, W), with 0 or an infinity where none is. SIDE: how many a lane has side by side.
+    """
+    ROWS: tl.constexpr = below.shape[0]
+    COUNT: tl.constexpr = below.shape[1] // SIDE
+    below, above = tl.reshape(below, (ROWS, COUNT, SIDE)), tl.reshape(above, (ROWS, COUNT, SIDE))
+    if BRAIN:
+        least, most = tl.reduce(below, 2, smaller_bfloat16), tl.reduce(above, 2, larger_bfloat16)
+        first, second = crossed(least, most)
+        word = tl.reduce(larger_bfloat16(first, second), 1, larger_bfloat16, keep_dims=True)
+    else:
+        least, most = tl.reduce(below, 2, smaller_float16), tl.reduce(above, 2, larger_float16)
+        first, second = crossed(least, most)
+        word = tl.reduce(larger_float16(first, second), 1, larger_float16, keep_dims=True)
+    low, high = bits_of(negated(high_float(word, BRAIN))), bits_of(low_float(word, BRAIN))
+    return tl.maximum(low & MAGNITUDE, high & MAGNITUDE), low, high
+
+
+@triton.jit
+def range_of_tile(below, above):
+    """The same of tiles of 16-bit numbers, (P, S), that differ in elements that do not exist."""
+    SIDE: tl.constexpr = GROUP if below.shape[1] >= 2 * GROUP else below.shape[1] // 2
+    return range_of_pairs(pairs_of(below), pairs_of(above), below.dtype == tl.bfloat16, SIDE)
+
+
+@triton.jit
+def scale_of_range(largest, low, high, RULE: tl.constexpr):
+    """(scale, multiplier of the elements, zero point) of blocks with these extremes, which need not hold zero yet.
+
+    (high - low) / target, raised to the record's floor; 1 / scale; RULE.low - round(low / scale), each correctly rounded. Where
+    the scale is brought to [1, 2) short divisions do. low / scale is at least -target, but for a rounding, so no zero point
+    needs a limit. largest: pattern of the largest magnitude; NaN and infinity poison their block.
+    """
+    L: tl.constexpr = RULE.level
+    bad = largest >= INFINITY
+    below, above = tl.maximum(negated(low), 0.0), tl.maximum(high, 0.0)
+    width = tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32)))
+    # Below 2**-126, where the product may be wrong, is the floor.
+    scale = tl.maximum(quotient(width, L.target, L.inverse), float_of(tl.full((), L.floor, tl.int32)))
+    scale = tl.where(bad, float("nan"), scale)
+    unit = float_of((254 << 23) - (bits_of(scale) & INFINITY))
+    mantissa = scale * unit
+    inverse_mantissa = inverse(mantissa)
+    steps = divided(below * unit, mantissa, inverse_mantissa)
+    zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - RULE.low)
+    return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
+
+
+def _nibbles(low: str, high: str) -> tl.constexpr:
+    """Eight codes of the pairs $1 to $4 with the multiplier $5, the offset $6 and the top $7; see `_word`.
+
+    low, high: x of pair $`at`.
+    """
+    text = ""
+    for i in range(8):
+        take, into = (low, high)[i % 2].format(at=i // 2 + 1), "lh"[i // 4]
+        # -16**(i + 1) as a pattern of float32.
+        weight = 0xBF800000 + (4 * (i % 4 + 1) << 23)
+        text += f"""{take} mul.rn.f32 x, x, $5; add.rn.f32 x, x, 0f4B400000;
+        fma.rn.sat.f32 x, x, 0f3D800000, $6; fma.rn.sat.f32 x, x, 0fBF800000, 0f3F700000;
+        fma.rn.f32 {into}, x, 0f{weight:08X}, {into if i % 4 else "$7"}; """
+    return tl.constexpr(
+        f"""{{ .reg .b16 p, q; .reg .b32 t, a; .reg .f32 x, l, h; {text}
+        mov.b32 t, l; mov.b32 a, h; prmt.b32 t, t, a, 0x5410; xor.b32 $0, t, 0x88888888; }}"""
+    )
+
+
+NIBBLES_BFLOAT16 = _nibbles(
+    "shl.b32 t, ${at}, 16; mov.b32 x, t;", "and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t;"
+)
+NIBBLES_FLOAT16 = _nibbles(
+    "mov.b32 {{p, q}}, ${at}; cvt.f32.f16 x, p;", "mov.b32 {{p, q}}, ${at}; cvt.f32.f16 x, q;"
+)
+
+
+@triton.jit
+def _segments(block, SIZE: tl.constexpr):
+    """Numbers of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
+    COUNT: tl.constexpr = SIZE // SEGMENT
+    return tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
+
+
+@triton.jit
+def load_segments(x, block, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Pairs (int32) of a quarter of each segment of each block, (P * SIZE / SEGMENT, 4)."""
+    at = _segments(block, SIZE) * (SEGMENT // 2) + (4 * PART + tl.arange(0, 4)[None, :])
+    return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + at)
+
+
+@triton.jit
+def range_of_segments(a, b, c, d, BRAIN: tl.constexpr, SIZE: tl.constexpr):
+    """`range_of_pairs` of blocks, of the four parts of their segments."""
+    if BRAIN:
+        least = smaller_bfloat16(smaller_bfloat16(a, b), smaller_bfloat16(c, d))
+        most = larger_bfloat16(larger_bfloat16(a, b), larger_bfloat16(c, d))
+    else:
+        least = smaller_float16(smaller_float16(a, b), smaller_float16(c, d))
+        most = larger_float16(larger_float16(a, b), larger_float16(c, d))
+    COUNT: tl.constexpr = SIZE // SEGMENT
+    SHAPE: tl.constexpr = (a.shape[0] // COUNT, 4 * COUNT)
+    return range_of_pairs(tl.reshape(least, SHAPE), tl.reshape(most, SHAPE), BRAIN, 4)
+
+
+@triton.jit
+def store_segments(codes, a, b, c, d, m, scale, zero, block, BRAIN: tl.constexpr, SIZE: tl.constexpr):
+    """Packed 4-bit codes of blocks with these multipliers, scales and zero points, (P, 1)."""
+    offset = zero.to(tl.float32) * 0.0625 + (8.0 - TO_INTEGER) * 0.0625
+    top = tl.where(is_nan(scale), TOP + 0x8888, TOP)
+    m, offset, top = _spread(m, SIZE), _spread(offset, SIZE), _spread(top, SIZE)
+    words = side_by_side(
+        side_by_side(_word(a, m, offset, top, BRAIN), _word(b, m, offset, top, BRAIN)),
+        side_by_side(_word(c, m, offset, top, BRAIN), _word(d, m, offset, top, BRAIN)),
+    )
+    at = _segments(block, SIZE) * 4 + tl.arange(0, 4)[None, :]
+    tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, words)
+
+
+@triton.jit
+def _spread(v, SIZE: tl.constexpr):
+    """A number of each block (P, 1) for each of its segments."""
+    COUNT: tl.constexpr = SIZE // SEGMENT
+    return tl.reshape(tl.broadcast_to(v, (v.shape[0], COUNT)), (v.shape[0] * COUNT, 1))
+
+
+@triton.jit
+def _word(pairs, m, offset, top, BRAIN: tl.constexpr):
+    """Words of eight codes (S, 1) of pairs (S, 4).
+
+    Codes come from the adder as in `hot`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less the sum
+    of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8 * 0x1111
+    higher: codes of 0.
+    """
+    p, q, r, s = quarters(pairs)
+    return tl.inline_asm_elementwise(
+        NIBBLES_BFLOAT16 if BRAIN else NIBBLES_FLOAT16, "=r,r,r,r,r,f,f,f", [p, q, r, s, m, offset, top],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip

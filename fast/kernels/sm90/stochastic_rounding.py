@@ -1,0 +1,42 @@
+"""Stochastic rounding of MX floats: the rule of `rounding.round_shift`, without taking every number apart.
+
+The rule adds random bits to the significand where it is cut, and cuts: of numbers that are normal in the format to the float32
+pattern itself, whose exponent takes the carry; below them to a fixed-point number of 24 fraction bits. Each is at most the
+other's code where it does not apply, so the larger one is the code. Only for scales that were computed from the tile, as in
+`hot`: where a block is not poisoned its numbers are finite.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.rules.bits import MAGNITUDE, bits_of, is_nan
+from fast.kernels.rules.packing import store_packed
+from fast.kernels.sm90.bit_tricks import bytes_of
+
+
+@triton.jit
+def drawn_codes(y, words, E: tl.constexpr):
+    """int32 codes of scaled numbers y by the top 24 bits of random words (uint32); sign kept, saturating."""
+    M: tl.constexpr = E.mantissa
+    LEAST: tl.constexpr = 2.0**E.emin
+    UNIT: tl.constexpr = 2.0 ** (24 + M - E.emin)
+    rest = (bits_of(y) & MAGNITUDE) - ((E.emin + 126) << 23)
+    normal = (rest + (words >> (9 + M)).to(tl.int32)) >> (23 - M)
+    # Exact: what lies below the 24 bits is dropped, by the rule as by the conversion.
+    fixed = (tl.minimum(tl.abs(y), LEAST) * UNIT).to(tl.int32)
+    small = (fixed + (words >> 8).to(tl.int32)) >> 24
+    code = tl.minimum(tl.maximum(normal, small), E.max_code)
+    return code | ((bits_of(y) >> (32 - E.bits)) & E.sign_mask)
+
+
+@triton.jit
+def store_drawn(
+    codes, at, inside, block, exists, v, m, words, scale, RULE: tl.constexpr, PACKED: tl.constexpr
+):
+    """Codes of a tile under scales (P, 1), packed where the job says so."""
+    made = drawn_codes(v * m, words, RULE.element)
+    made = tl.where(is_nan(scale), RULE.poison_code, made)
+    if PACKED:
+        store_packed(codes, made, block, exists, RULE.bits)
+    else:
+        tl.store(codes + at, bytes_of(made).to(tl.uint8, bitcast=True), mask=inside)

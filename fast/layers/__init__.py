@@ -1,0 +1,1 @@
+"""RMSNorm and SwiGLU for torch tensors, quantized or not."""

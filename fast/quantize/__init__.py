@@ -1,0 +1,1 @@
+"""Quantizers for torch tensors, fake quantization with autograd among them."""

@@ -1,0 +1,1 @@
+"""2:4 sparsity for torch tensors."""

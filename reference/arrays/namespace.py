@@ -1,0 +1,313 @@
+"""One set of rules, three array libraries: the small shim between them.
+
+`namespace_of(x)` looks at the input and returns the namespace of its library: NumPy, JAX or torch. Neither JAX nor torch is
+imported here before an array of theirs arrives. Rules are written in int32 (`&`, `|`, `>>`, comparisons and `where` mean the
+same in all three); what differs is listed below and nowhere else.
+
+Why int32: JAX without x64 has no 64-bit integers, and torch on CPU lacks shifts and comparisons of uint32.
+`ieee` says whether float32 arithmetic of the library is correctly rounded with subnormals. It is for NumPy and torch; XLA
+flushes subnormals, turns division into a reciprocal multiplication and contracts a*b+c (see `reference.arrays.softfloat`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = Any  # a NumPy array, a JAX array or tracer, or a torch tensor
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+LANES = 16
+
+
+class NumpyNamespace:
+    """NumPy; also the base that states the operations."""
+
+    name = "numpy"
+    ieee = True
+    xp: Any = np
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype)
+
+    def dtype(self, name: str) -> Any:
+        if name == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        """Reinterpret; both types have one width."""
+        return np.ascontiguousarray(x).reshape(x.shape).view(self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        """Convert; integers wrap, floats round to nearest even."""
+        with np.errstate(all="ignore"):
+            return x.astype(self.dtype(name))
+
+    def constant(self, values: Any, like: Array) -> Array:
+        """A small table as an array on the device of `like`."""
+        return self.xp.asarray(values)
+
+    def where(self, condition: Array, a: Any, b: Any) -> Array:
+        """Two Python integers select in int32: NumPy and torch would make int64."""
+        chosen = self.xp.where(condition, a, b)
+        return self.astype(chosen, "int32") if isinstance(a, int) and isinstance(b, int) else chosen
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return self.xp.minimum(a, b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return self.xp.maximum(a, b)
+
+    def take(self, table: Array, index: Array) -> Array:
+        return table[index]
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self.xp.max(x, axis=axis, keepdims=True)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self.xp.min(x, axis=axis, keepdims=True)
+
+    def concatenate(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.concatenate(parts, axis=axis)
+
+    def broadcast_to(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return self.xp.broadcast_to(x, shape)
+
+    def moveaxis(self, x: Array, source: int, target: int) -> Array:
+        return self.xp.moveaxis(x, source, target)
+
+    def stack(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.stack(parts, axis=axis)
+
+    def combine_pairs(self, values: Array, combine: Callable[[Array, Array], Array]) -> Array:
+        """Adjacent pairs of 2**k values combined until one is left, shape (1,)."""
+        while len(values) > 1:
+            values = combine(values[0::2], values[1::2])
+        return values
+
+    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+        return self.xp.full(shape, value, dtype=self.dtype(name))
+
+    def arange(self, stop: int, like: Array) -> Array:
+        return self.xp.arange(stop, dtype=self.dtype("int32"))
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+
+class JaxNamespace(NumpyNamespace):
+    """JAX, eager or traced."""
+
+    name = "jax"
+    ieee = False
+
+    def __init__(self) -> None:
+        import jax
+
+        self.jax = jax
+        self.xp = jax.numpy
+
+    def dtype(self, name: str) -> Any:
+        return self.xp.dtype(name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        return self.jax.lax.bitcast_convert_type(x, self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        return x.astype(self.dtype(name))
+
+    def take(self, table: Array, index: Array) -> Array:
+        return self.xp.take(table, index, axis=0, mode="clip")
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self._reduce(self.xp.max, x, axis)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self._reduce(self.xp.min, x, axis)
+
+    def _reduce(self, reduce: Any, x: Array, axis: int) -> Array:
+        """XLA on CPU reduces a short last axis without vector instructions. Over rows of 16 first, kept apart by a barrier
+        (else the two reductions are fused back into one), it runs five times as fast."""
+        length = x.shape[axis]
+        if axis == -1 and length > LANES and length % LANES == 0:
+            lanes = reduce(x.reshape((*x.shape[:-1], length // LANES, LANES)), axis=-2)
+            x = self.jax.lax.optimization_barrier(lanes)
+        return reduce(x, axis=axis, keepdims=True)
+
+    def combine_pairs(self, values: Array, combine: Callable[[Array, Array], Array]) -> Array:
+        """One loop over an array of constant length: k copies of `combine` would take k times as long to compile."""
+
+        def level(_: int, values: Array) -> Array:
+            pairs = values.reshape((-1, 2))
+            combined = combine(pairs[:, 0], pairs[:, 1])
+            return self.xp.concatenate([combined, combined])
+
+        if len(values) == 1:
+            return values
+        return self.jax.lax.fori_loop(0, len(values).bit_length() - 1, level, values)[:1]
+
+
+class TorchNamespace(NumpyNamespace):
+    """torch tensors on any device, eager or compiled."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.xp = sys.modules["torch"]
+        # By address, shape and dtype of the array, which is kept too, and device.
+        self.tables: dict[Any, tuple[Any, Array]] = {}
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def dtype(self, name: str) -> Any:
+        return getattr(self.xp, name)
+
+    def bitcast(self, x: Array, name: str) -> Array:
+        return x.view(self.dtype(name))
+
+    def astype(self, x: Array, name: str) -> Array:
+        return x.to(self.dtype(name))
+
+    def constant(self, values: Any, like: Array) -> Array:
+        # Tables are kept on their device: a copy to it cannot be part of a CUDA graph.
+        keeps = isinstance(values, np.ndarray) and not values.flags.writeable and self._is_plain(like)
+        key = (values.ctypes.data, values.shape, values.dtype.str, like.device) if keeps else None
+        if key in self.tables:
+            return self.tables[key][1]
+        # np.array copies: torch refuses to share read-only memory.
+        made = self.xp.from_numpy(np.array(values)).to(like.device)
+        if key is not None and self._is_plain(made) and not made.is_inference():
+            # The array is kept with it, so that its address stays its own.
+            self.tables[key] = (values, made)
+        return made
+
+    def _is_plain(self, x: Array) -> bool:
+        """Whether a tensor is one, and does not only stand for one while a program is traced or transformed."""
+        if type(x) is not self.xp.Tensor or self.xp.compiler.is_compiling():
+            return False
+        functional = self.xp._is_functional_tensor(x)
+        return not (functional or self.xp._C._functorch.is_functorch_wrapped_tensor(x))
+
+    def minimum(self, a: Array, b: Any) -> Array:
+        return self.xp.minimum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, max=b)
+
+    def maximum(self, a: Array, b: Any) -> Array:
+        return self.xp.maximum(a, b) if isinstance(b, self.xp.Tensor) else self.xp.clamp(a, min=b)
+
+    def take(self, table: Array, index: Array) -> Array:
+        return table[index.to(self.xp.int32)]
+
+    def reduce_max(self, x: Array, axis: int) -> Array:
+        return self.xp.amax(x, dim=axis, keepdim=True)
+
+    def reduce_min(self, x: Array, axis: int) -> Array:
+        return self.xp.amin(x, dim=axis, keepdim=True)
+
+    def concatenate(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.cat(parts, dim=axis)
+
+    def stack(self, parts: list[Array], axis: int) -> Array:
+        return self.xp.stack(parts, dim=axis)
+
+    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+        return self.xp.full(shape, value, dtype=self.dtype(name), device=like.device)
+
+    def arange(self, stop: int, like: Array) -> Array:
+        return self.xp.arange(stop, dtype=self.xp.int32, device=like.device)
+
+
+Namespace = NumpyNamespace
+_NUMPY = NumpyNamespace()
+_OTHERS: dict[str, Namespace] = {}
+
+
+def namespace_of(x: Array) -> Namespace:
+    """The namespace of the library that `x` belongs to; anything unknown counts as NumPy's."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _other("torch", TorchNamespace)
+    if jax is not None and isinstance(x, jax.Array):
+        return _other("jax", JaxNamespace)
+    return _NUMPY
+
+
+def _other(name: str, make: type[Namespace]) -> Namespace:
+    if name not in _OTHERS:
+        _OTHERS[name] = make()
+        if name == "jax":
+            from reference.arrays.pytrees import register_jax
+
+            register_jax()
+    return _OTHERS[name]
+
+
+def as_array(x: Any) -> Array:
+    """Python numbers and lists of them become NumPy arrays; arrays pass through (also read-only and 0-d ones).
+
+    TypeError for anything else.
+    """
+    if hasattr(x, "dtype") and hasattr(x, "reshape"):
+        return x
+    made = np.asarray(x)
+    if made.dtype.kind in "OSU":
+        raise TypeError(f"an array of NumPy, JAX or torch was expected, got {type(x).__name__}: {x!r:.60}")
+    return made
+
+
+def float_input(x: Any, what: str) -> tuple[Namespace, Array, str]:
+    """(namespace, array, dtype name) of a float array; TypeError for integers, complex numbers and narrower floats."""
+    x = as_array(x)
+    ns = namespace_of(x)
+    name = ns.dtype_name(x)
+    if name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{what} takes float32, bfloat16, float16 or float64, got {name} of shape {ns.shape(x)}; "
+            f"convert it first, for example to float32"
+        )
+    return ns, x, name
+
+
+def check_companion(ns: Namespace, given: Any, name: str, shape: tuple[int, ...], what: str) -> Array:
+    """`given`, an array that accompanies x; ValueError unless it has x's library and dtype, and this shape."""
+    same = hasattr(given, "dtype") and namespace_of(given) is ns
+    if not same or (ns.dtype_name(given), ns.shape(given)) != (name, shape):
+        kind = ns.dtype_name(given) if same else type(given).__name__
+        raise ValueError(
+            f"{what} is {name} of shape {shape} in x's library, got {kind} of shape {tuple(getattr(given, 'shape', ()))}"
+        )
+    return given
+
+
+def code_input(codes: Any, what: str) -> tuple[Namespace, Array]:
+    """(namespace, array) of unsigned codes; TypeError for anything but uint8 and uint16."""
+    codes = as_array(codes)
+    ns = namespace_of(codes)
+    name = ns.dtype_name(codes)
+    if name not in ("uint8", "uint16"):
+        raise TypeError(
+            f"{what} takes codes as uint8 or uint16, got {name} of shape {ns.shape(codes)}; view or cast them"
+        )
+    return ns, codes
+
+
+def int32_of(ns: Namespace, codes: Array) -> Array:
+    """Codes as int32 (torch cannot compute with uint16, so it goes through int16's bits)."""
+    if ns.name == "torch" and ns.dtype_name(codes) == "uint16":
+        return ns.astype(ns.bitcast(codes, "int16"), "int32") & 0xFFFF
+    return ns.astype(codes, "int32")
+
+
+def codes_of(ns: Namespace, values: Array, bits: int) -> Array:
+    """int32 codes as uint8, or uint16 above 8 bits."""
+    if bits <= 8:
+        return ns.astype(values, "uint8")
+    if ns.name == "torch":
+        return ns.bitcast(ns.astype(values, "int16"), "uint16")
+    return ns.astype(values, "uint16")

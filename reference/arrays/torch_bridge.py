@@ -1,0 +1,113 @@
+"""torch tensors in CPU memory are NumPy arrays: the public functions share the memory and run NumPy's path.
+
+One path less to trust, and a faster one: PyTorch's eager integer operations pass over memory once each. Tensors on other
+devices, and fake or traced ones, keep to the torch namespace (`reference.arrays.namespace`). No gradient flows through:
+see `fast` and `fake_quantize_vjp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from reference.arrays.jax_jit import holds_jax, run_compiled
+from reference.arrays.pytrees import register_if_imported
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# dtypes that NumPy has no name for travel as unsigned integers of their width.
+CARRIER = {1: "uint8", 2: "int16"}
+
+
+def bridged(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` on NumPy arrays when an argument is a plain CPU tensor, and give tensors back.
+
+    Concrete JAX arrays run it compiled (`reference.arrays.jax_jit`). `function.__wrapped__` is the plain function.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        register_if_imported()
+        if any(holds_jax(value) for value in (*args, *kwargs.values())):
+            return cast(R, run_compiled(function, args, kwargs))
+        if not any(_holds_tensor(value) for value in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        args_ = tuple(_convert(value, to_numpy) for value in args)
+        kwargs_ = {name: _convert(value, to_numpy) for name, value in kwargs.items()}
+        return cast(R, _convert(function(*args_, **kwargs_), to_torch))
+
+    return run
+
+
+def is_cpu_tensor(value: Any) -> bool:
+    """Whether value is an ordinary torch tensor in CPU memory (no subclass, no tracing)."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return bool(plain and value.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def to_numpy(value: Any) -> Any:
+    """A CPU tensor as a NumPy array over the same memory; anything else unchanged."""
+    if not is_cpu_tensor(value):
+        return value
+    tensor = value.detach().resolve_neg().resolve_conj()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8") or name.startswith("float4"):
+        torch = sys.modules["torch"]
+        array = tensor.view(getattr(torch, CARRIER[tensor.element_size()])).numpy()
+        return array.view(_ml_dtype(name)) if hasattr(_ml_dtypes(), name) else array
+    return tensor.numpy()
+
+
+def to_torch(value: Any) -> Any:
+    """A NumPy array as a tensor over the same memory; anything else unchanged."""
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return value
+    torch = sys.modules["torch"]
+    array = np.asarray(value)
+    array = array if array.flags.writeable else array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__name__ in ("Scales", "Quantized")
+    ):
+        return type(value)(
+            **{field.name: _convert(getattr(value, field.name), convert) for field in fields(value)}
+        )
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_convert(item, convert) for item in value)
+    return convert(value)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__name__ in ("Scales", "Quantized")
+    ):
+        return any(is_cpu_tensor(getattr(value, field.name)) for field in fields(value))
+    return is_cpu_tensor(value)
+
+
+def _ml_dtypes() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes
+
+
+def _ml_dtype(name: str) -> Any:
+    return np.dtype(getattr(_ml_dtypes(), name))

@@ -1,0 +1,1 @@
+"""Number formats, and numbers to codes and back."""

@@ -1,0 +1,249 @@
+"""Number formats as data: how one number is stored.
+
+A `Format` is a frozen record of a few parameters; its limits and its table of values are derived from them and nowhere
+retyped. Four kinds exist:
+
+* ``float``: sign, exponent and mantissa fields, as IEEE 754 or the OCP 8-bit, 6-bit and 4-bit formats;
+* ``int``: two's complement or unsigned integers, with an implied binary point (`fraction_bits`, used by MXINT8);
+* ``codebook``: an ascending table of values, code = index;
+* ``scale``: an unsigned power of two (`float8_e8m0fnu`), which has neither zero nor sign.
+
+Names are those of ml_dtypes. `specials` says what the all-ones patterns mean: ``ieee`` (infinities and NaNs), ``nan_ones``
+(a NaN with all ones in exponent and mantissa, no infinity: the suffix fn), ``nan_negative_zero`` (one NaN in the place of
+-0: fnuz), ``nan_all_ones`` (0xFF: e8m0), ``nan_minimum`` (the lowest integer stands for NaN), ``unused_minimum`` (it is never
+written: as many levels below zero as above) or ``none``.
+
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, sections 5.1 to 5.4; Dettmers et al.,
+QLoRA (arXiv 2305.14314), appendix E, for NF4; Liu et al., ParetoQ (arXiv 2502.02631), stretched elastic quantization, for
+`ternary` and `stretched2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.arrays.errors import lookup
+
+# QLoRA's NormalFloat4 in float32, and the same table to four decimals as torchao stores it.
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+NF4_TORCHAO_TABLE = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One number format. Codes are unsigned integers of `bits` bits; everything else is derived."""
+
+    name: str
+    #: ``float``, ``int``, ``codebook`` or ``scale``.
+    kind: str
+    #: Width of a code.
+    bits: int
+    exponent_bits: int = 0
+    mantissa_bits: int = 0
+    #: Exponent bias (float and scale kinds).
+    bias: int = 0
+    #: ``ieee``, ``nan_ones``, ``nan_negative_zero``, ``nan_all_ones`` or ``none``.
+    specials: str = "none"
+    #: Whether negative numbers exist.
+    signed: bool = True
+    #: Implied binary point of the int kind: value = integer * 2**-fraction_bits.
+    fraction_bits: int = 0
+    #: Ascending values of the codebook kind.
+    table: tuple[float, ...] = ()
+    #: Stretched formats: the end of the interval that the outermost values stand for; 0 where they are its end themselves.
+    reach: float = 0.0
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal number (float), or of the smallest value (scale)."""
+        return -self.bias if self.kind == "scale" else 1 - self.bias
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite value: floor(log2(max))."""
+        return int(np.floor(np.log2(self.max)))
+
+    @property
+    def sign_mask(self) -> int:
+        """The sign bit of a code, 0 where the format has none."""
+        return 1 << (self.bits - 1) if self.signed and self.kind == "float" else 0
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest finite positive value."""
+        ones = (1 << (self.bits - 1)) - 1
+        if self.kind == "float":
+            if self.specials == "ieee":
+                return ((1 << self.exponent_bits) - 1 << self.mantissa_bits) - 1
+            return ones - 1 if self.specials == "nan_ones" else ones
+        if self.kind == "scale":
+            return (1 << self.bits) - 2
+        return ones if self.kind == "int" and self.signed else (1 << self.bits) - 1
+
+    @property
+    def infinity_code(self) -> int | None:
+        """Code of +infinity, or None."""
+        return self.max_code + 1 if self.specials == "ieee" else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """The one NaN that `encode` writes, or None where the format has no NaN.
+
+        The 8-bit formats follow Hopper's cvt instructions (0x7f); bfloat16 and float16 are the quiet NaN without payload.
+        """
+        codes = {
+            "ieee": (1 << (self.bits - 1)) - 1,
+            "nan_ones": (1 << (self.bits - 1)) - 1,
+            "nan_negative_zero": 1 << (self.bits - 1),
+            "nan_all_ones": (1 << self.bits) - 1,
+            "nan_minimum": 1 << (self.bits - 1),
+        }
+        if self.specials == "ieee" and self.bits == 16:
+            return self.max_code + 1 | 1 << (self.mantissa_bits - 1)
+        return codes.get(self.specials)
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether -0 is a code of its own."""
+        return self.kind == "float" and self.signed and self.specials != "nan_negative_zero"
+
+    @cached_property
+    def values(self) -> npt.NDArray[np.float32]:
+        """float32 value of every code, shape (2**bits,). Every value of every format is exact in float32."""
+        codes = np.arange(1 << self.bits, dtype=np.int64)
+        made = {"float": self._float_values, "int": self._int_values, "scale": self._scale_values}
+        values = np.array(self.table, np.float32) if self.kind == "codebook" else made[self.kind](codes)
+        values.setflags(write=False)
+        return values
+
+    def _float_values(self, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        magnitude = codes & ((1 << (self.exponent_bits + self.mantissa_bits)) - 1)
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        significand = np.where(exponent > 0, mantissa + (1 << self.mantissa_bits), mantissa)
+        values = np.ldexp(
+            significand.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa_bits
+        )
+        if self.specials == "ieee":
+            values[magnitude > self.max_code] = np.nan
+            values[magnitude == self.max_code + 1] = np.inf
+        elif self.specials == "nan_ones":
+            values[magnitude > self.max_code] = np.nan
+        values = np.where(codes >> (self.bits - 1) > 0, -values, values)
+        if self.specials == "nan_negative_zero":
+            values[1 << (self.bits - 1)] = np.nan
+        return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32)
+
+    def _int_values(self, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        wrap = (1 << self.bits) if self.signed else 0
+        integers = np.where(codes > self.max_code, codes - wrap, codes)
+        values = np.ldexp(integers.astype(np.float64), -self.fraction_bits)
+        values[codes == self.nan_code] = np.nan
+        return values.astype(np.float32)
+
+    def _scale_values(self, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        values = np.ldexp(np.ones(len(codes)), codes - self.bias).astype(np.float64)
+        values[-1] = np.nan
+        return values.astype(np.float32)
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return float(self.values[self.max_code])
+
+    @property
+    def limit(self) -> float:
+        """The magnitude that scales map a block's largest element onto; a codebook saturates beyond it."""
+        return self.reach or self.max
+
+    @property
+    def min(self) -> float:
+        """Lowest value that is written (0 for unsigned integers, the smallest power of two for e8m0)."""
+        if self.kind == "int":
+            return float(np.ldexp(self.integer_range[0], -self.fraction_bits))
+        return float(np.nanmin(np.where(np.isinf(self.values), np.nan, self.values)))
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal value; for integers and codebooks the smallest positive value."""
+        if self.kind == "float":
+            return float(2.0**self.emin)
+        return float(self.values[self.values > 0].min())
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value."""
+        return float(self.values[self.values > 0].min())
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger value (float), the step (int); NaN for other kinds."""
+        if self.kind == "float":
+            return float(2.0**-self.mantissa_bits)
+        return float(2.0**-self.fraction_bits) if self.kind == "int" else float("nan")
+
+    @property
+    def integer_range(self) -> tuple[int, int]:
+        """(qmin, qmax) of the int kind."""
+        lowest = -(1 << (self.bits - 1)) + (self.specials in ("nan_minimum", "unused_minimum"))
+        return (lowest if self.signed else 0), self.max_code
+
+    def __repr__(self) -> str:
+        return f"Format({self.name})"
+
+
+def _float(name: str, exponent: int, mantissa: int, bias: int, specials: str) -> Format:
+    return Format(
+        name=name, kind="float", bits=1 + exponent + mantissa, exponent_bits=exponent, mantissa_bits=mantissa,
+        bias=bias, specials=specials,
+    )  # fmt: skip
+
+
+def _integers() -> list[Format]:
+    # One bit has no signed integers but -1 and 0.
+    pairs = [(bits, signed) for signed in (True, False) for bits in range(2 if signed else 1, 9)]
+    return [Format(name=f"{'' if s else 'u'}int{b}", kind="int", bits=b, signed=s) for b, s in pairs]
+
+
+def _formats() -> list[Format]:
+    return [
+        _float("float8_e4m3fn", 4, 3, 7, "nan_ones"),
+        _float("float8_e5m2", 5, 2, 15, "ieee"),
+        _float("float8_e4m3fnuz", 4, 3, 8, "nan_negative_zero"),
+        _float("float8_e5m2fnuz", 5, 2, 16, "nan_negative_zero"),
+        _float("float6_e2m3fn", 2, 3, 1, "none"),
+        _float("float6_e3m2fn", 3, 2, 3, "none"),
+        _float("float4_e2m1fn", 2, 1, 1, "none"),
+        Format(name="float8_e8m0fnu", kind="scale", bits=8, exponent_bits=8, bias=127, specials="nan_all_ones",
+               signed=False),
+        *_integers(),
+        # Scales of the house's NF4: a block with a NaN needs a scale that says so.
+        Format(name="int8_nan", kind="int", bits=8, specials="nan_minimum"),
+        Format(name="mxint8", kind="int", bits=8, fraction_bits=6),
+        Format(name="nf4", kind="codebook", bits=4, table=NF4_TABLE),
+        Format(name="nf4_torchao", kind="codebook", bits=4, table=NF4_TORCHAO_TABLE),
+        # Three and four levels, stretched so that each stands for an interval of the same width.
+        Format(name="ternary", kind="int", bits=2, specials="unused_minimum", reach=1.5),
+        Format(name="stretched2", kind="codebook", bits=2, table=(-1.5, -0.5, 0.5, 1.5), reach=2.0),
+        _float("bfloat16", 8, 7, 127, "ieee"),
+        _float("float16", 5, 10, 15, "ieee"),
+    ]  # fmt: skip
+
+
+#: Every format by name.
+FORMATS: dict[str, Format] = {record.name: record for record in _formats()}
+
+
+def format_of(fmt: str | Format) -> Format:
+    """The record of a name; a record passes through. Unknown names raise ValueError with the nearest ones."""
+    return fmt if isinstance(fmt, Format) else lookup(fmt, FORMATS, "format")

@@ -1,0 +1,1 @@
+"""Layers whose result is quantized: RMSNorm and SwiGLU."""

@@ -1,0 +1,100 @@
+"""Root mean square normalization, with the residual addition before it and the quantization after it.
+
+With u the operation rounded to float32, nearest even, and K the length of the last axis:
+
+* h = x + residual, rounded to float32 and again to x's dtype: that is the new residual. Without a residual h = x.
+* S = the sum of u(h * h) over adjacent pairs, a binary tree over K elements filled with zeros to a power of two.
+* r = u(1 / u(sqrt(u(u(S / K) + eps)))), eps as a float32; the square root and both divisions are correctly rounded.
+* y = u(u(h * r) * weight), rounded once more to x's dtype.
+
+The values are those of `torch.nn.functional.rms_norm` over the last axis; here the order of the sum and every rounding are
+part of the rule, so that a kernel can be held to the bits. Nothing saturates: overflow gives infinity, a row whose squares
+overflow becomes zeros (as r is 0), an infinite element there NaN, and a NaN makes its row NaN. With eps = 0 a row of zeros
+becomes NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from reference.arrays.arithmetic import Arithmetic
+from reference.arrays.namespace import Array, Namespace, check_companion, float_input
+from reference.arrays.softfloat import add, bits_of, divide, multiply, square_root
+from reference.arrays.torch_bridge import bridged
+from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.quantize.quantize import Quantized, quantize
+from reference.quantize.statistics import tree_sum
+from reference.schemes.schemes import Scheme
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Counts up to here are float32 numbers.
+LONGEST = 1 << 24
+_quantize = inspect.unwrap(quantize)
+
+
+@bridged
+def rms_norm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None) -> tuple[Array, Array | None]:
+    """(y, new residual or None): x, after a residual is added, divided by its root mean square and multiplied by weight.
+
+    x: float32, bfloat16 or float16 of shape (..., K), NumPy, JAX or torch. weight: (K,), residual: None or of x's shape, both
+    of x's dtype. eps: 0 <= eps < 2**127. y and the new residual have x's shape and dtype; rounding and edges as the module
+    says. Raises TypeError for other dtypes of x; ValueError where dtype, shape or library of weight or residual differ, for a
+    0-d x, K above 2**24, or eps out of range.
+    """
+    ns, x, name = checked_inputs(x, weight, residual, eps)
+    h = float32_bits(ns, x, name)
+    if residual is not None:
+        h = Arithmetic(ns, name).add(h, float32_bits(ns, residual, name))
+    scaled = multiply(ns, h, reciprocal_rms(ns, h, eps))
+    y = to_dtype_bits(ns, multiply(ns, scaled, float32_bits(ns, weight, name)), name)
+    return y, None if residual is None else to_dtype_bits(ns, h, name)
+
+
+@bridged
+def rms_norm_quantize(
+    x: Any,
+    weight: Any,
+    scheme: str | Scheme,
+    *,
+    eps: float = 1e-6,
+    residual: Any = None,
+    packed: bool = False,
+) -> tuple[Quantized, Array | None]:
+    """(quantize(y, scheme, packed=packed), new residual or None) with the y of `rms_norm`, which is rounded to x's dtype.
+
+    Arguments and errors as in `rms_norm` and `quantize`; blocks run along the last axis.
+    """
+    y, new_residual = _rms_norm(x, weight, eps=eps, residual=residual)
+    return _quantize(y, scheme, packed=packed), new_residual
+
+
+_rms_norm = inspect.unwrap(rms_norm)
+
+
+def reciprocal_rms(ns: Namespace, h: Array, eps: float) -> Array:
+    """1 / sqrt(mean(h**2) + eps) over the last axis, kept as 1, of float32 bit patterns."""
+    total = tree_sum(ns, multiply(ns, h, h))
+    mean = divide(ns, total, _constant(ns, ns.shape(h)[-1], h))
+    root = square_root(ns, add(ns, mean, _constant(ns, eps, h)))
+    return divide(ns, _constant(ns, 1.0, h), root)
+
+
+def _constant(ns: Namespace, value: float, like: Array) -> Array:
+    return ns.full((1,), bits_of(value), "int32", like)
+
+
+def checked_inputs(x: Any, weight: Any, residual: Any, eps: float) -> tuple[Namespace, Array, str]:
+    """(namespace, x, dtype name), or the errors of `rms_norm`."""
+    ns, x, name = float_input(x, "rms_norm")
+    shape = ns.shape(x)
+    if name not in DTYPES:
+        raise TypeError(f"rms_norm takes {', '.join(DTYPES)}, got {name} of shape {shape}; cast it first")
+    if not shape or shape[-1] > LONGEST:
+        raise ValueError(f"rms_norm takes x of shape (..., K) with K up to 2**24, got shape {shape}")
+    check_companion(ns, weight, name, shape[-1:], "weight")
+    if residual is not None:
+        check_companion(ns, residual, name, shape, "residual")
+    if not 0 <= eps < 2.0**127:
+        raise ValueError(f"eps is a number from 0 to 2**127, got {eps!r}")
+    return ns, x, name

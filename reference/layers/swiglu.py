@@ -1,0 +1,95 @@
+"""SwiGLU, silu(gate) * up, for 16-bit floats: silu correctly rounded, the product rounded once, and its quantization.
+
+silu(v) = v / (1 + exp(-v)). An exponential differs from library to library in its last bits, so a rule in terms of one cannot
+be held to bits; a 16-bit float has only 65,536 patterns, so the rule is the table of the correctly rounded results. It is made
+once, in float64 with NumPy. No result is so near a tie that float64's error could matter
+(`tests/reference/layers/test_swiglu.py` looks at all of them), but for tiny v: there silu(v) = v / 2 + v**2 / 4 - ... lies
+just above v / 2, which is a tie where v / 2 is subnormal and too near to it for float64. Such a result is the next float64
+above v / 2.
+
+Edges: silu(-inf) = -0, the limit; silu(+inf) = +inf; zeros keep their sign; a negative result that rounds to zero is -0; NaN
+gives the one NaN of the dtype. The product of two 16-bit floats has at most 22 significant bits. So float32 holds it exactly,
+or, where bfloat16's is below 2**-134, it rounds to zero either way: y is rounded once. Overflow gives infinity.
+
+Source: Shazeer, GLU variants improve transformer, arXiv 2002.05202.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.arrays.namespace import Array, Namespace, check_companion, float_input, int32_of
+from reference.arrays.softfloat import multiply
+from reference.arrays.torch_bridge import bridged
+from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.formats.encode import decode, encode
+from reference.quantize.quantize import Quantized, quantize
+from reference.schemes.schemes import Scheme
+
+DTYPES = ("bfloat16", "float16")
+# Below this magnitude silu(v) - v / 2 = v**2 / 4 is less than 2**-31 of v / 2: only its sign matters to 11 bits.
+TINY = 2.0**-30
+_quantize = inspect.unwrap(quantize)
+
+
+@bridged
+def swiglu(gate: Any, up: Any) -> Array:
+    """silu(gate) rounded to the dtype, times up, rounded to the dtype.
+
+    gate, up: bfloat16 or float16 of one shape, dtype and library (NumPy, JAX, torch), any shape. Returns the same kind of
+    array. Edges as the module says. Raises TypeError for other dtypes, ValueError where gate and up differ.
+    """
+    ns, gate, name = float_input(gate, "swiglu")
+    if name not in DTYPES:
+        raise TypeError(
+            f"swiglu takes bfloat16 or float16, got {name} of shape {ns.shape(gate)}: silu is defined by the table of its "
+            f"65,536 correctly rounded 16-bit results, and no such table of {name} exists; cast gate and up first"
+        )
+    check_companion(ns, up, name, ns.shape(gate), "up")
+    product = multiply(ns, silu_bits(ns, gate, name), float32_bits(ns, up, name))
+    return to_dtype_bits(ns, product, name)
+
+
+@bridged
+def swiglu_quantize(gate: Any, up: Any, scheme: str | Scheme, *, packed: bool = False) -> Quantized:
+    """quantize(swiglu(gate, up), scheme, packed=packed), blocks along the last axis; errors as in both."""
+    made: Quantized = _quantize(_swiglu(gate, up), scheme, packed=packed)
+    return made
+
+
+_swiglu = inspect.unwrap(swiglu)
+
+
+def silu_bits(ns: Namespace, gate: Array, name: str) -> Array:
+    """float32 bit patterns (int32) of silu of a 16-bit array."""
+    table = ns.constant(_silu_float32(name), gate)
+    return ns.take(table, int32_of(ns, ns.bitcast(gate, "uint16")))
+
+
+@lru_cache
+def silu_codes(name: str) -> npt.NDArray[np.uint16]:
+    """Bit pattern of silu(v), correctly rounded, for every bit pattern of v; read-only, shape (65536,)."""
+    patterns = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    values = silu_float64(decode(patterns, name).astype(np.float64))
+    codes: npt.NDArray[np.uint16] = encode(values, name, overflow="nonfinite")
+    codes.flags.writeable = False
+    return codes
+
+
+@lru_cache
+def _silu_float32(name: str) -> npt.NDArray[np.int32]:
+    values: npt.NDArray[np.float32] = decode(silu_codes(name), name)
+    return values.view(np.int32)
+
+
+def silu_float64(v: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """silu in float64, on the right side of every tie of 16-bit floats."""
+    with np.errstate(all="ignore"):
+        plain = v / (1 + np.exp(-v))
+    tiny = np.where(v == 0, v, np.nextafter(v / 2, np.inf))
+    return np.where(v == -np.inf, -0.0, np.where(np.abs(v) < TINY, tiny, plain))

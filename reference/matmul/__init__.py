@@ -1,0 +1,1 @@
+"""Matrix products with a stated accumulation, and bounds on their error."""

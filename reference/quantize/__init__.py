@@ -1,0 +1,1 @@
+"""Quantization by a scheme: blocks, statistics, scales, elements."""

@@ -1,0 +1,329 @@
+"""`quantize` and `dequantize`: one generic quantizer for every record.
+
+A tensor is split into blocks (`reference.quantize.blocks`), each block gets its scale (`reference.quantize.scales`), its
+elements are divided by it and rounded once (`reference.quantize.elements`). Dequantization multiplies back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from reference.arrays.arithmetic import Arithmetic
+from reference.arrays.errors import choice
+from reference.arrays.namespace import (
+    Array,
+    Namespace,
+    code_input,
+    codes_of,
+    float_input,
+    int32_of,
+    namespace_of,
+)
+from reference.arrays.torch_bridge import bridged
+from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
+from reference.formats.encode import check_random_bits
+from reference.formats.pack import pack, packed_shape, unpack
+from reference.formats.rounding import check_mode
+from reference.formats.tables import quantize_blocks, quantizes_by_table
+from reference.quantize.blocks import Blocks
+from reference.quantize.elements import element_codes
+from reference.quantize.provided_scales import check_kept, check_scales, given_scales, usable
+from reference.quantize.scales import Chosen, Scales, choose
+from reference.quantize.tiled_scales import check_tiled, tile_scales, untile_scales
+from reference.schemes.schemes import Scheme, scheme_of
+
+# Inside a rule the plain functions: no bridge, no program of their own.
+_pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
+_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A stored tensor.
+
+    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
+    is ignored); where `packed`, what `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`.
+    scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
+    `scale` is what `tile_scales` makes of a matrix's scales, flat.
+    """
+
+    codes: Any
+    scale: Any
+    outer: Any
+    zero: Any
+    shape: tuple[int, ...]
+    axis: int
+    scheme: Scheme
+    packed: bool = False
+    tiled: bool = False
+
+    @property
+    def scales(self) -> Scales:
+        """The scales alone, to be given to `quantize` again: not tiled."""
+        return Scales(with_plain_scales(self).scale, self.outer, self.zero)
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Quantized:
+        """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
+        made = object.__new__(cls)
+        made.__dict__.update(values)
+        return made
+
+
+def with_tiled_scales(q: Quantized) -> Quantized:
+    """q with its scales in the tiled layout; ValueError where they have none."""
+    if q.tiled:
+        return q
+    check_tiled(q.scheme, q.shape, q.axis)
+    return replace(q, scale=_tile(q.scale), tiled=True)
+
+
+def with_plain_scales(q: Quantized) -> Quantized:
+    """q with its scales row by row; ValueError where tiled ones have another shape than they should."""
+    if not q.tiled:
+        return q
+    check_tiled(q.scheme, q.shape, q.axis)
+    rows, columns = Blocks.of(q.shape, q.scheme.scale, q.axis).scale_shape
+    return replace(q, scale=_untile(q.scale, (rows, columns)), tiled=False)
+
+
+@bridged
+def quantize(
+    x: Any,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Any = None,
+    random_bits: Any = None,
+    packed: bool = False,
+    tiled: bool = False,
+) -> Quantized:
+    """Quantize x.
+
+    x: float32, bfloat16 or float16 of any shape that the scheme's blocks divide, NumPy, JAX or torch (float64 is rounded to
+    float32 first). scheme: a name of `SCHEMES` or a record. axis: where blocks run; the contraction axis of a matmul.
+    scales: `Scales` from an earlier call or a calibration (static scales), a bare array where the scheme has only a block
+    scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
+    giving the kept ones back changes a few.) They are kept as they were given, and `dequantize` multiplies by them as they are.
+    Only to make codes do house schemes take a given scale below its record's floor (0, negative, too small) for the floor, and
+    an outer one that comes with block scales likewise; alone it counts as it is. So 0 gives 0 back and a negative scale the
+    other sign: raise scales first where they may be such.
+    random_bits: uint32 of x's shape, where the record rounds stochastically.
+    packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
+    tiled: whether the scales come as `tile_scales` stores them: of a matrix, blocks along its last axis, a byte each.
+
+    Raises TypeError for integer, complex or 8-bit input, ValueError for an unknown scheme, a shape that the blocks do not
+    divide, scales of another shape or dtype than `choose_scales` gives, a 0-d tensor of sub-byte codes to be packed, or scales
+    that have no tiled form.
+    """
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "quantize")
+    check_mode(scheme.rounding, random_bits)
+    if packed:
+        packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor before anything is computed
+    if tiled:
+        check_tiled(scheme, ns.shape(x), axis)
+    q = _quantize(ns, x, name, scheme, axis, scales, random_bits)
+    q = replace(q, codes=_pack(q.codes, scheme.format), packed=True) if packed else q
+    return with_tiled_scales(q) if tiled else q
+
+
+def _quantize(
+    ns: Namespace, x: Array, name: str, scheme: Scheme, axis: int, scales: Any, random_bits: Any
+) -> Quantized:
+    """One code per element."""
+    shape = ns.shape(x)
+    blocks = Blocks.of(shape, scheme.scale, axis)
+    given = check_scales(ns, scales, scheme, blocks)
+    tabulated = ns.name == "numpy" and name in ("float32", "bfloat16") and quantizes_by_table(scheme)
+    if given is None and tabulated:
+        fast = _quantize_by_table(ns, x, blocks, scheme)
+        if fast is not None:
+            return fast
+    split = blocks.split(ns, float32_bits(ns, x, name))
+    if given is None or given.scale is None:
+        chosen = choose(ns, split, blocks, scheme, name, given)
+    else:
+        chosen = usable(ns, given_scales(ns, given, blocks, scheme), scheme, name)
+    words = block_words(ns, blocks, x, random_bits)
+    codes = element_codes(ns, split, chosen, scheme, name, words)
+    codes = codes_of(ns, blocks.join(ns, codes), scheme.format.bits)
+    kept = chosen.kept
+    return Quantized(codes, kept.scale, kept.outer, kept.zero, shape, blocks.axis, scheme)
+
+
+def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) -> Quantized | None:
+    """An OCP MX tensor in NumPy by `reference.formats.tables`, or None where that cannot be exact."""
+    carrier = "uint32" if ns.dtype_name(x) == "float32" else "uint16"
+    split = np.ascontiguousarray(blocks.split(ns, ns.bitcast(x, carrier)))
+    made = quantize_blocks(split, scheme)
+    if made is None:
+        return None
+    codes, scale = made
+    codes = blocks.join(ns, codes)
+    return Quantized(codes, blocks.expose(scale, ns), None, None, blocks.shape, blocks.axis, scheme)
+
+
+def check_quantized(q: Quantized) -> Blocks:
+    """The blocks of q; TypeError or ValueError where it holds anything else than `quantize` would have put there."""
+    if not isinstance(q.scheme, Scheme):
+        raise TypeError(
+            f"the scheme of a Quantized is a record, got {type(q.scheme).__name__}: {q.scheme!r}; SCHEMES has those of names"
+        )
+    lengths = q.shape if isinstance(q.shape, tuple) else (None,)
+    if not all(hasattr(n, "__index__") and not isinstance(n, bool) for n in lengths):
+        raise TypeError(f"the shape of a Quantized is a tuple of integers, got {q.shape!r}")
+    ns, _ = _checked_codes(q)
+    blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
+    if q.tiled:
+        check_tiled(q.scheme, q.shape, q.axis)
+    check_kept(ns, q, q.scheme, blocks, q.tiled)
+    return blocks
+
+
+def _checked_codes(q: Quantized) -> tuple[Namespace, Array]:
+    """The codes; TypeError for another dtype than the element has, ValueError for another shape than q says."""
+    ns, codes = code_input(q.codes, "dequantize")
+    kept = "uint8" if q.scheme.format.bits <= 8 else "uint16"
+    if ns.dtype_name(codes) != kept:
+        raise TypeError(
+            f"codes of {q.scheme.element} are {kept}, got {ns.dtype_name(codes)} of shape {ns.shape(codes)}; cast them"
+        )
+    wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
+    if ns.shape(codes) != wanted:
+        raise ValueError(_other_shape(q, wanted, ns.shape(codes)))
+    return ns, codes
+
+
+def _other_shape(q: Quantized, wanted: tuple[int, ...], got: tuple[int, ...]) -> str:
+    """What is wrong with codes of another shape than q's: a batch, as vmap adds one, the other form of codes, or anything."""
+    kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
+    said = f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {got}"
+    if len(got) > len(wanted) and got[len(got) - len(wanted) :] == wanted:
+        batch = got[: len(got) - len(wanted)]
+        return (
+            f"{said}: a batch {batch} of them, as jax.vmap(quantize) makes it; jax.vmap(dequantize) takes it, and quantize "
+            f"without vmap takes the whole array"
+        )
+    if got == (q.shape if q.packed else packed_shape(q.shape, q.scheme.format)):
+        return f"{said}; codes of the other form belong in a Quantized with {other}"
+    return f"{said}; give the codes, the shape and the scheme of one quantize"
+
+
+def _no_quantized(q: Any) -> str:
+    """What to say to anything but a Quantized that is to be dequantized. (Here a CPU tensor of torch is a NumPy array.)"""
+    said = "dequantize takes a Quantized, as quantize makes it"
+    if hasattr(q, "quantized"):
+        return f"{said}; a {type(q).__name__} has a dequantize() of its own"
+    if hasattr(q, "dtype") and hasattr(q, "shape"):
+        return f"{said}, got an array of dtype {q.dtype} and shape {tuple(q.shape)}; quantize it first, or decode codes"
+    return f"{said}, got {type(q).__name__}"
+
+
+def unpacked(q: Quantized) -> Quantized:
+    """q with one code per element; TypeError or ValueError where its codes are not what it says."""
+    codes = _checked_codes(q)[1]
+    return replace(q, codes=_unpack(codes, q.scheme.format, q.shape), packed=False) if q.packed else q
+
+
+@bridged
+def dequantize(q: Quantized, dtype: str = "float32") -> Array:
+    """The tensor that q stands for, as float32, bfloat16, float16 or float64, shape q.shape.
+
+    The value is code * scale in float32, correctly rounded, and rounded again (nearest even) to a narrower dtype; a finite
+    code with a finite scale never becomes infinite but stops at the dtype's largest value. Conventions may differ
+    (`Scheme.dequantize`). A NaN scale or code gives NaN. Bits of a code above its format's are ignored.
+
+    Raises TypeError for codes of another dtype than `quantize` makes, for a shape or an axis that is none and for a scheme that
+    is no record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
+    """
+    choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
+    if not isinstance(q, Quantized):
+        raise TypeError(_no_quantized(q))
+    scheme, blocks = q.scheme, check_quantized(q)
+    codes = unpacked(q).codes
+    ns = namespace_of(codes)
+    chosen = given_scales(ns, q.scales, blocks, scheme, dtype if scheme.dequantize == "target" else "float32")
+    split = blocks.split(ns, int32_of(ns, codes))
+    bits = blocks.join(ns, _values(ns, split, chosen, scheme, dtype))
+    return to_dtype_bits(ns, bits, dtype, saturate=scheme.dequantize == "float32")
+
+
+def _values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
+    """float32 bit patterns of code blocks times their scales."""
+    unit = Arithmetic(ns, dtype if scheme.dequantize == "target" else "float32")
+    scale = unit.round(chosen.scale)
+    if chosen.outer is not None:
+        scale = _combined(unit, scale, chosen.outer, scheme)
+    value = block_values(ns, codes, chosen, scheme)
+    if scheme.scale.stored == "encode":
+        return unit.divide(value, scale)
+    product = _product(ns, unit.round(value), scale, unit, scheme)
+    by_value = scheme.zero is not None and scheme.zero.rule == "value"
+    return unit.add(product, chosen.zero) if by_value else product
+
+
+def block_values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme) -> Array:
+    """float32 bit patterns of what codes count in units of the scale: values, integers less the zero point."""
+    codes = codes & ((1 << scheme.format.bits) - 1)
+    if scheme.zero is None:
+        return _decoded(ns, codes, scheme)
+    if scheme.zero.rule == "code":
+        return _integer_bits(ns, _signed(ns, codes, scheme) - chosen.zero)
+    low, high = scheme.format.integer_range
+    return _integer_bits(ns, codes - (low + high + 1) // 2)
+
+
+def _product(ns: Namespace, value: Array, scale: Array, unit: Arithmetic, scheme: Scheme) -> Array:
+    product = unit.multiply(value, scale)
+    if scheme.dequantize != "float32":
+        return product
+    # Finite times finite stays finite.
+    finite = ((value & MAGNITUDE) < INFINITY) & ((scale & MAGNITUDE) < INFINITY)
+    overflow = ((product & MAGNITUDE) == INFINITY) & finite
+    return ns.where(overflow, (product & SIGN) | LARGEST, product)
+
+
+def _combined(unit: Arithmetic, scale: Array, outer: Array, scheme: Scheme) -> Array:
+    """Block scale and outer scale as one decoding scale."""
+    if scheme.outer_order == "encode":
+        return unit.divide(scale, outer)
+    return unit.multiply(scale, unit.reciprocal(outer) if scheme.outer_order == "folded" else outer)
+
+
+def _decoded(ns: Namespace, codes: Array, scheme: Scheme) -> Array:
+    fmt = scheme.format
+    return ns.take(ns.constant(fmt.values.view("int32"), codes), codes)
+
+
+def _signed(ns: Namespace, codes: Array, scheme: Scheme) -> Array:
+    fmt = scheme.format
+    return ns.where(codes > fmt.max_code, codes - (1 << fmt.bits), codes)
+
+
+def _integer_bits(ns: Namespace, integer: Array) -> Array:
+    """int32 below 2**24 in magnitude as float32 bit patterns, exact."""
+    return ns.bitcast(ns.astype(integer, "float32"), "int32")
+
+
+def block_words(ns: Namespace, blocks: Blocks, x: Array, random_bits: Any) -> Array | None:
+    """The random words of x's elements as int32 in blocks, or None; ValueError where they do not fit x."""
+    words = check_random_bits(ns, x, random_bits)
+    return None if words is None else blocks.split(ns, ns.bitcast(words, "int32"))
+
+
+__all__ = [
+    "Quantized",
+    "block_values",
+    "block_words",
+    "check_quantized",
+    "dequantize",
+    "quantize",
+    "unpacked",
+    "with_plain_scales",
+    "with_tiled_scales",
+]

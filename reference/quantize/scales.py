@@ -1,0 +1,289 @@
+"""`choose_scales`: the scales and zero points of a tensor, as its scheme's record asks.
+
+Everything is computed on float32 bit patterns with correctly rounded operations (`reference.arrays.softfloat`), or, where
+a record says so, with every result rounded again to the input's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reference.arrays.arithmetic import Arithmetic
+from reference.arrays.namespace import Array, Namespace, float_input
+from reference.arrays.softfloat import bits_of, is_nan
+from reference.arrays.torch_bridge import bridged
+from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, NAN, float32_bits
+from reference.formats.formats import FORMATS
+from reference.quantize.blocks import Blocks
+from reference.quantize.power_scales import power_codes
+from reference.quantize.statistics import Range, absmax, centered, mean, value_range, with_zero
+from reference.quantize.storage import load, store, store_codes
+from reference.schemes.schemes import Scale, Scheme, scheme_of
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Scales of a tensor, in the shapes of `Blocks.scale_shape`.
+
+    scale: float32, or the codes of the record's storage format (uint8, uint16; int8 for integers).
+    outer: second level, or None: 0-d for a scale over all elements, one per block of scales otherwise.
+    zero: zero points (int8 codes, or float storage), or None; for schemes with `center="mean"` the 0-d float32 mean.
+    """
+
+    scale: Any = None
+    outer: Any = None
+    zero: Any = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Scales inside the quantizer, as float32 bit patterns of shape (..., blocks, 1)."""
+
+    kept: Scales
+    #: The block scale as stored, and before it was rounded for storage.
+    scale: Array
+    exact: Array
+    #: The outer scale over all elements, as stored, or None.
+    outer: Array | None
+    #: Zero point: int32 codes (rule code) or bit patterns (rule value), or None.
+    zero: Array | None
+
+
+@bridged
+def choose_scales(x: Any, scheme: str | Scheme, *, axis: int = -1) -> Scales:
+    """Scales of x for a scheme.
+
+    x: float32, bfloat16, float16 (float64 is rounded to float32 first), any shape that the scheme's blocks divide; NumPy, JAX
+    or torch. axis: the axis along which blocks run (the contraction axis of a matmul). Raises TypeError for other dtypes,
+    ValueError for an unknown scheme or a shape that the blocks do not divide.
+    """
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "choose_scales")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    split = blocks.split(ns, float32_bits(ns, x, name))
+    return choose(ns, split, blocks, scheme, name, None).kept
+
+
+def choose(
+    ns: Namespace, split: Array, blocks: Blocks, scheme: Scheme, dtype: str, given: Scales | None
+) -> Chosen:
+    """The scales of blocks; `given.outer`, if any, is used as it is."""
+    record = scheme.scale
+    unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
+    span = _range(ns, split, record)
+    outer, kept_outer = _element_outer(ns, split, scheme, dtype, given)
+    if record.power_of_two:
+        codes = power_codes(ns, span.absmax, record, scheme.format, scheme.nan == "block")
+        kept = store_codes(ns, codes, record.storage)
+        scale = load(ns, kept, record.storage)
+        return Chosen(Scales(blocks.expose(kept, ns)), scale, scale, None, None)
+    exact = _ratio(ns, span, scheme, unit, outer, dtype)
+    if scheme.outer is not None and outer is None:
+        return second_level(ns, exact, blocks, scheme, dtype)
+    kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
+    scale = floored(ns, load(ns, kept, record.storage), record, dtype)
+    kept = store(ns, scale, record.storage)
+    zero, kept_zero = _zero_point(ns, span, exact, scheme, unit, dtype)
+    exposed = Scales(
+        blocks.expose(kept, ns), kept_outer, None if kept_zero is None else blocks.expose(kept_zero, ns)
+    )
+    return Chosen(exposed, scale, exact, outer, zero)
+
+
+def _range(ns: Namespace, split: Array, record: Scale) -> Range:
+    if record.statistic == "absmax":
+        largest = absmax(ns, split)
+        return Range(largest, largest, largest)
+    span = value_range(ns, split)
+    return span if record.statistic == "minmax" else with_zero(ns, span)
+
+
+def _element_outer(
+    ns: Namespace, split: Array, scheme: Scheme, dtype: str, given: Scales | None
+) -> tuple[Array | None, Array | None]:
+    """The scale over all elements: (bit pattern of shape (1,), kept 0-d array)."""
+    record = scheme.outer
+    if record is None or record.statistic != "absmax_elements":
+        return None, None
+    if given is not None and given.outer is not None:
+        return load(ns, given.outer, record.storage).reshape((1,)), given.outer
+    flat = split.reshape((-1,))
+    flat = flat if ns.shape(flat)[0] else ns.full((1,), 0, "int32", split)
+    largest = absmax(ns, flat, finite_only=scheme.nan == "block")
+    unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
+    bits = _plain_ratio(ns, Range(largest, largest, largest), record, unit, scheme)
+    if record.nonfinite is not None:
+        bits = ns.where(bits >= INFINITY, bits_of(record.nonfinite), bits)
+    # An encoding scale of a tiny tensor stays finite (Transformer Engine, compressed-tensors).
+    bits = ns.where(bits == INFINITY, LARGEST, bits) if record.stored == "encode" else bits
+    bits = floored(ns, bits, record, dtype)
+    return bits, store(ns, bits, record.storage).reshape(())
+
+
+def _ratio(
+    ns: Namespace, span: Range, scheme: Scheme, unit: Arithmetic, outer: Array | None, dtype: str
+) -> Array:
+    """The block scale before storage rounding."""
+    record = scheme.scale
+    if scheme.outer is not None and outer is not None and scheme.outer_order == "folded":
+        multiplier = unit.multiply(
+            outer, unit.divide(unit.constant(1.0, outer), unit.constant(record.target, outer))
+        )
+        return _finite(ns, unit.multiply(span.absmax, multiplier))
+    bits = _plain_ratio(ns, span, record, unit, scheme, dtype)
+    if outer is None:
+        return bits
+    wide = Arithmetic(ns, "float32")
+    return wide.multiply(outer, bits) if scheme.outer_order == "encode" else wide.divide(bits, outer)
+
+
+def _plain_ratio(
+    ns: Namespace, span: Range, record: Scale, unit: Arithmetic, scheme: Scheme, dtype: str = "float32"
+) -> Array:
+    statistic = _statistic(ns, span, record, unit, scheme)
+    poisoned = span.absmax >= INFINITY if scheme.nan == "block" else is_nan(span.absmax)
+    statistic = _floor(ns, statistic, record, "statistic", dtype)
+    target = unit.constant(record.target, statistic)
+    if record.statistic == "minmax_split":
+        bits = statistic
+    elif record.stored == "encode":
+        twice = record.by_reciprocal
+        bits = unit.multiply(unit.reciprocal(statistic), target) if twice else unit.divide(target, statistic)
+        bits = _floor_quotient(ns, bits, statistic, record)
+    else:
+        bits = unit.divide(statistic, target)
+    bits = unit.to_power_of_two(bits, record)
+    return ns.where(poisoned, NAN, bits)
+
+
+def _floor_quotient(ns: Namespace, bits: Array, statistic: Array, record: Scale) -> Array:
+    """target / floor where the statistic was at its floor: that quotient is rounded once from the exact decimal floor."""
+    if record.floor is None or record.floor[0] != "statistic":
+        return bits
+    smallest = float(record.floor[1])
+    return ns.where(statistic == bits_of(smallest), bits_of(record.target / smallest), bits)
+
+
+def _statistic(ns: Namespace, span: Range, record: Scale, unit: Arithmetic, scheme: Scheme) -> Array:
+    if record.statistic in ("absmax", "absmax_elements"):
+        return span.absmax
+    if record.statistic == "minmax_split":
+        low = unit.divide(span.low, unit.constant(scheme.format.min, span.low))
+        high = unit.divide(span.high, unit.constant(record.target, span.high))
+        # Both are non-negative, so their bit patterns order as they do.
+        return ns.maximum(low & MAGNITUDE, high & MAGNITUDE)
+    width = unit.subtract(span.high, span.low)
+    return _finite(ns, width) if scheme.nan == "block" else width
+
+
+def _finite(ns: Namespace, bits: Array) -> Array:
+    """+infinity becomes the largest finite float32."""
+    return ns.where(bits == INFINITY, LARGEST, bits)
+
+
+def _floor(ns: Namespace, bits: Array, record: Scale, kind: str, dtype: str) -> Array:
+    """max(bits, floor) for non-negative bit patterns; NaN stays NaN (its pattern is the largest)."""
+    if record.floor is None or record.floor[0] != kind:
+        return bits
+    return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))
+
+
+def floor_value(value: float | str, dtype: str) -> float:
+    """A floor as a number: "tiny" and "eps" are those of the input's dtype."""
+    if not isinstance(value, str):
+        return value
+    fmt = FORMATS.get(dtype)
+    if fmt is None:
+        return {"tiny": 2.0**-126, "eps": 2.0**-23}[value]
+    return {"tiny": fmt.smallest_normal, "eps": fmt.epsilon}[value]
+
+
+def scale_groups(blocks: Blocks, outer: Scale, scheme: Scheme) -> Blocks:
+    """Blocks of a flat scale array; ValueError in terms of the tensor where the second level does not divide them."""
+    try:
+        return Blocks.of(blocks.scale_shape, outer, 0)
+    except ValueError as error:
+        raise ValueError(
+            f"scheme {scheme.name}: a tensor of shape {blocks.shape} has {blocks.scale_shape[0]} scales, and its second "
+            f"level takes them in full blocks of {outer.block}; pad the tensor, or use nf4, which allows a short last block"
+        ) from error
+
+
+def floored(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:
+    """Non-negative float32 patterns raised to the record's floor on stored scales."""
+    if record.floor is not None and record.floor[0] == "zero":
+        return ns.where(bits == 0, bits_of(floor_value(record.floor[1], dtype)), bits)
+    return _floor(ns, bits, record, "stored", dtype)
+
+
+def _zero_point(
+    ns: Namespace, span: Range, exact: Array, scheme: Scheme, unit: Arithmetic, dtype: str
+) -> tuple[Array | None, Array | None]:
+    if scheme.zero is None:
+        return None, None
+    low, high = scheme.format.integer_range
+    scale = _floor(ns, exact, scheme.scale, "scale", dtype)
+    scale = _floor(ns, scale, scheme.scale, "stored", dtype)
+    if scheme.zero.rule == "value":
+        middle = unit.constant((low + high + 1) / 2, scale)
+        bits = unit.add(span.low, unit.multiply(scale, middle))
+        kept = store(ns, bits, scheme.zero.storage)
+        return load(ns, kept, scheme.zero.storage), kept
+    steps = unit.divide(span.low, scale)
+    codes = ns.minimum(ns.maximum(low - unit.round_integer(steps), low), high)
+    codes = ns.where(is_nan(steps), 0, codes)
+    return codes, store_codes(ns, codes & 0xFF, scheme.zero.storage)
+
+
+def second_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtype: str) -> Chosen:
+    """Scales quantized in blocks of their own, about their mean (NF4's double quantization)."""
+    record, outer = scheme.scale, scheme.outer
+    if outer is None:
+        raise ValueError(f"scheme {scheme.name} has no outer scale")
+    unit = Arithmetic(ns, dtype if outer.compute == "input" else "float32")
+    values = floored(ns, exact, record, dtype).reshape((-1,))
+    center = unit.round(mean(ns, values, finite_only=scheme.nan == "block"))
+    shifted = unit.round(centered(ns, values, center))
+    groups = scale_groups(blocks, outer, scheme)
+    split = groups.split(ns, shifted)
+    largest = absmax(ns, split, finite_only=scheme.nan == "block")
+    bits = _plain_ratio(ns, Range(largest, largest, largest), outer, unit, scheme, dtype)
+    product = unit.multiply(split, bits)
+    codes = _scale_codes(ns, unit, product, record)
+    kept = store_codes(ns, groups.join(ns, codes), record.storage)
+    scale = double_scale(ns, kept, bits, center, groups, scheme, "float32")
+    kept_scales = Scales(
+        kept.reshape(blocks.scale_shape),
+        groups.expose(ns.bitcast(bits, "float32"), ns),
+        ns.bitcast(center, "float32").reshape(()),
+    )
+    return Chosen(kept_scales, scale.reshape(ns.shape(exact)), values.reshape(ns.shape(exact)), None, None)
+
+
+def _scale_codes(ns: Namespace, unit: Arithmetic, product: Array, record: Scale) -> Array:
+    fmt = FORMATS[record.storage]
+    low, high = fmt.integer_range
+    integer = ns.minimum(ns.maximum(unit.round_integer(product), low), high)
+    return ns.where(is_nan(product), fmt.nan_code or 0, integer & 0xFF)
+
+
+def double_scale(
+    ns: Namespace, kept: Array, outer: Array, center: Array, groups: Blocks, scheme: Scheme, dtype: str
+) -> Array:
+    """q / G + mean as float32 bit patterns (n,), each step rounded to `dtype`; the NaN code of the storage gives NaN."""
+    unit = Arithmetic(ns, dtype)
+    split = groups.split(ns, load(ns, kept.reshape((-1,)), scheme.scale.storage))
+    values = groups.join(ns, unit.divide(split, outer))
+    total = unit.add(values, center)
+    # A scale that was rounded up may lie beyond the largest float32.
+    return _finite(ns, total) if scheme.dequantize == "float32" else total
+
+
+def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:
+    """Kept zero points as int32 codes (signed as the element is) or bit patterns."""
+    if scheme.zero is None or kept is None:
+        return None
+    if scheme.zero.rule == "value":
+        return load(ns, kept, scheme.zero.storage)
+    return ns.astype(kept, "int32")

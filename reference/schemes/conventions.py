@@ -1,0 +1,122 @@
+"""What other projects do, as records: their codes, scales and zero points bit for bit.
+
+Each record names its source and says in `deviations` what it does that the house forbids; those of torchao are in
+`reference.schemes.torchao`. The versions are those that the tests compare with: torchao 0.18.0, and Transformer Engine's
+and compressed-tensors' published reference code of 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reference.formats.formats import FORMATS
+from reference.schemes.schemes import Block, Scale, Scheme, mx_name, mx_scheme
+from reference.schemes.torchao import (
+    CLIPS,
+    LARGE_16_OVERFLOWS,
+    LARGE_OVERFLOWS,
+    NAN_SPREADS,
+    torchao_conventions,
+)
+
+
+def _transformer_engine() -> list[Scheme]:
+    """transformer_engine/pytorch/custom_recipes/quantization_ref_nvfp4.py, _quantize_blockwise_reference."""
+    outer = Scale(
+        block="tensor", statistic="absmax_elements", target=6.0 * 448.0, stored="encode", floor=("zero", 1.0)
+    )
+    made = []
+    for name, block in (("te.nvfp4", 16), ("te.nvfp4_16x16", (16, 16))):
+        scale = Scale(block=block, target=6.0, storage="float8_e4m3fn")
+        made.append(
+            Scheme(
+                name=name, element="float4_e2m1fn", scale=scale, outer=outer, outer_order="folded", nan="ieee",
+                nan_code=0, negative_zero=False, dequantize="ieee",
+                deviations=("a block scale may round to 0", NAN_SPREADS),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _compressed_tensors() -> list[Scheme]:
+    """compressed-tensors 0.20, quantization/utils/helpers.py: calculate_qparams; lifecycle/forward.py: quantize, dequantize.
+
+    Everything is computed in the input's dtype, and the scale is kept in it."""
+    clips = (CLIPS, LARGE_OVERFLOWS)
+    made = []
+    for name, element, block, target, deviations in (
+        ("int8_channel", "int8", -1, 127.5, clips),
+        ("int4_g128", "int4", 128, 7.5, clips),
+        ("fp8_channel", "float8_e4m3fn", -1, 448.0, (LARGE_16_OVERFLOWS,)),
+    ):
+        scale = Scale(block=block, target=target, compute="input", floor=("zero", "eps"))
+        made.append(
+            Scheme(name=f"compressed_tensors.{name}", element=element, scale=scale, apply="divide", arithmetic="input",
+                   nan="ieee", negative_zero=False, dequantize="target", deviations=deviations)
+        )  # fmt: skip
+    return [*made, _compressed_tensors_nvfp4(), *_compressed_tensors_inputs()]
+
+
+def compressed_tensors_input(element: str, block: Block, name: str) -> Scheme:
+    """What compressed-tensors 0.20 makes of a layer's input in integers or floats, its scale found for each input.
+
+    helpers.py, compute_dynamic_scales_and_zp, calculate_qparams; forward_helpers.py, _quantize_dequantize: scale and quotient
+    are rounded to the input's dtype, an all-zero block has that dtype's eps as its scale. A token is the last axis of an input
+    of three axes; of an input of two axes its reader takes one scale for all (block "tensor").
+    """
+    fmt = FORMATS[element]
+    target = (fmt.max - fmt.min) / 2
+    scale = Scale(block=block, target=target, compute="input", floor=("zero", "eps"))
+    deviations = (CLIPS, LARGE_OVERFLOWS) if fmt.kind == "int" else (LARGE_16_OVERFLOWS,)
+    return Scheme(name=f"compressed_tensors.{name}", element=element, scale=scale, apply="divide", arithmetic="input",
+                  nan="ieee", negative_zero=False, dequantize="ieee", deviations=deviations)  # fmt: skip
+
+
+def _compressed_tensors_inputs() -> list[Scheme]:
+    """Also mxfp_utils.py, generate_mx_scales: all MX formats but the 6-bit one round the largest magnitude to one bit."""
+    made = [
+        compressed_tensors_input("int8", -1, "int8_token"),
+        compressed_tensors_input("int8", "tensor", "int8_tensor"),
+        compressed_tensors_input("int8", 128, "int8_group_128"),
+        compressed_tensors_input("int4", -1, "int4_token"),
+        compressed_tensors_input("float8_e4m3fn", -1, "fp8_token"),
+        compressed_tensors_input("float8_e4m3fn", "tensor", "fp8_tensor"),
+        compressed_tensors_input("float8_e4m3fn", 128, "fp8_group_128"),
+    ]
+    for element, bits in (("float4_e2m1fn", 1), ("float6_e2m3fn", 3), ("float8_e4m3fn", 1)):
+        base = mx_scheme(element, "even")
+        deviations = (
+            "float16 inputs: a scale below 2^-24 becomes 1",
+            "a largest magnitude of at least 1.75 * 2^127 makes its block NaN, a NaN need not",
+        )
+        name, scale = f"compressed_tensors.{base.name}", replace(base.scale, even_bits=bits)
+        made.append(replace(base, name=name, scale=scale, deviations=deviations))
+    return made
+
+
+def _compressed_tensors_nvfp4() -> Scheme:
+    """Also helpers.py, generate_gparam, and utils/fp4_utils.py, cast_to_fp4."""
+    scale = Scale(block=16, target=6.0, compute="input", floor=("zero", 2.0**-3), storage="float8_e4m3fn")
+    outer = Scale(
+        block="tensor",
+        statistic="absmax_elements",
+        target=6.0 * 448.0,
+        compute="input",
+        stored="encode",
+        by_reciprocal=True,
+        nonfinite=1.0,
+    )
+    return Scheme(
+        name="compressed_tensors.nvfp4", element="float4_e2m1fn", scale=scale, outer=outer, outer_order="encode",
+        apply="divide", nan="ieee", nan_code=0, negative_zero=False, dequantize="ieee",
+        deviations=("a zero block scale is replaced", "a tensor with a NaN or of tiny values has no outer scale",
+                    LARGE_OVERFLOWS),
+    )  # fmt: skip
+
+
+def conventions() -> list[Scheme]:
+    """Every record of another project."""
+    return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors()]
+
+
+__all__ = ["compressed_tensors_input", "conventions", "mx_name"]

@@ -1,0 +1,1 @@
+"""N:M sparsity: masks and compressed storage."""

@@ -1,0 +1,174 @@
+"""Compressed 2:4 storage: the kept half of the values, and where they were.
+
+The layout is the plain one, row-major and what a checkpoint can hold; a kernel's private order of metadata is made from it.
+For w of shape (..., K), K a multiple of 4:
+
+* `values` (..., K/2), dtype of w: the two kept elements of each group of four, in order;
+* `metadata` (..., ceil(K/8)) uint8: for each group the two indices 0..3 of its kept elements, 2 bits each, the first index
+  in the low bits; 4 bits a group, two groups a byte, the even group in the low half. If K/4 is odd, the last high half is 0.
+
+A group with fewer than two kept elements stores zeros in the unused places. Each unused place takes the first index out of
+2, 3 that is not kept: nothing kept gives (2, 3), only 0 gives (0, 2), only 1 gives (1, 2), only 2 or 3 gives (2, 3). These
+are the indices that `torch.sparse` writes, and before CUTLASS reorders it the metadata is the same bytes.
+
+Everything is selection on bit patterns: -0, NaN payloads and codes of any format survive unchanged.
+
+Source: Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378), section 3.1 and figure 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
+from reference.sparsity.prune import check_groups, parse_pattern, prune
+
+BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+class Compressed(NamedTuple):
+    """A 2:4 array: `values` (..., K/2) of the dtype of w, `metadata` (..., ceil(K/8)) uint8. Unpacks like a tuple."""
+
+    values: Array
+    metadata: Array
+
+
+def compress(w: Array, mask: Array | str = "2:4") -> Compressed:
+    """Store the kept elements of `w` (..., K) in the 2:4 layout of this module.
+
+    `mask` is bool of the shape of `w`, with at most two kept in each group of four, or the pattern "2:4", which means
+    `prune(w)`. `w` has any dtype of 8, 16, 32 or 64 bits; uint8 codes need a mask of their own, since codes do not
+    sort as their values do. Under `jax.jit` and `torch.compile` the count of kept elements cannot be checked: of more than
+    two, the first two stay.
+
+    Raises ValueError for K % 4 != 0, another pattern, another shape of `mask`, or more than two kept in a group;
+    TypeError for a mask that is not bool, or an element type of another width.
+    """
+    w = as_array(w)
+    ns = namespace_of(w)
+    shape = ns.shape(w)
+    check_groups(shape, 4, "2:4 compression")
+    kept = _mask_of(w, mask).reshape(*shape[:-1], shape[-1] // 4, 4)
+    first, second = _kept_indices(ns, kept)
+    bits = _bits(ns, w).reshape(*shape[:-1], shape[-1] // 4, 4)
+    held = ns.where(kept, bits, bits[..., :1] * 0)
+    pair = ns.stack([_pick(ns, held, first), _pick(ns, held, second)], -1)
+    values = pair.reshape(*shape[:-1], shape[-1] // 2).view(w.dtype)
+    return Compressed(values, _pack_metadata(ns, first | (second << 2)))
+
+
+def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = None) -> Array:
+    """The array (..., K) whose kept elements are `values` (..., K/2), with zero bits (+0) elsewhere.
+
+    `metadata` is uint8 (..., ceil(K/8)) as `compress` writes it. `shape`, if given, is checked against the result. The
+    result has the dtype and library of `values`. If a group names one index twice, its second value wins.
+
+    Raises ValueError where the shapes do not belong together; TypeError for metadata that is not uint8, or no arrays.
+    """
+    values, metadata = as_array(values), as_array(metadata)
+    ns = namespace_of(values)
+    half, stored = ns.shape(values), ns.shape(metadata)
+    _check_stored(ns, half, stored, metadata)
+    full = (*half[:-1], 2 * half[-1])
+    if shape is not None and tuple(shape) != full:
+        raise ValueError(
+            f"values of shape {half} decompress to {full}, not to {tuple(shape)}; leave shape out or correct it"
+        )
+    nibble = _unpack_metadata(ns, metadata, half[-1] // 2)[..., None]
+    pair = _bits(ns, values).reshape(*half[:-1], half[-1] // 2, 2)
+    place = ns.arange(4, nibble)
+    low = ns.where((nibble & 3) == place, pair[..., :1], pair[..., :1] * 0)
+    return ns.where((nibble >> 2) == place, pair[..., 1:], low).reshape(full).view(values.dtype)
+
+
+def _mask_of(w: Array, mask: Array | str) -> Array:
+    if isinstance(mask, str):
+        if parse_pattern(mask) != (2, 4):
+            raise ValueError(
+                f"compressed storage exists for the pattern '2:4' only, got {mask!r}; keep others as a mask"
+            )
+        return prune(w, pattern=mask)
+    mask = as_array(mask)
+    ns = namespace_of(mask)
+    if ns.dtype_name(mask) != "bool":
+        raise TypeError(
+            f"a mask is bool, got {ns.dtype_name(mask)} of shape {ns.shape(mask)}; compare it with 0 first"
+        )
+    if ns.shape(mask) != ns.shape(w):
+        raise ValueError(
+            f"mask of shape {ns.shape(mask)} does not match w of shape {ns.shape(w)}; give one bool per element"
+        )
+    if not _is_traced(ns, mask):
+        _check_counts(ns, mask)
+    return mask
+
+
+def _check_counts(ns: Namespace, mask: Array) -> None:
+    counts = ns.astype(mask, "int32").reshape(-1, 4).sum(-1)
+    crowded = int((counts > 2).sum())
+    if crowded:
+        raise ValueError(
+            f"2:4 storage holds at most two elements of every four; {crowded} of {len(counts)} groups keep more. "
+            f"Make the mask with prune(w, pattern='2:4')"
+        )
+
+
+def _is_traced(ns: Namespace, x: Array) -> bool:
+    """Whether values are unknown now: under a JAX transformation or torch's compiler."""
+    if ns.name == "jax":
+        return isinstance(x, sys.modules["jax"].core.Tracer)
+    return ns.name == "torch" and bool(ns.xp.compiler.is_compiling())
+
+
+def _kept_indices(ns: Namespace, kept: Array) -> tuple[Array, Array]:
+    """int32 indices (first, second) of the kept elements of each group (..., 4), with the filling rule above."""
+    k0, k1, k2, k3 = (kept[..., i] for i in range(4))
+    first = ns.where(k0, 0, ns.where(k1, 1, 2))
+    # With one of 0 and 1 kept, 2 is the second unless 3 is kept and 2 is not; with neither, 2 was the first.
+    second = ns.where(k0 & k1, 1, ns.where((k0 | k1) & (k2 | ~k3), 2, 3))
+    return ns.astype(first, "int32"), ns.astype(second, "int32")
+
+
+def _pick(ns: Namespace, group: Array, index: Array) -> Array:
+    """group[..., index] for groups (..., 4), by selection: no arithmetic touches the bits."""
+    low = ns.where(index == 0, group[..., 0], group[..., 1])
+    return ns.where(index < 2, low, ns.where(index == 2, group[..., 2], group[..., 3]))
+
+
+def _bits(ns: Namespace, x: Array) -> Array:
+    if x.dtype.itemsize not in BITS or ns.dtype_name(x).startswith("complex"):
+        raise TypeError(
+            f"2:4 storage takes elements of 8, 16, 32 or 64 bits, got {ns.dtype_name(x)}; store its codes as uint8"
+        )
+    return ns.bitcast(x, BITS[x.dtype.itemsize])
+
+
+def _pack_metadata(ns: Namespace, nibbles: Array) -> Array:
+    """int32 nibbles (..., G) to uint8 (..., ceil(G/2)), the even one in the low half."""
+    shape = ns.shape(nibbles)
+    if shape[-1] % 2:
+        nibbles = ns.concatenate([nibbles, nibbles[..., :1] * 0], -1)
+    pairs = nibbles.reshape(*shape[:-1], (shape[-1] + 1) // 2, 2)
+    return ns.astype(pairs[..., 0] | (pairs[..., 1] << 4), "uint8")
+
+
+def _unpack_metadata(ns: Namespace, metadata: Array, groups: int) -> Array:
+    wide = ns.astype(metadata, "int32")
+    both = ns.stack([wide & 15, wide >> 4], -1)
+    shape = ns.shape(metadata)
+    return both.reshape(*shape[:-1], 2 * shape[-1])[..., :groups]
+
+
+def _check_stored(ns: Namespace, half: tuple[int, ...], stored: tuple[int, ...], metadata: Array) -> None:
+    if ns.dtype_name(metadata) != "uint8":
+        raise TypeError(f"2:4 metadata is uint8, got {ns.dtype_name(metadata)}; pass what compress returned")
+    if not half or half[-1] % 2:
+        raise ValueError(
+            f"2:4 values come in pairs along the last axis, got shape {half}; pass what compress returned"
+        )
+    wanted = (*half[:-1], (half[-1] // 2 + 1) // 2)
+    if stored != wanted:
+        raise ValueError(
+            f"values of shape {half} go with metadata of shape {wanted} (4 bits a group), got {stored}"
+        )

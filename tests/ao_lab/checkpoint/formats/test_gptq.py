@@ -1,0 +1,146 @@
+"""AutoGPTQ's and GPTQModel's checkpoints: the libraries' weights to the bit, any codes by the layout, one error else."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
+from ao_lab.checkpoint.formats.gptq import RECORDS, zero_points
+from ao_lab.checkpoint.formats.gptq_integers import Integers
+from tests.ao_lab.checkpoint.formats.folders.integer_layers import random_layer, stored_codes
+from tests.ao_lab.checkpoint.formats.folders.library_weights import case, cases, folder_of, grids, read
+from tests.ao_lab.checkpoint.formats.folders.published_layouts import gptq_layer
+
+SCATTERED = "gptqmodel_4_scattered"
+READ = [name for name in cases("gptq") if name != SCATTERED]
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}
+
+
+def test_the_libraries_made_them():
+    assert len(READ) == 19
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_library_dequantizes(name, tmp_path):
+    config, tensors, expected = case("gptq", name)
+    weight = read(folder_of(tmp_path / "model", config, tensors))
+    assert weight.dtype == expected.dtype == torch.float16
+    assert torch.equal(weight.dequantize().view(torch.int16), expected.contiguous().view(torch.int16))
+    assert weight.scheme.element == f"int{config['bits']}"
+    assert (weight.zero is None) == config["sym"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([2, 3, 4, 8]),
+    inputs=st.integers(1, 100),
+    outputs=st.integers(1, 40),
+    group=st.sampled_from([-1, 8, 16, 32]),
+    version=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_codes_zero_points_and_scales_stay(tmp_path_factory, bits, inputs, outputs, group, version, seed):
+    codes, zeros, scales = random_layer(bits, inputs, outputs, group, seed, lowest=version == 1)
+    tensors = gptq_layer(codes, zeros, scales, bits, version=version)
+    tensors["g_idx"] = torch.arange(inputs, dtype=torch.int32) // (inputs if group == -1 else group)
+    config = {
+        **CONFIG,
+        "bits": bits,
+        "group_size": group,
+        "checkpoint_format": "gptq" + "_v2" * (version == 2),
+    }
+    weight = read(folder_of(tmp_path_factory.mktemp("gptq"), config, tensors))
+    middle = 1 << (bits - 1)
+    assert np.array_equal(stored_codes(weight), codes)
+    assert torch.equal(weight.scale, scales.view(torch.uint16))
+    assert np.array_equal(
+        0 if weight.zero is None else weight.zero.numpy(), 0 if (zeros == middle).all() else zeros - middle
+    )
+    spread = np.repeat(np.arange(zeros.shape[1]), inputs if group == -1 else group)[:inputs]
+    integers = torch.from_numpy((codes - zeros[:, spread]).astype(np.int16))
+    product = scales[:, torch.from_numpy(spread)] * integers
+    assert torch.equal(weight.dequantize().nan_to_num(7.0), product.nan_to_num(7.0))
+
+
+def test_words_of_version_1_are_added_as_a_whole():
+    """0 - 1 borrowed from the next field when GPTQModel wrote them; adding to the word gives both back."""
+    kept = torch.tensor([[0x80 - 0x11111111]], dtype=torch.int32)
+    assert zero_points(kept, 4, 8, True).tolist() == [[0, 8, 0, 0, 0, 0, 0, 0]]
+    assert zero_points(torch.tensor([[-1, -1, -1]], dtype=torch.int32), 3, 32, True).tolist() == [[0] * 32]
+
+
+def test_shapes_tell_where_layers_differ(tmp_path):
+    """GPTQModel's `dynamic` gives layers bits and groups of their own."""
+    codes, zeros, scales = random_layer(8, 64, 8, 16, 1)
+    config = {**CONFIG, "dynamic": {"layer": {"bits": 8, "group_size": 16}}}
+    weight = read(folder_of(tmp_path / "model", config, gptq_layer(codes, zeros, scales, 8)))
+    assert weight.scheme.name == "gptq.int8_g16_asymmetric"
+
+
+def test_groups_may_be_missing(tmp_path):
+    config, tensors, expected = case("gptq", "gptqmodel_4_v2")
+    del tensors["g_idx"]
+    assert torch.equal(read(folder_of(tmp_path / "model", config, tensors)).dequantize(), expected)
+
+
+def test_runs_of_inputs_are_blocks(tmp_path):
+    """Groups that lie apart in runs of 16 neighbours: the same bits, scales stored twice."""
+    config, tensors, expected = case("gptq", "gptqmodel_4_runs")
+    weight = read(folder_of(tmp_path / "model", config, tensors))
+    assert weight.scheme.scale.block == 16
+    assert torch.equal(weight.dequantize(), expected)
+
+
+WRONG = {
+    "marlin": ({"checkpoint_format": "marlin"}, {}, "checkpoint_format marlin of .* cannot be read"),
+    "marlin of AutoGPTQ": ({"is_marlin_format": True}, {}, "checkpoint_format marlin"),
+    "unknown format": ({"checkpoint_format": "gptq_v9"}, {}, "gptq_v9 of .* these can: gptq, gptq_v2, gptq_p"),
+    "planar words": ({"checkpoint_format": "gptq_p", "bits": 3}, {}, r"bits .* \(2, 4, 8 bits.*: 3"),
+    "5 bits": ({"bits": 5}, {}, r"bits of quantization_config .* \(2, 3, 4, 8 bits.*: 5"),
+    "bits as text": ({"bits": "4"}, {}, "bits of quantization_config"),
+    "true bits": ({"bits": True}, {}, "bits of quantization_config"),
+    "no bits": ({"bits": None}, {}, "bits of quantization_config"),
+    "group": ({"group_size": 0}, {}, "group_size of quantization_config"),
+    "other bits": ({"bits": 8}, {}, r"qweight.* is int32 of shape \(16, 32\).* got int32 of shape \(8, 32\)"),
+    "other group": ({"group_size": 16}, {}, r"qzeros.* is int32 of shape \(4, 4\)"),
+    "rotated": ({"rotation": "hadamard"}, {}, "rotation hadamard"),
+    "no words": ({}, {"qweight": None}, "no tensor named qweight"),
+    "no zeros": ({}, {"qzeros": None}, "lacks tensor layer.qzeros"),
+    "no scales": ({}, {"scales": None}, "lacks tensor layer.scales"),
+    "flat words": ({}, {"qweight": torch.zeros(8, dtype=torch.int32)}, "has 2 axes"),
+    "wide words": ({}, {"qweight": torch.zeros(8, 32, dtype=torch.int64)}, r"is int32 of shape \(8, 32\)"),
+    "scales in float64": ({}, {"scales": torch.zeros(2, 32, dtype=torch.float64)}, "scales are float16"),
+    "short groups": ({}, {"g_idx": torch.zeros(32, dtype=torch.int32)}, r"qweight.* is int32 of shape \(4, 32\)"),
+    "groups beyond": ({}, {"g_idx": torch.full((64,), 9, dtype=torch.int32)}, "layer.g_idx of .*: g_idx names groups 0 to 1"),
+    "dynamic": ({"dynamic": {"x": {}}}, {"g_idx": None}, "do not follow from qweight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_error_for_what_cannot_be_read(name, tmp_path):
+    config, tensors, _ = case("gptq", "gptqmodel_4_v2")
+    changes, others, said = WRONG[name]
+    tensors = {key: part for key, part in (tensors | others).items() if part is not None}
+    with pytest.raises(ValueError, match=said):
+        read(folder_of(tmp_path / "model", config | changes, tensors))
+
+
+def test_scattered_groups_are_refused(tmp_path):
+    """Act-order: a scale for every input would take more than the dense weight."""
+    config, tensors, _ = case("gptq", SCATTERED)
+    with pytest.raises(ValueError, match=r"layer.g_idx.*desc_act.*runs of 1.*GPTQModel"):
+        read(folder_of(tmp_path / "model", config, tensors))
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_the_records_have_the_library_s_grid(asymmetric):
+    """Scales (rounded to float16 when they are packed) and zero points of AutoGPTQ's Quantizer.find_params."""
+    weight, grid = grids("gptq")["weight"], grids("gptq_" + "a" * asymmetric + "symmetric")
+    scheme = Integers(RECORDS, 4, 32, tuple(weight.shape), torch.float16).scheme(asymmetric)
+    again = reference.quantize(weight, scheme)
+    assert torch.equal(again.scale.reshape(-1, 1).view(torch.float16), grid["scale"].half())
+    assert torch.equal(
+        (again.zero if asymmetric else torch.zeros(32)).reshape(-1, 1).float() + 8, grid["zero"]
+    )

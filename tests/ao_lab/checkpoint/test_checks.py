@@ -1,0 +1,258 @@
+"""What `load_pretrained` looks at before it touches a model, one rule at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import SCHEMES, load_pretrained
+from ao_lab.checkpoint import model_builder as checkpoint_models
+from ao_lab.checkpoint.io import strict_json
+from ao_lab.checkpoint.records import check_recipe
+from ao_lab.config.recipe import Recipe
+from ao_lab.tensor.metadata import Meta
+from tests.ao_lab.checkpoint.corrupted.mutated_bases import identities, made_bases, outcome, small_model
+from tests.ao_lab.checkpoint.corrupted.mutated_files import Case
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Valid folders by name."""
+    return made_bases(tmp_path_factory.mktemp("valid"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**5},
+            "describes a model of more than [0-9]+ parameters; the files hold fewer",
+        ),
+        ({"num_labels": 4 * 10**6}, "num_labels is a count, got 4000000"),
+        ({"vocab_size": 2**40}, r"lm_head\.weight .*has shape"),
+    ],
+)
+def test_configurations_do_not_decide_how_much_is_built(bases, tmp_path, field, message):
+    """Layers, labels, rows of tables: refused before there are as many objects, or that much memory."""
+    case = Case(bases["built"][0], tmp_path / "model")
+    case.put_json("config.json", case.json("config.json") | field)
+    case.write()
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(case.folder)
+
+
+def test_at_most_as_many_parameters_as_files_can_fill(bases, tmp_path):
+    """Counted: building stops there."""
+    case = Case(bases["built"][0], tmp_path / "model")
+    case.put_json("config.json", case.json("config.json") | {"num_hidden_layers": 10**5})
+    case.write()
+    made = []
+    hook = nn.modules.module.register_module_parameter_registration_hook(lambda *given: made.append(given[1]))
+    try:
+        with pytest.raises(ValueError, match="the files hold fewer"):
+            load_pretrained(case.folder)
+    finally:
+        hook.remove()
+    assert len(made) < 200
+
+
+def test_what_chooses_code_is_dropped(bases, tmp_path):
+    """Also inside of parts; transformers would fetch kernels of the names in attn_implementation from the Hub."""
+    case = Case(bases["built"][0], tmp_path / "model")
+    code = {
+        "attn_implementation": "nobody/kernel",
+        "auto_map": {"AutoConfig": "evil.C"},
+        "trust_remote_code": True,
+    }
+    case.put_json("config.json", case.json("config.json") | code | {"text_config": dict(code)})
+    case.write()
+    left = checkpoint_models.configuration(case.folder)
+    assert left["text_config"] == {}
+    assert not set(left) & set(code)
+
+
+def test_integers_in_the_place_of_floats(bases, tmp_path):
+    """Of a folder whose records do not say what its dense tensors are: the model does."""
+    case = Case(bases["int8"][0], tmp_path / "model")
+    records = case.records()
+    del records["dense"]
+    case.put_records(records)
+    header, data = case.header("model.safetensors")
+    header["0.bias"]["dtype"] = "I16"
+    case.put_header("model.safetensors", header, data)
+    case.write()
+    with pytest.raises(
+        ValueError, match=r"0\.bias of .* is int16 of shape \(32,\), the model's is torch.bfloat16"
+    ):
+        load_pretrained(case.folder, small_model())
+
+
+def test_pipes_are_not_waited_for(bases, tmp_path, monkeypatch):
+    case = Case(bases["int8"][0], tmp_path / "model")
+    case.special["model.safetensors"] = ("pipe", None)
+    del case.files["model.safetensors"]
+    case.write()
+    assert outcome(case, bases["int8"]) == ("error", "")
+
+
+def test_an_index_names_files_of_its_folder_alone(bases, tmp_path):
+    """A valid file elsewhere is not opened."""
+    files, _, _, _ = bases["int8 in shards"]
+    case = Case(files, tmp_path / "model")
+    first = case.shards[0]
+    (tmp_path / first).write_bytes(case.files.pop(first))
+    index = case.json("model.safetensors.index.json")
+    moved = {key: f"../{name}" if name == first else name for key, name in index["weight_map"].items()}
+    case.put_json("model.safetensors.index.json", {"weight_map": moved})
+    case.write()
+    with pytest.raises(ValueError, match=r"plain name of a \.safetensors file in the same folder"):
+        load_pretrained(case.folder, small_model())
+
+
+def test_an_index_and_its_files_say_the_same(bases, tmp_path):
+    files = bases["int8 in shards"][0]
+    first, last = (sorted(name for name in files if name.endswith("safetensors"))[i] for i in (0, -1))
+    index = Case(files, "").json("model.safetensors.index.json")["weight_map"]
+    many = max(set(index.values()), key=list(index.values()).count)
+    one = next(name for name, file in index.items() if file == many)
+    for number, (changed, message) in enumerate(
+        [
+            (index | {one: last if many != last else first}, f"is in {many}, but .* puts it into"),
+            (index | {"extra": first}, "extra is in no file"),
+            ({name: file for name, file in index.items() if name != one}, "does not name it"),
+        ]
+    ):
+        case = Case(files, tmp_path / str(number))
+        case.put_json("model.safetensors.index.json", {"weight_map": changed})
+        case.write()
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(case.folder, small_model())
+
+
+def test_a_kernel_that_does_not_take_a_weight(bases, tmp_path):
+    """Found when it is loaded, not when it is first used."""
+    case = Case(bases["mxfp4"][0], tmp_path / "model")
+    records = case.records()
+    records["recipes"][0]["kernel"] = "int8"
+    case.put_records(records)
+    case.write()
+    with pytest.raises(ValueError, match=r"0\.weight of .*kernel 'int8' does not take mxfp4"):
+        load_pretrained(case.folder, small_model())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_bits": 10**9}, "num_bits is 1000000000"),
+        ({"group_size": -5}, "group_size is -5"),
+        ({"group_size": 10**18}, "group_size"),
+        ({"strategy": ["x"]}, "strategy"),
+    ],
+)
+def test_configuration_and_records_say_the_same(bases, tmp_path, change, message):
+    case = Case(bases["int4"][0], tmp_path / "model")
+    config = case.json("config.json")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    case.put_json("config.json", config)
+    case.write()
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(case.folder, small_model())
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "message"),
+    [
+        ("recipes", "transposed", 0, "transposed is bool, got 0"),
+        ("recipes", "axis", -1.0, "axis is int"),
+        ("recipes", "version", 2, "version 2; this ao_lab reads up to 1"),
+        ("recipes", "dtype", "int8", "dtype is one of"),
+        ("recipes", "kernel", "os.system", "kernel is one of"),
+        ("recipes", "activation", {}, "activation lacks name"),
+        ("weights", "recipe", 1, "recipe is one of 1, got 1"),
+        ("weights", "shape", [2**40, 2**40], "is int32 of shape"),
+        ("weights", "parts", ["codes"], "parts are weight_packed"),
+        ("weights", "format", "dense", "format dense does not hold"),
+    ],
+)
+def test_fields_of_records(bases, tmp_path, place, field, value, message):
+    case = Case(bases["int4"][0], tmp_path / "model")
+    records = case.records()
+    records[place][0 if place == "recipes" else "0.weight"][field] = value
+    case.put_records(records)
+    case.write()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_pretrained(case.folder, small_model())
+    assert str(case.folder) in str(caught.value)
+
+
+def test_records_without_weights(bases, tmp_path):
+    case = Case(bases["int4"][0], tmp_path / "model")
+    case.put_records(case.records() | {"weights": {}})
+    case.write()
+    with pytest.raises(ValueError, match="the records name no weights"):
+        load_pretrained(case.folder, small_model())
+
+
+def test_patterns_of_a_configuration_are_not_matched(bases, tmp_path):
+    """They are for other readers; here one that takes for ever takes no time."""
+    case = Case(bases["int4"][0], tmp_path / "model")
+    config = case.json("config.json")
+    config["quantization_config"] |= {"ignore": ["re:(a+)+$", "re:("]}
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:(.*)*(.*)*(.*)*x"]
+    case.put_json("config.json", config)
+    case.write()
+    assert outcome(case, bases["int4"]) == ("loaded", "")
+
+
+def test_a_model_is_filled_at_the_very_end(bases, tmp_path, monkeypatch):
+    """An error in the middle of the last step leaves the model as it was."""
+    case = Case(bases["int8"][0], tmp_path / "model")
+    case.write()
+    model = small_model(1)
+    before, calls = identities(model), iter(range(3))
+
+    def failing(value, requires_grad):
+        next(calls)
+        return nn.parameter.Parameter(value, requires_grad)
+
+    monkeypatch.setattr(checkpoint_models.nn, "Parameter", failing)
+    with pytest.raises(StopIteration):
+        load_pretrained(case.folder, model)
+    assert identities(model) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "the key a is there twice"),
+        ('{"a": NaN}', "NaN is no JSON"),
+        ('{"a": 99999999999999999999}', "beyond 64 bits"),
+        ("[" * 10**5, "nested too deeply"),
+        (b"\xff{}", "no UTF-8 text"),
+        ("[]", "holds a JSON object, got list"),
+        ("", "no JSON that can be read"),
+    ],
+)
+def test_json_of_others(text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        strict_json.parsed_object(text, "here")
+    assert str(caught.value).startswith("here ")
+    assert strict_json.parsed_object('{"a": Infinity}', "here", nonfinite=True) == {"a": float("inf")}
+
+
+def test_wrong_values_are_shown_short_and_plain():
+    assert strict_json.shown("a\nb\x1b[2J") == "a\\nb\\x1b[2J"
+    assert len(strict_json.shown("x" * 10**6)) < 70
+
+
+def test_blocks_far_longer_than_the_tensor_are_refused():
+    """A block of 2**40 elements over a row of 64 would be padded to that length."""
+    scheme = replace(
+        SCHEMES["int8_rowwise"], name="long", scale=replace(SCHEMES["int8_rowwise"].scale, block=2**40)
+    )
+    with pytest.raises(ValueError, match="too long for a tensor of shape"):
+        check_recipe(Meta(Recipe(weight=scheme), -1, torch.float32), (8, 64))

@@ -1,0 +1,171 @@
+"""Model cards: what the Hub reads, and what people do."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import (
+    FqnToConfig,
+    Int8StaticActivationInt8WeightConfig,
+    SchemeConfig,
+    quantize_,
+    save_pretrained,
+    write_card,
+)
+from ao_lab.checkpoint.model_card import base_name, model_card, with_results
+from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
+
+RESULTS = {
+    "text": "sympy-1.14-aa", "tokens": 124, "device": "cpu", "against": "base",
+    "tasks": {"perplexity": {"token_perplexity": 12.3456789, "word_perplexity": "inf"}, "weights": {"mxfp4": 0.1}},
+}  # fmt: skip
+
+
+def saved(folder, scheme="mxfp4", activation=None, **arguments):
+    model = small_model()
+    config = SchemeConfig(scheme=scheme, activation_scheme=activation)
+    quantize_(model, config, lambda m, name: isinstance(m, nn.Linear) and name != "lm_head")
+    save_pretrained(model, folder, config={**LLAMA, "_name_or_path": "owner/little"}, **arguments)
+    return model
+
+
+def front(card):
+    yaml = pytest.importorskip("yaml")
+    _, matter, body = card.split("---\n", 2)
+    return yaml.safe_load(matter), body
+
+
+def test_a_card_of_compressed_tensors(tmp_path):
+    model = saved(tmp_path / "little-mxfp4")
+    matter, body = front(model_card(tmp_path / "little-mxfp4", command="ao-lab quantize --config mxfp4"))
+    assert matter["base_model"] == "owner/little"
+    assert matter["base_model_relation"] == "quantized"
+    assert matter["library_name"] == "transformers"
+    assert matter["pipeline_tag"] == "text-generation"
+    assert {"mxfp4", "compressed-tensors", "quantized"} <= set(matter["tags"])
+    assert matter["quantized_by"].startswith("ao_lab ")
+    for text in ("# little-mxfp4", "vllm serve little-mxfp4", 'from_pretrained("little-mxfp4")',
+                 'ao_lab.load_pretrained("little-mxfp4")', "`lm_head.weight`", "Accuracy was not measured"):  # fmt: skip
+        assert text in body
+    assert "once `import ao_lab` has run" not in body
+    linear = sum(
+        m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"
+    )
+    assert f"| `mxfp4` | 7 | {linear:,} | {2 * linear:,} | {linear // 2 + linear // 32:,} |" in body
+
+
+def test_commands_of_a_card_work(tmp_path, monkeypatch):
+    """The Python of a card is run."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    saved(tmp_path / "little")
+    blocks = re.findall(r"```python\n(.*?)```", model_card(tmp_path / "little"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        names = {}
+        exec(block, names)
+        assert names["model"](torch.arange(4)[None]).logits.shape[-1] == 256
+    assert len(blocks) == 2
+
+
+test_commands_of_a_card_work = pytest.mark.filterwarnings("ignore")(test_commands_of_a_card_work)
+
+
+def test_a_card_of_our_layout(tmp_path):
+    saved(tmp_path / "little", "nf4")
+    matter, body = front(
+        model_card(tmp_path / "little", base_model="/somewhere/else/base", notes=("no format",))
+    )
+    assert matter["library_name"] == "ao_lab"
+    assert matter["base_model"] == "base"
+    assert (
+        "once `import ao_lab` has run, and refuses it otherwise. Why not compressed-tensors: no format."
+        in body
+    )
+    assert "vllm" not in body
+    assert "somewhere" not in body
+
+
+def test_formats_that_are_not_served(tmp_path):
+    saved(tmp_path / "a", "int3_g32_cast")
+    assert "vLLM lists no kernels" in model_card(tmp_path / "a")
+    model = small_model()
+    quantize_(
+        model,
+        FqnToConfig(
+            {r"re:.*mlp.*": SchemeConfig(scheme="mxfp4"), r"re:.*attn.*": SchemeConfig(scheme="nvfp4")}
+        ),
+    )
+    save_pretrained(model, tmp_path / "b", config=LLAMA, layout="compressed-tensors")
+    card = model_card(tmp_path / "b")
+    assert "vllm serve b" in card
+    assert "dequantize=True" not in card
+
+
+def test_results_are_shown_and_replaced(tmp_path):
+    saved(tmp_path / "little")
+    (tmp_path / "little" / "eval.json").write_text(json.dumps(RESULTS))
+    card = model_card(tmp_path / "little")
+    assert "| perplexity | perplexity per token | 12.3457 |" in card
+    assert "text sympy-1.14-aa, predicted tokens 124, device cpu, base model base" in card
+    again = with_results(card, {**RESULTS, "tasks": {"accuracy": {"accuracy": 0.5}}})
+    assert "12.3457" not in again
+    assert "| accuracy | next-token accuracy | 0.5 |" in again
+    assert with_results(again, RESULTS) == card
+    assert "## Results" in with_results("# A card of one's own\n", RESULTS)
+
+
+def test_a_card_is_written(tmp_path):
+    saved(tmp_path / "little")
+    path = write_card(tmp_path / "little", base_model="owner/base")
+    assert path.read_text() == model_card(tmp_path / "little", base_model="owner/base")
+    with pytest.raises(FileNotFoundError, match="neither"):
+        write_card(tmp_path)
+
+
+def test_terms_of_the_base_stay(tmp_path):
+    saved(tmp_path / "little")
+    earlier = (
+        "---\nlicense: apache-2.0\nlanguage: en\ntags:\n- a\nlibrary_name: other\n---\n# Base\nlicense: no\n"
+    )
+    (tmp_path / "little" / "README.md").write_text(earlier)
+    matter, body = front(model_card(tmp_path / "little"))
+    assert (matter["license"], matter["language"], matter["library_name"]) == (
+        "apache-2.0",
+        "en",
+        "transformers",
+    )
+    assert "# Base" not in body
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("owner/name", "owner/name"),
+        ("/a/b/name", "name"),
+        ("./name", "name"),
+        ("name", "name"),
+        ("", ""),
+        ("../..", ""),
+    ],
+)
+def test_names_of_bases(given, shown):
+    assert base_name(given) == shown
+
+
+def test_static_scales_are_said(tmp_path):
+    """They may come from data."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    quantize_(model, Int8StaticActivationInt8WeightConfig(act_quant_scale=0.5))
+    for layout in ("auto", "ao_lab"):
+        save_pretrained(model, tmp_path / layout, layout=layout)
+        text = write_card(tmp_path / layout).read_text()
+        assert "static scales of inputs" in text
+        assert "without calibration data" not in text
+
+
+def test_errors_of_weights_are_called_so():
+    assert "| weights | relative RMS error of mxfp4 | 0.1 |" in with_results("", RESULTS)

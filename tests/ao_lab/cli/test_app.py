@@ -1,0 +1,243 @@
+"""The command line: what it prints, where it prints it, and how it fails."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ao_lab import __version__
+from ao_lab.cli.app import main
+from ao_lab.cli.formats import bit_fields
+from ao_lab.cli.terminal.output import number, strict
+from reference import FORMATS, SCHEMES
+
+ROOT = Path(__file__).resolve().parents[3]
+ML_FLOATS = sorted(name for name in FORMATS if FORMATS[name].kind == "float" and hasattr(ml_dtypes, name))
+
+
+def refuse(name):
+    raise ValueError(f"{name} is not JSON")
+
+
+def printed_json(capsys, *arguments):
+    """The document that a command prints; anything else on stdout, or a NaN in it, is an error."""
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=refuse)
+
+
+def complaint(capsys, *arguments):
+    """Exit code and the one line on stderr of a command that fails; stdout stays empty."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ao-lab: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return code, err
+
+
+def test_formats_lists_every_format(capsys):
+    assert main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if line.strip() and line.split()[0] in FORMATS]
+    assert shown == list(FORMATS)
+
+
+@pytest.mark.parametrize("name", ML_FLOATS)
+def test_limits_are_those_of_ml_dtypes(capsys, name):
+    shown, info = printed_json(capsys, "formats", name), ml_dtypes.finfo(getattr(ml_dtypes, name))
+    assert (shown["max"], shown["min"]) == (float(info.max), float(info.min))
+    assert shown["smallest_normal"] == float(info.smallest_normal)
+    assert shown["smallest_subnormal"] == float(info.smallest_subnormal)
+    assert shown["epsilon"] == float(info.eps)
+
+
+@pytest.mark.parametrize("name", [name for name in ML_FLOATS if FORMATS[name].bits <= 8])
+def test_value_table_is_that_of_ml_dtypes(capsys, name):
+    shown = printed_json(capsys, "formats", name)
+    dtype = getattr(ml_dtypes, name)
+    codes = np.arange(1 << FORMATS[name].bits, dtype=np.uint8)
+    values = codes.view(dtype).astype(np.float64)
+    assert [row["code"] for row in shown["values"]] == codes.tolist()
+    for row, value in zip(shown["values"], values, strict=True):
+        assert row["value"] == ("nan" if math.isnan(value) else str(value) if math.isinf(value) else value)
+    assert shown["nan_codes"] == int(np.isnan(values).sum())
+    assert shown["infinity"] == bool(np.isinf(values).any())
+    assert shown["negative_zero"] == bool(((values == 0) & np.signbit(values)).any())
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_format_can_be_shown(capsys, name):
+    assert main(["formats", name]) == 0
+    out = capsys.readouterr().out
+    assert name in out
+    assert number(FORMATS[name].max) in out
+
+
+def test_wide_formats_show_landmarks(capsys):
+    shown = printed_json(capsys, "formats", "float16")
+    values = {row["code"]: row["value"] for row in shown["landmarks"]}
+    assert values[0x0001] == 2.0**-24
+    assert values[0x0400] == 2.0**-14
+    assert values[0x3C00] == 1.0
+    assert values[0x7BFF] == 65504.0
+    assert values[0xFC00] == "-inf"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "fields"),
+    [
+        ("float8_e4m3fn", 0xC5, "1 1000 101"),
+        ("float4_e2m1fn", 0x7, "0 11 1"),
+        ("int4", 0x9, "1001"),
+        ("nf4", 1, "0001"),
+    ],
+)
+def test_bit_fields(name, code, fields):
+    assert bit_fields(FORMATS[name], code) == fields
+
+
+def test_schemes_are_the_records(capsys):
+    shown = printed_json(capsys, "schemes")
+    assert shown == [strict(dataclasses.asdict(record)) for record in SCHEMES.values()]
+    assert main(["schemes"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in SCHEMES if f" {name} " not in out] == []
+
+
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_every_scheme_can_be_shown(capsys, name):
+    assert main(["schemes", name]) == 0
+    assert SCHEMES[name].element in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["formats", "float8_e4m3"], ["unknown format", "float8_e4m3fn"]),
+        (["schemes", "mxfp8"], ["unknown scheme", "mxfp8_e4m3"]),
+        (["format"], ["format", "formats"]),
+        (["formats", "--jsn"], ["--jsn"]),
+        (["formats", "int4", "int8"], ["int8"]),
+        (["reproduce", "--scale", "huge"], ["huge", "quick"]),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(capsys, arguments, words):
+    code, err = complaint(capsys, *arguments)
+    assert code == 2
+    assert all(word in err for word in words)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_module_runs_from_the_clone():
+    done = subprocess.run(
+        [sys.executable, "-m", "ao_lab", "formats", "int4", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["max"] == 7.0
+
+
+def test_strict_json_has_no_nan():
+    assert strict({"a": (math.nan, math.inf, -math.inf, 1.5), 2: [None, True]}) == {
+        "a": ["nan", "inf", "-inf", 1.5],
+        "2": [None, True],
+    }
+
+
+def fake_experiments(monkeypatch, reproduce):
+    """Stand in for the experiments, which take minutes."""
+    from experiments import Places
+
+    module = types.ModuleType("experiments")
+    module.__file__ = str(ROOT / "experiments" / "__init__.py")
+    module.EXPERIMENTS = {"formats": None, "ptq": None}
+    module.Places = Places
+    module.reproduce = reproduce
+    monkeypatch.setitem(sys.modules, "experiments", module)
+
+
+def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
+    calls = []
+
+    def reproduce(names, *, scale, device, places):
+        calls.append((names, scale, device, places.reports))
+        print("progress", file=sys.stderr)
+        return [("ptq: 12 rows", "reports/data/ptq.csv")]
+
+    fake_experiments(monkeypatch, reproduce)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["reproduce"]) == 0
+    more = ["--reports", str(tmp_path / "r")]
+    assert main(["reproduce", "ptq", "--scale", "full", "--device", "cuda", *more]) == 0
+    assert calls == [
+        (None, "quick", None, ROOT / "reports"),
+        (["ptq"], "full", "cuda", tmp_path / "r"),
+    ]
+    out, err = capsys.readouterr()
+    assert "reports/data/ptq.csv" in out
+    said = [line.partition(" and keeps")[0] for line in err.splitlines()]
+    wrote = [f"ao-lab: reproduce writes to {folder}" for folder in (ROOT / "reports", tmp_path / "r")]
+    assert said == [wrote[0], "progress", wrote[1], "progress"]
+    made = printed_json(capsys, "reproduce", "formats")
+    assert made == [{"what": "ptq: 12 rows", "where": "reports/data/ptq.csv"}]
+
+
+def test_reproduce_fails_clearly(monkeypatch, capsys):
+    def reproduce(names, *, scale, device, places):
+        raise OSError("no space left")
+
+    fake_experiments(monkeypatch, reproduce)
+    code, err = complaint(capsys, "reproduce", "formts")
+    assert code == 2
+    assert "formats" in err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, err = complaint(capsys, "reproduce", "--device", "cuda")
+    assert code == 2
+    assert "ao-lab doctor" in err
+    assert main(["reproduce"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[1:] == ["ao-lab: OSError: no space left"]
+
+
+def test_faults_keep_their_traceback(monkeypatch):
+    def reproduce(names, *, scale, device, places):
+        raise ValueError("a fault of ours")
+
+    fake_experiments(monkeypatch, reproduce)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        main(["reproduce"])
+
+
+def test_reproduce_of_some_configurations(monkeypatch, capsys):
+    calls = []
+    import experiments
+
+    monkeypatch.setattr(
+        experiments, "reproduce", lambda names, **options: calls.append(options["only"]) or []
+    )
+    assert main(["reproduce", "decode", "--device", "cpu", "--only", "int8wo", "--only", "torchao"]) == 0
+    assert calls == [["int8wo", "torchao"]]
+    capsys.readouterr()
+    for arguments, word in (
+        (["ptq", "--only", "int8wo"], "reproduce decode"),
+        (["decode", "--only", "int9"], "int8wo"),
+    ):
+        code, err = complaint(capsys, "reproduce", *arguments)
+        assert code == 2
+        assert word in err

@@ -1,0 +1,220 @@
+"""`ao-lab eval`: every kind of folder, offline."""
+
+import importlib.util
+import json
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+
+from ao_lab import SchemeConfig, quantize_, save_pretrained
+from ao_lab.cli.app import main
+from tests.support.models.small_llama import WORDS, save_llama
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base, and what was made of it in every layout that is read."""
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "base")
+    for name, config, layout in (("ours", "nf4", "ao_lab"), ("compressed", "int8_rowwise", "auto")):
+        given = ["--config", config, "--layout", layout]
+        assert main(["quantize", str(root / "base"), str(root / name), *given]) == 0
+    # As another program writes it: without our records.
+    shutil.copytree(root / "compressed", root / "foreign")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(root / "foreign" / "model.safetensors")
+    save_file(tensors, root / "foreign" / "model.safetensors", metadata={"format": "pt"})
+    (root / "text.txt").write_text(" ".join([WORDS] * 30))
+    return root
+
+
+def evaluated(capsys, folder, *arguments):
+    assert main(["eval", str(folder), "--json", "--limit", "4", "--length", "32", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def complaint(capsys, *arguments):
+    code = main(["eval", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ao-lab: ")
+    return code, err
+
+
+def test_a_dense_folder_on_the_built_in_text(capsys, folders):
+    made = evaluated(capsys, folders / "base")
+    assert set(made["tasks"]) == {"perplexity", "accuracy"}
+    assert made["text"].startswith("sympy-")
+    assert (made["windows"], made["length"], made["tokens"]) == (4, 32, 4 * 31)
+    # Of random weights: about as many choices as tokens.
+    assert 200 < made["tasks"]["perplexity"]["token_perplexity"] < 600
+
+
+def test_perplexity_is_that_of_transformers(capsys, folders):
+    made = evaluated(capsys, folders / "base", "--text", str(folders / "text.txt"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folders / "base" / "tokenizer.json"))
+    ids = torch.tensor(tokenizer((folders / "text.txt").read_text())["input_ids"])[: 4 * 32].reshape(4, 32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders / "base", dtype="auto")
+    with torch.no_grad():
+        losses = [model(row[None], labels=row[None]).loss.item() for row in ids]
+    assert made["tasks"]["perplexity"]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ours", "compressed", "foreign"])
+def test_quantized_folders_against_their_base(capsys, folders, name):
+    made = evaluated(capsys, folders / name, "--against", str(folders / "base"))
+    assert made["against"] == "base"
+    assert 0.3 < made["tasks"]["agreement"]["agreement"] <= 1.0
+    assert 0 < made["tasks"]["agreement"]["kl"] < 0.1
+    schemes = {"ours": "nf4", "compressed": "int8_rowwise_cast"}
+    assert list(made["tasks"]["weights"]) == ([schemes[name]] if name in schemes else [])
+
+
+def test_dequantized_by_transformers_or_read_by_us(capsys, folders):
+    """The same weights: the same numbers to the rounding of the products."""
+    ours, theirs = (
+        evaluated(capsys, folders / name)["tasks"]["perplexity"]["loss"] for name in ("compressed", "foreign")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_some_tasks_alone(capsys, folders):
+    made = evaluated(
+        capsys, folders / "ours", "--tasks", "accuracy,weights", "--against", str(folders / "base")
+    )
+    assert set(made["tasks"]) == {"accuracy", "weights"}
+    assert 0.05 < made["tasks"]["weights"]["nf4"] < 0.2
+
+
+def test_a_table_and_results_in_the_card(capsys, folders, tmp_path):
+    folder = tmp_path / "made"
+    shutil.copytree(folders / "compressed", folder)
+    assert "Accuracy was not measured" in (folder / "README.md").read_text()
+    arguments = ["eval", str(folder), "--limit", "2", "--length", "16", "--against", str(folders / "base")]
+    assert main(arguments) == 0
+    assert "token_perplexity" in capsys.readouterr().out
+    assert not (folder / "eval.json").exists()
+    for _ in range(2):
+        assert main([*arguments, "--save"]) == 0
+    kept = json.loads((folder / "eval.json").read_text())
+    card = (folder / "README.md").read_text()
+    assert f"{kept['tasks']['perplexity']['token_perplexity']:.6g}" in card
+    assert card.count("perplexity per token |") == 1
+    assert "Accuracy was not measured" not in card
+
+
+def test_models_without_a_tokenizer(capsys, tmp_path):
+    """256 tokens are bytes; others need one."""
+    save_llama(tmp_path / "bytes", vocabulary=256, with_tokenizer=False)
+    (tmp_path / "text.txt").write_text("h\u00e9llo " * 100)
+    made = evaluated(capsys, tmp_path / "bytes", "--text", str(tmp_path / "text.txt"))
+    assert made["tokenizer"] == "bytes"
+    bits = made["tasks"]["perplexity"]
+    assert bits["bits_per_byte"] == pytest.approx(bits["loss"] / 0.6931471805599453, rel=0.02)
+    save_llama(tmp_path / "other", with_tokenizer=False)
+    code, err = complaint(capsys, tmp_path / "other")
+    assert code == 2
+    assert "no tokenizer.json and its model has 320 tokens; copy the tokenizer" in err
+
+
+def test_wrong_input_is_one_line(capsys, folders, tmp_path, monkeypatch):
+    base = folders / "base"
+    assert "no config.json" in complaint(capsys, tmp_path)[1]
+    assert "--against" in complaint(capsys, base, "--tasks", "agreement")[1]
+    assert "is the model itself" in complaint(capsys, base, "--against", base)[1]
+    assert "at least 1 window" in complaint(capsys, base, "--limit", "0")[1]
+    (tmp_path / "short.txt").write_text("a b")
+    assert "one window has 64" in complaint(capsys, base, "--text", tmp_path / "short.txt")[1]
+    shutil.copytree(base, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    assert "is no tokenizer" in complaint(capsys, tmp_path / "other")[1]
+    shutil.copytree(base, tmp_path / "list")
+    (tmp_path / "list" / "config.json").write_text("[]")
+    assert "config.json holds a JSON object, got list" in complaint(capsys, tmp_path / "list")[1]
+    save_llama(tmp_path / "small", vocabulary=64)
+    assert "it is another model's" in complaint(capsys, tmp_path / "small")[1]
+    if importlib.util.find_spec("lm_eval") is None:
+        code, err = complaint(capsys, base, "--tasks", "hellaswag")
+        assert code == 2
+        assert "[eval]" in err
+
+
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "T5ForConditionalGeneration"])
+def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
+    if kind.startswith("T5"):
+        config = transformers.T5Config(
+            vocab_size=256, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2
+        )
+    else:
+        config = transformers.BertConfig(
+            vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        )
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "dense")
+    # transformers cannot load T5 in a packed format.
+    layout, scheme = ("ao_lab", "int8_rowwise") if kind.startswith("T5") else ("auto", "int8_rowwise_cast")
+    given = ["--config", "int8_rowwise", "--layout", layout]
+    assert main(["quantize", str(tmp_path / "dense"), str(tmp_path / "int8"), *given]) == 0
+    capsys.readouterr()
+    for folder in ("dense", "int8"):
+        code, err = complaint(capsys, tmp_path / folder, "--limit", "1")
+        assert code == 2
+        assert f"holds {kind}, no causal language model" in err
+    made = evaluated(capsys, tmp_path / "int8", "--against", tmp_path / "dense", "--tasks", "weights")
+    assert 0 < made["tasks"]["weights"][scheme] < 0.01
+
+
+def test_tasks_of_the_harness(capsys, folders, monkeypatch):
+    """With a stand-in for it: what it is given, and what is shown of its results."""
+    calls = {}
+
+    def evaluate(model, tasks, limit):
+        calls.update(model=model, tasks=tasks, limit=limit)
+        return {"results": {"made_up": {"alias": "made_up", "acc,none": 0.5}}}
+
+    def wrapped(pretrained, tokenizer):
+        return pretrained, tokenizer
+
+    harness = types.ModuleType("lm_eval")
+    harness.__spec__ = importlib.util.spec_from_loader("lm_eval", None)
+    harness.simple_evaluate = evaluate
+    models = types.ModuleType("lm_eval.models.huggingface")
+    models.HFLM = wrapped
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", models)
+    made = evaluated(capsys, folders / "compressed", "--tasks", "accuracy", "--tasks", "made_up")
+    assert made["tasks"]["made_up"] == {"acc": 0.5}
+    assert "accuracy" in made["tasks"]
+    assert (calls["tasks"], calls["limit"]) == (["made_up"], 4)
+
+
+def test_torchaos_folders(capsys, tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    save_llama(tmp_path / "base")
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base",
+        quantization_config=transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2)),
+    )
+    quantized.save_pretrained(tmp_path / "torchao")
+    shutil.copy(tmp_path / "base" / "tokenizer.json", tmp_path / "torchao")
+    made = evaluated(capsys, tmp_path / "torchao", "--against", str(tmp_path / "base"))
+    assert list(made["tasks"]["weights"]) == ["torchao.int8_rowwise"]
+
+
+def test_folders_that_were_saved_by_hand(capsys, tmp_path):
+    """Embeddings quantized, weights tied: our layout."""
+    model = save_llama(tmp_path / "model", tied=True)
+    quantize_(model, SchemeConfig(scheme="int8_rowwise"), lambda module, name: True)
+    save_pretrained(model, tmp_path / "out")
+    shutil.copy(tmp_path / "model" / "tokenizer.json", tmp_path / "out")
+    made = evaluated(capsys, tmp_path / "out", "--against", str(tmp_path / "model"))
+    assert made["tasks"]["agreement"]["kl"] < 0.1

@@ -1,0 +1,353 @@
+"""`ao-lab quantize`: a folder in, a folder out."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from ao_lab import QuantizedTensor, load_pretrained
+from ao_lab.cli.app import main
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
+)
+TOKENS = torch.arange(20).reshape(2, 10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama with a file beside it."""
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "little-llama"
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def complaint(capsys, *arguments):
+    """Exit code and the one line on stderr of a command that fails."""
+    code = main(["quantize", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ao-lab: ")
+    return code, err
+
+
+def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
+    target = tmp_path / "out"
+    assert (
+        main(
+            [
+                "quantize",
+                str(folder),
+                str(target),
+                "--config",
+                "Int4WeightOnlyConfig",
+                "--option",
+                "group_size=32",
+            ]
+        )
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "int4_g32_cast in place of int4_g32_asymmetric" in shown
+    assert "layout: compressed-tensors; transformers" in shown
+    assert "--skip lm_head" in shown
+    assert "Embedding: only linear layers and experts are quantized" in shown
+    assert "filter_fn" not in shown
+    names = sorted(path.name for path in target.iterdir())
+    assert names == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert "int4_g32_cast" in (target / "README.md").read_text()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(target)
+    ours = load_pretrained(target)
+    assert torch.equal(theirs(TOKENS).logits, ours(TOKENS).logits)
+    for name, parameter in ours.named_parameters():
+        value = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+        assert torch.equal(theirs.get_parameter(name), value)
+    assert not isinstance(ours.lm_head.weight, QuantizedTensor)
+
+
+def test_json_and_our_layout(capsys, folder, tmp_path):
+    arguments = [
+        "quantize",
+        str(folder),
+        str(tmp_path / "out"),
+        "--config",
+        "nf4",
+        "--skip",
+        "q_proj",
+        "--layout",
+        "ao_lab",
+        "--json",
+    ]
+    assert main(arguments) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["layout"] == "ao_lab"
+    assert "import ao_lab" in made["readers"]
+    assert made["changes"] == made["limits"] == []
+    assert made["bytes"] < made["bytes_before"]
+    schemes = {row["layer"]: row["scheme"] for row in made["layers"]}
+    assert schemes["model.layers.0.self_attn.q_proj.weight"] == ""
+    assert schemes["lm_head.weight"] == "nf4"
+    assert "import ao_lab" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_weights_and_inputs(folder, tmp_path):
+    assert (
+        main(
+            [
+                "quantize",
+                str(folder),
+                str(tmp_path / "o"),
+                "--config",
+                "fp8_rowwise",
+                "--activation",
+                "fp8_rowwise",
+            ]
+        )
+        == 0
+    )
+    stored = json.loads((tmp_path / "o" / "config.json").read_text())["quantization_config"]
+    assert stored["format"] == "float-quantized"
+    assert stored["config_groups"]["group_0"]["input_activations"]["dynamic"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "int44"], "a scheme (ao-lab schemes lists them) or one of"),
+        (["--config", "Int4WeightOnlyConfig", "--option", "group=3"], "group"),
+        (["--config", "Int4WeightOnlyConfig", "--option", "group"], "key=value"),
+        (["--config", "FqnToConfig"], "a scheme (ao-lab schemes lists them) or one of"),
+        (["--config", "nf4", "--option", 'axis="x"'], "axis is an integer"),
+        (["--config", "mxfp4", "--skip", "nowhere"], "--skip nowhere: no layer is called that"),
+        (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
+        (["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"], "none of them can be changed"),
+        (["--config", "nf4"], "compressed-tensors has no format for nf4"),
+        (["--config", "NF4WeightOnlyConfig"], "give --layout ao_lab"),
+        (["--config", "nf4", "--layout", "compressed-tensors"], "give --layout ao_lab"),
+        (["--config", "nvfp4", "--activation", "nvfp4"], "give --layout ao_lab"),
+        (
+            ["--config", "Int8DynamicActivationInt8WeightConfig", "--layout", "compressed-tensors"],
+            "--layout auto takes what readers compute",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, folder, tmp_path, arguments, message):
+    code, err = complaint(capsys, folder, tmp_path / "out", *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there", "absent"),
+    [
+        (["--config", "int44"], "Int4WeightOnlyConfig", "HfConfig"),
+        (["--config", "HfConfig"], "a scheme (ao-lab schemes lists them) or one of", "__init__"),
+        (["--config", "Int4WeightOnlyConfig", "--option", "nope=3"], "it has kernel, axis, group_size", "__init__"),
+        (["--config", "nf4", "--option", "nope=3"], "has no option nope; it has kernel, axis", "SchemeConfig"),
+        (["--config", "nf4"], "no format for nf4; give --layout ao_lab", "layout='ao_lab'"),
+        (["--config", "nf4", "--layout", "compressed-tensors"], "give --layout ao_lab", "--layout auto"),
+        (["--config", "nvfp4", "--activation", "nvfp4", "--layout", "compressed-tensors"], "give --layout ao_lab", "auto"),
+        (["--config", "Int8DynamicActivationInt8WeightConfig", "--layout", "compressed-tensors"], "auto", "for_layout("),
+    ],
+)  # fmt: skip
+def test_messages_say_one_way_out(capsys, folder, tmp_path, arguments, there, absent):
+    """What there is, in the words of the command line, once, and nothing that would be refused again."""
+    code, err = complaint(capsys, folder, tmp_path / "out", *arguments)
+    assert code == 2
+    assert there in err
+    assert absent not in err
+    assert err.count("--layout ao_lab") + err.count("layout=") <= 1
+
+
+@pytest.mark.parametrize("config", ["nf4", "int44", "mxfp4"])
+def test_folders_without_a_model_are_told_before_all_else(capsys, folder, tmp_path, config):
+    code, err = complaint(capsys, tmp_path / "nope", tmp_path / "out", "--config", config)
+    assert (code, "no config.json" in err) == (2, True)
+    (tmp_path / "in").mkdir()
+    shutil.copyfile(folder / "config.json", tmp_path / "in" / "config.json")
+    code, err = complaint(capsys, tmp_path / "in", tmp_path / "out", "--config", config)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "in has a config.json and no weights: no file named model.safetensors" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_with_few_rows_of_zero_points(capsys, tmp_path, monkeypatch):
+    """A classifier's, whose packed zero points no reader unpacks: refused before any weight is quantized."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.BertForSequenceClassification(config).to(torch.bfloat16)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(tmp_path / "bert")
+    monkeypatch.setattr("ao_lab.quantization.api.quantized_by_rows", None)  # no weight is quantized
+    given = [
+        "--config",
+        "Int4WeightOnlyConfig",
+        "--option",
+        "group_size=32",
+        "--layout",
+        "compressed-tensors",
+    ]
+    code, err = complaint(capsys, tmp_path / "bert", tmp_path / "out", *given)
+    assert code == 2
+    assert "classifier: compressed-tensors 0.20 cannot read the packed zero points of 2 rows" in err
+    assert err.count("--layout ao_lab") == 1
+
+
+def test_folders_are_looked_at_first(capsys, folder, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("")
+    assert "not an empty folder" in complaint(capsys, folder, tmp_path / "full", "--config", "mxfp4")[1]
+    assert "no config.json" in complaint(capsys, tmp_path, tmp_path / "out", "--config", "mxfp4")[1]
+    assert main(["quantize", str(folder), str(tmp_path / "once"), "--config", "mxfp4"]) == 0
+    capsys.readouterr()
+    assert (
+        "quantized already"
+        in complaint(capsys, tmp_path / "once", tmp_path / "twice", "--config", "mxfp4")[1]
+    )
+
+
+def test_granularities_have_names(capsys, folder, tmp_path):
+    arguments = [
+        "--config",
+        "Int8WeightOnlyConfig",
+        "--option",
+        "granularity=PerGroup(64)",
+        "--skip",
+        "o_proj",
+        "--json",
+    ]
+    assert main(["quantize", str(folder), str(tmp_path / "out"), *arguments]) == 0
+    layers = {row["layer"]: row for row in json.loads(capsys.readouterr().out)["layers"]}
+    assert layers["model.layers.0.self_attn.q_proj.weight"]["scheme"] == "int8_g64_cast"
+    assert layers["model.layers.0.self_attn.q_proj.weight"]["reason"] == "Linear"
+    assert layers["model.layers.0.self_attn.o_proj.weight"]["reason"] == "--skip o_proj"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--option granularity=PerGroup(64) --skip o_proj`" in card
+
+
+@pytest.mark.parametrize("command", ["quantize", "eval"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[1]", "config.json"),
+        ("config.json", b"{", "config.json"),
+        ("model.safetensors", b"short", "cut off"),
+        ("model.safetensors", None, "no file named model.safetensors"),
+    ],
+)
+def test_folders_that_cannot_be_read(capsys, folder, tmp_path, command, name, content, message):
+    shutil.copytree(folder, tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    (tmp_path / "in" / name).unlink()
+    if content is not None:
+        (tmp_path / "in" / name).write_bytes(content)
+    more = [str(tmp_path / "out"), "--config", "mxfp4"] if command == "quantize" else ["--limit", "1"]
+    code = main([command, str(tmp_path / "in"), *more])
+    err = capsys.readouterr().err
+    assert code in ((1, 2) if content is None else (2,))
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "flags", "shown"),
+    [
+        (True, "xterm", [], True),
+        (True, "xterm", ["--json"], False),
+        (False, "xterm", [], False),
+        # Of editors and CI: nothing there can move.
+        (True, "dumb", [], False),
+    ],
+)
+def test_progress_is_for_terminals(capsys, folder, tmp_path, monkeypatch, terminal, term, flags, shown):
+    """On stderr, and neither beside JSON nor in a file."""
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--config", "int8_rowwise", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert ("7/7" in err) == shown
+    assert "7/7" not in out
+
+
+def quantized_json(capsys, *arguments):
+    """What a successful command says, as JSON."""
+    assert main(["quantize", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_path):
+    made = quantized_json(capsys, folder, tmp_path / "a", "--config", "Int8DynamicActivationInt8WeightConfig")
+    assert made["layout"] == "compressed-tensors"
+    assert made["changes"] == [
+        "weights: int8_rowwise_cast in place of int8_rowwise, because scales in the weight's dtype, which readers keep",
+        "inputs: compressed_tensors.int8_token in place of int8_rowwise, because readers scale inputs by 127.5, without zero "
+        "points, in the input's dtype",
+        "kernel: dequantize, because readers multiply dequantized operands; kernel= names a faster one",
+    ]
+    assert any("one scale for all tokens" in line for line in made["limits"])
+    code = main(
+        ["quantize", str(folder), str(tmp_path / "b"), "--config", "Int8DynamicActivationInt8WeightConfig"]
+    )
+    assert code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(line in shown for line in [*made["changes"], *made["limits"], "--layout ao_lab keeps"])
+
+
+def test_zero_points_by_name_and_their_limit(capsys, folder, tmp_path):
+    where = tmp_path / "out"
+    made = quantized_json(
+        capsys, folder, where, "--config", "Int4WeightOnlyConfig", "--layout", "compressed-tensors"
+    )
+    assert made["changes"] == []
+    assert any("zero points" in line and "dequantize=True" in line for line in made["limits"])
+    with pytest.raises(RuntimeError):
+        transformers.AutoModelForCausalLM.from_pretrained(where)
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(where, quantization_config=config)
+    assert torch.equal(theirs(TOKENS).logits, load_pretrained(where)(TOKENS).logits)
+
+
+def test_layers_that_the_layout_lacks_stop_the_work_before_it_begins(capsys, tmp_path, monkeypatch):
+    """GPT-2's Conv1D; MX weights of a model that is saved in float32."""
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "llama")
+    with monkeypatch.context() as patch:
+        patch.setattr("ao_lab.quantization.api.quantized_by_rows", None)  # no weight is quantized
+        for name, config, message in (
+            ("gpt2", "Int8WeightOnlyConfig", "compressed-tensors holds nn.Linear, and this is a Conv1D"),
+            ("llama", "mxfp4", "in bfloat16, and the model is saved in float32"),
+        ):
+            code, err = complaint(capsys, tmp_path / name, tmp_path / "out", "--config", config)
+            assert code == 2
+            assert message in err
+            assert "give --layout ao_lab" in err
+            assert ", or;" not in err
+            assert not (tmp_path / "out").exists()
+    given = ["--config", "Int8WeightOnlyConfig", "--layout", "ao_lab"]
+    assert quantized_json(capsys, tmp_path / "gpt2", tmp_path / "out", *given)["layout"] == "ao_lab"

@@ -1,0 +1,238 @@
+"""`QATConfig` for every configuration: what training multiplies with is, bit for bit, what step "convert" stores."""
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+import reference
+from ao_lab import FqnToConfig, QATConfig, QuantizedTensor, explain, quantize_
+from tests.ao_lab.config.test_every_config import CASES, TOKENS, Net, config_of
+from tests.support.models.qat_models import everything, in_training, linears, multiplied, same, steps
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "given"), CASES)
+def test_what_was_multiplied_is_what_is_stored(name, given, dtype):
+    config = config_of(name, given)
+    net = in_training(config, dtype)
+    steps(net)
+    with multiplied() as operands, torch.no_grad():
+        net(TOKENS)
+    dense = [net.first.weight.detach().clone(), net.second.weight.detach().clone()]
+    inputs = [net.first.given(), net.second.given()]
+    quantize_(net, QATConfig(config, step="convert"))
+    for layer, (_, w), before, static in zip((net.first, net.second), operands, dense, inputs, strict=True):
+        stored = layer.weight
+        assert type(layer) is nn.Linear
+        assert isinstance(stored, QuantizedTensor)
+        assert same(stored.dequantize(), w)
+        expected = reference.quantize(before, config.recipe().weight, axis=-1, packed=stored.quantized.packed)
+        for part in ("codes", "scale", "outer", "zero"):
+            assert same(getattr(stored, part), getattr(expected, part)), part
+        assert same(stored.input_scale, static.input_scale)
+        assert same(stored.input_zero, static.input_zero)
+    x = net.table(TOKENS).reshape(-1, 128).detach()
+    if (scheme := config.recipe().activation) is not None:
+        assert same(reference.fake_quantize(x, scheme, scales=net.first.weight.input_scales), operands[0][0])
+    else:
+        assert same(operands[0][0], x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "given"), CASES)
+def test_outputs_are_equal_under_the_reference_kernel(name, given, dtype):
+    """Layer by layer: both compute `reference.matmul` of the same stored operands."""
+    config = replace(config_of(name, given), kernel="reference")
+    net = in_training(config, dtype)
+    steps(net, 1)
+    with torch.no_grad():
+        y = net(TOKENS)
+        quantize_(net, QATConfig(config, step="convert"))
+        assert same(net(TOKENS), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "given"), CASES)
+def test_embeddings(name, given, dtype):
+    config = config_of(name, given)
+    net = Net(dtype)
+    only = lambda module, name: isinstance(module, nn.Embedding)  # noqa: E731
+    quantize_(net, QATConfig(config), only)
+    steps(net, 1)
+    rows = net.table(TOKENS).detach()
+    dense = net.table.weight.detach().clone()
+    quantize_(net, QATConfig(config, step="convert"), only)
+    assert type(net.table) is nn.Embedding
+    assert isinstance(net.table.weight, QuantizedTensor)
+    assert same(net.table(TOKENS), rows)
+    assert same(net.table.weight.dequantize(), reference.fake_quantize(dense, config.recipe().weight))
+
+
+def test_a_named_kernel_computes_the_forward():
+    config = ao_lab.Int8DynamicActivationInt8WeightConfig(kernel="int8")
+    net = in_training(config)
+    assert net.first.weight.grad is None
+    steps(net)
+    y = net(TOKENS)
+    quantize_(net, QATConfig(config, step="convert"))
+    assert same(net(TOKENS), y.detach())
+
+
+def test_state_and_identity_stay():
+    net = Net(torch.float32)
+    keys, parameters, modules = (
+        list(net.state_dict()),
+        dict(net.named_parameters()),
+        dict(net.named_modules()),
+    )
+    quantize_(net, QATConfig(ao_lab.Int4WeightOnlyConfig(group_size=32)), everything)
+    assert list(net.state_dict()) == keys
+    assert all(parameters[name] is now for name, now in net.named_parameters())
+    assert all(modules[name] is now for name, now in net.named_modules())
+    assert isinstance(net.first, nn.Linear)
+    assert isinstance(net.table, nn.Embedding)
+    other = Net(torch.float32)
+    other.load_state_dict(net.state_dict())
+    text = repr(net)
+    assert "QATLinear(in_features=128" in text
+    assert "int4_g32_asymmetric" in text
+    twin = copy.deepcopy(net)
+    assert same(twin(TOKENS), net(TOKENS))
+    assert twin.first.weight is not net.first.weight
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=False)(TOKENS), net(TOKENS))
+
+
+def test_explain_and_reports():
+    net = Net(torch.float32)
+    report = quantize_(net, QATConfig(ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4)))
+    reasons = {layer.name: layer.reason for layer in report.layers}
+    assert reasons["first.weight"].startswith("QAT: trained as int4_g32 x int8_rowwise_asymmetric")
+    assert report.changed == ()
+    assert str(explain(net)) == str(report)
+    assert reasons["table.weight"] == "Embedding: without filter_fn only nn.Linear"
+    seen = []
+    report = quantize_(
+        net,
+        QATConfig(ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4), step="convert"),
+        progress=lambda *told: seen.append(told),
+    )
+    assert seen == [("first.weight", 1, 2), ("second.weight", 2, 2)]
+    assert [layer.reason for layer in report.changed] == ["trained by QAT"] * 2
+    assert report.left[0].reason == reasons["table.weight"]
+
+
+def test_reports_name_learned_scales():
+    net = in_training(ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32)), learn_scales=True)
+    reasons = {layer.name: layer.reason for layer in explain(net).layers}
+    assert reasons["first.qat_scale"] == "learned by QAT beside the weight"
+    assert reasons["first.weight"].startswith("QAT: trained as int4_g32, scales learned")
+
+
+def test_names_choose_configurations():
+    def both(step):
+        first, second = ao_lab.Int4WeightOnlyConfig(group_size=32), ao_lab.MXWeightOnlyConfig()
+        return FqnToConfig({"first": QATConfig(first, step=step), "re:sec.*": QATConfig(second, step=step)})
+
+    net = Net(torch.float32)
+    quantize_(net, both("prepare"))
+    assert (net.first.qat.recipe.weight.name, net.second.qat.recipe.weight.name) == (
+        "int4_g32_asymmetric",
+        "mxfp8_e4m3_rceil",
+    )
+    steps(net)
+    quantize_(net, both("convert"))
+    assert net.second.weight.scheme.name == "mxfp8_e4m3_rceil"
+    mixed = FqnToConfig(
+        {"first": QATConfig(ao_lab.NF4WeightOnlyConfig()), "second": ao_lab.NF4WeightOnlyConfig()}
+    )
+    with pytest.raises(ValueError, match="of one step, or none"):
+        quantize_(Net(), mixed)
+
+
+def test_a_shared_weight_stays_shared():
+    net = Net(torch.float32)
+    net.head = nn.Linear(128, 16, bias=False)
+    net.head.weight = net.table.weight
+    config = ao_lab.Int8DynamicActivationInt8WeightConfig(kernel="reference")
+    quantize_(net, QATConfig(config, learn_scales=True), everything)
+    assert net.head.weight is net.table.weight
+    assert net.head.qat_scale is net.table.qat_scale
+    assert net.table.qat.recipe.activation is None
+    assert net.head.qat.recipe.activation is not None
+    y = net.head(net.table(TOKENS)).detach()
+    quantize_(net, QATConfig(config, step="convert"))
+    assert net.head.weight is net.table.weight
+    assert isinstance(net.head.weight, QuantizedTensor)
+    assert same(net.head(net.table(TOKENS)), y)
+    assert "table.qat_scale" not in net.state_dict()
+
+
+def counting():
+    """A model that counts steps, and in which two layers share a weight and its count."""
+    net = Net(torch.float32)
+    net.head = nn.Linear(128, 16, bias=False)
+    net.head.weight = net.table.weight
+    quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig(), start_step=2), everything)
+    return net
+
+
+def counted(net):
+    return [int(layer.qat_step) for layer in (net.head, net.table, net.first)]
+
+
+def test_a_shared_weight_counts_each_step_once():
+    net = counting()
+    loaded = copy.deepcopy(net)
+    loaded.load_state_dict(loaded.state_dict(), assign=True)
+    assert loaded.head.qat_step is not loaded.table.qat_step
+    for model in (net, copy.deepcopy(net), loaded):
+        ao_lab.advance_qat(model)
+        assert counted(model) == [1, 1, 1]
+
+
+def test_counts_without_memory_are_told_apart_as_objects():
+    """All of them have the address 0; a tensor's version says how often it was written."""
+    net = counting().to("meta")
+    net.head.qat_step = net.table.qat_step
+    before = [layer.qat_step._version for layer in (net.table, net.first)]
+    ao_lab.advance_qat(net)
+    assert [layer.qat_step._version for layer in (net.table, net.first)] == [n + 1 for n in before]
+
+
+def test_dense_again():
+    net = in_training(ao_lab.Int4WeightOnlyConfig(group_size=32))
+    weight = net.first.weight
+    report = quantize_(net, QATConfig(step="convert"))
+    assert type(net.first) is nn.Linear
+    assert net.first.weight is weight
+    assert weight.requires_grad
+    assert {layer.reason for layer in report.left} >= {"QAT ended; dense again"}
+
+
+def test_earlier_names():
+    config = ao_lab.IntXQuantizationAwareTrainingConfig(
+        ao_lab.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+        ao_lab.IntxFakeQuantizeConfig(torch.int4, group_size=32),
+    )
+    recipe = ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4).recipe()
+    assert config.recipe() == recipe
+    assert config.step == "prepare"
+    assert ao_lab.FakeQuantizeConfig is ao_lab.IntxFakeQuantizeConfig
+    assert ao_lab.FromIntXQuantizationAwareTrainingConfig() == QATConfig(step="convert")
+    float8 = QATConfig(weight_config=ao_lab.Float8FakeQuantizeConfig())
+    assert float8.recipe().weight.name == "fp8_rowwise"
+    net = Net(torch.float32)
+    quantize_(net, config, linears)
+    quantize_(net, ao_lab.FromIntXQuantizationAwareTrainingConfig())
+    quantize_(net, ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4))
+    assert isinstance(net.first.weight, QuantizedTensor)

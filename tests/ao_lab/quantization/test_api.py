@@ -1,0 +1,267 @@
+"""`quantize_`, `FqnToConfig` and `explain`: which layers, and why."""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+from ao_lab import (
+    FqnToConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    MXWeightOnlyConfig,
+    QuantizedTensor,
+    SchemeConfig,
+    explain,
+    quantize_,
+)
+from experiments.models.language_model import LanguageModel, ModelSettings
+
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def language_model():
+    torch.manual_seed(0)
+    return LanguageModel(ModelSettings(layers=2)).eval()
+
+
+class Experts(nn.Module):
+    """Batched weights (experts, out, in), and a parameter that is no matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 64, 128))
+        self.bias = nn.Parameter(torch.randn(3, 64))
+        self.router = nn.Linear(128, 3)
+
+    def forward(self, x):
+        best = self.router(x).argmax(-1)
+        # Every token twice: products of one row have bits of their own.
+        pairs = zip(x[:, None].expand(-1, 2, -1), best.tolist(), strict=True)
+        return torch.stack([nn.functional.linear(rows, self.up[i])[0] for rows, i in pairs])
+
+
+def test_a_language_model_end_to_end():
+    model = language_model()
+    dense, weights = copy.deepcopy(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    report = quantize_(model, Int8WeightOnlyConfig())
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight") or name == "lm_head.weight":
+            value = reference.dequantize(reference.quantize(weights[name], "int8_rowwise"))
+            assert torch.equal(parameter.dequantize(), value)
+            dense.get_parameter(name).data.copy_(value)
+        else:
+            assert torch.equal(parameter, weights[name])
+    assert torch.equal(model(TOKENS), dense(TOKENS))
+    assert len(report.changed) == 15
+    assert [(layer.name, layer.reason) for layer in report.left] == [
+        ("model.embed_tokens.weight", "Embedding: without filter_fn only nn.Linear")
+    ]
+    assert explain(model) == report
+    assert "15 of 16 layers" in str(report)
+
+
+def test_filter_gets_modules_and_names():
+    model, seen = language_model(), []
+    report = quantize_(
+        model, Int8WeightOnlyConfig(), lambda m, name: bool(seen.append((type(m), name))) or "mlp" in name
+    )
+    assert (nn.Embedding, "model.embed_tokens") in seen
+    assert {layer.name.split(".")[-2] for layer in report.changed} == {"up_proj", "gate_proj", "down_proj"}
+    assert all(layer.reason == "accepted by filter_fn" for layer in report.changed)
+    assert all(layer.reason == "refused by filter_fn" for layer in report.left)
+
+
+def test_embeddings_have_no_activations():
+    model = language_model()
+    config = Int8DynamicActivationInt8WeightConfig()
+    report = quantize_(model, config, lambda m, name: isinstance(m, nn.Embedding))
+    table = model.model.embed_tokens.weight
+    assert isinstance(table, QuantizedTensor)
+    assert table.recipe.activation is None
+    assert report.changed[0].kernel == "embedding"
+    value = table.dequantize()
+    assert torch.equal(model.model.embed_tokens(TOKENS), nn.functional.embedding(TOKENS, value))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Int8WeightOnlyConfig(kernel="dequantize"),
+        Int8DynamicActivationInt8WeightConfig(),
+        MXWeightOnlyConfig(kernel="dequantize"),
+    ],
+)
+def test_experts(config):
+    model, x = Experts(), torch.randn(5, 128)
+    expected = quantize_(copy.deepcopy(model), config, lambda m, name: isinstance(m, Experts))
+    assert [layer.name for layer in expected.changed] == ["up"]
+    dense = copy.deepcopy(model)
+    quantize_(model, config, lambda m, name: name == "")
+    assert torch.equal(
+        model.up.dequantize(),
+        reference.dequantize(reference.quantize(dense.up.detach(), config.recipe().weight)),
+    )
+    if config.recipe().activation is None:
+        dense.up.data.copy_(model.up.dequantize())
+        assert torch.equal(model(x), dense(x))
+    else:
+        assert model(x).shape == (5, 64)
+
+
+def test_a_filter_that_matches_nothing_raises():
+    with pytest.raises(ValueError, match=r"matches nothing.*embed_tokens"):
+        quantize_(language_model(), Int8WeightOnlyConfig(), lambda m, name: name.endswith("nowhere"))
+    with pytest.raises(ValueError, match=r"has no nn\.Linear"):
+        quantize_(nn.ReLU(), Int8WeightOnlyConfig())
+
+
+def test_shapes_that_blocks_do_not_divide_are_left_and_said():
+    model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 100))
+    report = quantize_(model, Int4WeightOnlyConfig(group_size=64))
+    assert "96 elements are not divisible by the block size 64" in report.left[0].reason
+    assert report.changed[0].name == "1.weight"
+    with pytest.raises(ValueError, match="none of them can be changed"):
+        quantize_(model, Int4WeightOnlyConfig(group_size=64))
+
+
+def test_a_second_call_keeps_what_is_quantized():
+    model = language_model()
+    quantize_(model, Int8WeightOnlyConfig(), lambda m, name: "mlp" in name)
+    before = {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    report = quantize_(model, Int4WeightOnlyConfig())
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    reasons = {layer.name: layer.reason for layer in report.changed}
+    assert reasons["model.layers.0.mlp.up_proj.weight"] == "accepted by filter_fn"
+    assert {layer.scheme for layer in report.changed} == {"int8_rowwise", "int4_g128_asymmetric"}
+
+
+def test_a_kernel_that_cannot_is_found_before_anything_changes():
+    model = language_model()
+    with pytest.raises(ValueError, match="kernel 'int8' does not take"):
+        quantize_(model, SchemeConfig(scheme="mxfp4", kernel="int8"))
+    assert not any(isinstance(p, QuantizedTensor) for p in model.parameters())
+
+
+def test_shared_weights_stay_shared():
+    model = language_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    quantize_(model, Int8WeightOnlyConfig(), lambda m, name: isinstance(m, (nn.Linear, nn.Embedding)))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    other = language_model()
+    other.lm_head.weight = other.model.embed_tokens.weight
+    report = quantize_(other, Int8WeightOnlyConfig())
+    assert other.lm_head.weight is not other.model.embed_tokens.weight
+    assert {layer.name: layer.reason for layer in report.layers}["lm_head.weight"] == (
+        "Linear; was shared with model.embed_tokens.weight, which stays dense"
+    )
+
+
+def test_one_weight_in_two_schemes_is_refused():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    model["b"].weight = model["a"].weight
+    config = FqnToConfig({"a": Int8WeightOnlyConfig(), "b": MXWeightOnlyConfig()})
+    with pytest.raises(ValueError, match=r"a\.weight and b\.weight share"):
+        quantize_(model, config)
+
+
+def test_other_objects_are_no_configurations():
+    with pytest.raises(TypeError, match=r"torchao's under the same names"):
+        quantize_(language_model(), object())
+    with pytest.raises(TypeError, match="configuration or None"):
+        FqnToConfig({"a": 3})
+    with pytest.raises(ValueError, match="leave filter_fn out"):
+        quantize_(language_model(), FqnToConfig({"_default": Int8WeightOnlyConfig()}), lambda m, name: True)
+
+
+def test_names_come_before_patterns_and_both_before_the_default():
+    model = language_model()
+    config = FqnToConfig(
+        OrderedDict(
+            {
+                "_default": Int8WeightOnlyConfig(),
+                r"re:model\.layers\.\d+\.mlp\..*": MXWeightOnlyConfig(),
+                r"re:.*up_proj.*": SchemeConfig(scheme="nf4"),
+                "model.layers.0.mlp.up_proj": SchemeConfig(scheme="mxfp4"),
+                "model.layers.0.mlp.up_proj.weight": SchemeConfig(scheme="nvfp4"),
+                "model.layers.1.self_attn": None,
+                "model.layers.1.mlp.down_proj": None,
+            }
+        )
+    )
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.self_attn' match nothing"):
+        quantize_(model, config)
+    del config.fqn_to_config["model.layers.1.self_attn"]
+    del config.fqn_to_config[r"re:.*up_proj.*"]
+    report = {
+        layer.name.removesuffix(".weight"): (layer.scheme, layer.reason)
+        for layer in quantize_(model, config).layers
+    }
+    assert report["model.layers.0.mlp.up_proj"] == (
+        "nvfp4",
+        "FqnToConfig 'model.layers.0.mlp.up_proj.weight'",
+    )
+    assert report["model.layers.1.mlp.up_proj"][0] == "mxfp8_e4m3_rceil"
+    assert report["model.layers.1.mlp.down_proj"] == (
+        "",
+        "FqnToConfig 'model.layers.1.mlp.down_proj' is None",
+    )
+    assert report["model.layers.0.self_attn.q_proj"] == ("int8_rowwise", "FqnToConfig '_default'")
+    assert report["model.embed_tokens"] == ("", "no name or pattern of FqnToConfig matches it")
+
+
+def test_the_first_pattern_decides_and_must_match_the_whole_name():
+    model = language_model()
+    config = FqnToConfig({"re:.*mlp.up_proj": MXWeightOnlyConfig(), "re:.*mlp.*": Int8WeightOnlyConfig()})
+    report = {layer.name: layer.scheme for layer in quantize_(model, config).changed}
+    # A pattern that matches the parameter's own name comes before one of its module.
+    assert set(report.values()) == {"int8_rowwise"}
+    with pytest.raises(ValueError, match="'re:mlp' match nothing"):
+        quantize_(language_model(), FqnToConfig({"re:mlp": Int8WeightOnlyConfig()}))
+    with pytest.raises(ValueError, match="no regular expression"):
+        FqnToConfig({"re:(": Int8WeightOnlyConfig()})
+
+
+def test_integers_and_float8_are_left():
+    with pytest.raises(ValueError, match=r"torch\.float8_e4m3fn"):
+        quantize_(nn.Linear(64, 64).to(torch.float8_e4m3fn), Int8WeightOnlyConfig())
+
+
+def test_one_matrix_is_no_batch_of_experts():
+    """Positions of a vision model have three axes, too, and are added."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.positions = nn.Parameter(torch.zeros(1, 16, 64))
+    report = quantize_(model, Int8WeightOnlyConfig(), lambda m, name: True)
+    assert [(layer.name, layer.changed) for layer in report.layers] == [
+        ("positions", False),
+        ("0.weight", True),
+    ]
+    assert "no batch of experts" in report.left[0].reason
+
+
+def test_attention_of_torch_keeps_its_output():
+    """Its fast path reads the output's weight as memory."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    report = quantize_(layer, Int8WeightOnlyConfig())
+    assert [item.name for item in report.changed] == ["linear1.weight", "linear2.weight"]
+
+
+def test_a_quantized_model_is_copied_and_pickled():
+    model = language_model()
+    report = quantize_(model, Int4WeightOnlyConfig())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(TOKENS), model(TOKENS))
+        assert explain(other) == report
+
+
+def test_quantized_weights_take_no_gradient():
+    model = language_model()
+    quantize_(model, Int8WeightOnlyConfig())
+    model(TOKENS).sum().backward()
+    assert model.model.embed_tokens.weight.grad is not None
+    assert model.lm_head.weight.grad is None

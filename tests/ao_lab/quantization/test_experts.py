@@ -1,0 +1,129 @@
+"""Batched experts in `quantize_`: the axis of their blocks, routers, and what a filter means."""
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import QuantizedTensor, SchemeConfig, explain, linear_and_experts, quantize_
+from ao_lab.quantization.modules import contraction_axis, is_experts, routers
+from tests.support.models.expert_models import MODELS, model_of
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_blocks_run_along_the_contraction_axis(name):
+    """GPT-OSS and Llama 4 keep (experts, in, out); nobody has to say so."""
+    model = model_of(name)
+    report = quantize_(model, SchemeConfig(scheme="int4_g32"), linear_and_experts)
+    experts = [p for p in model.parameters() if p.dim() == 3]
+    assert len(experts) == 2
+    assert all(isinstance(p, QuantizedTensor) and p.block_axis == MODELS[name][3] for p in experts)
+    assert {layer.name for layer in report.left if "routes tokens" in layer.reason} == {
+        f"{path}.weight" for path in routers(model)
+    }
+
+
+def test_linear_layers_and_experts_of_one_model_have_an_axis_each():
+    model = model_of("gpt_oss")
+    quantize_(model, SchemeConfig(scheme="int4_g32"), linear_and_experts)
+    axes = {
+        name.rsplit(".", 2)[-2]: p.block_axis
+        for name, p in model.named_parameters()
+        if isinstance(p, QuantizedTensor)
+    }
+    assert axes["q_proj"] == -1
+    assert axes["experts"] == -2
+
+
+def test_a_given_axis_is_taken():
+    model = model_of("mixtral")
+    quantize_(model, SchemeConfig(scheme="int4_g32", axis=-2), lambda module, path: path.endswith("experts"))
+    assert {p.block_axis for p in model.parameters() if isinstance(p, QuantizedTensor)} == {-2}
+
+
+def test_without_a_filter_experts_and_routers_stay_dense():
+    """As torchao leaves experts; Llama 4's router is an nn.Linear."""
+    model = model_of("llama4")
+    report = quantize_(model, SchemeConfig(scheme="int4_g32"))
+    reasons = {layer.name: layer.reason for layer in report.left}
+    assert "without filter_fn only nn.Linear" in reasons["model.layers.0.feed_forward.experts.gate_up_proj"]
+    assert "routes tokens to experts" in reasons["model.layers.0.feed_forward.router.weight"]
+    assert {layer.name for layer in explain(model).left} == set(reasons)
+
+
+def test_a_filter_of_ones_own_may_accept_a_router():
+    model = model_of("llama4")
+    report = quantize_(model, SchemeConfig(scheme="int4_g32"), lambda module, path: path.endswith("router"))
+    assert [layer.name for layer in report.changed] == ["model.layers.0.feed_forward.router.weight"]
+
+
+class Unknown(nn.Module):
+    """Experts that say nothing of their orientation, square."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x):
+        return torch.bmm(x, self.up)
+
+
+class ByLinear(Unknown):
+    """Experts that torch's linear multiplies with, one after the other."""
+
+    def forward(self, x):
+        return torch.stack([nn.functional.linear(x[i], self.up[i]) for i in range(4)])
+
+
+class ByShape(nn.Module):
+    """A fused projection and its counterpart, in either orientation."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(torch.randn(4, *up)), nn.Parameter(torch.randn(4, *down))
+
+
+def test_what_nothing_says_is_asked_for():
+    model = Unknown()
+    with pytest.raises(
+        ValueError, match=r"up of shape \(4, 64, 64\).*give the configuration axis=-1 or axis=-2"
+    ):
+        quantize_(model, SchemeConfig(scheme="int4_g32"), lambda module, path: True)
+    assert not isinstance(model.up, QuantizedTensor)
+    quantize_(model, SchemeConfig(scheme="int4_g32", axis=-2), lambda module, path: True)
+    assert model.up.block_axis == -2
+
+
+@pytest.mark.parametrize(
+    ("module", "axis"),
+    [
+        (Unknown(), None),
+        (ByLinear(), -1),
+        (ByShape((96, 64), (64, 48)), -1),
+        (ByShape((64, 96), (48, 64)), -2),
+        (ByShape((64, 64), (64, 64)), None),
+        (ByShape((128, 64), (64, 64)), -1),
+        (ByShape((64, 128), (64, 64)), -2),
+    ],
+)
+def test_what_a_module_says_of_its_axis(module, axis):
+    assert is_experts(module)
+    assert contraction_axis(module, next(module.parameters())) == axis
+
+
+def test_one_entry_is_no_batch():
+    module = ByShape((96, 64), (64, 48))
+    module.gate_up, module.down = (nn.Parameter(p[:1]) for p in (module.gate_up, module.down))
+    assert not is_experts(module)
+    assert not is_experts(nn.Conv1d(4, 4, 3))
+
+
+def test_what_was_quantized_before_keeps_its_reason():
+    """A second call with another filter refuses nothing that the first one changed."""
+    model = model_of("mixtral")
+    config = SchemeConfig(scheme="int4_g32")
+    quantize_(model, config)
+    report = quantize_(model, config, lambda module, path: path.endswith("experts"))
+    reasons = {layer.name: layer.reason for layer in report.changed}
+    assert reasons["lm_head.weight"] == "Linear"
+    assert reasons["model.layers.0.mlp.experts.down_proj"] == "accepted by filter_fn"
+    assert [layer.reason for layer in report.left] == ["refused by filter_fn"]

@@ -1,0 +1,31 @@
+"""DistributedDataParallel over quantized, adapted and prepared models; what its flattened tensors can and cannot do."""
+
+import pytest
+import torch
+
+import ao_lab
+from ao_lab.tensor.flat_concat import Bundle
+from tests.support.distributed.ranks import check_on_ranks
+
+
+def test_every_rank_gets_the_weights_of_rank_0():
+    check_on_ranks("ddp_ranks.py")
+
+
+def test_flattened_weights_are_cut_where_they_were_joined():
+    weight = ao_lab.quantized(torch.randn(4, 32), "int8_rowwise")
+    dense = torch.randn(7)
+    flat = torch.cat([dense, weight.view(-1)])
+    assert (type(flat), flat.shape, flat.dtype) == (Bundle, (135,), torch.float32)
+    assert torch.equal(flat[:7], dense)
+    assert torch.equal(flat.narrow(0, 7, 128).view(4, 32), weight)
+    with pytest.raises(ValueError, match=r"cut where they were joined, at \[7, 135\]; got 0 to 8"):
+        flat[:8]
+    with pytest.raises(NotImplementedError, match="can be broadcast and cut, or dequantize"):
+        flat + 1
+
+
+def test_other_joins_with_dense_tensors_are_refused():
+    weight = ao_lab.quantized(torch.randn(4, 32), "int8_rowwise")
+    with pytest.raises(TypeError, match="cat of a QuantizedTensor and a dense tensor"):
+        torch.cat([weight, torch.zeros(4, 32)])

@@ -1,0 +1,158 @@
+"""Kernels in Gluon as NumPy, lane by lane: their own bodies and their own assembly, the tensor core by the layout of PTX's
+fragments. A read beyond an array fails. Layouts of the compiler are not looked at, nor what runs at the same time.
+"""
+
+from types import FunctionType, SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import torch
+from triton.runtime.jit import JITFunction
+
+from fast.kernels.layers import swiglu
+from fast.kernels.linear import gluon as lanes
+from fast.kernels.linear import gluon_swiglu as lane_swiglu
+from fast.kernels.rules import bits
+from fast.kernels.sm90 import bf16x2 as halves
+from tests.emulator.ptx import OPERAND, immediate, parsed, run
+from tests.emulator.ptx_opcodes import OPCODES, fused
+
+
+class Tensor(np.ndarray):
+    """What the kernel's body asks of a tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, kind, bitcast=False):
+        return self.view(kind) if bitcast else self.astype(kind)
+
+
+class Pointer:
+    """Places in an array."""
+
+    def __init__(self, memory, at=0):
+        self.memory, self.at = memory, at
+
+    def to(self, kind, bitcast):
+        return Pointer(self.memory.view(kind))
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.at + np.asarray(offset))
+
+
+class Either:
+    """Places in two arrays, each element in one of them."""
+
+    def __init__(self, which, one, other):
+        self.which, self.one, self.other = which, one, other
+
+    def __add__(self, offset):
+        return Either(self.which, self.one + offset, self.other + offset)
+
+
+def where(which, one, other):
+    if isinstance(one, Pointer):
+        return Either(np.asarray(which), one, other)
+    return np.where(which, one, other).view(Tensor)
+
+
+def load(pointer, mask=True, other=0, eviction_policy=""):
+    if isinstance(pointer, Either):
+        halves_of = (pointer.one, pointer.which), (pointer.other, ~pointer.which)
+        one, other = (load(part, mask & mine, other) for part, mine in halves_of)
+        return where(pointer.which, one, other)
+    at = np.broadcast_to(pointer.at, np.broadcast_shapes(np.shape(pointer.at), np.shape(mask)))
+    asked = np.broadcast_to(mask, at.shape)
+    assert ((at >= 0) & (at < pointer.memory.size))[asked].all()
+    return np.where(asked, pointer.memory[at * asked], pointer.memory.dtype.type(other)).view(Tensor)
+
+
+def store(pointer, value, mask=True):
+    at = np.broadcast_to(pointer.at, np.shape(value))
+    asked = np.broadcast_to(mask, at.shape)
+    assert ((at >= 0) & (at < pointer.memory.size))[asked].all()
+    pointer.memory[at[asked]] = value[asked]
+
+
+def multiplied(a, b, c, kind):
+    """m16n8k16, registers (warps, 32): PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type"."""
+    dtype = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]
+    # Lane 4 g + t has k = 2 t and 2 t + 1 of row (of B, column) g; the next registers: row + 8, then k + 8.
+    a, b = (
+        [np.ascontiguousarray(v).view(dtype).reshape(-1, 8, 8).astype(float) for v in part] for part in (a, b)
+    )
+    left = np.concatenate([np.concatenate(a[:2], 1), np.concatenate(a[2:], 1)], 2)
+    c = [np.stack(pair, -1).view(np.float32).reshape(-1, 8, 8) for pair in (c[:2], c[2:])]
+    made = (left @ np.concatenate(b, 2).swapaxes(1, 2) + np.concatenate(c, 1)).astype(np.float32)
+    halves = [rows.reshape(-1, 32, 2) for rows in (made[:, :8], made[:, 8:])]
+    return [np.ascontiguousarray(rows[..., i]).view(np.uint32) for rows in halves for i in (0, 1)]
+
+
+def assembly(text, constraints, given, dtype, is_pure, pack):
+    """`inline_asm_elementwise`: `pack` elements of the last axis are registers of a lane."""
+    outputs = constraints.count("=")
+    given = [np.ascontiguousarray(v).view(np.uint32) for v in given]
+    words = given if pack == 1 else [v[..., i] for v in given for i in range(pack)]
+    if not words:
+        return None
+    made = on_tensor_cores(text, outputs, words) if "mma" in text else run(text, constraints, words)
+    if isinstance(dtype, tuple):
+        return tuple(v.view(kind).view(Tensor) for v, kind in zip(made, dtype, strict=True))
+    return (made[0] if pack == 1 else np.stack(made, -1)).view(dtype).view(Tensor)
+
+
+def on_tensor_cores(text, outputs, words):
+    """The outputs of assembly with products of the tensor core."""
+    held = {f"${outputs + i}": word for i, word in enumerate(words)}
+
+    def read(name):
+        return np.broadcast_to(immediate(name), words[0].shape) if name[0].isdigit() else held[name]
+
+    for opcode, target, sources in parsed(text)[1]:
+        if opcode.startswith("mma"):
+            a, b, c = ([read(name) for name in OPERAND.findall(group[1:-1])] for group in sources)
+            held.update(
+                zip(OPERAND.findall(target[1:-1]), multiplied(a, b, c, opcode.split(".")[-2]), strict=True)
+            )
+        else:
+            held[target] = OPCODES[opcode](*map(read, sources))
+    return [held[f"${i}"] for i in range(outputs)]
+
+
+def fma(a, b, c):
+    """a * b + c of float32, rounded once."""
+    return fused(*(np.asarray(v, np.float32) for v in (a, b, c))).view(Tensor)
+
+
+def body(module, kernel, program):
+    """A kernel of a module as a Python function, for one program."""
+    gl = SimpleNamespace(
+        int16=np.int16, int32=np.int32, int64=np.int64, float16=np.float16, bfloat16=ml_dtypes.bfloat16, float32=np.float32,
+        pointer_type=lambda kind: kind, BlockedLayout=lambda *_: None, convert_layout=lambda v, *_, **__: v, load=load,
+        store=store, inline_asm_elementwise=assembly, static_range=range, program_id=lambda _: program,
+        where=where, cast=lambda v, kind: np.asarray(v).astype(kind).view(Tensor),
+        minimum=lambda a, b: np.asarray(np.minimum(a, b)).view(Tensor),
+        maximum=lambda a, b: np.asarray(np.maximum(a, b)).view(Tensor),
+        to_tensor=lambda v: np.asarray(v, np.int32).view(Tensor), sum=lambda v, axis: np.sum(v, axis, v.dtype),
+        arange=lambda low, high, layout: np.arange(low, high, dtype=np.int32).view(Tensor),
+        expand_dims=np.expand_dims, reshape=np.reshape,
+        split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind).view(Tensor),
+        full=lambda s, v, kind, _: np.full(s, v, kind).view(Tensor),
+        fma=fma,
+    )  # fmt: skip
+    gl.broadcast = lambda *v: [part.view(Tensor) for part in np.broadcast_arrays(*v)]
+    names = {"gl": gl, "tl": gl, "_alone": lambda *_: None}
+    for home in (bits, halves, swiglu, lane_swiglu, lanes, module):
+        for name, value in vars(home).items():
+            if isinstance(value, JITFunction):
+                names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            elif name.isupper():
+                names[name] = getattr(value, "value", value)
+    return names[kernel]
+
+
+def host(v):
+    """A tensor's memory."""
+    if v is not None and v.dtype == torch.bfloat16:
+        return v.view(torch.int16).numpy().view(ml_dtypes.bfloat16).ravel()
+    return None if v is None else v.numpy().ravel()

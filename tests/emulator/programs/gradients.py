@@ -1,0 +1,149 @@
+"""Gradients of fake quantization in Triton's interpreter, against `reference.fake_quantize_vjp`, bit for bit.
+
+    TRITON_INTERPRET=1 python tests/emulator/programs/gradients.py [SCHEME ...]
+
+A program of its own like `interpreted_kernels`, which says what the interpreter can show. Every case is tried with gradients of
+many magnitudes, with NaN and infinities among numbers and gradients, and with zeros of one sign, whose sums have a sign too.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import triton
+
+import reference
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.launch.replay import Recording
+from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import vjp as gradients
+from reference import SCHEMES, Scales
+from reference.schemes.schemes import scheme_of
+from tests.emulator import quick_interpreter
+from tests.emulator.programs.kernels import numbers, words
+
+# (scheme, fields of its scale, shape, axis): every shape of tiles, whole, cut, short; every rule of scales and zero points.
+CASES = (
+    ("fp8_rowwise", {}, (3, 77), -1),
+    ("fp8_rowwise", {}, (300, 5), 0),
+    ("fp8_rowwise", {}, (2, 17001), -1),
+    ("fp8_tensorwise_e5m2", {}, (2, 4601), -1),
+    ("fp8_tensorwise", {}, (), -1),
+    ("fp8_1x128", {}, (3, 200), -1),
+    ("fp8_1x128", {}, (200, 3), 0),
+    ("fp8_1x128", {}, (64, 3), 0),
+    ("fp8_1x128", {"block": 300}, (77, 3), 0),
+    ("fp8_1x128", {"block": 16384}, (2, 9001), -1),
+    ("fp8_1x128", {"block": "flat:48"}, (7, 31), -1),
+    ("fp8_128x128", {}, (130, 150), -1),
+    ("fp8_128x128", {}, (130, 150), 0),
+    ("int4_g32_asymmetric", {"block": (16, 32), "partial": True}, (33, 70), 0),
+    ("int4_g32_asymmetric", {}, (64, 3), 0),
+    ("int8_rowwise_asymmetric", {}, (2, 9001), -1),
+    ("mxfp8_e4m3", {}, (2, 96, 5), 1),
+    ("mxfp8_e5m2_rceil", {}, (3, 64), -1),
+    ("mxint8", {}, (3, 64), -1),
+    ("nvfp4", {}, (5, 64), -1),
+    ("te.nvfp4_16x16", {}, (32, 48), -1),
+    ("compressed_tensors.nvfp4", {}, (3, 64), -1),
+    ("torchao.nvfp4", {}, (3, 64), -1),
+    ("torchao.fp8_rowwise_training", {}, (3, 77), -1),
+    ("torchao.int4_g32_asymmetric", {}, (3, 64), -1),
+    ("torchao.int4_g32_tinygemm", {}, (3, 64), -1),
+    ("torchao.mxfp8_e4m3_rceil", {}, (3, 64), -1),
+    ("nf4", {}, (3, 41), -1),
+    ("torchao.nf4", {}, (64, 256), -1),
+    ("ternary_g32", {}, (3, 64), -1),
+    ("stretched2_rowwise", {}, (3, 77), -1),
+)
+
+
+def gradient_of(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """What arrives at y: ordinary numbers, with NaN of any payload and infinities, or zeros."""
+    g = numbers(tuple(x.shape), x.dtype, seed=2)
+    flat = g.reshape(-1)
+    if kind in ("+0", "-0"):
+        return torch.full_like(g, float(kind))
+    if kind == "special" and flat.numel() > 60:
+        flat[5::89], flat[::97] = -float("inf"), float("nan")
+        if x.dtype == torch.float32:
+            flat.view(torch.int32)[44] = -0x3FFFEE
+    return g
+
+
+def rare(given: Scales) -> Scales:
+    """Every third scale 0, every third a huge power of two or, as a float8_e4m3fn, a negative number."""
+    scale = given.scale.contiguous().clone()
+    flat = scale.view(-1)
+    flat[::3], flat[1::3] = 0, -1 if scale.dtype == torch.int8 else 254
+    return replace(given, scale=scale)
+
+
+def compare(
+    x: torch.Tensor, g: torch.Tensor, record: reference.Scheme, axis: int, scales, drawn=None
+) -> None:
+    """One call."""
+    wanted = reference.fake_quantize_vjp(g, x, record, axis=axis, scales=scales, random_bits=drawn)
+    assert_same_bits(quantizer.gradient(g, x, record, axis, drawn, scales), wanted)
+
+
+def compare_case(name: str, fields: dict, shape: tuple[int, ...], axis: int) -> None:
+    """Scales of x / 2, under which elements saturate, some of them zero or huge; scales from x; an outer scale alone."""
+    record = SCHEMES[name]
+    record = replace(record, name=f"{name} {fields}", scale=replace(record.scale, **fields))
+    for kind, dtype in (("plain", torch.float32), ("special", torch.float32), ("+0", torch.float32), ("-0", torch.float32),
+                        ("special", torch.float16), ("special", torch.bfloat16)):  # fmt: skip
+        x = numbers(shape, dtype, specials=kind == "special")
+        g = gradient_of(x, kind)
+        given = reference.choose_scales(x / 2, record, axis=axis)
+        compare(x, g, record, axis, given)
+        if kind != "plain":
+            compare(x, g, record, axis, rare(given))
+            compare(x, g, record, axis, None)
+        if given.outer is not None and given.outer.shape == ():
+            for factor in (1.5, -1.0, 1e-38):
+                compare(x, g, record, axis, Scales(outer=given.outer * factor))
+            # The reciprocal of the combined scale overflows.
+            compare(x * 1e-43, g, record, axis, Scales(outer=torch.full_like(given.outer, 1e-40)))
+    print(name, *fields.values(), "x".join(map(str, shape)), axis, flush=True)
+
+
+def compare_stochastic() -> None:
+    """The words of the forward pass decide what saturated."""
+    for name, shape in (("mxfp4", (3, 96)), ("int8_rowwise", (3, 77)), ("nvfp4", (5, 64))):
+        record = replace(scheme_of(name), rounding="stochastic", name=f"{name} stochastic")
+        x = numbers(shape, torch.float32)
+        compare(x, gradient_of(x, "plain"), record, -1, reference.choose_scales(x / 2, record), words(shape))
+        print(name, "stochastic", flush=True)
+
+
+def compare_long_sums() -> None:
+    """Sums of more parts than a program takes."""
+    parts = numbers((3, 5001), torch.float32)
+    wanted = parts.new_zeros((3, 8192))
+    wanted[:, :5001] = parts
+    while wanted.shape[1] > 1:
+        wanted = wanted[:, 0::2] + wanted[:, 1::2]
+    call = Recording({"parts": parts})
+    made = gradients._total(call, "parts", tuple(parts.shape), (3, 1))
+    assert_same_bits(call.tensors[made], wanted)
+    print("long sums", flush=True)
+
+
+def main(names: list[str]) -> None:
+    """Compare all, or the cases of some schemes."""
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
+    for case in CASES:
+        if not names or case[0] in names:
+            compare_case(*case)
+    compare_stochastic()
+    compare_long_sums()
+    print("agreed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""`linear`'s kernels for one vector and for tiles on CPU tensors in Triton's interpreter, against exact products.
+
+    TRITON_INTERPRET=1 python tests/emulator/programs/linear.py
+
+See `interpreted_kernels` for what the interpreter can show. The kernels in Gluon have inline assembly, which it has not: there
+`vector_product` takes all weights. Sums that are exact in float32 have to be equal bit for bit, others within the bound of
+`linear_cases`.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import triton
+
+import fast
+import reference
+from ao_lab.config.recipe import integer_scheme, named
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.linear import select as kernels
+from fast.kernels.quantize import host as quantizer
+from reference import SCHEMES, Quantized, Scheme
+from reference.matmul.linear import transposed
+from tests.emulator import quick_interpreter
+from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
+
+OBLONG = replace(
+    SCHEMES["fp8_128x128"], name="oblong", scale=replace(SCHEMES["fp8_128x128"].scale, block=(16, 32))
+)
+# Scheme, length of a row, and whether tiles take it too.
+CASES = (
+    ("int8_rowwise", 256, True), ("int8_rowwise", 96, True), ("int8_tensorwise", 256, True), ("fp8_rowwise", 544, True),
+    ("fp8_tensorwise_e5m2", 256, True), ("int8_rowwise_asymmetric", 256, True), ("int4_g32", 96, True),
+    ("int4_g64", 256, True), ("int4_g64_asymmetric", 256, True), ("int4_g256_asymmetric", 768, True),
+    ("int2_g32", 256, True), ("int2_g32_asymmetric", 96, True), ("int3_g32", 256, True), ("int3_g128_asymmetric", 384, True),
+    ("int5_g64", 256, True), ("int6_g32_asymmetric", 160, True), ("int8_g32", 256, True), ("mxfp8_e4m3", 256, True),
+    ("mxfp8_e5m2", 96, True), ("mxfp6_e2m3", 256, True), ("mxfp6_e3m2", 96, True), ("mxfp4", 1056, True),
+    ("mxint8", 256, True), ("nvfp4", 256, True), ("nvfp4", 80, True), ("fp8_1x128", 384, True),
+    ("fp8_128x128", 256, True), (OBLONG, 96, True), ("nf4", 256, False), ("nf4", 64, False),
+    (integer_scheme(4, 8, True), 72, False), (integer_scheme(4, 16, False), 80, True),
+)  # fmt: skip
+NOT_EXACT = ("nf4",)
+ROWS = 37
+
+
+def compare(record: Scheme, length: int, tiles: bool) -> None:
+    """A vector, and some rows of 16-bit numbers, with and without a bias."""
+    for count, dtype in ((1, torch.float32), (1, torch.float16), (5 if length > 256 else 17, torch.float16)):
+        bias = None if count == 17 else torch.arange(ROWS).to(dtype) % 7 - 3
+        for exact in (True, False) if record.name not in NOT_EXACT else (False,):
+            w = (exact_weight if exact else weight)(record, ROWS, length)
+            x = (exact_inputs if exact else inputs)(count, length, dtype)
+            made = kernels.linear(x, w, bias)
+            if count > 1 and not tiles:
+                assert made is None
+                continue
+            assert made is not None, "no kernel takes this"
+            if exact:
+                assert_same_bits(made, exact_result(x, w, bias))
+                assert_same_bits(made, reference.linear(x, w, bias))
+            else:
+                assert outside(made, x, w, bias) == 0
+                of_reference(made, x, w, bias)
+
+
+def of_reference(made: torch.Tensor, x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> None:
+    """Without zero points, the reference's own bound, and that of its exact tier."""
+    if w.zero is not None:
+        return
+    options = {"out_dtype": str(x.dtype).removeprefix("torch."), "bias": bias}
+    bound = reference.matmul_error_bound(x, transposed(w), accumulation="blocked", **options)
+    bound += reference.matmul_error_bound(x, transposed(w), **options)
+    assert ((made.double() - reference.linear(x, w, bias).double()).abs() <= bound).all()
+
+
+def compare_specials() -> None:
+    """A NaN among the scales is its row's alone, one among the inputs everyone's; the last rows are their own."""
+    w = weight(SCHEMES["mxfp8_e4m3"], ROWS, 256)
+    w.scale[9, 3] = 255
+    for count, dtype in ((1, torch.float32), (3, torch.float16)):
+        x = inputs(count, 256, dtype)
+        made = kernels.linear(x, w, None)
+        assert torch.equal(made.isnan().any(0).nonzero()[:, 0], torch.tensor([9]))
+        x[-1, 200] = float("nan")
+        made = kernels.linear(x, w, None)
+        assert made[-1].isnan().all()
+        assert int(made[:-1].isnan().sum()) == count - 1
+    print("specials", flush=True)
+
+
+def compare_one_bit() -> None:
+    """No kernel multiplies by one bit; those that store and read it keep its zero points in float32."""
+    for shape, axis in (((5, 128), -1), ((64, 24), 0), ((2, 96, 5), 1), ((2, 64, 128), 1)):
+        record = integer_scheme(1, 32, True)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+            one_bit(x, record, axis)
+            x.view(-1)[7], x.view(-1)[90], x[-1] = float("nan"), float("inf"), 0
+            one_bit(x, record, axis)
+    assert kernels.linear(x[0, :1], fast.quantize(torch.ones(4, 128), record), None) is None
+    print("one bit", flush=True)
+
+
+def one_bit(x: torch.Tensor, record: Scheme, axis: int) -> None:
+    """All functions of the quantizer."""
+    q = reference.quantize(x, record, axis=axis)
+    assert_same_bits(quantizer.quantize(x, record, axis, None, None, False), q)
+    assert_same_bits(quantizer.choose_scales(x, record, axis), q.scales)
+    given = reference.quantize(x * 2, record, axis=axis).scales
+    wanted = reference.quantize(x, record, axis=axis, scales=given)
+    assert_same_bits(quantizer.quantize(x, record, axis, given, None, False), wanted)
+    for to in ("float32", "float16"):
+        assert_same_bits(quantizer.dequantize(q, to), reference.dequantize(q, to))
+    if x.dtype != torch.bfloat16:
+        fake = reference.fake_quantize(x, record, axis=axis)
+        assert_same_bits(quantizer.fake_quantize(x, record, axis, None), fake)
+
+
+def main() -> None:
+    """Compare all cases."""
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    quick_interpreter.install()
+    for scheme, length, tiles in CASES:
+        record = named(scheme) if isinstance(scheme, str) else scheme
+        assert record is not None
+        compare(record, length, tiles)
+        print(record.name, length, "tiles" if tiles else "", flush=True)
+    compare_specials()
+    compare_one_bit()
+    print("agreed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Normalization and SwiGLU kernels in Triton's interpreter, on CPU tensors, against the reference.
+
+    TRITON_INTERPRET=1 python tests/emulator/programs/producers.py normalize|swiglu
+
+Prints how many tensors were the same; raises at the first that is not. The interpreter adds and rounds as a GPU does, but for
+a * b + c, which it rounds twice: here it is made to round once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+import reference
+from fast.kernels.layers import rms_norm as normalize
+from fast.kernels.layers import swiglu
+from reference import Quantized
+from tests.emulator import quick_interpreter
+
+DTYPES = ("bfloat16", "float16", "float32")
+SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "int8_rowwise", "int4_g32_asymmetric")
+NORM_SHAPES = ((2, 5, 96), (5, 1536), (3, 3584), (1, 32), (33, 1), (1, 17000))
+GATE_SHAPES = ((33, 384), (5, 4352), (2, 3, 64))
+
+
+def fma(_self: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z rounded once: the product has 48 bits, the sum is wrong only where 64 bits end on a tie."""
+    wide = [np.asarray(part.data).astype(np.longdouble) for part in (x, y, z)]
+    return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(np.float32), z.dtype.scalar)
+
+
+def same(label: str, got: Any, wanted: Any) -> int:
+    """1; ValueError where bits, shapes, dtypes or other fields differ."""
+    if isinstance(wanted, Quantized):
+        return min(
+            same(f"{label} {f.name}", getattr(got, f.name), getattr(wanted, f.name)) for f in fields(wanted)
+        )
+    if not isinstance(wanted, torch.Tensor):
+        equal = got == wanted
+    else:
+        equal = got.shape == wanted.shape and got.dtype == wanted.dtype
+        equal = equal and torch.equal(
+            got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+        )
+    if not equal:
+        raise ValueError(f"{label}: {got} is not {wanted}")
+    return 1
+
+
+def normal(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
+    """Normal numbers, some of them large."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x.reshape(-1)[::77] *= 1e3
+    return x.to(getattr(torch, dtype))
+
+
+def extreme(dtype: str) -> torch.Tensor:
+    """Rows with NaN, infinity, zeros, subnormals and squares that overflow or vanish."""
+    x = normal((16, 256), dtype, 1)
+    x[1, 3], x[2, 250], x[3] = float("nan"), -float("inf"), 0
+    x[4], x[5], x[6, 7] = x[4] * 1e-30, x[5] * 1e30, 1e-40
+    return x
+
+
+def normalized() -> int:
+    """`rms_norm` and `rms_norm_quantize`."""
+    done = 0
+    for dtype in DTYPES:
+        inputs = [normal(shape, dtype, 2) for shape in NORM_SHAPES] + [extreme(dtype)]
+        for x in inputs:
+            weight, other = normal(x.shape[-1:], dtype, 3), normal(x.shape, dtype, 4)
+            for residual, eps in ((None, 1e-6), (other, 0.0), (other, 2.0**-140)):
+                got = normalize.rms_norm(x, weight, eps, residual)
+                for part in zip(got, reference.rms_norm(x, weight, eps=eps, residual=residual), strict=True):
+                    done += same(f"rms_norm {dtype} {tuple(x.shape)}", *part)
+            for name in SCHEMES if dtype != "float16" else SCHEMES[:1]:
+                done += _normalized_codes(x, weight, name, other)
+    return done
+
+
+def _normalized_codes(x: torch.Tensor, weight: torch.Tensor, name: str, residual: torch.Tensor) -> int:
+    done, block = 0, reference.SCHEMES[name].scale.block
+    if x.shape[-1] % max(block, 1) == 0:
+        for packed in {False, SCHEMES.index(name) > 1}:
+            got = normalize.rms_norm_quantize(x, weight, name, 1e-6, residual, packed)
+            wanted = reference.rms_norm_quantize(x, weight, name, residual=residual, packed=packed)
+            if got is not None:
+                done += sum(same(f"{name} {tuple(x.shape)}", *part) for part in zip(got, wanted, strict=True))
+    return done
+
+
+def gated() -> int:
+    """`swiglu` and `swiglu_quantize`: all gates, random pairs of patterns, shapes, halves of a matrix."""
+    done = roughly_gated()
+    for dtype in ("bfloat16", "float16"):
+        gate = torch.arange(65536).to(torch.int16).view(getattr(torch, dtype)).reshape(256, 256)
+        up = gate.reshape(-1)[torch.randperm(65536, generator=torch.Generator().manual_seed(0))].reshape(
+            256, 256
+        )
+        for other in (torch.ones_like(gate), up):
+            done += same(f"gates {dtype}", swiglu.swiglu(gate, other), reference.swiglu(gate, other))
+        both = normal((33, 192), dtype, 1)
+        halves = both[:, :96], both[:, 96:]
+        done += same("halves", swiglu.swiglu(*halves), reference.swiglu(*(h.contiguous() for h in halves)))
+        for shape in GATE_SHAPES:
+            pair = normal(shape, dtype, 2), normal(shape, dtype, 3)
+            for name in SCHEMES:
+                got, wanted = (
+                    swiglu.swiglu_quantize(*pair, name, False),
+                    reference.swiglu_quantize(*pair, name),
+                )
+                done += same(f"{name} {dtype} {shape}", got, wanted)
+    return done
+
+
+@triton.jit
+def rough_inverse(d, NATIVE: tl.constexpr):
+    """1 / d, wrong by two units in the last place, up or down."""
+    exact = tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d).to(tl.int32, bitcast=True)
+    return (exact + (tl.program_id(0) % 2 * 4 - 2)).to(tl.float32, bitcast=True)
+
+
+def roughly_gated() -> int:
+    """bfloat16's silu, whatever instruction approximates the reciprocal: programs err up and down by turns."""
+    gate = torch.arange(65536).to(torch.int16).view(torch.bfloat16).reshape(-1, swiglu.ELEMENTS)
+    gate = gate.repeat_interleave(2, 0)
+    one, exact = torch.ones_like(gate), swiglu.inverse
+    swiglu.inverse = rough_inverse
+    got, wanted = swiglu.swiglu(gate, one).view(torch.int16), reference.swiglu(gate, one).view(torch.int16)
+    swiglu.inverse = exact
+    wrong = gate[got != wanted].tolist()
+    if wrong not in ([], [5.9375]):
+        raise ValueError(f"with a bad reciprocal silu is wrong at {wrong}")
+    return 1
+
+
+if __name__ == "__main__":
+    quick_interpreter.install()
+    interpreter.InterpreterBuilder.create_fma = fma
+    with np.errstate(all="ignore"):
+        print({"normalize": normalized, "swiglu": gated}[sys.argv[1]]())

@@ -1,0 +1,374 @@
+"""Experiment `decode`: the model, its compiled generation, the checks before the clock, rows, and what is resumed."""
+
+import copy
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from experiments.decode import configs as decode_configs
+from experiments.decode import generation as decoding
+from experiments.decode import run as decode
+from experiments.decode.configs import BASE, CONFIGS, OURS, Config, chosen
+from experiments.decode.generation import Decoding, Plan, sample
+from experiments.decode.model import LLAMA_8B, TINY, Llama, frequencies, random_llama
+from experiments.decode.run import Bench, Memory, gate, measure, stored_bytes
+from experiments.harness.rows import Journal, read
+from experiments.harness.settings import SERVED, settings_for
+from experiments.kernels.gate import Wrong
+from experiments.ptq import run as ptq
+from experiments.ptq.run import all_tasks
+from experiments.report.results import family
+from tests.experiments.harness import tiny
+
+PLAN = Plan(new=6, rounds=1, backend="aot_eager", graph=False)
+PROMPT = torch.arange(32) * 7 % TINY.vocabulary
+INT8 = next(config for config in CONFIGS if (config.setting, config.method) == (OURS, "int8wo"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(TINY, "cpu", 0)
+
+
+def bench(tmp_path, **changes):
+    return replace(Bench.of(tiny.settings(tmp_path)), plan=replace(PLAN, new=2, **changes))
+
+
+def test_the_shapes_are_the_real_models():
+    with torch.device("meta"):
+        made = Llama(LLAMA_8B)
+    assert sum(parameter.numel() for parameter in made.parameters()) == 8_030_261_248
+    linears = sum(layer.weight.numel() for layer in made.linears().values())
+    assert 2 * linears / 1e9 == pytest.approx(15.01, abs=0.005)
+    assert made.lm_head.weight is not made.model.embed_tokens.weight
+
+
+def taken_apart(model):
+    """A state_dict under transformers' names."""
+    made = {}
+    for name, value in model.state_dict().items():
+        parts = value.split(model.model.layers[0].self_attn.parts) if "qkv_proj" in name else [value]
+        names = [name.replace("qkv_proj", f"{one}_proj") for one in "qkv"] if "qkv_proj" in name else [name]
+        made.update(zip(names, parts, strict=True))
+    return made
+
+
+def test_it_is_transformers_llama():
+    """The same weights give the logits of an implementation that we did not write."""
+    transformers = pytest.importorskip("transformers")
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": TINY.rope_base,
+        "factor": TINY.rope_factor,
+        "low_freq_factor": TINY.rope_low,
+        "high_freq_factor": TINY.rope_high,
+        "original_max_position_embeddings": TINY.rope_context,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=TINY.vocabulary,
+        hidden_size=TINY.width,
+        intermediate_size=TINY.feed_forward,
+        num_hidden_layers=TINY.layers,
+        num_attention_heads=TINY.heads,
+        num_key_value_heads=TINY.kv_heads,
+        head_dim=TINY.head_width,
+        rms_norm_eps=TINY.epsilon,
+        rope_parameters=rope,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    theirs = transformers.LlamaForCausalLM(config).double().eval()
+    ours = random_llama(TINY, "cpu", 0, torch.float64)
+    theirs.load_state_dict(taken_apart(ours))
+    assert torch.allclose(theirs.model.rotary_emb.inv_freq.float(), frequencies(TINY), rtol=1e-6)
+    with torch.no_grad():
+        expected = theirs(PROMPT[None]).logits[0]
+    found = Decoding(ours, PLAN, PROMPT, compiled=False).prefill()
+    # Rotations are float32 on both sides, made in another order.
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("method", [None, "int8wo", "int4wo-64", "float8dq per-row", "nvfp4wo"])
+def test_compiled_generation_is_eager_generation(model, method):
+    """Bit-equal logits and tokens; one compilation for all blocks, whatever their weights are."""
+    made = copy.deepcopy(model)
+    if method is not None:
+        ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
+    torch._dynamo.utils.counters.clear()
+    results = []
+    for compiled in (False, True):
+        generation = Decoding(made, PLAN, PROMPT, compiled=compiled)
+        prompt = generation.prefill()
+        step = generation.prepare()
+        torch.manual_seed(1)
+        assert len(generation.generate()) == PLAN.new
+        results.append((prompt, step, torch.tensor(generation.tokens), *generation.state.keys))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def test_compiled_whole_is_the_same(model):
+    steps = []
+    for whole in (False, True):
+        generation = Decoding(model, PLAN, PROMPT, whole=whole)
+        generation.prefill()
+        steps.append(generation.prepare())
+    assert torch.equal(*steps)
+
+
+def test_a_step_continues_the_prompt(model):
+    """Tokens one at a time through the cache have the logits of the whole text at once."""
+    wide = copy.deepcopy(model).double()
+    generation = Decoding(wide, PLAN, PROMPT, compiled=False)
+    generation.prefill()
+    generation.generate()
+    text = torch.cat([PROMPT, torch.tensor(generation.tokens)])
+    last = generation.replay()
+    whole = Decoding(wide, PLAN, text, compiled=False).prefill()
+    assert torch.allclose(last[0], whole[-1], rtol=1e-9)
+
+
+def test_sampling_takes_the_top_k_by_their_probability():
+    plan = replace(PLAN, top_k=3, temperature=0.5)
+    logits = torch.tensor([0.0, 2.0, -50.0, 1.0, 1.5, 0.9])
+    drawn = torch.cat([sample(logits, plan) for _ in range(4000)])
+    expected = torch.zeros(6)
+    expected[[1, 3, 4]] = torch.softmax(logits[[1, 3, 4]] / 0.5, 0)
+    found = torch.bincount(drawn, minlength=6) / 4000
+    # Four standard deviations of a frequency among 4000.
+    assert torch.all((found - expected).abs() <= 4 * (expected * (1 - expected) / 4000).sqrt())
+
+
+def test_what_the_gate_refuses():
+    logits = torch.tensor([[1.0, 2.0]])
+    assert gate(logits, None, 0.1, "") == (0.0, "ratio")
+    assert gate(logits * 1.05, logits, 0.1, "")[0] == pytest.approx(0.05)
+    with pytest.raises(Wrong, match=r"differ by 0\.200"):
+        gate(logits * 1.2, logits, 0.1, "from bfloat16's")
+    with pytest.raises(Wrong, match="not finite"):
+        gate(torch.tensor([[1.0, torch.nan]]), logits, 0.1, "")
+
+
+def test_a_wrong_product_gets_no_time(tmp_path, monkeypatch):
+    def broken(model, config):
+        ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        weight.scale.fill_(torch.nan)
+
+    monkeypatch.setattr(Config, "quantize", lambda self, model: broken(model, self))
+    rows = measure(bench(tmp_path), [INT8], Journal())
+    assert [row.metric for row in rows] == ["status: wrong: logits are not finite"]
+
+
+def test_a_layer_that_was_left_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(Config, "quantize", lambda self, model: None)
+    (row,) = measure(bench(tmp_path), [INT8], Journal())
+    assert row.metric.startswith("status: wrong: 11 linear layers were left")
+
+
+def test_rows_are_resumed_and_errors_are_said(tmp_path, monkeypatch):
+    def out_of_order():
+        raise RuntimeError("no such\n thing")
+
+    failing = Config(setting=OURS, method="failing", make=out_of_order)
+    path = tmp_path / "journal.csv"
+    rows = measure(bench(tmp_path), [BASE, failing, INT8], Journal(path))
+    kept = read(path)
+    assert {row.method for row in kept} == {"bfloat16", "int8wo"}
+    assert [r.metric for r in rows if r.method == "failing"] == ["status: error: RuntimeError: no such thing"]
+    assert {row.table for row in rows} == {"decode/quick/tiny-stand-in-random"}
+    assert {row.published for row in rows} == {None}
+    values = {row.metric: row.value for row in rows if row.method == "int8wo"}
+    assert values["bandwidth"] == pytest.approx(values["model size"] * values["tokens/s"])
+    assert 0 < values["logits, change"] < 0.05
+    assert not any(name.startswith(("peak", "quantize peak")) for name in values)
+    # The second run measures what failed, and nothing else.
+    asked = []
+    monkeypatch.setattr(decode, "measured", lambda bench, config: asked.append(config.method) or {})
+    again = measure(bench(tmp_path), [BASE, failing, INT8], Journal(path))
+    assert asked == ["failing"]
+    assert [row for row in again if row.method != "failing"] == kept
+
+
+def test_an_interrupted_run_keeps_what_was_measured(tmp_path, monkeypatch):
+    def interrupted(bench, config):
+        if config is INT8:
+            raise KeyboardInterrupt
+        return {"tokens/s": (1.0, "tokens/s")}
+
+    monkeypatch.setattr(decode, "measured", interrupted)
+    path = tmp_path / "journal.csv"
+    with pytest.raises(KeyboardInterrupt):
+        measure(bench(tmp_path), [BASE, INT8], Journal(path))
+    assert {row.method for row in read(path)} == {"bfloat16"}
+
+
+def test_a_peer_runs_and_leaves_the_compiler_as_it_was(tmp_path):
+    pytest.importorskip("torchao")
+    import torch._inductor.config as inductor
+
+    before = (inductor.coordinate_descent_tuning, inductor.force_fuse_int_mm_with_mul)
+    peer = next(c for c in CONFIGS if (c.setting, c.method) == ("torchao", "int8wo"))
+    rows = measure(bench(tmp_path), [peer], Journal())
+    assert {row.metric for row in rows} >= {"status: ok", "tokens/s"}
+    assert (inductor.coordinate_descent_tuning, inductor.force_fuse_int_mm_with_mul) == before
+
+
+def test_the_compiler_is_set_for_each_configuration():
+    import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    before = cache_dir()
+    for config in CONFIGS:
+        with decode.compiler(config, PLAN):
+            assert inductor.coordinate_descent_tuning == config.tuned
+            assert inductor.triton.enable_pdl == config.dependent
+            assert (cache_dir() != before) == config.afresh
+    assert [c.method for c in CONFIGS if c.afresh] == [decode_configs.DEPENDENT]
+    assert all(c.dependent == (c.setting == "ours" or c.afresh) for c in CONFIGS)
+
+
+def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
+    """A captured graph replays kernels whose programs a compilation from nothing makes the compiler forget."""
+    from torch._inductor.codecache import PyCodeCache
+
+    program = object()
+    monkeypatch.setattr(PyCodeCache, "modules", [program])
+    held = decoding.compiled_programs()
+    with decode.compiler(next(config for config in CONFIGS if config.afresh), PLAN):
+        assert program not in PyCodeCache.modules
+    assert held == [program]
+
+
+def test_a_peer_that_is_not_installed_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode_configs, "version_of", lambda library: "none")
+    peer = next(config for config in CONFIGS if config.setting == "torchao")
+    (row,) = measure(bench(tmp_path), [peer], Journal())
+    assert row.metric == "status: missing: torchao is not installed"
+
+
+def test_a_run_that_is_late_begins_nothing_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "measured", lambda bench, config: {"tokens/s": (1.0, "")})
+    clock = iter([0.0, decode.SECONDS - 1, decode.SECONDS + 1])
+    rows = measure(replace(bench(tmp_path), clock=lambda: next(clock)), [BASE, INT8], Journal())
+    assert [row.metric for row in rows] == [
+        "tokens/s",
+        "status: ok",
+        "status: not run: the 455 s of a run were over",
+    ]
+
+
+def test_parts_are_chosen_by_name():
+    assert chosen(()) == [config for config in CONFIGS if config.always]
+    assert {config.setting for config in chosen(("int8wo",))} == {"ours", "torchao"}
+    assert {config.method for config in chosen(("baseline",))} >= {"bfloat16, compiled whole"}
+    with pytest.raises(ValueError, match=r"unknown configuration int7; there are .*int8wo"):
+        chosen(("int7",))
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [("int8wo", 8), ("int4wo-64", 4 + 32 / 64), ("int4wo-64, integer zeros", 4 + 24 / 64), ("nvfp4wo", 4.5)],
+)
+def test_sizes_count_everything_inside(model, method, bits):
+    made = copy.deepcopy(model)
+    ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
+    weight = made.model.layers[0].mlp.gate_proj.weight
+    rest = 4 * weight.shape[0] if method == "int8wo" else 4 if method == "nvfp4wo" else 0
+    assert stored_bytes(weight) == weight.numel() * bits / 8 + rest
+    assert stored_bytes(nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))) == 6
+
+
+def test_accuracy_is_measured_of_every_configuration(tmp_path):
+    """Experiment `ptq` has each configuration's schemes, on the small trained model."""
+    tasks = {(task.method, task.activations) for task in all_tasks(settings_for("quick", "cpu", tmp_path))}
+    for make in decode_configs.OUR_CONFIGS.values():
+        recipe = make().recipe()
+        assert (recipe.weight.name, recipe.activation and recipe.activation.name) in tasks
+
+
+def test_a_scheme_without_a_record_is_measured(tmp_path):
+    rows = ptq.run(replace(tiny.settings(tmp_path, ()), served=SERVED))
+    found = {(row.setting, row.method): row.value for row in rows if row.metric == "bits per weight"}
+    assert found["weights", SERVED[0]] == 4 + 24 / 64
+    assert family(SERVED[0]) == "integer"
+
+
+class FakeCuda:
+    """As much of torch.cuda as a run touches, with memory that tests set."""
+
+    allocated, reserved, most, most_reserved = 100, 120, 0, 0
+
+    def __init__(self, monkeypatch):
+        names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+        fields = ("allocated", "reserved", "most", "most_reserved")
+        for name, field in zip(names, fields, strict=True):
+            monkeypatch.setattr(torch.cuda, name, lambda field=field: getattr(self, field))
+        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+def test_memory_is_that_of_one_model(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+    memory = Memory("cuda", 60)  # of the 100 bytes, 40 are another's
+    memory.begin()
+    fake.most, fake.most_reserved = 130, 150
+    assert memory.peak_over_model() == pytest.approx(90 / 60)
+    peaks = memory.peaks()
+    assert peaks["peak memory"][0] == pytest.approx((150 - 60) / 1e9)
+    assert peaks["peak memory, allocated"][0] == pytest.approx((130 - 40) / 1e9)
+    assert (Memory("cpu", 60).peak_over_model(), Memory("cpu", 60).peaks()) == (None, {})
+
+
+def test_capture_and_events_are_asked_for_in_order(monkeypatch, model):
+    """The path of a GPU on a pretended one: warm up beside, capture once, replay between events."""
+    done = []
+
+    class Stream:
+        def wait_stream(self, other):
+            done.append("wait")
+
+    class Graph:
+        def replay(self):
+            done.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+
+        def elapsed_time(self, other):
+            return 2.0
+
+    @contextmanager
+    def during(what, **options):
+        done.append("capture" if isinstance(what, Graph) else "beside")
+        yield
+
+    for name, fake in (("Stream", Stream), ("CUDAGraph", Graph), ("Event", Event)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", during)
+    monkeypatch.setattr(torch.cuda, "graph", during)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    generation = Decoding(model, replace(PLAN, graph=True), PROMPT, compiled=False)
+    generation.prefill()
+    generation.prepare()
+    assert done == ["wait", "beside", "wait", "capture", "replay"]
+    done.clear()
+    assert decoding.cuda_times(generation.replay, 3) == [0.002] * 3
+    assert done == ["record", *["replay", "record"] * 3]

@@ -1,0 +1,104 @@
+"""Runs of `reproduce` that are killed at random moments lose no row and double none; two at once are refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.harness import registry
+from experiments.harness.environment import record_run, run_name
+from experiments.harness.lock import NAME, Busy
+from experiments.harness.paths import Places
+from experiments.harness.rows import PARTIAL, ROOT
+from tests.experiments.harness import tiny
+
+#: AO_LAB_KILLS=50 for the number that is promised; fewer keep the suite quick.
+KILLS = int(os.environ.get("AO_LAB_KILLS", "10"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forks of one process")
+def test_kills_at_random_moments_lose_and_double_no_row(tmp_path):
+    """Corpus, training, two experiments, pages: a tiny run of all that, its training with a checkpoint a step."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.experiments.harness.killed_reproduce",
+        str(tmp_path),
+        str(KILLS),
+        "18",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["killed"] == KILLS
+    assert found["same"]
+    assert (found["lost"], found["partial"]) == ([], [])
+    assert min(found["rows"].values()) > 50
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    """The second names the process of the first; when that is over, or killed, the folder is free."""
+    places = Places(tmp_path / "cache", tmp_path / "reports")
+    other = Places(tmp_path / "another cache", tmp_path / "reports")
+    with places.alone():
+        for taken, name in ((places, "cache"), (other, "reports")):
+            with (
+                pytest.raises(Busy, match=rf"process {os.getpid()} works in .*{name}; wait for it"),
+                taken.alone(),
+            ):
+                pass
+    with places.alone():
+        assert (tmp_path / "reports" / NAME).exists()
+
+
+def test_what_killed_runs_left_half_written_is_deleted(tmp_path):
+    """And nothing else: neither files of others nor checkpoints."""
+    places = Places(tmp_path / "cache", tmp_path / "reports")
+    models = places.cache / "models"
+    for folder in (models / f".abc.x{PARTIAL}", places.data, places.figures):
+        folder.mkdir(parents=True)
+    left = [
+        places.data / f".ptq.csv.x{PARTIAL}",
+        places.figures / f".a.svg.y{PARTIAL}",
+        models / f".abc.x{PARTIAL}/w",
+    ]
+    kept = [places.data / "ptq.csv", places.reports / f"mine{PARTIAL}", models / "abc.checkpoint"]
+    for path in (*left, *kept):
+        path.write_text("x")
+    with places.alone():
+        assert not any(path.exists() for path in left)
+        assert not left[-1].parent.exists()
+        assert all(path.exists() for path in kept)
+
+
+def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch):
+    """All rows were measured, and the record there is of older code."""
+    places, settings = Places(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
+    name = run_name("formats", "quick", "cpu")
+    monkeypatch.setattr("experiments.harness.environment.source_hash", lambda: "then")
+    path = record_run(places, "formats", settings, 1.0, 5, 0)
+    monkeypatch.setattr("experiments.harness.environment.source_hash", lambda: "now")
+    record_run(places, "formats", settings, 2.0, 5, 5)
+    record = json.loads(path.read_text())[name]
+    assert (record["source_hash"], record["rows_from_an_interrupted_run"]) == ("now", 5)
+    before = path.read_text()
+    record_run(places, "formats", settings, 3.0, 5, 5)
+    assert path.read_text() == before
+
+
+def test_reports_and_cache_lie_in_the_clone_or_with_the_user(tmp_path, monkeypatch):
+    """Never beside installed packages."""
+    for name in ("AO_LAB_CACHE", "AO_LAB_REPORTS", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert Places.default() == Places(ROOT / ".cache" / "ao_lab", ROOT / "reports")
+    monkeypatch.setattr("experiments.harness.paths.is_clone", lambda: False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert Places.default() == Places(tmp_path / "home" / ".cache" / "ao_lab", tmp_path / "reports")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("AO_LAB_REPORTS", str(tmp_path / "r"))
+    assert Places.default() == Places(tmp_path / "xdg" / "ao_lab", tmp_path / "r")
+    assert Places.default(tmp_path / "given").reports == tmp_path / "given"
+    assert registry.shown(tmp_path / "given") == "given"

@@ -1,0 +1,138 @@
+"""Pages and figures come from rows and nothing else."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from experiments.formats import run as formats
+from experiments.harness.paths import Places
+from experiments.harness.rows import publish
+from experiments.ptq import run as ptq
+from experiments.report import pages, plots
+from experiments.report.results import Results, by_run, family, number
+from tests.experiments.harness import tiny
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    made = tiny.settings(folder, ["mxfp4", "int4_g32_asymmetric", "nf4", "torchao.nvfp4"])
+    return {"formats": formats.run(made), "ptq": ptq.run(made)}
+
+
+@pytest.fixture
+def places(rows, tmp_path):
+    made = Places(tmp_path / "no cache is needed", tmp_path / "reports")
+    for name, measured in rows.items():
+        publish(made.data / f"{name}.csv", measured)
+    return made
+
+
+def test_the_page_needs_no_other_file(places):
+    pages.write_pages(places)
+    html = (places.reports / "index.html").read_text()
+    assert html.count("<svg") == len(list(places.figures.glob("*.svg")))
+    assert not re.search(r"""(src|href)=["'](?!#|data:)""", html)
+    assert "stand-in" in html
+    assert not places.cache.exists()
+    for name in ("README.md", "formats.md", "ptq.md"):
+        assert (places.reports / name).stat().st_size > 100
+
+
+def test_the_same_rows_give_the_same_files(places):
+    (places.data / "ptq.csv").unlink()
+    pages.write_pages(places)
+    first = {path: path.read_bytes() for path in places.reports.rglob("*") if path.is_file()}
+    pages.write_pages(places)
+    assert first == {path: path.read_bytes() for path in places.reports.rglob("*") if path.is_file()}
+
+
+def test_older_rows_are_marked(places, rows):
+    old = [replace(row, source_hash="0" * 12) if row.method == "mxfp4" else row for row in rows["ptq"]]
+    (places.data / "formats.csv").unlink()
+    publish(places.data / "ptq.csv", old)
+    pages.write_pages(places)
+    count = sum(row.method == "mxfp4" for row in rows["ptq"])
+    html = (places.reports / "index.html").read_text()
+    assert f"{count} of them" in html
+    assert f"mxfp4 {pages.STALE}" in html
+    assert f"nf4 {pages.STALE}" not in html
+    assert f"| mxfp4 {pages.STALE} |" in (places.reports / "ptq.md").read_text()
+
+
+def test_a_missing_result_stays_missing(places, rows):
+    kept = [row for row in rows["ptq"] if (row.method, row.metric) != ("nf4", "accuracy")]
+    (places.data / "formats.csv").unlink()
+    publish(places.data / "ptq.csv", kept)
+    pages.write_pages(places)
+    line = next(
+        line for line in (places.reports / "ptq.md").read_text().splitlines() if line.startswith("| nf4")
+    )
+    assert line.split("|")[6].strip() == ""
+
+
+def test_nothing_measured_makes_an_empty_report(tmp_path):
+    made = pages.write_pages(Places(tmp_path, tmp_path / "reports"))
+    assert [what for what, _ in made] == ["report", "report"]
+
+
+def test_bits_stand_beside_the_tensors_that_they_are_of(places):
+    (places.data / "ptq.csv").unlink()
+    pages.write_pages(places)
+    page = (places.reports / "formats.md").read_text()
+    for setting in ("normal", "outlier channels", "weights", "activations"):
+        assert f"| {setting}: bits per element |" in page
+    assert 'that of "normal"' in page
+    assert 'that of "weights"' in page
+
+
+def test_the_page_says_what_tensor_wide_scales_see(places):
+    (places.data / "formats.csv").unlink()
+    pages.write_pages(places)
+    assert "found for each window apart" in (places.reports / "ptq.md").read_text()
+
+
+def test_results_are_grouped_by_run(rows):
+    other = [replace(row, device="GPU") for row in rows["ptq"]]
+    groups = by_run([*rows["ptq"], *other], ptq.QUALITY)
+    assert [where.device for where in groups] == ["GPU", "cpu"]
+    (one, two) = groups.values()
+    assert one.methods == two.methods
+    assert one.value("weights", "mxfp4", "bits per weight") == pytest.approx(4.25)
+    assert one.value("weights", "mxfp4", "no such metric") is None
+    older = [replace(row, source_hash="older") if row.method == "mxfp4" else row for row in rows["ptq"]]
+    assert (Results(rows["ptq"]).stale_methods, Results(older).stale_methods) == (frozenset(), {"mxfp4"})
+
+
+def test_families_and_numbers():
+    assert [
+        family(name) for name in ("float32", "fp8_rowwise", "mxint8", "te.nvfp4", "int8_rowwise", "nf4")
+    ] == [
+        "plain",
+        "FP8",
+        "MX",
+        "NVFP4",
+        "integer",
+        "NF4",
+    ]
+    assert [number(value, 1) for value in (None, float("nan"), float("inf"), 1.25)] == [
+        "",
+        "NaN",
+        "exact",
+        "1.2",
+    ]
+
+
+def test_plots_leave_gaps_and_survive_no_numbers():
+    text = plots.svg(plots.dots(["a", "b"], {"s": [1.0, None]}, "x", errors={"s": [0.1, None]}, symlog=0.1))
+    assert text.startswith("<svg")
+    assert "s</text>" in text.replace("\n", "")
+    plots.svg(plots.heatmap(["a"], ["b"], [[None]], "x"))
+    plots.svg(plots.dots([], {"s": []}, "x"))
+    plots.svg(plots.scatter_panels({"one": [plots.Point(1.0, -2.0, "MX", "mxfp4")]}, "x", "y", symlog=0.1))
+
+
+def test_lines_of_a_table_fit_its_columns():
+    with pytest.raises(ValueError, match="2 cells under 3 columns"):
+        pages.Table("A table", ["name", "a", "b"], [["one", "1", "2"], ["two", "3"]])

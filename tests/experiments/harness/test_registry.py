@@ -1,0 +1,157 @@
+"""Experiments and the function that runs them: no row missing, none measured twice, clear errors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import EXPERIMENTS
+from experiments.data.errors import Error, mean_and_error
+from experiments.formats import run as formats
+from experiments.harness import registry
+from experiments.harness.paths import Places
+from experiments.harness.rows import ROOT, Journal, read
+from experiments.harness.settings import settings_for
+from experiments.harness.workers import measure_all
+from experiments.models import activation_schemes as pairing
+from experiments.ptq import run as ptq
+from reference import SCHEMES
+from tests.experiments.harness import tiny
+
+
+def test_ptq_has_a_row_for_every_scheme(tmp_path):
+    rows = ptq.run(tiny.settings(tmp_path, SCHEMES))
+    quality = {(row.method, pairing.activations_of(row.setting) is None) for row in rows}
+    expected = {(scheme, alone) for scheme in SCHEMES for alone in (True, False)}
+    assert quality == expected | {("float32", True), ("bfloat16", True), ("bfloat16", False)}
+    metrics = {(row.method, row.setting): 0 for row in rows}
+    for row in rows:
+        metrics[row.method, row.setting] += 1
+    # 7 numbers of quality, 3 of size, 8 layers.
+    assert set(metrics.values()) == {18}
+    assert len({row.key for row in rows}) == len(rows)
+    baseline = [row for row in rows if row.method == "float32" and row.metric == "bits per byte, change"]
+    assert [row.value for row in baseline] == [0.0]
+
+
+def test_formats_has_a_row_for_every_scheme(tmp_path):
+    rows = formats.run(tiny.settings(tmp_path, SCHEMES))
+    assert {row.method for row in rows} == set(SCHEMES)
+    for setting in ("normal", "heavy-tailed", "outlier channels", "weights", "activations"):
+        assert sum(row.setting == setting for row in rows) == len(SCHEMES) * len(formats.METRICS)
+    for setting in ("weights of q_proj", "input of down_proj"):
+        assert sum(row.setting == setting for row in rows) == 2 * len(SCHEMES)
+    assert len({row.key for row in rows}) == len(rows)
+
+
+def test_bits_per_element_are_those_of_the_group(tmp_path):
+    made = tiny.settings(tmp_path, ["fp8_tensorwise"])
+    rows = formats.rows_of(
+        made, "x", "y", "fp8_tensorwise", {"large": [torch.ones(256, 256)], "small": [torch.ones(128, 256)]}
+    )
+    bits = {row.setting: row.value for row in rows if row.metric == formats.BITS}
+    assert bits == {"large": 8 + 32 / 65536, "small": 8 + 32 / 32768}
+
+
+@pytest.mark.parametrize("experiment", [formats, ptq])
+def test_a_second_run_measures_only_what_is_missing(tmp_path, monkeypatch, experiment):
+    path = tmp_path / "journal.csv"
+    experiment.run(tiny.settings(tmp_path, ["mxfp4"]), Journal(path))
+    before = read(path)
+    measured = []
+
+    def counted(tasks, measure, device):
+        for task, result in measure_all(tasks, measure, device):
+            measured.append(task)
+            yield task, result
+
+    monkeypatch.setattr(experiment, "measure_all", counted)
+    rows = experiment.run(tiny.settings(tmp_path, ["mxfp4", "mxint8"]), Journal(path))
+    named = [task for task in measured if task != "float32"]
+    assert len(named) == 2
+    assert {getattr(task, "method", task[-1] if isinstance(task, tuple) else None) for task in named} == {
+        "mxint8"
+    }
+    assert rows[: len(before)] == read(path)[: len(before)] == before
+
+
+def test_an_error_keeps_what_was_measured(tmp_path):
+    path = tmp_path / "journal.csv"
+    with pytest.raises(ValueError, match="no_such_scheme"):
+        formats.run(tiny.settings(tmp_path, ["mxfp4", "no_such_scheme"]), Journal(path))
+    assert {row.method for row in read(path)} <= {"mxfp4"}
+
+
+def test_weight_only_schemes_have_a_named_partner():
+    for name, scheme in SCHEMES.items():
+        partner = pairing.activation_scheme(name)
+        assert not pairing.weights_only_by_nature(SCHEMES[partner])
+        assert (partner != name) == (name in pairing.ACTIVATIONS)
+        assert pairing.activations_of(pairing.setting_name(partner)) == partner
+        assert not pairing.weights_only_by_nature(scheme) or name in pairing.ACTIVATIONS
+    assert set(pairing.ACTIVATIONS) <= set(SCHEMES)
+    with pytest.raises(ValueError, match="weights"):
+        pairing.activations_of("elsewhere")
+
+
+def test_error_measures_by_hand():
+    error = Error.of(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
+    assert error.snr_db == pytest.approx(10 * np.log10(25))
+    assert error.max_error == pytest.approx(0.25)
+    assert error.cosine_distance == pytest.approx(1 - 21 / (5 * 18**0.5))
+    double = error + error
+    assert (double.snr_db, double.max_error) == (error.snr_db, error.max_error)
+    assert Error.of(torch.ones(2), torch.ones(2)).snr_db == np.inf
+    assert np.isnan(Error.of(torch.ones(2), torch.tensor([1.0, torch.nan])).snr_db)
+    assert Error.of(torch.zeros(2), torch.ones(2)).snr_db == -np.inf
+    assert Error.of(torch.zeros(2), torch.ones(2)).max_error == np.inf
+    assert Error.of(torch.zeros(2), torch.zeros(2)).max_error == 0
+    assert Error.of(torch.zeros(2), torch.zeros(2)).snr_db == np.inf
+    good, bad = Error.of(torch.ones(2), torch.ones(2)), Error.of(torch.ones(2), torch.full((2,), torch.nan))
+    assert all(np.isnan(both.max_error) for both in (good + bad, bad + good, sum([bad], Error())))
+    mean, spread = mean_and_error(np.array([1.0, 2.0, 3.0]))
+    assert (mean, spread) == (2.0, pytest.approx(1 / 3**0.5))
+
+
+def test_unknown_names_are_answered_with_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match=r"'pqt'.*ptq"):
+        registry.chosen(["pqt"])
+    with pytest.raises(ValueError, match=f"'nope'.* the tables are {', '.join(EXPERIMENTS)}$"):
+        registry.chosen(["nope"])
+    with pytest.raises(ValueError, match="the nearest are qat, ptq; the tables are formats, ptq, speed"):
+        registry.chosen(["pqt"])
+    assert registry.chosen(None) == [name for name, made in EXPERIMENTS.items() if made.always]
+    assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
+    assert registry.chosen(["decode"]) == ["decode"]
+    with pytest.raises(ValueError, match="only the table 'decode'"):
+        registry.reproduce(["ptq"], only=["int8wo"])
+    with pytest.raises(ValueError, match="quick, full"):
+        settings_for("medium", "cpu", tmp_path)
+    with pytest.raises(ValueError, match="cpu, cuda"):
+        settings_for("quick", "tpu", tmp_path)
+
+
+def test_a_run_is_published_with_its_environment(tmp_path):
+    places = Places(tmp_path / "cache", tmp_path / "reports")
+    made = registry.run_one("formats", tiny.settings(tmp_path), places)
+    assert len(read(places.data / "formats.csv")) > 0
+    assert (places.data / f"{tiny.corpus().name}.json").exists()
+    assert "environment.json" in made[1][1]
+    recorded = (places.data / "environment.json").read_text()
+    again = registry.run_one("formats", tiny.settings(tmp_path), places)
+    assert "0 of them measured now" in again[0][0]
+    assert (places.data / "environment.json").read_text() == recorded
+
+
+def test_importing_the_package_is_quick_and_the_command_answers():
+    code = "import sys, experiments; print(sorted(m for m in ('torch', 'jax', 'matplotlib') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments", "formt"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "the nearest are formats" in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,244 @@
+"""The benchmark of kernels without a GPU: what is measured, how bytes are counted, and what rows come of it."""
+
+import types
+from dataclasses import replace
+
+import pytest
+
+import reference
+from experiments.harness.rows import Journal
+from experiments.kernels import run
+from experiments.kernels.cases import floors
+from experiments.kernels.cases.all_cases import CASES, chosen
+from experiments.kernels.cases.case import LARGE, SHAPES, Bar
+from experiments.kernels.report import lines
+from experiments.report.results import FAMILIES, family
+from reference import SCHEMES
+from tests.experiments.harness.fake_watch import SHAPE, TINY, FakeWatch, bench, broken, measured, values_of
+
+# The list of bars, written down once more: (names, fraction of the copy rate).
+BARS = {
+    0.95: [
+        *(f"quantize.{name}" for name in ("fp8_rowwise", "fp8_1x128", "mxfp8_e4m3", "mxfp8_e4m3_rceil")),
+        *(f"quantize.{name}" for name in ("int8_rowwise", "int4_g32", "int4_g128")),
+        "fake_quantize.int4_g32",
+    ],
+    0.92: [
+        *(f"dequantize.{name}" for name in ("fp8_rowwise", "mxfp8_e4m3", "int4_g128", "int8_rowwise")),
+        *(f"dequantize.{name}.packed" for name in ("mxfp4", "nvfp4")),
+        "quantize.fp8_tensorwise",
+    ],
+    0.90: [
+        *(f"quantize.{name}.packed" for name in ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")),
+        "both.fp8_tensorwise.given",
+    ],
+    0.85: [
+        "quantize.nvfp4.packed.given",
+        "quantize.nvfp4.packed",
+        "both.mxfp8_e4m3",
+        *(
+            f"{operation}.{name}"
+            for operation in ("rms_norm", "swiglu")
+            for name in ("fp8_rowwise", "mxfp8_e4m3")
+        ),
+    ],
+}
+
+
+def test_every_bar_has_its_case():
+    asked = {name: bar for bar, names in BARS.items() for name in names}
+    found = {name: bar.value for name, case in CASES.items() for bar in case.bars if bar.metric == "fraction"}
+    assert found == asked
+    for name in asked:
+        assert set(LARGE) <= set(CASES[name].shapes)
+
+
+def test_bars_that_are_no_fraction():
+    faster = Bar("speedup over unfused", 1.8)
+    fused = [name for name, case in CASES.items() if faster in case.bars]
+    assert fused == [
+        f"{operation}.{name}"
+        for operation in ("rms_norm", "swiglu")
+        for name in ("fp8_rowwise", "mxfp8_e4m3")
+    ]
+    small = CASES["small.fp8_rowwise"]
+    assert small.bars == (Bar("time over elementwise", 1.2, False), Bar("host time", 15.0, False))
+    assert (small.shapes, small.host, list(small.beside)) == (("16x4096",), True, ["elementwise"])
+
+
+def test_every_family_of_the_house_appears():
+    found = {family(case.scheme) for case in CASES.values() if case.scheme in SCHEMES}
+    assert found == set(FAMILIES) - {"plain"}
+    bases = {
+        name.removesuffix("_rceil").removesuffix("_asymmetric").split("_g")[0]
+        for name in SCHEMES
+        if "." not in name
+    } - {f"fp8_{block}_e5m2" for block in ("tensorwise", "1x128", "128x128")}
+    assert bases - {case.scheme.split("_g")[0] for case in CASES.values()} == set()
+    operations = {case.operation for case in CASES.values()}
+    assert {"encode", "decode", "pack", "unpack", "stochastic", "fake_quantize_vjp"} <= operations
+    assert sum("axis0" in name for name in CASES) >= 3
+
+
+def test_more_than_2_31_elements_are_measured():
+    rows, columns = SHAPES["524289x4096"]
+    assert rows * columns == 2**31 + 4096
+    assert sum("524289x4096" in case.shapes for case in CASES.values()) >= 3
+
+
+def test_names_are_chosen_by_parts():
+    assert [case.name for case in chosen(["small"])] == [
+        "small.fp8_rowwise",
+        "small.mxfp8_e4m3",
+        "small.int4_g32",
+    ]
+    assert [case.name for case in chosen(["dequantize.mxfp4"])] == ["dequantize.mxfp4.packed"]
+    assert len(chosen([])) == len(CASES)
+    with pytest.raises(ValueError, match="mxfp4"):
+        chosen(["mxfp5"])
+
+
+@pytest.mark.parametrize(
+    ("name", "per_element"),
+    [
+        ("quantize.fp8_rowwise", 2 + 1 + 4 / 4096),
+        ("quantize.fp8_1x128", 2 + 1 + 4 / 128),
+        ("quantize.mxfp8_e4m3", 2 + 1 + 1 / 32),
+        ("quantize.mxfp6_e2m3.packed", 2 + 0.75 + 1 / 32),
+        ("quantize.mxfp4.packed", 2 + 0.5 + 1 / 32),
+        ("quantize.nvfp4.packed.given", 2 + 0.5 + 1 / 16),
+        ("quantize.nvfp4.packed", 4 + 0.5 + 1 / 16),
+        ("quantize.fp8_tensorwise", 5),
+        ("quantize.int4_g32", 2 + 1 + 4 / 32),
+        ("quantize.int8_rowwise_asymmetric", 2 + 1 + 5 / 4096),
+        ("quantize.nf4", 2 + 1 + 1 / 64 + 4 / 64 / 256),
+        ("quantize.fp8_128x128", 2 + 1 + 4 / 128 / 128),
+        ("quantize.fp8_rowwise.axis0", 2 + 1 + 4 / 16384),
+        ("quantize.mxfp8_e4m3.stochastic", 2 + 4 + 1 + 1 / 32),
+        ("fake_quantize.int4_g32", 4),
+        ("fake_quantize_vjp.int4_g32", 6),
+        ("dequantize.mxfp4.packed", 0.5 + 1 / 32 + 2),
+        ("both.fp8_tensorwise.given", 4),
+        ("both.mxfp8_e4m3", 4 + 2 / 32),
+        ("rms_norm.fp8_rowwise", 3 + 4 / 4096 + 2 / 16384),
+        ("rms_norm.fp8_rowwise.residual", 7 + 4 / 4096 + 2 / 16384),
+        ("swiglu.mxfp8_e4m3", 5 + 1 / 32),
+        ("pack.float6_e2m3fn", 1.75),
+        ("unpack.float4_e2m1fn", 1.5),
+        ("decode.float8_e4m3fn", 5),
+    ],
+)
+def test_floors_by_hand(name, per_element):
+    # A scale of the whole tensor is 4 bytes in 67 million elements.
+    assert CASES[name].moved_per_element((16384, 4096)) == pytest.approx(per_element, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("quantize")])
+def test_floors_are_the_bytes_of_what_is_stored(name):
+    case = CASES[name]
+    inputs = case.make(reference, SHAPE, "cpu", 0)
+    q = case.call(reference, inputs)
+    stored = sum(part.nbytes for part in (q.codes, q.scale, q.outer, q.zero) if part is not None)
+    readings = 2 if per_tensor(case) else 1
+    words = inputs["words"].nbytes if "words" in inputs else 0
+    center = 4 if case.scheme == "nf4" else 0  # the mean of the scales, which the floor leaves out
+    assert case.moved(SHAPE) == readings * inputs["x"].nbytes + words + stored - center
+    assert case.read(SHAPE) == inputs["x"].nbytes
+
+
+def per_tensor(case):
+    scheme = SCHEMES[case.scheme]
+    given = case.options.get("given")
+    return not given and (scheme.scale.block == "tensor" or scheme.name == "nvfp4")
+
+
+def test_fractions():
+    # 3 bytes in 1 s where a copy moves 4 a second.
+    assert floors.fraction(3.0, 1.0, 4.0) == 0.75
+
+
+def test_rows_of_a_case(tmp_path):
+    rows = measured(tmp_path, ["rms_norm.fp8_rowwise"])
+    values = values_of(rows, "rms_norm.fp8_rowwise")
+    assert {row.setting for row in rows} == {"256x512"}
+    # The fake watch gives the n-th call n times the first one's time: ours, unfused, copy.
+    assert values["speedup over unfused"] == pytest.approx(2.0)
+    copy = 2 * 2 * 256 * 512 / (3 * values["time"] / 1e6)
+    assert values["copy rate"] == pytest.approx(copy / 1e12)
+    moved = CASES["rms_norm.fp8_rowwise"].moved(SHAPE)
+    assert values["fraction"] == pytest.approx(moved / (values["time"] / 1e6) / copy)
+    assert values["status: ok"] == 1
+    # Bars are stated for the shapes of the list.
+    assert not any(metric.startswith("bar") for metric in values)
+
+
+def test_bars_are_rows_and_judged(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "16384x4096", SHAPE)
+    case = CASES["quantize.fp8_rowwise"]
+    rows = run.measure(bench(tmp_path), run.pairs([case], {"16384x4096": SHAPE}))
+    assert values_of(rows, case.name)["bar: fraction"] == 0.95
+    ((line,),) = lines.lines_of(rows).values()
+    assert line.verdict == "yes"
+    slow = [replace(row, value=0.5) if row.metric == "fraction" else row for row in rows]
+    ((line,),) = lines.lines_of(slow).values()
+    assert line.verdict == "MISSED: fraction 0.5 < 0.95"
+
+
+def test_less_is_better_for_times():
+    small = Bar("host time", 15.0, False)
+    assert lines.shortfall(small, 14.0) == ""
+    assert lines.shortfall(small, 16.0) == "host time 16 > 15"
+    assert lines.shortfall(small, None) != ""
+
+
+def test_host_time_is_measured_for_small_tensors(tmp_path):
+    rows = run.measure(bench(tmp_path), run.pairs([CASES["small.fp8_rowwise"]], {"16x4096": (16, 4096)}))
+    values = values_of(rows, "small.fp8_rowwise")
+    assert values["host time"] > 0
+    assert values["time over elementwise"] == pytest.approx(0.5)
+    assert values["bar: host time"] == 15.0
+
+
+def test_what_a_layer_adds_on_the_host_is_measured(tmp_path):
+    rows = run.measure(
+        bench(tmp_path), run.pairs([CASES["linear.int8_rowwise.wrapped"]], {"16x512": (16, 512)})
+    )
+    values = values_of(rows, "linear.int8_rowwise.wrapped")
+    assert {"host time", "host time, added"} <= set(values)
+
+
+def test_missing_functions_are_rows(tmp_path):
+    old = types.SimpleNamespace(quantize=lambda x, scheme: None)
+    rows = measured(tmp_path, ["quantize.mxfp4.packed", "both.mxfp8_e4m3"], fast=old)
+    assert values_of(rows, "quantize.mxfp4.packed") == {"status: missing: fast has no quantize:packed": 0}
+    assert values_of(rows, "both.mxfp8_e4m3") == {"status: missing: fast has no quantize_both": 0}
+
+
+def test_an_error_is_a_row_and_ends_nothing(tmp_path):
+    def fail(values):
+        raise RuntimeError("out of\nregisters")
+
+    rows = measured(
+        tmp_path, ["fake_quantize.int4_g32", "quantize.mxfp4"], fast=broken("fake_quantize", fail)
+    )
+    assert values_of(rows, "fake_quantize.int4_g32") == {"status: error: RuntimeError: out of registers": 0}
+    assert values_of(rows, "quantize.mxfp4")["status: ok"] == 1
+
+
+def test_finished_cases_are_not_measured_again_and_failed_ones_are(tmp_path):
+    path, names = tmp_path / "journal.csv", ["quantize.mxfp4", "fake_quantize.int4_g32"]
+    work = run.pairs([CASES[name] for name in names], TINY)
+    run.measure(bench(tmp_path, fast=broken("fake_quantize", lambda y: -y)), work, Journal(path))
+    watch = FakeWatch()
+    rows = run.measure(bench(tmp_path, watch=watch), work, Journal(path))
+    assert len(watch.captured) == 2  # ours and the copy, of the one that was wrong
+    assert [row.method for row in rows if row.metric == "status: ok"] == names
+
+
+def test_shapes_of_the_list_belong_to_the_cases_that_name_them():
+    found = run.pairs(list(CASES.values()))
+    assert ("quantize.fp8_rowwise", "524289x4096") in {(case.name, name) for case, name, _ in found}
+    assert {case.name for case, name, _ in found if name == "16x4096"} == {
+        name for name in CASES if name.startswith("small.")
+    }
+    assert not any(case.operation == "small" for case, _, _ in run.pairs(list(CASES.values()), TINY))

@@ -1,0 +1,131 @@
+"""Training: seeded, cached by what decides its outcome."""
+
+import importlib.metadata
+import math
+
+import pytest
+import torch
+
+from ao_lab import Int8DynamicActivationIntxWeightConfig, PerGroup, QATConfig, quantize_
+from experiments.models import train
+from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.train_steps import Steps
+from tests.experiments.harness import tiny
+
+
+def test_a_model_is_trained_once_and_then_read(tmp_path, monkeypatch):
+    first = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained again"))
+    second = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    assert first.facts == second.facts
+    assert first.facts["training_bytes"] == 2 * 2 * 64
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name])
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [first.key]
+
+
+def test_the_same_seed_gives_the_same_weights():
+    one, two = (train.train(tiny.TRAIN, tiny.corpus(), "cpu")[0].state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_training_lowers_the_loss():
+    settings = tiny.replace(tiny.TRAIN, steps=12, batch=4)
+    _, loss = train.train(settings, tiny.corpus(), "cpu")
+    assert loss < 7.0 < math.log2(256)
+
+
+def test_the_key_covers_settings_text_and_device():
+    key = train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu")
+    shorter = type(tiny.corpus())("made", "1", tiny.corpus().documents[1:])
+    others = [
+        train.cache_key(tiny.replace(tiny.TRAIN, seed=1), tiny.corpus(), "cpu"),
+        train.cache_key(tiny.TRAIN, shorter, "cpu"),
+        train.cache_key(tiny.TRAIN, tiny.corpus(), "cuda"),
+    ]
+    assert key not in others
+    assert len(set(others)) == 3
+    assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") == key
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_the_key_covers_the_libraries(monkeypatch, library):
+    key = train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu")
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == library else real(name))
+    assert train.cache_key(tiny.TRAIN, tiny.corpus(), "cpu") != key
+
+
+def test_a_run_goes_on_from_another(tmp_path):
+    """Steps of nothing leave the model where it was; steps move it, and the one that was begun stays."""
+    begun = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    further = tiny.replace(tiny.TRAIN, start=tiny.TRAIN, matrix_rate=None, seed=7)
+    still = train.trained_model(tiny.replace(further, rate=0.0), tiny.corpus(), "cpu", tmp_path)
+    moved = train.trained_model(further, tiny.corpus(), "cpu", tmp_path)
+    before, after, other = (made.model.state_dict() for made in (begun, still, moved))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(torch.equal(before[name], other[name]) for name in before if "proj" in name)
+    assert len({begun.key, still.key, moved.key}) == 3
+
+
+def test_the_rate_warms_up_and_falls():
+    settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10)
+    shares = [train.share_of_rate(number, settings) for number in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == pytest.approx(max(shares[8:12]))
+    assert shares[-1] < 0.06
+
+
+def test_the_rate_ends_where_it_is_told():
+    settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10, last_rate=0.0)
+    assert train.share_of_rate(99, settings) < 1e-3
+    assert train.share_of_rate(99, tiny.replace(settings, last_rate=0.5)) == pytest.approx(0.5, abs=1e-3)
+
+
+def sums(device):
+    """A step that changes what it goes on from, and what came out of nine of them."""
+    held = torch.zeros(4, device=device)
+
+    def step(batch):
+        held.mul_(0.5).add_(batch)
+        return held.sum()
+
+    steps = Steps(step, captured=device == "cuda")
+    return [float(loss) for loss in [steps(torch.full((4,), float(n), device=device)) for n in range(9)]]
+
+
+def test_steps_follow_each_other():
+    assert sums("cpu")[:3] == [0.0, 4.0, 10.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_steps_are_the_same_on_cuda():
+    assert sums("cuda") == sums("cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("config", [None, Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32))])
+def test_a_model_trains_in_captured_steps_on_cuda(config, monkeypatch):
+    """As in steps that are launched one by one; torch's attention adds gradients in no fixed order, so losses are near."""
+    settings = tiny.replace(tiny.TRAIN, steps=10, batch=4, matrix_rate=None, warmup=2)
+    found = []
+    for captured in (True, False):
+        monkeypatch.setattr(
+            train, "Steps", lambda step, captured, wanted=captured: Steps(step, captured=wanted)
+        )
+        torch.manual_seed(0)
+        model = LanguageModel(settings.model).to("cuda")
+        if config is not None:
+            quantize_(model, QATConfig(config, learn_scales=True), filter_fn=is_linear)
+        found.append(train.fit(model, settings, tiny.corpus()))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def is_linear(module, _):
+    """What `quantize_` is to take."""
+    return isinstance(module, torch.nn.Linear)
+
+
+def test_widths_that_heads_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="heads must divide width"):
+        ModelSettings(width=250, heads=4)

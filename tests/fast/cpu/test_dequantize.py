@@ -1,0 +1,127 @@
+"""`fast.dequantize` of CPU tensors: the bits of the reference, for every scheme, dtype and storage."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+import reference
+from ao_lab.config.recipe import named
+from fast.cpu import dequantize as tiled
+from fast.cpu.elements import Element, numbers, pair_table
+from reference import SCHEMES
+
+DTYPES = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
+SHAPES = ((6, 256), (3, 768), (2, 3, 256), (7, 250), (64, 256))
+
+
+def weight(shape, *, edges=True):
+    """Normal numbers of many sizes; with edges: zeros, infinities, NaN, subnormals and the ends of float32."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = x * torch.logspace(-4, 4, shape[-2])[:, None]
+    if edges:
+        flat = x.view(-1)
+        flat[:7] = torch.tensor([0.0, -0.0, 1e-42, 3.4e38, -3.4e38, 1e-38, 65504.0])
+        flat[300], flat[301] = float("inf"), float("nan")
+        x[-1] = 0
+    return x
+
+
+def quantized(scheme, shape, packed, *, edges=True):
+    try:
+        return reference.quantize(weight(shape, edges=edges), scheme, packed=packed)
+    except ValueError:
+        return None  # blocks that do not divide this shape
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bits_are_those_of_the_reference(scheme):
+    seen = 0
+    for shape in SHAPES:
+        for packed in (True, False):
+            for edges in (True, False):
+                q = quantized(scheme, shape, packed, edges=edges)
+                if q is None:
+                    continue
+                for dtype, bits in DTYPES.items():
+                    got, want = fast.dequantize(q, dtype), reference.dequantize(q, dtype)
+                    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+                    assert torch.equal(got.view(bits), want.view(bits)), (shape, packed, edges, dtype)
+                    seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int8_rowwise", "int4_g32_asymmetric", "mxfp4", "nvfp4", "int3_g32", "fp8_128x128"]
+)
+def test_ordinary_weights_take_the_tables(scheme, monkeypatch):
+    """Without this the reference might answer for everything, and bits would prove nothing."""
+    q = quantized(scheme, (128, 256), True, edges=False)
+    want = reference.dequantize(q)
+    monkeypatch.setattr(reference, "dequantize", lambda *_: pytest.fail("the reference ran"))
+    assert torch.equal(fast.dequantize(q), want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_tiles_of_any_height(rows, monkeypatch):
+    monkeypatch.setattr(tiled, "TILE", rows * 256)
+    for scheme in ("int5_g32_asymmetric", "mxfp6_e2m3", "fp8_rowwise"):
+        q = quantized(scheme, (6, 256), True, edges=False)
+        assert torch.equal(fast.dequantize(q), reference.dequantize(q))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "nvfp4", "mxfp8_e4m3", "int8_rowwise"])
+def test_views_that_are_not_contiguous(scheme):
+    """Codes of every other row, and of rows that begin at an odd byte."""
+    q = quantized(scheme, (6, 256), False, edges=False)
+    room = torch.full((6, 517), 0x55, dtype=torch.uint8)
+    for codes in (room[:, 1:513:2], room[:, 1:257]):
+        codes.copy_(q.codes)
+        assert torch.equal(fast.dequantize(replace(q, codes=codes)), reference.dequantize(q))
+
+
+def test_bits_above_a_code_are_ignored():
+    q = quantized("mxfp4", (6, 256), False, edges=False)
+    dirty = replace(q, codes=q.codes | 0xA0)
+    assert torch.equal(fast.dequantize(dirty), reference.dequantize(q))
+
+
+def test_codes_may_lie_along_the_other_axis():
+    x = weight((64, 32), edges=False)
+    q = reference.quantize(x, "mxfp8_e4m3", axis=0)
+    assert torch.equal(fast.dequantize(q), reference.dequantize(q))
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (0,), (256,), ()])
+def test_other_shapes_are_left_to_the_reference(shape):
+    q = reference.quantize(torch.ones(shape), "int8_rowwise")
+    assert torch.equal(fast.dequantize(q), reference.dequantize(q))
+
+
+def test_errors_are_those_of_the_reference():
+    q = quantized("int4_g32", (6, 256), True)
+    for broken in (
+        replace(q, scale=None),
+        replace(q, codes=q.codes.to(torch.int16)),
+        replace(q, shape=(6, 250)),
+    ):
+        with pytest.raises((TypeError, ValueError)) as ours:
+            fast.dequantize(broken)
+        with pytest.raises(type(ours.value)) as theirs:
+            reference.dequantize(broken)
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_nothing_beyond_the_tensor_is_written():
+    """A table's rows are pairs: of an odd length the last pair is half used."""
+    q = reference.quantize(torch.randn(3, 251), named("int6_rowwise"), packed=True)
+    room = torch.full((3 * 251 + 4,), 7.0)
+    out = room[: 3 * 251].view(3, 251)
+    numbers(q.codes, Element.of(q.scheme), True, out)
+    assert (room[3 * 251 :] == 7).all()
+
+
+def test_tables_are_small():
+    """What stays between calls: 512 KiB at most, for each kind of element."""
+    assert max(pair_table(Element.of(SCHEMES[name]), 8).nbytes for name in ("fp8_rowwise", "mxint8")) == 2**19

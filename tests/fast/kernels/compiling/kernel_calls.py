@@ -1,0 +1,187 @@
+"""Calls of the kernels' host functions on memory that is never touched, for `test_kernels_compile`."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fast.kernels
+from ao_lab.config.recipe import named
+from fast.kernels.encode import pointwise
+from fast.kernels.layers import rms_norm as normalize
+from fast.kernels.layers import swiglu
+from fast.kernels.linear import pair_host as pair_linear
+from fast.kernels.linear import select as products
+from fast.kernels.linear import w8a8_host as code_linear
+from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import saturation_host as clipping
+from fast.kernels.rowwise_colwise import kernel as both
+from fast.kernels.scheme.constants import rule_of
+from reference import FORMATS, SCHEMES, Quantized, Scales
+from reference.formats.pack import packed_shape
+from reference.quantize.blocks import Blocks
+from reference.quantize.scales import scale_groups
+from reference.quantize.storage import storage_dtype
+from reference.quantize.tiled_scales import tiled_size
+
+KERNELS = Path(fast.kernels.__file__).parent
+BIG = (16384, 4096)
+SOME = (64, 512)
+
+
+def empty(shape, dtype):
+    """Memory that nobody writes or reads."""
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def scales_of(scheme, shape, axis):
+    """Scales as they are kept."""
+    kept = Blocks.of(shape, scheme.scale, axis).scale_shape
+    scale = empty(kept, storage_dtype(scheme.scale.storage))
+    if scheme.outer and scheme.outer.statistic != "absmax_elements":
+        groups = scale_groups(Blocks.of(shape, scheme.scale, axis), scheme.outer, scheme)
+        return Scales(scale, empty(groups.scale_shape, "float32"), empty((), "float32"))
+    outer = empty((), "float32") if scheme.outer else None
+    return Scales(scale, outer, empty(kept, storage_dtype(scheme.zero.storage)) if scheme.zero else None)
+
+
+def quantize(
+    name, dtype="bfloat16", shape=SOME, axis=-1, packed=False, given="", stochastic=False, tiled=False
+):
+    scheme, words = SCHEMES[name], None
+    if stochastic:
+        scheme, words = (
+            replace(scheme, rounding="stochastic", name=f"{name} stochastic"),
+            empty(shape, "uint32"),
+        )
+    scales = scales_of(scheme, shape, axis) if given else None
+    if given == "outer":
+        scales = Scales(outer=scales.outer)
+    return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed, tiled)
+
+
+def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
+    scheme = SCHEMES[name]
+    codes = empty(packed_shape(shape, scheme.format) if packed else shape, "uint8")
+    kept = scales_of(scheme, shape, axis)
+    return quantizer.dequantize(
+        Quantized(codes, kept.scale, kept.outer, kept.zero, shape, axis, scheme, packed), dtype
+    )
+
+
+def fake(name, dtype="bfloat16", shape=SOME, axis=-1):
+    return quantizer.fake_quantize(empty(shape, dtype), SCHEMES[name], axis, None)
+
+
+def gradient(name, dtype="bfloat16", shape=SOME, axis=-1, given=False):
+    scheme, x = SCHEMES[name], empty(shape, dtype)
+    return quantizer.gradient(x, x, scheme, axis, None, scales_of(scheme, shape, axis) if given else None)
+
+
+def noted(name, dtype="bfloat16", shape=SOME, axis=-1):
+    return clipping.noted(empty(shape, dtype), SCHEMES[name], axis)
+
+
+def clip(name, dtype="bfloat16", shape=SOME, axis=-1):
+    x, scheme = empty(shape, dtype), SCHEMES[name]
+    blocks = Blocks.of(shape, scheme.scale, axis).scale_shape
+    return clipping.clip(x, x, empty(blocks, "uint8"), scheme, axis)
+
+
+def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):
+    rows, columns = BIG
+    shapes = {"scale": (rows, columns // 32), "transposed_scale": (columns, rows // 32)}
+    sizes = {"codes": BIG, "transposed": BIG[::-1]}
+    sizes |= {part: (tiled_size(shape),) if tiled else shape for part, shape in shapes.items()}
+    made = {part: empty(size, "uint8") for part, size in sizes.items()}
+    both.mx_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made, tiled, **tuning)
+    return made
+
+
+def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):
+    scale, other = empty((), "float32"), empty((), "float32")
+    made = {"codes": empty(BIG, "uint8"), "transposed": empty(BIG[::-1], "uint8"), "scale": scale}
+    made["transposed_scale"] = scale if one else other
+    both.given_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made)
+    return made
+
+
+def norm(scheme=None, dtype="bfloat16", shape=(4096, 4096), residual=True, packed=False):
+    x = empty(shape, dtype)
+    if scheme is None:
+        return normalize.rms_norm(x, x[0], 1e-5, x if residual else None)
+    return normalize.rms_norm_quantize(x, x[0], scheme, 1e-5, x if residual else None, packed)
+
+
+def gate(scheme=None, dtype="bfloat16", shape=(4096, 4096), packed=False):
+    x = empty(shape, dtype)
+    return swiglu.swiglu(x, x) if scheme is None else swiglu.swiglu_quantize(x, x, scheme, packed)
+
+
+def encode(fmt, dtype="bfloat16", rounding="nearest_even", shape=SOME):
+    words = empty(shape, "uint32") if rounding == "stochastic" else None
+    return pointwise.encode(empty(shape, dtype), fmt, rounding, "saturate", words)
+
+
+def decode(fmt, codes="uint8", shape=SOME):
+    return pointwise.decode(empty(shape, codes), fmt)
+
+
+def pack(fmt, shape=SOME):
+    return pointwise.pack(empty(shape, "uint8"), fmt)
+
+
+def unpack(fmt, shape=SOME):
+    return pointwise.unpack(empty(packed_shape(shape, FORMATS[fmt]), "uint8"), fmt, shape)
+
+
+def weight(name, shape):
+    """A stored weight, small codes packed."""
+    scheme = named(name)
+    codes = empty(packed_shape(shape, scheme.format), "uint8")
+    kept = scales_of(scheme, shape, 1)
+    return Quantized(codes, kept.scale, kept.outer, kept.zero, shape, 1, scheme, scheme.format.bits < 8)
+
+
+def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
+    added = empty(shape[:1], dtype) if bias else None
+    return products.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
+
+
+def pair(name, dtype="bfloat16", shape=(4096, 4096)):
+    """One row times two weights."""
+    return pair_linear.linear_pair(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
+
+
+def gated(name, dtype="bfloat16", shape=(4096, 4096)):
+    """silu of one product of one row times another."""
+    return pair_linear.linear_swiglu(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
+
+
+def codes(inputs, weight, dtype="bfloat16", shape=(4096, 4096), bias=False):
+    """One row of codes times a weight of codes."""
+    x, w = (
+        Quantized(empty(size, "uint8"), kept.scale, kept.outer, kept.zero, size, 1, scheme)
+        for size, scheme in (((1, shape[1]), named(inputs)), (shape, named(weight)))
+        for kept in (scales_of(scheme, size, 1),)
+    )
+    added = empty(shape[:1], dtype) if bias else None
+    return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and the kernels that it launches, in order."""
+
+    call: partial
+    kernels: tuple[str, ...] = ("blocks_kernel",)
+
+    @property
+    def name(self):
+        parts = [*self.call.args, *(f"{key}={value}" for key, value in self.call.keywords.items())]
+        return " ".join([self.call.func.__name__, *map(str, parts)])
+
+
+def case(function, *args, kernels=("blocks_kernel",), **options):
+    return Case(partial(function, *args, **options), kernels)

@@ -1,0 +1,167 @@
+"""What the functions of `fast.kernels` launch, compiled for Hopper (sm_90) on a machine without a GPU.
+
+`launched` calls a function on CPU tensors. Triton's driver is replaced by one that only names a target, and a launch by its
+compilation: plans, constants, alignments and numbers of warps are those of the same call on a GPU, and no memory is touched.
+The compiled code is read back with the cuobjdump that comes with Triton. The GPU's own driver compiles nothing: the machine
+code here is what runs there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fast.kernels.launch import cache as ready
+from fast.kernels.linear import pair_host as pair_linear
+from fast.kernels.linear import select as linear
+from fast.kernels.linear import w8a8_host as code_linear
+from fast.kernels.quantize import host as quantizer
+
+TARGET = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")
+WIDTH = re.compile(r"\.(128|64|[US]8|[US]16)\b")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine code of a launch: registers, bytes of local memory and stack, elements of a thread, and its PTX."""
+
+    kernel: str
+    cubin: bytes
+    registers: int
+    local: int
+    stack: int
+    elements: float
+    ptx: str = ""
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Instructions in the order of the code; reading them back takes as long as compiling, so only who asks pays."""
+        return tuple(INSTRUCTION.findall(dumped(self.cubin, "--dump-sass")))
+
+    @cached_property
+    def instructions(self) -> Counter[str]:
+        """How often each instruction stands in the code."""
+        return Counter(self.order)
+
+    def count(self) -> int:
+        """How many instructions there are, each once, without the padding at the end."""
+        return sum(count for name, count in self.instructions.items() if name != "NOP")
+
+    def named(self, *names: str) -> int:
+        """How many instructions have one of these names, whatever their options."""
+        return sum(count for name, count in self.instructions.items() if name.split(".")[0] in names)
+
+    def accesses(self, name: str) -> dict[int, int]:
+        """How many loads or stores (LDG, STG, LDL, STL) have each width in bytes."""
+        found: Counter[int] = Counter()
+        for instruction, count in self.instructions.items():
+            if instruction.split(".")[0] == name:
+                width = WIDTH.search(instruction)
+                bits = int(width.group(1).lstrip("US")) if width else 32
+                found[bits // 8] += count
+        return dict(found)
+
+
+class OnlyTarget:
+    """A driver that says what to compile for; it has its own place in every kernel's cache."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> str:
+        return "compiled only"
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(found: list[Machine]) -> Iterator[None]:
+    """Launches compile and are noted in `found`; plans and kernels made here are forgotten afterwards."""
+    run, active = JITFunction.run, driver._active
+    kept = (dict(quantizer.PLANS), dict(ready.READY))
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made = run(kernel, *args, grid=grid, warmup=True, **options)
+        arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+        found.append(machine(kernel.__name__, made.asm, tile(arguments) / (32 * options["num_warps"])))
+        return made
+
+    JITFunction.run = compile_only
+    driver.set_active(OnlyTarget())
+    for cache in (quantizer.PLANS, ready.READY):
+        cache.clear()
+    for module in (linear, code_linear, pair_linear):
+        module._launch.cache_clear()
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        driver._active = active
+        for module in (linear, code_linear, pair_linear):
+            module._launch.cache_clear()
+        for cache, before in zip((quantizer.PLANS, ready.READY), kept, strict=True):
+            cache.clear()
+            cache.update(before)
+
+
+def launched(call: Callable[[], Any]) -> list[Machine]:
+    """The kernels that a call launches, in order; its result, unwritten memory, is dropped."""
+    found: list[Machine] = []
+    with compiling(found):
+        assert call() is not None, "no kernel covers this call"
+    assert found, "nothing was launched"
+    return found
+
+
+def tile(arguments: dict[str, Any]) -> int:
+    """Elements of a program, by the names that the kernels give them."""
+    if "TILE" in arguments:
+        return int(arguments["TILE"])
+    if "ALONG" in arguments:
+        # A turn along K of the kernels in Gluon: sixteen rows of a unit a warp, or some of 512.
+        return int(
+            arguments["ALONG"]
+            * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.NIBBLE_ROWS * linear.NIBBLE_UNIT)
+        )
+    if "DOWN" in arguments:
+        return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
+    if "C" in arguments:
+        return int(arguments["A"] + arguments["B"] + arguments["C"])
+    if "P" in arguments:
+        return int(arguments["P"] * arguments["SIZE"])
+    rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]
+    return int(rows * arguments.get("COLUMNS", arguments.get("SIZE")))
+
+
+def machine(kernel: str, made: Any, elements: float) -> Machine:
+    """What compiled code does; elements: how many a thread has."""
+    usage = dumped(made["cubin"], "--dump-resource-usage")
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
+    return Machine(
+        kernel, made["cubin"], numbers["REG"], numbers["LOCAL"], numbers["STACK"], elements, made["ptx"]
+    )
+
+
+def dumped(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of compiled code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,104 @@
+"""CPU tensors that pass for a GPU's: what the functions of `fast` would launch is recorded, and nothing runs.
+
+Triton's JIT and the C function under its launcher are replaced; everything between a public function and those two is real.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from fast.kernels.launch import cache as ready
+from fast.kernels.launch import launcher as launch
+from fast.kernels.linear import w8a8_host as code_linear
+from fast.kernels.quantize import host as quantizer
+
+# Shared by JIT and C function: how Triton names what it compiled.
+FUNCTION, METADATA = 1234, (4, 1, 0)
+
+
+class Flat:
+    """The launcher of Triton 3.6: all arguments of a kernel after those of the launch."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, record: Any) -> None:
+        self.launch = lambda *given: record(given[:5], given[13:])
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, False, None, None, *rest)
+
+
+class Nested(Flat):
+    """The launcher of Triton 3.7: the arguments of a kernel as one tuple."""
+
+    def __init__(self, record: Any) -> None:
+        self.launch = lambda *given: record(given[:5], given[-1])
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, False, *rest[:4], None, None, [], b"", rest[4:])
+
+
+class Opaque:
+    """A launcher of which nothing is known but how it is called."""
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *rest: Any) -> None:
+        self.record((x, y, z, stream, function), rest[4:])
+
+
+class Recorded:
+    """Launches in order: arguments of the kernels, as the JIT got them, and as the C function got them."""
+
+    def __init__(self, monkeypatch: Any, launcher: Any) -> None:
+        self.jit: list[tuple[Any, ...]] = []
+        self.straight: list[tuple[Any, ...]] = []
+        self.heads: list[tuple[Any, ...]] = []
+        self.grids: list[tuple[int, ...]] = []
+        self.device, self.entered = -1, []
+        compiled = type("Compiled", (), {"function": FUNCTION, "packed_metadata": METADATA})
+        compiled.run = launcher(lambda head, given: self.note(head, given))
+
+        def run(kernel: Any, *given: Any, grid: Any, **_: Any) -> Any:
+            self.jit.append(given)
+            self.grids.append(grid)
+            return compiled
+
+        monkeypatch.setattr(JITFunction, "run", run)
+        monkeypatch.setattr(launch, "current_device", lambda: self.device)
+        monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+        monkeypatch.setattr(torch.cuda, "device", self.guard)
+        for name in ("quantize", "fake_quantize", "both", "encode", "linear", "pack", "normalize", "swiglu"):
+            monkeypatch.setattr(sys.modules[f"fast.{name}"], "has_kernels", lambda x: True)
+        monkeypatch.setattr(ready, "READY", {})
+        monkeypatch.setattr(quantizer, "PLANS", {})
+        # Launches that are kept would keep what passes for compiled here.
+        monkeypatch.setattr(code_linear, "_launch", code_linear._launch.__wrapped__)
+
+    def note(self, head: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        """What the C function does here."""
+        self.heads.append(head)
+        self.straight.append(given)
+
+    def guard(self, index: int) -> Any:
+        """`torch.cuda.device`."""
+        recorded = self
+
+        class Guard:
+            def __enter__(self) -> None:
+                self.before, recorded.device = recorded.device, index
+                recorded.entered.append(index)
+
+            def __exit__(self, *_: Any) -> None:
+                recorded.device = self.before
+
+        return Guard()
+
+    def counts(self) -> tuple[int, int]:
+        """Launches through the JIT, and straight ones."""
+        return len(self.jit), len(self.straight)

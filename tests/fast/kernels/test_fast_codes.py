@@ -1,0 +1,37 @@
+"""Hot paths of kernels with their inline assembly, emulated; `interpreted_hot` and `interpreted_records` say which."""
+
+import platform
+
+import pytest
+
+from tests.emulator.interpreter_process import lines_of
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+# Groups, and how many lines each prints.
+GROUPS = {
+    "fours": 28, "sixes": 16, "bytes": 28, "integers": 24, "groups": 28, "ranges": 16, "drawn": 35, "codebooks": 5,
+    "stretched": 9,
+    "producers": 6, "encode": 3,
+}  # fmt: skip
+
+
+# Groups that share a process, which takes five seconds to begin; the producers change what the others use, and come last.
+TOGETHER = (
+    ("fours", "bytes", "encode"), ("integers", "sixes", "drawn"), ("groups", "ranges", "stretched"), ("codebooks", "producers"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", TOGETHER, ids="-".join)
+def test_hot_paths_agree_with_the_reference(groups):
+    lines = lines_of("tests/emulator/programs/fast_codes.py", ",".join(groups))
+    assert len(lines) == sum(GROUPS[group] for group in groups)
+
+
+def test_every_group_is_run():
+    assert sorted(group for groups in TOGETHER for group in groups) == sorted(GROUPS)
+
+
+def test_records_at_the_edges_of_the_sequences_agree():
+    assert len(lines_of("tests/emulator/programs/records.py")) == 34

@@ -1,0 +1,68 @@
+"""Tensors of 2**31 elements and more: kernels count what they read and write in 64 bits."""
+
+import platform
+import re
+from dataclasses import replace
+
+import pytest
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from triton.runtime.jit import JITFunction
+
+from fast.kernels.launch import plan as passes
+from tests.fast.kernels.compiling.kernel_calls import case, dequantize, quantize
+from tests.fast.kernels.compiling.kernel_compiler import compiling
+
+# Whatever places elements itself: pairs packed and a byte each, segments, groups, words.
+CASES = (
+    case(quantize, "mxfp4"),
+    case(quantize, "mxfp4", packed=True),
+    case(quantize, "nvfp4", given="outer"),
+    case(quantize, "nvfp4", given="outer", packed=True),
+    case(quantize, "mxfp6_e2m3", packed=True),
+    case(quantize, "int4_g128_asymmetric", packed=True),
+    case(quantize, "int3_g128", packed=True),
+    case(quantize, "int8_g64_asymmetric"),
+    case(quantize, "mxfp4", stochastic=True, packed=True),
+    case(dequantize, "int3_g128", packed=True),
+    case(dequantize, "int4_g32", packed=True),
+    case(dequantize, "mxfp6_e2m3", packed=True),
+)
+MOVED = re.compile(r"tt\.addptr %\S+, (%\S+) : tensor<([0-9x]+)x!tt\.ptr<\w+>>, tensor<[0-9x]+xi32>")
+DEFINED = re.compile(r"^\s*(%\w+)\S* = (.*)$", re.MULTILINE)
+
+
+def narrow_moves(text):
+    """Offsets of 32 bits that depend on the program, but for one number a block, as scales are."""
+    made = dict(DEFINED.findall(text))
+    ends = [offset for offset, shape in MOVED.findall(text) if not shape.endswith("x1")]
+    return [end for end in ends if any("tt.get_program_id" in made[name] for name in reached(made, end))]
+
+
+def reached(made, end):
+    """What a value is made of."""
+    found, left = set(), [end]
+    while left:
+        name = left.pop().split("#")[0]
+        if name in made and name not in found:
+            found.add(name)
+            left += re.findall(r"%\w+", made[name])
+    return found
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_elements_are_counted_in_64_bits(one, monkeypatch):
+    geometry = passes.geometry
+    monkeypatch.setattr(passes, "geometry", lambda blocks: replace(geometry(blocks), wide=True))
+    made = []
+    with compiling([]):
+        run = JITFunction.run
+        monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append(run(*args, **options)))
+        one.call()
+        # Before the driver is back.
+        monkeypatch.undo()
+    (kernel,) = made
+    assert "xi64>" in kernel.asm["ttir"]
+    assert not narrow_moves(kernel.asm["ttir"])

@@ -1,0 +1,56 @@
+"""`fast.quantize.saturation`: values with notes of the blocks that reach beyond the codes, and gradients masked by them in
+place."""
+
+import platform
+from unittest import mock
+
+import pytest
+import torch
+
+import fast
+from ao_lab.testing.strategies import assert_same_bits
+from fast.quantize import saturation as clipped
+from tests.emulator.interpreter_process import lines_of
+from tests.gpu import validate_qat
+
+SCHEME = "int8_rowwise_asymmetric"
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+@pytest.mark.parametrize(("group", "cases"), [("places", 8), ("sequences", 12)])
+def test_kernels_agree_with_the_reference(group, cases):
+    assert len(lines_of("tests/emulator/programs/saturation.py", group)) == cases
+
+
+def test_without_kernels_there_are_no_notes():
+    """Then the gradient is that of `fake_quantize_vjp`, in memory of its own."""
+    x = torch.tensor([[-127.5, 0.5, 127.5], [1.0, 2.0, 3.0]])
+    y, notes = clipped.noted(x, SCHEME)
+    assert notes is None
+    assert_same_bits(y, fast.fake_quantize(x, SCHEME))
+    g = torch.full_like(x, 5.0)
+    dx = clipped.clip(g, x, notes, SCHEME)
+    assert_same_bits(dx, fast.fake_quantize_vjp(g, x, SCHEME)[0])
+    # The scale is 1: both ends round away from zero, and the zero point is that of the lower one.
+    assert dx[0].tolist() == [5.0, 5.0, 0.0]
+    assert g.eq(5.0).all()
+
+
+def test_a_gradient_that_is_not_like_its_tensor_is_refused():
+    from fast.kernels.quantize import saturation_host as clipping
+
+    x, notes = torch.zeros(2, 64), torch.zeros(2, dtype=torch.uint8)
+    for g in (torch.zeros(64, 2).t(), torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float16)):
+        with (
+            mock.patch.object(clipping, "prepared", side_effect=AssertionError),
+            pytest.raises(ValueError, match="clip: g is contiguous and like x"),
+        ):
+            clipping.clip(g, x, notes, SCHEME, -1)
+
+
+def test_gradients_are_those_of_the_public_functions(capsys):
+    """The program that compares them on a GPU, where it runs the reference."""
+    assert validate_qat.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 * len(validate_qat.CASES) + 1
+    assert lines[-1] == "agreed"

@@ -1,0 +1,169 @@
+"""The shim: each operation means the same in NumPy, JAX and torch."""
+
+import inspect
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import reference
+from ao_lab.testing.strategies import assert_same_bits, fill
+from reference.arrays.namespace import as_array, code_input, codes_of, float_input, int32_of, namespace_of
+
+MAKE = {"numpy": np.asarray, "jax": jnp.asarray, "torch": lambda x: torch.from_numpy(np.array(x))}
+INTEGERS = np.array([[5, -7, 0], [2**31 - 1, -(2**31), 3]], np.int32)
+
+
+@pytest.fixture(params=MAKE)
+def library(request):
+    return request.param
+
+
+def same(got, want, library):
+    assert namespace_of(got).name == library
+    assert_same_bits(got, want)
+
+
+def test_namespaces(library):
+    x = MAKE[library](INTEGERS)
+    ns = namespace_of(x)
+    assert ns.name == library
+    assert namespace_of(x) is ns
+    assert ns.ieee == (library != "jax")
+    assert (ns.dtype_name(x), ns.shape(x)) == ("int32", (2, 3))
+
+
+def test_operations(library):
+    make = MAKE[library]
+    x, ns = make(INTEGERS), namespace_of(make(INTEGERS))
+    same(ns.where(x < 0, 1, 2), np.where(INTEGERS < 0, 1, 2).astype(np.int32), library)
+    same(ns.where(x < 0, x, 2), np.where(INTEGERS < 0, INTEGERS, 2).astype(np.int32), library)
+    same(ns.minimum(x, 1), np.minimum(INTEGERS, 1), library)
+    same(ns.maximum(x, x + 1), np.maximum(INTEGERS, INTEGERS + 1), library)
+    same(ns.reduce_max(x, -1), INTEGERS.max(-1, keepdims=True), library)
+    same(ns.reduce_min(x, 0), INTEGERS.min(0, keepdims=True), library)
+    same(ns.concatenate([x, x], 1), np.concatenate([INTEGERS, INTEGERS], 1), library)
+    same(ns.stack([x, x], 0), np.stack([INTEGERS, INTEGERS]), library)
+    same(ns.moveaxis(x, 0, 1), INTEGERS.T, library)
+    same(ns.broadcast_to(x[:1], (2, 3)), np.broadcast_to(INTEGERS[:1], (2, 3)), library)
+    same(ns.full((2,), 7, "int32", x), np.full(2, 7, np.int32), library)
+    same(ns.arange(4, x), np.arange(4, dtype=np.int32), library)
+    same(x >> 3, INTEGERS >> 3, library)
+    same(x << 3, INTEGERS << 3, library)
+
+
+def test_tables(library):
+    make = MAKE[library]
+    index = np.array([[2, 0], [1, 2]], np.int32)
+    ns = namespace_of(make(index))
+    table = np.array([10, 20, 30], np.int32)
+    table.setflags(write=False)
+    same(ns.take(ns.constant(table, make(index)), make(index)), table[index], library)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+def test_combine_pairs(library, count):
+    """Adjacent pairs, in order: the operation need not commute."""
+    values = np.arange(1, count + 1, dtype=np.int32)
+    want = values
+    while len(want) > 1:
+        want = want[0::2] * 3 - want[1::2]
+    x = MAKE[library](values)
+    same(namespace_of(x).combine_pairs(x, lambda a, b: a * 3 - b), want, library)
+
+
+def test_bitcasts_and_casts(library):
+    bits = fill("bits", (4, 6)).view(np.int32)
+    x = MAKE[library](bits)
+    ns = namespace_of(x)
+    same(ns.bitcast(x, "float32"), bits.view(np.float32), library)
+    same(ns.bitcast(ns.bitcast(x, "float32"), "int32"), bits, library)
+    same(ns.astype(MAKE[library](INTEGERS), "uint8"), INTEGERS.astype(np.uint8), library)
+    same(
+        ns.astype(MAKE[library](INTEGERS & 0xFFFFFF), "float32"),
+        (INTEGERS & 0xFFFFFF).astype(np.float32),
+        library,
+    )
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, np.uint8), (8, np.uint8), (16, np.uint16)])
+def test_codes(library, bits, dtype):
+    codes = np.arange(1 << bits, dtype=np.int32)
+    x = MAKE[library](codes)
+    kept = codes_of(namespace_of(x), x, bits)
+    same(kept, codes.astype(dtype), library)
+    same(int32_of(namespace_of(kept), kept), codes, library)
+    assert code_input(kept, "decode")[0].name == library
+
+
+def test_strides_do_not_matter_to_a_bitcast():
+    x = fill("bits", (6, 8))[::-2, ::3]
+    assert_same_bits(namespace_of(x).bitcast(x, "int32"), np.ascontiguousarray(x).view(np.int32))
+    zero_d = np.asarray(np.float32(1))
+    assert namespace_of(zero_d).bitcast(zero_d, "int32").shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_float_input(library, dtype):
+    if library == "jax" and dtype == "float64":
+        pytest.skip("JAX without x64 has no float64")
+    x = np.ones(3, getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    made = torch.ones(3, dtype=getattr(torch, dtype)) if library == "torch" else MAKE[library](x)
+    ns, same_array, name = float_input(made, "test")
+    assert (ns.name, name) == (library, dtype)
+    assert same_array is made
+
+
+@pytest.mark.parametrize("wrong", [1, True, [1, 2], np.int8(3), 1j, np.uint8([1])])
+def test_float_input_refuses(wrong):
+    with pytest.raises(
+        TypeError, match=r"rotate takes float32, bfloat16, float16 or float64, got .* of shape"
+    ):
+        float_input(wrong, "rotate")
+
+
+def test_numbers_and_lists_are_numpy():
+    assert float_input(1.5, "test")[2] == "float64"
+    assert as_array([[1.0, 2.0]]).shape == (1, 2)
+    with pytest.raises(TypeError, match=r"decode takes codes as uint8 or uint16, got int64 of shape \(1,\)"):
+        code_input([1], "decode")
+
+
+def test_numpy_alone_imports_neither_library():
+    code = (
+        "import sys, numpy, reference; reference.dequantize(reference.quantize(numpy.ones((2, 32), 'float32'), 'mxfp4'));"
+        "assert not {'jax', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nf4", "torchao.mxfp8_e4m3_rceil"])
+def test_tables_are_kept_once(name):
+    """Two calls as torch operations leave as many tables behind as one."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    ns = namespace_of(x)
+    counts = []
+    for _ in range(3):
+        inspect.unwrap(reference.dequantize)(inspect.unwrap(reference.quantize)(x, name), "float32")
+        counts.append(len(ns.tables))
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+def test_tables_of_transformed_programs_are_not_kept():
+    """What stands for a tensor while a function is transformed or traced must not come back afterwards."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    wanted = reference.quantize(x, "mxfp4").codes
+    namespace_of(x).tables.clear()
+    plain = inspect.unwrap(reference.quantize)
+    torch.func.functionalize(lambda t: plain(t, "mxfp4").codes)(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        plain(mode.from_tensor(x), "mxfp4")
+    assert torch.equal(plain(x, "mxfp4").codes, wanted)
+    assert all(type(table) is torch.Tensor for _, table in namespace_of(x).tables.values())
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert plain(mode.from_tensor(x), "mxfp4").codes.shape == wanted.shape

@@ -1,0 +1,302 @@
+"""float32 multiplication, division, addition and square root in integers against IEEE 754 arithmetic, bit for bit.
+
+The truth is NumPy's own float32 arithmetic, with every NaN as 0x7fc00000. The integer versions run with NumPy on a million
+random pairs, on the product of all edge cases and on every kind of input against every other, and under JAX's jit, where they
+are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ao_lab.testing.strategies import KINDS, fill, float_arrays
+from reference.arrays import softfloat
+from reference.arrays.namespace import NumpyNamespace, namespace_of
+from tests.support.oracles import Array
+
+NS = namespace_of(np.zeros(1))
+Operation = Callable[[Array, Array], Array]
+# name -> (integer version, public function, IEEE 754)
+OPERATIONS: dict[str, tuple[Any, Any, Operation]] = {
+    "multiply": (softfloat._multiply, softfloat.multiply, np.multiply),
+    "divide": (softfloat._divide, softfloat.divide, np.divide),
+    "add": (softfloat._add, softfloat.add, np.add),
+    # There is one integer addition; subtraction flips a sign and adds.
+    "subtract": (lambda ns, a, b: softfloat._add(ns, a, b ^ softfloat.SIGN), softfloat.subtract, np.subtract),
+}
+NAN = 0x7FC00000
+N = 1 << 14
+
+
+def ieee(name: str, a: Array, b: Array) -> Array:
+    """NumPy's float32 result as a bit pattern."""
+    with np.errstate(all="ignore"):
+        result = OPERATIONS[name][2](a.view(np.float32), b.view(np.float32))
+    return np.where(np.isnan(result), NAN, result.view(np.int32))
+
+
+def assert_equal(name: str, ours: Any, a: Array, b: Array) -> None:
+    ours, truth = np.asarray(ours), ieee(name, a, b)
+    wrong = np.flatnonzero(ours != truth)
+    unsigned = [
+        np.asarray(column).view(np.uint32)[wrong[:5]] for column in (a, b, ours, truth.astype(np.int32))
+    ]
+    shown = [f"{name}({x:#010x}, {y:#010x}) = {got:#010x}, IEEE {want:#010x}"
+             for x, y, got, want in zip(*(column.tolist() for column in unsigned), strict=True)]  # fmt: skip
+    assert len(wrong) == 0, f"{len(wrong)} of {len(a)} differ: {shown}"
+
+
+def random_pairs(count: int, seed: int) -> tuple[Array, Array]:
+    """Uniform patterns; in the second half exponents so close that sums cancel and quotients are near 1."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(0, 1 << 32, (2, count), dtype=np.uint32)
+    half = slice(count // 2, None)
+    close = (a[half] & 0x7F800000) + (rng.integers(-30, 3, count - count // 2) << 23)
+    b[half] = (b[half] & 0x807FFFFF) | (np.clip(close, 0, 0x7F800000).astype(np.uint32) & 0x7F800000)
+    return a.view(np.int32), b.view(np.int32)
+
+
+def edges() -> Array:
+    """Zeros, subnormals, powers of two, their neighbours, dense and sparse significands, limits, infinities, NaN."""
+    exponents = np.array(
+        [0, 1, 2, 23, 24, 25, 63, 64, 102, 103, 126, 127, 128, 150, 151, 190, 191, 252, 253, 254]
+    )
+    significands = np.array(
+        [0, 1, 2, 3, 0x2AAAAA, 0x3FFFFF, 0x400000, 0x400001, 0x555555, 0x7FFFFE, 0x7FFFFF]
+    )
+    finite = (exponents[:, None] << 23 | significands).reshape(-1)
+    special = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF])
+    positive = np.concatenate([finite, special])
+    return np.concatenate([positive, positive | 1 << 31]).astype(np.uint32).view(np.int32)
+
+
+def kind_pairs() -> list[tuple[Array, Array]]:
+    """Every kind against every kind, and close significands: short remainders and cancellations."""
+    made = [
+        (fill(one, (N,), seed=i).view(np.int32), fill(two, (N,), seed=50 + j).view(np.int32))
+        for i, one in enumerate(KINDS)
+        for j, two in enumerate(KINDS)
+    ]
+    wide = fill("wide", (N,), seed=9).view(np.int32)
+    near = wide + np.random.default_rng(3).integers(-3, 4, N).astype(np.int32)
+    return [*made, (wide, near), (wide, near ^ np.int32(softfloat.SIGN))]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_integer_rules_equal_ieee(name: str) -> None:
+    """All kinds of input: the integer version, the same under jit, and what NumPy and torch use."""
+    integer, public, _ = OPERATIONS[name]
+    ns, torch_ns = namespace_of(jnp.zeros(1)), namespace_of(torch.zeros(1))
+    jitted = jax.jit(lambda x, y: public(ns, x, y))
+    for a, b in kind_pairs():
+        for made in (integer(NS, a, b), jitted(a, b), public(NS, a, b)):
+            assert_equal(name, made, a, b)
+        assert_equal(name, public(torch_ns, torch.from_numpy(a), torch.from_numpy(b)), a, b)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_random_bit_patterns(name: str) -> None:
+    """2**20 pairs, uniform and with close exponents, through the integer version."""
+    a, b = random_pairs(1 << 20, 6)
+    assert_equal(name, OPERATIONS[name][0](NS, a, b), a, b)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_edge_cases(name: str) -> None:
+    """All pairs of edge cases: subnormal operands and results, ties, overflow, cancellation, specials, zero signs."""
+    one = edges()
+    a, b = (axis.reshape(-1) for axis in np.meshgrid(one, one))
+    assert_equal(name, OPERATIONS[name][0](NS, a, b), a, b)
+
+
+def test_products_that_are_ties() -> None:
+    """Products of 24-bit numbers halfway between two floats, normal and subnormal."""
+    rng = np.random.default_rng(8)
+    # An odd 13-bit times an odd 12-bit significand has 24 or 25 bits, the last one set; the exponents reach underflow.
+    x, y = (2 * rng.integers(1 << 11, 1 << 12, 1 << 16) + 1, 2 * rng.integers(1 << 10, 1 << 11, 1 << 16) + 1)
+    a = np.ldexp(x.astype(np.float32), rng.integers(-80, -50, 1 << 16)).astype(np.float32).view(np.int32)
+    b = np.ldexp(y.astype(np.float32), rng.integers(-80, -50, 1 << 16)).astype(np.float32).view(np.int32)
+    assert_equal("multiply", softfloat._multiply(NS, a, b), a, b)
+
+
+def test_sums_that_are_ties_or_cancel() -> None:
+    """x + y with y half a unit of x, one bit more or less, and x - y with neighbouring y."""
+    rng = np.random.default_rng(9)
+    a = (rng.integers(30, 254, 1 << 16) << 23 | rng.integers(0, 1 << 23, 1 << 16)).astype(np.int32)
+    half = ((a >> 23) - 24) << 23
+    for offset in (-1, 0, 1, 1 << 23):
+        b = (half + offset).astype(np.int32)
+        assert_equal("add", softfloat._add(NS, a, b), a, b)
+        assert_equal("add", softfloat._add(NS, b, a ^ softfloat.SIGN), b, a ^ softfloat.SIGN)
+    for offset in (-2, -1, 0, 1, 2, 1 << 22, 1 << 23):
+        b = ((a + offset) ^ softfloat.SIGN).astype(np.int32)
+        assert_equal("add", softfloat._add(NS, a, b), a, b)
+
+
+def test_quotients_near_ties() -> None:
+    """q * y moved by units, divided by y: quotients next to representable ones, also in the subnormal range."""
+    rng = np.random.default_rng(10)
+    q, y = rng.integers(1 << 11, 1 << 12, (2, 1 << 16))
+    for scale in (0, -120, 100):
+        product = (q * y).astype(np.float32)
+        a = np.ldexp(product, scale).astype(np.float32).view(np.int32)
+        b = y.astype(np.float32).view(np.int32)
+        for offset in (-1, 0, 1):
+            assert_equal(
+                "divide",
+                softfloat._divide(NS, (a + offset).astype(np.int32), b),
+                (a + offset).astype(np.int32),
+                b,
+            )
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_jax_computes_in_integers(name: str) -> None:
+    """Under jit, where XLA flushes subnormals and divides by reciprocals: edge cases and random pairs, bit for bit."""
+    one = edges()
+    pairs = [axis.reshape(-1) for axis in np.meshgrid(one, one)]
+    a, b = (np.concatenate(both) for both in zip(pairs, random_pairs(1 << 17, 12), strict=True))
+    there = jnp.asarray(a)
+    ns = namespace_of(there)
+    compiled = jax.jit(lambda x, y: OPERATIONS[name][1](ns, x, y))
+    assert_equal(name, compiled(there, jnp.asarray(b)), a, b)
+
+
+class Sloppy(NumpyNamespace):
+    """Conversions that are a few units off in either direction, as a library's approximate division would be."""
+
+    def astype(self, x: Array, name: str) -> Array:
+        wide = super().astype(x, name)
+        noise = np.random.default_rng(16).integers(-1, 2, wide.shape) if name == "float32" else 0
+        return wide * (1 + noise * np.float32(2.0**-22)).astype(wide.dtype) if name == "float32" else wide
+
+
+def test_quotient_digits_survive_an_approximate_division() -> None:
+    """`_digits` corrects a guess that is one too low or too high: exact digits and remainders of exact multiples too."""
+    rng = np.random.default_rng(17)
+    divisor = rng.integers(1 << 23, 1 << 24, 1 << 16)
+    remainder = rng.integers(0, divisor)
+    # The second half: multiples of divisor / 2**9, whose digits end exactly.
+    divisor[1 << 15 :] &= ~0x1FF
+    remainder[1 << 15 :] = (divisor >> 9)[1 << 15 :] * rng.integers(0, 1 << 9, 1 << 15)
+    remainder = np.minimum(remainder, divisor - 1)
+    ours, rest = softfloat._digits(Sloppy(), remainder.astype(np.int32), divisor.astype(np.int32))
+    truth, left = np.divmod(remainder << softfloat.DIGIT_BITS, divisor)
+    assert (ours == truth).all()
+    assert (rest == left).all()
+
+
+def test_jax_divides_by_a_broadcast_scale() -> None:
+    """Under jit XLA may turn x / s[:, None] into x * (1 / s), which is off for multiples of s: it must not show."""
+    rng = np.random.default_rng(15)
+    scale = (rng.integers(1, 1 << 12, (256, 1)) * 2 + 1).astype(np.float32)
+    multiples = (rng.integers(1, 1 << 11, (256, 512)) * scale).astype(np.float32)
+    a, b = multiples.view(np.int32), scale.view(np.int32)
+    for offset in (0, 1, -1):
+        moved = (a + offset).astype(np.int32)
+        there = jnp.asarray(moved)
+        ns = namespace_of(there)
+        ours = np.asarray(jax.jit(lambda x, y, ns=ns: softfloat.divide(ns, x, y))(there, jnp.asarray(b)))
+        flat = moved.reshape(-1), np.broadcast_to(b, a.shape).reshape(-1)
+        assert_equal("divide", ours.reshape(-1), *flat)
+
+
+PATTERNS = st.lists(
+    st.integers(0, 0xFFFFFFFF) | st.floats(width=32).map(lambda v: int(np.float32(v).view(np.uint32))),
+    min_size=8,
+    max_size=8,
+).map(lambda column: np.array(column, np.uint32).view(np.int32))
+DRAWN = PATTERNS | float_arrays("float32", (8,)).map(lambda x: x.view(np.int32))
+
+
+@settings(max_examples=300)
+@given(name=st.sampled_from(list(OPERATIONS)), a=DRAWN, b=DRAWN)
+def test_any_bit_patterns(name: str, a: Array, b: Array) -> None:
+    """Hypothesis looks for a pair on which the integers and IEEE 754 differ."""
+    assert_equal(name, OPERATIONS[name][0](NS, a, b), a, b)
+
+
+def test_broadcasting() -> None:
+    """A column and a row make a matrix, as in NumPy; so does a constant."""
+    one = edges()[::9]
+    for name, (integer, _, _) in OPERATIONS.items():
+        matrix = integer(NS, one[:, None], one[None, :])
+        assert matrix.shape == (len(one), len(one))
+        assert (matrix == ieee(name, *np.broadcast_arrays(one[:, None], one[None, :]))).all()
+    three = softfloat.bits_of(3.0)
+    assert (
+        softfloat._divide(NS, one, np.int32(three)) == ieee("divide", one, np.full_like(one, three))
+    ).all()
+
+
+def test_normalized() -> None:
+    """significand * 2**(exponent - 23) is the value, and the significand of any number but zero has 24 bits."""
+    bits = edges() & softfloat.MAGNITUDE
+    bits = np.concatenate([bits[bits < 0x7F800000], 1 << np.arange(23)]).astype(np.int32)
+    exponent, significand = softfloat.normalized(NS, bits)
+    assert (np.ldexp(significand.astype(np.float64), exponent - 23) == bits.view(np.float32)).all()
+    assert ((significand >> 23 == 1) | (bits == 0)).all()
+
+
+@given(float_arrays("float32", (64,)))
+def test_order_key_sorts_as_floats(x: Array) -> None:
+    """Sorted by key the values ascend, -0 is -1 and so right before +0, and the key is its own inverse."""
+    bits = x[~np.isnan(x)].view(np.int32)
+    key = softfloat.order_key(NS, bits)
+    assert (softfloat.order_key(NS, key) == bits).all()
+    ranked = bits[np.argsort(key, kind="stable")].view(np.float32).astype(np.float64)
+    assert (ranked[1:] >= ranked[:-1]).all()
+    assert (key[bits == softfloat.SIGN] == -1).all()
+    assert (key[bits == 0] == 0).all()
+
+
+def root(bits: Array) -> Array:
+    """NumPy's square root, which IEEE 754 rounds correctly, as a bit pattern; and by way of float64.
+
+    The second rounding of a float64 square root is harmless: 53 >= 2 * 24 + 2 (Figueroa 1995).
+    """
+    with np.errstate(all="ignore"):
+        narrow, wide = np.sqrt(bits.view(np.float32)), np.sqrt(bits.view(np.float32).astype(np.float64))
+    np.testing.assert_array_equal(narrow, wide.astype(np.float32))
+    return np.where(np.isnan(narrow), NAN, narrow.view(np.int32))
+
+
+def test_square_roots() -> None:
+    """Edges, random patterns, all subnormals' lengths, squares and their neighbours, in every library."""
+    squares = np.square(np.arange(1 << 11, 1 << 12, dtype=np.float32)).view(np.int32)
+    parts = [
+        edges(),
+        random_pairs(1 << 16, 18)[0],
+        1 << np.arange(31),
+        *(squares + step for step in (-1, 0, 1)),
+    ]
+    # Both parities of the exponent with every 61st significand.
+    parts += [np.arange(0, 1 << 23, 61) | exponent << 23 for exponent in (126, 127)]
+    bits = np.concatenate(parts).astype(np.int32)
+    truth = root(bits)
+    assert (softfloat.square_root(NS, bits) == truth).all()
+    tensor, array = torch.from_numpy(bits), jnp.asarray(bits)
+    assert (softfloat.square_root(namespace_of(tensor), tensor).numpy() == truth).all()
+    ns = namespace_of(array)
+    assert (np.asarray(jax.jit(lambda x: softfloat.square_root(ns, x))(array)) == truth).all()
+
+
+@given(DRAWN)
+def test_square_root_of_any_bit_patterns(bits: Array) -> None:
+    assert (softfloat.square_root(NS, bits) == root(bits)).all()
+
+
+def test_constants_and_nan() -> None:
+    assert softfloat.bits_of(1.0) == 0x3F800000
+    assert softfloat.bits_of(-0.0) == -0x80000000
+    bits = np.array([0x7F800000, 0x7F800001, -0x00800000, -1, 0], np.int32)
+    assert softfloat.is_nan(bits).tolist() == [False, True, False, True, False]

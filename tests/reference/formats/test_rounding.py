@@ -1,0 +1,148 @@
+"""`round_shift`, the one rounding rule, against its definition in fractions, and the properties that follow from it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, floor
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from reference.arrays.namespace import namespace_of
+from reference.formats.rounding import LARGEST_SHIFT, MODES, STOCHASTIC_BITS, check_mode, round_shift
+from tests.support.oracles import Array
+
+NS = namespace_of(np.zeros(1))
+
+
+def defined(significand: int, shift: int, negative: bool, mode: str, word: int) -> int:
+    """The table of the module's docstring, in fractions."""
+    t = Fraction(significand, 1 << shift)
+    if mode == "stochastic":
+        # At most 24 bits of the word and of what is lost.
+        used = min(shift, STOCHASTIC_BITS)
+        return floor(Fraction(floor(t * (1 << used)), 1 << used) + Fraction(word >> (32 - used), 1 << used))
+    upward = ceil(t) if (mode == "down") == negative else floor(t)
+    return {
+        "nearest_even": round(t),
+        "nearest_away": floor(t + Fraction(1, 2)),
+        "toward_zero": floor(t),
+        "up": upward,
+        "down": upward,
+        "to_odd": floor(t) | (t != floor(t)),
+    }[mode]
+
+
+def rounded(significand: Array, shift: Array, negative: Array, mode: str, word: Array) -> Array:
+    bits = word if mode == "stochastic" else None
+    return round_shift(NS, significand.astype(np.int32), shift.astype(np.int32), negative, mode, bits)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_significands_are_exhausted(mode: str) -> None:
+    """Every significand below 2**7, every shift to 9, both signs, eight random words."""
+    grid = np.meshgrid(np.arange(1 << 7), np.arange(1, 10), [False, True], np.arange(8), indexing="ij")
+    significand, shift, negative, which = (axis.reshape(-1) for axis in grid)
+    random_words = np.array(
+        [0, 1 << 22, 1 << 23, 3 << 23, 1 << 31, 0xBFFFFFFF, 0xFE000000, 0xFFFFFFFF], np.uint32
+    )[which]
+    ours = rounded(significand, shift, negative, mode, random_words)
+    zipped = zip(significand, shift, negative, random_words, strict=True)
+    truth = [defined(int(s), int(n), bool(sign), mode, int(w)) for s, n, sign, w in zipped]
+    assert ours.dtype == np.int32
+    assert (ours == truth).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=150)
+@given(
+    significand=st.integers(0, (1 << 24) - 1),
+    shift=st.integers(1, 300),
+    negative=st.booleans(),
+    word=st.integers(0, 0xFFFFFFFF),
+)
+@example(significand=1 << 23, shift=24, negative=False, word=0)  # exactly one half, even
+@example(significand=(1 << 24) - 1, shift=25, negative=False, word=0)  # just below one half
+@example(significand=1 << 23, shift=25, negative=True, word=0xFFFFFFFF)
+@example(significand=(1 << 24) - 1, shift=48, negative=False, word=0xFFFFFF00)
+@example(significand=0, shift=300, negative=True, word=0xFFFFFFFF)
+def test_any_significand_and_shift(
+    mode: str, significand: int, shift: int, negative: bool, word: int
+) -> None:
+    """Random 24-bit significands, any shift: equal to the definition; beyond 25 bits nothing is left but stickiness."""
+    columns = (
+        np.array([significand]),
+        np.array([shift]),
+        np.array([negative]),
+        mode,
+        np.array([word], np.uint32),
+    )
+    truth = defined(significand, shift, negative, mode, word)
+    assert rounded(*columns) == truth, f"significand {significand:#x}, shift {shift}, word {word:#010x}"
+
+
+def test_shifts_beyond_the_largest_change_nothing() -> None:
+    """The clamp at LARGEST_SHIFT is invisible: a 24-bit significand is below one half from there on."""
+    significand = np.array([0, 1, 1 << 23, (1 << 24) - 1])
+    for mode in set(MODES) - {"stochastic"}:
+        for negative in (False, True):
+            sign = np.full(4, negative)
+            near, far = (
+                rounded(significand, np.full(4, s), sign, mode, significand) for s in (LARGEST_SHIFT, 2000)
+            )
+            assert (near == far).all()
+            assert set(near.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("shift", [1, 2, 5, 11])
+def test_stochastic_rounding_is_unbiased(shift: int) -> None:
+    """Over all values of the bits that are used, exactly the lost fraction of them rounds up."""
+    significand = np.arange(1 << (shift + 1))
+    random_words = (np.arange(1 << shift, dtype=np.uint64) << (32 - shift)).astype(np.uint32)
+    grid = np.meshgrid(significand, random_words, indexing="ij")
+    flat = (grid[0].reshape(-1), np.full(grid[0].size, shift), np.zeros(grid[0].size, bool))
+    ours = rounded(*flat, "stochastic", grid[1].reshape(-1)).reshape(grid[0].shape)
+    assert (ours.sum(axis=1) == significand).all()
+
+
+def test_stochastic_rounding_uses_the_upper_bits() -> None:
+    """The 8 low bits of a word never matter, and with `shift` lost bits only the top `shift` do."""
+    rng = np.random.default_rng(0)
+    random_words = rng.integers(0, 1 << 32, 4096, dtype=np.uint32)
+    significand = rng.integers(0, 1 << 24, 4096)
+    negative = np.zeros(4096, bool)
+    for shift in (1, 8, 23, 24, 40):
+        unused = np.uint32((1 << (32 - min(shift, 24))) - 1)
+        ours = rounded(significand, np.full(4096, shift), negative, "stochastic", random_words)
+        for changed in (random_words | unused, random_words & ~unused):
+            again = rounded(significand, np.full(4096, shift), negative, "stochastic", changed)
+            assert (again == ours).all()
+
+
+def test_modes_are_ordered() -> None:
+    """toward_zero <= every mode <= toward_zero + 1, exact values stay, and up and down are mirror images."""
+    rng = np.random.default_rng(1)
+    significand, shift = rng.integers(0, 1 << 24, 1 << 14), rng.integers(1, 30, 1 << 14)
+    negative, random_words = rng.random(1 << 14) < 0.5, rng.integers(0, 1 << 32, 1 << 14, dtype=np.uint32)
+    low = rounded(significand, shift, negative, "toward_zero", random_words)
+    exact = (low.astype(np.int64) << np.minimum(shift, 30)) == significand
+    for mode in MODES:
+        ours = rounded(significand, shift, negative, mode, random_words)
+        assert ((ours - low == 0) | (ours - low == 1)).all(), mode
+        assert (ours == low)[exact].all(), mode
+    up = rounded(significand, shift, negative, "up", random_words)
+    assert (up == rounded(significand, shift, ~negative, "down", random_words)).all()
+
+
+def test_check_mode() -> None:
+    """Unknown modes, and random bits where they are not used or missing."""
+    assert [check_mode(mode, None) for mode in MODES[:-1]] == list(MODES[:-1])
+    assert check_mode("stochastic", np.zeros(1, np.uint32)) == "stochastic"
+    with pytest.raises(ValueError, match=r"rounding is one of nearest_even, .*stochastic; got 'floor'"):
+        check_mode("floor", None)
+    with pytest.raises(ValueError, match="needs random_bits"):
+        check_mode("stochastic", None)
+    with pytest.raises(ValueError, match="takes no random_bits"):
+        check_mode("up", np.zeros(1, np.uint32))

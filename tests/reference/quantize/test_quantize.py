@@ -1,0 +1,339 @@
+"""`quantize` and `dequantize`: values against exact fractions, every shape, given scales, and what is refused."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
+from ao_lab.testing.strategies import (
+    FINITE_KINDS,
+    MAXIMA,
+    assert_same_bits,
+    assert_same_quantized,
+    blocks,
+    fill,
+    float_arrays,
+    shapes,
+)
+from reference import SCHEMES, Scales, choose_scales, dequantize, quantize
+from tests.support import exact_quantizers as truth
+from tests.support.record_samples import NAMES, STRUCTURES, covering, sampled, structures_of
+
+FINITE = [kind for kind in MAXIMA if kind not in ("nan", "infinity", "bits")]
+HOUSE = sorted(name for name in SCHEMES if "." not in name)
+HOUSE_STRUCTURES = covering(structures_of, HOUSE)
+FEW = settings(max_examples=40)
+ONES = np.ones((2, 256), np.float32)
+
+
+def finite_blocks(name, shape):
+    return blocks(name, shape=shape, maxima=FINITE) | float_arrays("float32", shape, kinds=FINITE_KINDS)
+
+
+def both_paths(x, name):
+    """NumPy's fast paths, and the general rule as torch tensors on other devices run it."""
+    quantized = quantize(x, name)
+    general = quantize.__wrapped__(torch.from_numpy(x.copy()), name)
+    assert_same_quantized(general, quantized, inputs=x)
+    return quantized
+
+
+@FEW
+@given(finite_blocks("mxfp4", (3, 32)))
+def test_mxfp4_equals_exact_fractions(x):
+    q = both_paths(x, "mxfp4")
+    for row, codes, scale in zip(x, q.codes, q.scale, strict=True):
+        assert (codes.tolist(), int(scale[0])) == truth.mxfp4(row)
+
+
+@FEW
+@given(finite_blocks("fp8_rowwise", (2, 24)))
+def test_fp8_rowwise_equals_exact_fractions(x):
+    q = both_paths(x, "fp8_rowwise")
+    for row, codes, scale in zip(x, q.codes, q.scale, strict=True):
+        assert (codes.tolist(), Fraction(float(scale[0]))) == truth.fp8_rowwise(row)
+
+
+@FEW
+@given(finite_blocks("int8_rowwise_asymmetric", (2, 24)))
+def test_int8_asymmetric_equals_exact_fractions(x):
+    q = both_paths(x, "int8_rowwise_asymmetric")
+    for row, codes, scale, zero in zip(x, q.codes, q.scale, q.zero, strict=True):
+        assert (codes.tolist(), Fraction(float(scale[0])), int(zero[0])) == truth.int8_asymmetric(row)
+
+
+@FEW
+@given(finite_blocks("nvfp4", (2, 32)))
+def test_nvfp4_equals_exact_fractions(x):
+    q = both_paths(x, "nvfp4")
+    codes, scales, outer = truth.nvfp4(x)
+    assert q.codes.reshape(-1).tolist() == codes
+    assert q.scale.reshape(-1).tolist() == scales
+    assert Fraction(float(q.outer)) == outer
+
+
+@FEW
+@given(finite_blocks("fp8_rowwise", (2, 24)))
+def test_dequantize_is_the_rounded_product(x):
+    q = quantize(x, "fp8_rowwise")
+    values = reference.decode(q.codes, "float8_e4m3fn")
+    for row, scale, got in zip(values, q.scale, dequantize(q), strict=True):
+        products = [truth.float32(Fraction(float(v)) * Fraction(float(scale[0]))) for v in row]
+        # An overflow stops at the largest float.
+        limited = [
+            np.copysign(truth.LARGEST, v) if p is None else p for p, v in zip(products, row, strict=True)
+        ]
+        assert [Fraction(float(v)) for v in got] == limited
+
+
+@pytest.mark.parametrize("name", sampled(HOUSE_STRUCTURES, HOUSE))
+def test_finite_stays_finite(name):
+    """House rule: no finite input becomes NaN or infinite, in any output dtype."""
+
+    @settings(max_examples=15)
+    @given(
+        st.sampled_from(["float32", "bfloat16", "float16"]).flatmap(
+            lambda d: blocks(name, dtype=d, maxima=FINITE)
+        )
+    )
+    def check(x):
+        q = quantize(x, name)
+        for dtype in ("float32", "bfloat16", "float16"):
+            assert np.isfinite(dequantize(q, dtype).astype(np.float32)).all()
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "name", sampled(HOUSE_STRUCTURES, [n for n in HOUSE if SCHEMES[n].scale.block not in ("tensor", -1)])
+)
+@pytest.mark.parametrize("special", [np.nan, -np.nan, np.inf, -np.inf])
+def test_specials_stay_in_their_block(name, special):
+    x = fill("normals", (256, 256), seed=4)
+    x[:, :128] *= 0.5  # the tensor's maximum lies outside the block below
+    broken = x.copy()
+    broken[0, 0] = special
+    want, got = dequantize(quantize(x, name)), dequantize(quantize(broken, name))
+    block = SCHEMES[name].scale.block
+    rows, columns = block if isinstance(block, tuple) else (1, int(str(block).removeprefix("flat:")))
+    touched = np.zeros(x.shape, bool)
+    touched[:rows, :columns] = True
+    assert np.isnan(got[touched]).all()
+    if name == "nf4":  # the mean over all block scales moves a little
+        assert np.isfinite(got[~touched]).all()
+    else:
+        assert_same_bits(got[~touched], want[~touched])
+
+
+@pytest.mark.parametrize("name", sampled(STRUCTURES))
+def test_every_shape_and_given_scales(name):
+    """Scales chosen before and given again change nothing, for odd, empty and partial shapes."""
+
+    @settings(max_examples=12)
+    @given(st.data())
+    def check(data):
+        axis = data.draw(st.sampled_from([-1, 0]))
+        x = data.draw(blocks(name, shape=shapes(name, axis=axis), axis=axis, dtype="bfloat16"))
+        q = quantize(x, name, axis=axis)
+        assert q.codes.shape == q.shape == x.shape == dequantize(q).shape
+        scales = choose_scales(x, name, axis=axis)
+        assert_same_bits(q.scales, scales)
+        again = quantize(x, name, axis=axis, scales=scales)
+        # The exact scale, before it was rounded for storage, is not kept.
+        if SCHEMES[name].codes_from == "stored":
+            assert_same_quantized(again, q, inputs=x)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "fp8_rowwise", "nvfp4", "int4_g32_asymmetric", "fp8_128x128", "nf4"]
+)
+def test_memory_layout_does_not_matter(name):
+    wide = fill("normals", (64, 6, 256), seed=5)
+    views = [wide[::2, 1], wide[::-1, 2, ::-1], wide.transpose(1, 2, 0)[:, ::2], np.asfortranarray(wide)]
+    for view in views:
+        assert_same_quantized(quantize(view, name), quantize(np.ascontiguousarray(view), name))
+    tensor = torch.from_numpy(wide.copy()).permute(1, 2, 0)[:, ::2]
+    expected = quantize(wide.transpose(1, 2, 0)[:, ::2], name)
+    assert_same_quantized(quantize(tensor, name), expected)
+    assert_same_quantized(quantize.__wrapped__(tensor, name), expected)
+
+
+def test_read_only_input_is_left_alone():
+    x = ONES.copy()
+    x.setflags(write=False)
+    quantize(x, "mxfp4")
+    assert_same_bits(x, ONES)
+
+
+def test_float64_is_rounded_to_float32_first():
+    x = fill("normals", (4, 32), dtype="float64") * 2.0**-130
+    x[0, :3] = [1e300, -1e300, 3.4028235677973366e38]
+    with np.errstate(over="ignore"):
+        narrow = np.clip(x, -np.finfo(np.float32).max, np.finfo(np.float32).max).astype(np.float32)
+    assert_same_quantized(quantize(x, "int8_rowwise"), quantize(narrow, "int8_rowwise"))
+
+
+def test_static_scales_saturate():
+    scales = Scales(np.full((1, 1), 0.5, np.float32))
+    q = quantize(np.array([[1000.0, -1000.0, 3.0, 0.26]], np.float32), "int8_rowwise", scales=scales)
+    assert dequantize(q).tolist() == [[63.5, -64.0, 3.0, 0.5]]
+    q = quantize(np.array([[1000.0, -1000.0]], np.float32), "fp8_rowwise", scales=scales)
+    assert dequantize(q).tolist() == [[224.0, -224.0]]
+
+
+def test_a_bare_array_is_a_block_scale():
+    scale = np.full((2, 1), 0.25, np.float32)
+    assert_same_quantized(
+        quantize(ONES, "fp8_rowwise", scales=scale), quantize(ONES, "fp8_rowwise", scales=Scales(scale))
+    )
+
+
+@FEW
+@given(blocks("nvfp4", shape=(2, 64), maxima=FINITE))
+def test_outer_scale_alone(x):
+    """A fixed outer scale, and block scales chosen with it."""
+    whole = quantize(x, "nvfp4")
+    assert_same_quantized(quantize(x, "nvfp4", scales=Scales(outer=whole.outer)), whole, inputs=x)
+    other = quantize(x, "nvfp4", scales=Scales(outer=np.asarray(np.float32(0.5))))
+    assert other.outer == np.float32(0.5)
+
+
+WRONG_SCALES = {
+    "shape": (
+        "fp8_rowwise",
+        np.ones((2,), np.float32),
+        r"float32 of shape \(2, 1\).*got float32 of shape \(2,\)",
+    ),
+    "dtype": ("fp8_rowwise", np.ones((2, 1)), r"float32 of shape \(2, 1\).*got float64"),
+    "codes": ("mxfp4", np.ones((2, 8), np.float32), r"uint8 of shape \(2, 8\).*got float32"),
+    "library": ("fp8_rowwise", torch.ones(2, 1), "x's library"),
+    "zero missing": (
+        "int8_rowwise_asymmetric",
+        np.ones((2, 1), np.float32),
+        r"zero = int8 of shape \(2, 1\).*got none",
+    ),
+    "outer missing": ("nvfp4", np.ones((2, 16), np.uint8), r"outer = float32 of shape \(\).*got none"),
+    "outer too much": (
+        "mxfp4",
+        Scales(np.ones((2, 8), np.uint8), outer=np.ones((), np.float32)),
+        "outer = none",
+    ),
+    "empty": ("fp8_rowwise", Scales(), "scale = float32.*got none"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SCALES)
+def test_wrong_scales_are_refused(case):
+    name, scales, message = WRONG_SCALES[case]
+    with pytest.raises(ValueError, match=f"scheme {name} takes.*{message}"):
+        quantize.__wrapped__(ONES, name, scales=scales)
+
+
+def test_scales_of_another_type():
+    with pytest.raises(TypeError, match=r"Scales or an array, got float; see choose_scales"):
+        quantize(ONES, "fp8_rowwise", scales=0.5)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int32", "uint8", "bool", "complex64", ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+)
+@pytest.mark.parametrize("function", [quantize, choose_scales])
+def test_other_dtypes_are_refused(function, dtype):
+    with pytest.raises(TypeError, match=rf"{function.__name__} takes float32.*shape \(2, 32\); convert it"):
+        function(np.zeros((2, 32), dtype), "mxfp4")
+    if dtype == ml_dtypes.float8_e4m3fn:
+        with pytest.raises(TypeError, match="convert it"):
+            function(torch.zeros(2, 32).to(torch.float8_e4m3fn), "mxfp4")
+
+
+def test_unknown_schemes_name_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown scheme 'mxfp5'; the nearest are .*mxfp4"):
+        quantize(ONES, "mxfp5")
+    with pytest.raises(ValueError, match=r"unknown scheme 'torchao.mxfp4'; the nearest are .*torchao.mxfp4_"):
+        choose_scales(ONES, "torchao.mxfp4")
+    with pytest.raises(TypeError, match="by name or as a record, got int"):
+        quantize(ONES, 4)
+
+
+def test_blocks_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 33\): 33 elements are not divisible by the block size 32 along axis 1"
+    ):
+        quantize(np.zeros((2, 33), np.float32), "mxfp4")
+    with pytest.raises(ValueError, match=r"two axes, got shape \(4,\)"):
+        quantize(np.zeros(4, np.float32), "fp8_128x128")
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_axis_out_of_range(axis):
+    with pytest.raises(ValueError, match=rf"axis {axis} is outside a tensor of shape \(2, 256\)"):
+        quantize(ONES, "mxfp4", axis=axis)
+
+
+@pytest.mark.parametrize("axis", [1.0, "0", None, True])
+def test_axis_is_an_integer(axis):
+    with pytest.raises(TypeError, match="axis is an integer"):
+        quantize(ONES, "mxfp4", axis=axis)
+
+
+def test_dequantize_refuses():
+    q = quantize(ONES, "mxfp4")
+    with pytest.raises(ValueError, match=r"have shape \(2, 256\), got \(2, 128\);.*packed=True"):
+        dequantize(replace(q, codes=q.codes[:, ::2]))
+    with pytest.raises(TypeError, match="takes codes as uint8 or uint16, got float32"):
+        dequantize(replace(q, codes=ONES))
+    with pytest.raises(TypeError, match=r"takes a Quantized.*got an array of dtype uint8"):
+        dequantize(q.codes)
+    with pytest.raises(ValueError, match="dtype is one of float32, bfloat16, float16, float64; got 'int8'"):
+        dequantize(q, "int8")
+
+
+def test_random_bits_belong_to_stochastic_rounding():
+    words = np.zeros(ONES.shape, np.uint32)
+    stochastic = replace(SCHEMES["mxfp4"], name="mine", rounding="stochastic")
+    with pytest.raises(ValueError, match="takes no random_bits"):
+        quantize(ONES, "mxfp4", random_bits=words)
+    with pytest.raises(ValueError, match="needs random_bits"):
+        quantize(ONES, stochastic)
+    with pytest.raises(ValueError, match=r"one uint32 per element.*shape \(2, 256\); got uint8"):
+        quantize(ONES, stochastic, random_bits=words.astype(np.uint8))
+    x = np.full((1, 32), 4.5, np.float32)
+    x[0, 0] = 6
+    down = dequantize(quantize(x, stochastic, random_bits=words[:1, :32]))
+    up = dequantize(quantize(x, stochastic, random_bits=~words[:1, :32]))
+    assert (down[0, 1:] == 4).all()
+    assert (up[0, 1:] == 6).all()
+    # 4.5 lies a quarter of the way from 4 to 6: so many of evenly spread words round up.
+    even = (np.arange(32, dtype=np.uint32) << 27)[None]
+    assert (dequantize(quantize(x, stochastic, random_bits=even))[0] == 6).sum() in (8, 9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_are_schemes(name):
+    """A record made with `replace` works everywhere, under any name."""
+    variant = replace(SCHEMES[name], name="mine")
+    x = fill("normals", (64, 256), seed=6)
+    q = quantize(x, variant)
+    assert q.scheme is variant
+    assert_same_bits(choose_scales(x, variant), q.scales)
+    assert_same_bits(dequantize(q), dequantize(quantize(x, name)))
+
+
+def test_a_variant_with_another_block_and_element():
+    scheme = SCHEMES["mxfp4"]
+    variant = replace(
+        scheme, name="mine", element="float6_e2m3fn", scale=replace(scheme.scale, block=8, target=7.5)
+    )
+    x = fill("normals", (3, 24), seed=7)
+    q = quantize(x, variant)
+    assert q.scale.shape == (3, 3)
+    error = np.abs(dequantize(q) - x).reshape(3, 3, 8)
+    assert (error <= np.abs(x).reshape(3, 3, 8).max(-1, keepdims=True) / 16).all()

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.sparse import _semi_structured_conversions as conversions
+
+from reference.sparsity.compress import compress, decompress
+from reference.sparsity.prune import prune
+from tests.support.record_samples import sampled
+
+UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+DTYPES = [np.uint8, np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.float16, ml_dtypes.bfloat16, np.float32,
+          np.int32, np.float64]  # fmt: skip
+
+
+def slow_compress(bits, mask):
+    """The layout, element by element: (values, metadata) of 2-d bit patterns."""
+    rows, k = bits.shape
+    values, metadata = np.zeros((rows, k // 2), bits.dtype), np.zeros((rows, -(-k // 8)), np.uint8)
+    for row, group in itertools.product(range(rows), range(k // 4)):
+        kept = [i for i in range(4) if mask[row, 4 * group + i]]
+        indices = sorted(kept + [i for i in (2, 3) if i not in kept][: 2 - len(kept)])
+        for place, index in enumerate(indices):
+            if index in kept:
+                values[row, 2 * group + place] = bits[row, 4 * group + index]
+            metadata[row, group // 2] |= index << (4 * (group % 2) + 2 * place)
+    return values, metadata
+
+
+def random_mask(rng, shape):
+    """At most two kept in each group."""
+    counts = rng.integers(0, 3, (*shape[:-1], shape[-1] // 4, 1))
+    order = rng.permuted(np.broadcast_to(np.arange(4), (*shape[:-1], shape[-1] // 4, 4)), axis=-1)
+    return (order < counts).reshape(shape)
+
+
+def bits_of(x):
+    return np.asarray(x).view(UINT[np.asarray(x).dtype.itemsize])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [0, 4, 8, 12, 40])
+def test_layout_and_round_trip_on_bits(dtype, k):
+    rng = np.random.default_rng(k)
+    w = rng.integers(0, 256, (7, k * np.dtype(dtype).itemsize), dtype=np.uint8).view(dtype)
+    mask = random_mask(rng, w.shape)
+    stored = compress(w, mask)
+    values, metadata = slow_compress(bits_of(w), mask)
+    assert stored.values.dtype == w.dtype
+    np.testing.assert_array_equal(bits_of(stored.values), values)
+    np.testing.assert_array_equal(stored.metadata, metadata)
+    back = decompress(*stored, shape=w.shape)
+    assert back.dtype == w.dtype
+    np.testing.assert_array_equal(bits_of(back), np.where(mask, bits_of(w), 0))
+
+
+def test_all_masks_of_a_group():
+    """All 11 masks with at most two kept; the codes of the metadata are written out."""
+    codes = {(): 0b1110, (0,): 0b1000, (1,): 0b1001, (2,): 0b1110, (3,): 0b1110, (0, 1): 0b0100, (0, 2): 0b1000,
+             (1, 2): 0b1001, (0, 3): 0b1100, (1, 3): 0b1101, (2, 3): 0b1110}  # fmt: skip
+    w = np.array([[1, 2, 3, 4]], np.uint8)
+    for kept, code in codes.items():
+        mask = np.isin(np.arange(4), kept)[None]
+        stored = compress(w, mask)
+        assert stored.metadata.tolist() == [[code]]
+        np.testing.assert_array_equal(decompress(*stored), np.where(mask, w, 0))
+
+
+@pytest.mark.parametrize("kept", [(0, 1, 2), (0, 2, 3), (1, 2, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_more_than_two_kept(kept):
+    w = np.arange(1, 9, dtype=np.float32)[None]
+    mask = np.isin(np.arange(8), kept)[None]
+    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+        compress(w, mask)
+    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+        compress(torch.from_numpy(w), torch.from_numpy(mask))
+    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+        compress(jnp.asarray(w), jnp.asarray(mask))
+    # Under jit it cannot be checked: the first two stay.
+    values, _ = jax.jit(compress)(jnp.asarray(w), jnp.asarray(mask))
+    np.testing.assert_array_equal(values[0, :2], w[0, list(kept[:2])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hnp.arrays(
+        np.uint32,
+        st.tuples(st.integers(1, 3), st.sampled_from([4, 8, 12, 16])),
+        elements=st.integers(0, 2**32 - 1),
+    )
+)
+def test_pattern_means_prune_and_round_trips(bits):
+    w = bits.view(np.float32)
+    back = decompress(*compress(w))
+    np.testing.assert_array_equal(back.view(np.uint32), np.where(prune(w), bits, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_equals_torch_before_its_reordering(dtype):
+    """torch.sparse's own converter: the same values, and the same metadata once its reordering is undone."""
+    rng = np.random.default_rng(5)
+    m, k = 64, 128
+    w = torch.from_numpy(rng.integers(1, 100, (m, k))).to(dtype)
+    mask = torch.from_numpy(random_mask(rng, (m, k)))
+    stored = compress(w, mask)
+    values, reordered = conversions.sparse_semi_structured_from_dense_cutlass(w * mask)
+    offsets = conversions._calculate_meta_reordering_scatter_offsets(
+        m, reordered.shape[1], reordered.dtype, "cpu"
+    )
+    plain = torch.gather(reordered.reshape(-1), 0, offsets).view(m, -1)
+    assert torch.equal(stored.values, values)
+    assert torch.equal(stored.metadata, plain.contiguous().view(torch.uint8))
+    dense = conversions.sparse_semi_structured_to_dense_cutlass(values, reordered)
+    assert torch.equal(decompress(*stored), dense)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        {"float32", "bfloat16", "int8", "float8_e4m3fn"},
+        ["float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn"],
+    ),
+)
+def test_libraries_agree_bit_for_bit(name):
+    rng = np.random.default_rng(6)
+    dtype = (
+        np.dtype(name)
+        if name in ("float32", "float16", "int8", "uint8")
+        else np.dtype(getattr(ml_dtypes, name))
+    )
+    w = rng.integers(0, 256, (3, 5, 24 * dtype.itemsize), dtype=np.uint8).view(dtype)
+    mask = random_mask(rng, w.shape)
+    values, metadata = compress(w, mask)
+    on_torch = compress(
+        torch.from_numpy(bits_of(w).copy()).view(getattr(torch, name)), torch.from_numpy(mask)
+    )
+    assert on_torch.values.dtype == getattr(torch, name)
+    np.testing.assert_array_equal(on_torch.values.view(torch.uint8).numpy(), values.view(np.uint8))
+    np.testing.assert_array_equal(on_torch.metadata.numpy(), metadata)
+    np.testing.assert_array_equal(
+        decompress(*on_torch).view(torch.uint8).numpy(), decompress(values, metadata).view(np.uint8)
+    )
+    for wrap in (lambda f: f, jax.jit, jax.vmap):
+        on_jax = wrap(compress)(jnp.asarray(w), jnp.asarray(mask))
+        np.testing.assert_array_equal(bits_of(on_jax.values), bits_of(values))
+        np.testing.assert_array_equal(on_jax.metadata, metadata)
+        np.testing.assert_array_equal(
+            bits_of(wrap(decompress)(*on_jax)), bits_of(decompress(values, metadata))
+        )
+
+
+def test_not_contiguous():
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal((32, 8)).astype(np.float32)
+    for view in (w.T, w[::2, ::2], w[::-1]):
+        mask = prune(view)
+        expected = compress(view.copy(), mask.copy())
+        for got in (
+            compress(view, mask),
+            compress(torch.from_numpy(w.copy()).T, prune(w.T)) if view is w.T else expected,
+        ):
+            np.testing.assert_array_equal(np.asarray(got.values), expected.values)
+            np.testing.assert_array_equal(np.asarray(got.metadata), expected.metadata)
+    values, metadata = compress(w)
+    np.testing.assert_array_equal(decompress(values[::2], metadata[::2]), decompress(values, metadata)[::2])
+
+
+def test_refusals_name_the_way_out():
+    w = np.zeros((2, 8), np.float32)
+    with pytest.raises(ValueError, match=r"multiple of 4, got shape \(2, 6\)"):
+        compress(w[:, :6])
+    with pytest.raises(ValueError, match="'2:4' only"):
+        compress(w, "4:8")
+    with pytest.raises(TypeError, match="mask is bool, got float32"):
+        compress(w, w)
+    with pytest.raises(ValueError, match="one bool per element"):
+        compress(w, np.zeros((2, 4), bool))
+    with pytest.raises(TypeError, match="store its codes as uint8"):
+        compress(w.astype(np.complex64), np.zeros((2, 8), bool))
+    values, metadata = compress(w)
+    with pytest.raises(ValueError, match=r"metadata of shape \(2, 1\)"):
+        decompress(values, metadata[:, :0])
+    with pytest.raises(ValueError, match="come in pairs"):
+        decompress(values[:, :3], metadata)
+    with pytest.raises(ValueError, match=r"decompress to \(2, 8\)"):
+        decompress(values, metadata, shape=(2, 16))
+    with pytest.raises(TypeError, match="metadata is uint8"):
+        decompress(values, metadata.astype(np.int8))

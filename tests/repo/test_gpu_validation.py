@@ -1,0 +1,269 @@
+"""The validator of the kernels (tests/gpu/validate_kernels.py) on CPU: it passes what is right and sees what is wrong."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import fast
+import reference
+from tests.gpu import validate_kernels
+from tests.gpu.harness.poison import WroteBeyond, poisoned
+from tests.gpu.harness.pool import Job, perform, run_jobs
+from tests.gpu.harness.run import Run, Settings
+from tests.gpu.kernels import errors as kernel_errors
+from tests.gpu.kernels import formats as kernel_formats
+from tests.gpu.kernels.numerics import races as kernel_races
+from tests.gpu.kernels.numerics import schemes as kernel_schemes
+
+SETTINGS = Settings(device="cpu", fraction=0.05)
+EVERY = [
+    job for job in validate_kernels.all_jobs(SETTINGS) if job.family not in ("compile", "sweep", "encode")
+]
+#: The first job of every family.
+FIRST = {job.family: job for job in reversed(EVERY)}
+#: Of JAX's programs, which XLA compiles for a minute, those of a scheme whose scales are powers of two.
+QUICK = {job.family: job for job in EVERY if job.family in ("jax", "jax shapes") and job.label == "mxfp4"}
+
+
+def stand_in(**functions):
+    """`fast` with some functions replaced."""
+    return SimpleNamespace(**{**{name: getattr(fast, name) for name in fast.__all__}, **functions})
+
+
+def checks(call, *arguments, fast, function=None):
+    """Checks of one job on CPU."""
+    done = perform(Job("family", "label", "quantize", call, arguments), SETTINGS, fast)
+    return [check for check in done.checks if function in (None, check.function)]
+
+
+def statuses(found):
+    return {check.status for check in found}
+
+
+def text(found):
+    return "\n".join(line for check in found for line in check.detail)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        *({**FIRST, **QUICK}).values(),
+        *(pytest.param(FIRST[family], marks=pytest.mark.sweep) for family in QUICK),
+    ],
+    ids=lambda job: f"{job.family}-{job.label}".replace(" ", "_"),
+)
+def test_the_reference_passes(job):
+    done = perform(job, SETTINGS, fast)
+    bad = [check for check in done.checks if check.status not in ("ok", "skipped", "missing")]
+    assert bad == []
+    assert done.checks
+
+
+def test_one_wrong_code():
+    def quantize(x, scheme, **keywords):
+        q = fast.quantize(x, scheme, **keywords)
+        codes = q.codes.clone()
+        codes[3, 40] ^= 1
+        return replace(q, codes=codes)
+
+    found = checks(kernel_schemes.scheme_case, "mxfp4", "bfloat16", fast=stand_in(quantize=quantize))
+    wrong = [check for check in found if check.status != "ok"]
+    assert {check.function for check in wrong} == {"quantize"}
+    assert all(check.different == 1 for check in wrong)
+    assert "block 25" in text(wrong)
+    assert "codes[3, 40]: got 0x" in text(wrong)
+    assert "scale got 0x" in text(wrong)
+
+
+def test_one_wrong_scale_bit():
+    def choose_scales(x, scheme, **keywords):
+        scales = fast.choose_scales(x, scheme, **keywords)
+        scale = scales.scale.clone()
+        scale.view(torch.int32)[0, 0] += 1
+        return replace(scales, scale=scale)
+
+    found = checks(
+        kernel_schemes.scheme_case, "int4_g32", "float16", fast=stand_in(choose_scales=choose_scales)
+    )
+    assert {check.function for check in found if check.different} == {"choose_scales"}
+
+
+def test_payload_of_nan():
+    """NaN is not equal to NaN where its bits differ."""
+
+    def dequantize(q, dtype="float32"):
+        y = fast.dequantize(q, dtype)
+        return torch.where(torch.isnan(y), torch.full_like(y, torch.nan) * -1, y)
+
+    found = checks(kernel_schemes.scheme_case, "fp8_rowwise", "float32", fast=stand_in(dequantize=dequantize))
+    assert {check.function for check in found if check.different} == {"dequantize"}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: y.double(), lambda y: y[None], lambda y: y.to("meta"), lambda y: None]
+)
+def test_dtype_shape_device_and_nothing(change):
+    found = checks(
+        kernel_formats.decode_case, "int4", fast=stand_in(decode=lambda *a: change(fast.decode(*a)))
+    )
+    assert statuses(found) <= {"different", "error"}
+
+
+def partly_written(x, fmt, **keywords):
+    """A kernel whose mask leaves the last element out."""
+    codes = fast.encode(x, fmt, **keywords)
+    out = torch.empty(x.shape, dtype=torch.uint8)
+    out.view(-1)[:-1] = codes.view(-1)[:-1]
+    return out
+
+
+def test_unwritten_output():
+    found = checks(
+        kernel_formats.encode_case, "float8_e5m2", "nearest_even", fast=stand_in(encode=partly_written)
+    )
+    made = [check for check in found if "inf" not in check.label or check.count > 1]
+    assert statuses(made) == {"different"}
+    assert all(check.different == 1 for check in made)
+
+
+def test_write_beyond_the_output():
+    def unpack(packed, fmt, shape):
+        out = torch.empty(packed.shape[0] * 2 if packed.ndim == 1 else shape, dtype=torch.uint8)
+        out.as_strided((out.numel() + 3,), (1,))[-3:] = 0
+        return fast.unpack(packed, fmt, shape)
+
+    found = checks(kernel_formats.pack_case, "int4", fast=stand_in(unpack=unpack), function="unpack")
+    assert "WroteBeyond" in text(found)
+
+
+def write_around():
+    """One byte before and one after an output of 12."""
+    with poisoned(7):
+        out = torch.empty_like(torch.ones(3))
+        wide = out.as_strided((5,), (1,), out.storage_offset() - 1).view(torch.uint8)
+        wide[3], wide[16] = 1, 1
+
+
+def test_guards_of_every_kind_of_output():
+    with pytest.raises(WroteBeyond, match="at -1, 12"):
+        write_around()
+    with poisoned(7):
+        odd = torch.empty((3, 5), dtype=torch.bfloat16).t()
+        flat = torch.ones(4).new_empty((0,))
+        assert (odd.contiguous().view(torch.uint8) == 7).all()
+        assert flat.numel() == 0
+    assert torch.empty.__module__ != "tests.gpu.harness.poison"
+
+
+def test_race():
+    """One element that changes in one call of many."""
+    calls = []
+
+    def encode(x, fmt, **keywords):
+        codes = fast.encode(x, fmt, **keywords)
+        calls.append(0)
+        if len(calls) % 4 == 3:
+            codes[1, 1] ^= 1
+        return codes
+
+    found = checks(kernel_races.code_race, fast=stand_in(encode=encode), function="encode")
+    assert "different" in statuses(found)
+    assert "repetition" in text(found)
+    assert statuses(checks(kernel_races.code_race, fast=fast)) == {"ok"}
+
+
+def test_errors_in_other_words():
+    def quantize(x, scheme, **keywords):
+        try:
+            return fast.quantize(x, scheme, **keywords)
+        except ValueError as error:
+            raise ValueError(f"{error}!") from error
+
+    found = checks(kernel_errors.error_case, fast=stand_in(quantize=quantize), function="quantize")
+    assert any(check.different for check in found)
+    assert not all(check.different for check in found)  # TypeErrors are untouched
+    lenient = stand_in(quantize=lambda *args, **keywords: None)
+    assert all(
+        check.different for check in checks(kernel_errors.error_case, fast=lenient, function="quantize")
+    )
+    assert any(check.different for check in checks(kernel_errors.foreign_case, fast=lenient))
+
+
+def test_calls_handed_to_the_reference_are_counted():
+    run = Run(SETTINGS, fast)
+    run.same("encode", "", np.ones(3, np.float32), "float8_e4m3fn")
+    kernel = torch.from_numpy(reference.encode(np.ones(3, np.float32), "float8_e4m3fn"))
+    other = Run(SETTINGS, SimpleNamespace(encode=lambda x, fmt: kernel.clone()))
+    other.same("encode", "", np.ones(3, np.float32), "float8_e4m3fn")
+    assert [run.checks[0].handed_on, other.checks[0].handed_on] == [True, False]
+
+
+def test_missing_function():
+    run = Run(SETTINGS, SimpleNamespace())
+    assert run.missing("quantize_both")
+    assert run.checks[0].status == "missing"
+
+
+def test_without_cuda(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert validate_kernels.main([]) == 2
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_program(tmp_path, capsys, monkeypatch):
+    """Exit codes, lines and the file, with the right functions and with a wrong one under another name."""
+    arguments = ["--device", "cpu", "--quick", "--workers", "0", "--only", "decode int", "--json"]
+    assert validate_kernels.main([*arguments, str(tmp_path / "right.json")]) == 0
+    right = json.loads((tmp_path / "right.json").read_text())
+    (row,) = right["tests"]
+    assert {row["name"], row["status"], row["kernel"]} == {
+        "decode/decode",
+        "ok",
+        "fast/kernels/encode/pointwise.py",
+    }
+    assert row["count"] > 65536
+    assert right["versions"]["torch"] == torch.__version__
+    wrong = ModuleType("wrong_fast")
+    wrong.__dict__.update(vars(stand_in(decode=lambda c, f: fast.decode(c, f) + 1)))
+    wrong.KERNEL_OF = {"decode": "fast/kernels/wrong.py"}
+    monkeypatch.setitem(sys.modules, "wrong_fast", wrong)
+    assert validate_kernels.main([*arguments, str(tmp_path / "wrong.json"), "--fast", "wrong_fast"]) == 1
+    (row,) = json.loads((tmp_path / "wrong.json").read_text())["tests"]
+    assert (row["status"], row["kernel"]) == ("different", "fast/kernels/wrong.py")
+    assert "expected 0x" in capsys.readouterr().out
+    assert validate_kernels.main([*arguments[:-2], "no such job"]) == 1
+
+
+def dying(run):
+    os._exit(3)
+
+
+def living(run):
+    run.same("decode", "0-d", np.array(1, np.uint8), "int4")
+
+
+def test_a_process_that_dies():
+    """Its job has failed; the other one is done by a fresh process."""
+    jobs = [Job("f", "dying", "quantize", dying, weight=2.0), Job("f", "living", "decode", living)]
+    results = {done.job.label: done for done in run_jobs(jobs, SETTINGS, workers=1)}
+    assert "exit code 3" in text(results["dying"].checks)
+    assert [check.status for check in results["living"].checks] == ["ok"]
+
+
+def test_time_that_is_over():
+    jobs = [Job("f", str(i), "decode", living) for i in range(3)]
+    results = list(run_jobs(jobs, SETTINGS, workers=1, seconds=0.0))
+    assert len(results) == 3
+    assert "not started" in text([check for done in results for check in done.checks])
+
+
+def test_a_test_that_raises_is_an_error():
+    found = checks(lambda run: 1 / 0, fast=fast)
+    assert statuses(found) == {"error"}
+    assert "ZeroDivisionError" in text(found)

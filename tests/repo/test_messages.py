@@ -1,0 +1,165 @@
+"""What is said to a wrong first argument, an unknown name, a batch that vmap made, and an operation that there is not."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+import fast
+from ao_lab.tensor.op_registry import operations
+
+X = np.ones((4, 32, 64), np.float32)
+ROW = np.ones(32, np.float32)
+INT8 = ao_lab.Int8WeightOnlyConfig()
+# Arguments behind the first, of the functions of the specification.
+SPECIFIED = {
+    "choose_scales": ("mxfp4",),
+    "compress": (),
+    "decode": ("float8_e4m3fn",),
+    "decompress": (ROW,),
+    "dequantize": (),
+    "encode": ("float8_e4m3fn",),
+    "fake_quantize": ("mxfp4",),
+    "fake_quantize_vjp": (ROW, "mxfp4"),
+    "matmul": (X[0],),
+    "matmul_error_bound": (X[0],),
+    "pack": ("int4",),
+    "prune": (),
+    "quantize": ("mxfp4",),
+    "quantize_both": ("mxfp4",),
+    "rms_norm": (ROW,),
+    "rms_norm_quantize": (ROW, "mxfp4"),
+    "swiglu": (ROW,),
+    "swiglu_quantize": (ROW, "mxfp4"),
+    "tile_scales": (),
+    "unpack": ("int4", (4,)),
+    "untile_scales": ((1, 1),),
+}
+# And of those that import torch, with what each takes first.
+OTHERS = {
+    "advance_qat": ((), "model is a torch.nn.Module"),
+    "as_torchao": ((), "takes a configuration"),
+    "calibrate": ((INT8, print), "model is a torch.nn.Module"),
+    "explain": ((), "model is a torch.nn.Module"),
+    "from_native": (("int8_rowwise",), "takes the arrays of a NativeParts"),
+    "lora_state_dict": ((), "model is a torch.nn.Module"),
+    "model_size": ((INT8,), "model is a torch.nn.Module"),
+    "native_dtype": ((), "a format is given by name or as a record"),
+    "quantize_": ((INT8,), "model is a torch.nn.Module"),
+    "quantized": (("int8_rowwise",), "takes a torch tensor"),
+    "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
+    "to_native": ((), "takes a Quantized of torch tensors"),
+    "weight_size": (("int8_rowwise",), "takes the shape of a weight"),
+}
+# What takes paths, modules of a filter, steps or nothing: their first argument has a test elsewhere, or no wrong type.
+REST = {
+    "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "FromIntXQuantizationAwareTrainingConfig",
+    "IntXQuantizationAwareTrainingConfig", "IntxFakeQuantizeConfig", "compile_options", "linear_and_experts", "llama32_configs",
+    "llama32_qat", "load_pretrained", "quantize_pretrained", "write_card",
+}  # fmt: skip
+
+
+class Strange:
+    """Nothing that any function takes."""
+
+
+def test_the_tables_hold_every_function():
+    assert {name for name in ao_lab.SPECIFIED if callable(getattr(ao_lab, name))} == set(SPECIFIED)
+    functions = {name for name in ao_lab.HOMES if inspect.isfunction(getattr(ao_lab, name))}
+    assert functions == set(OTHERS) | REST
+
+
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_what_is_no_array(name):
+    for wrong in ("text", None, Strange()):
+        with pytest.raises(TypeError, match=f"got {type(wrong).__name__}"):
+            getattr(ao_lab, name)(wrong, *SPECIFIED[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_model_and_no_tensor(name):
+    arguments, said = OTHERS[name]
+    for wrong in (3, None, Strange()):
+        with pytest.raises(TypeError, match=f"{said}.*got {type(wrong).__name__}"):
+            getattr(ao_lab, name)(wrong, *arguments)
+
+
+@pytest.mark.parametrize("make", [torch.ones, np.ones, jnp.ones])
+def test_arrays_are_no_quantized(make):
+    for dequantize in (ao_lab.dequantize, fast.dequantize, ao_lab.jax.dequantize):
+        with pytest.raises(
+            TypeError, match=r"takes a Quantized.* got an array of dtype .* and shape \(4, 32\)"
+        ):
+            dequantize(make((4, 32)))
+
+
+def test_a_quantized_tensor_has_its_own():
+    with pytest.raises(TypeError, match="a QuantizedTensor has a dequantize"):
+        ao_lab.dequantize(ao_lab.quantized(torch.ones(4, 32), "int8_rowwise"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_that_vmap_made(packed):
+    """The codes have an axis more than the shape says; the message says how both ways end."""
+    batch = jax.vmap(lambda x: ao_lab.quantize(x, "mxfp4", packed=packed))(jnp.asarray(X))
+    with pytest.raises(ValueError, match=r"a batch \(4,\) of them, as jax.vmap.quantize. makes it") as error:
+        ao_lab.dequantize(batch)
+    assert "packed=" not in str(error.value)
+    whole = ao_lab.dequantize(ao_lab.quantize(jnp.asarray(X), "mxfp4", packed=packed))
+    assert jnp.array_equal(jax.vmap(ao_lab.dequantize)(batch), whole)
+
+
+def test_codes_of_another_tensor():
+    q = ao_lab.quantize(X, "mxfp4")
+    other = ao_lab.quantize(X[:, :, :32], "mxfp4")
+    wrong = type(q)(other.codes, q.scale, None, None, q.shape, q.axis, q.scheme)
+    # Half as long: what packed codes of four bits would be.
+    with pytest.raises(ValueError, match="belong in a Quantized with packed=True"):
+        ao_lab.dequantize(wrong)
+    wrong = type(q)(other.codes[:1], q.scale, None, None, q.shape, q.axis, q.scheme)
+    with pytest.raises(ValueError, match="give the codes, the shape and the scheme of one quantize"):
+        ao_lab.dequantize(wrong)
+
+
+def test_unknown_names():
+    """At most three names, and where all of them are."""
+    for given, near in (
+        ("mxfp8", "mxfp8_e4m3, mxfp8_e5m2"),
+        ("nvfp5", "nvfp4"),
+        ("MXFP4", "mxfp4"),
+        ("int8", "int8_g32"),
+    ):
+        for function in (
+            lambda name: ao_lab.quantize(ROW, name),
+            lambda name: ao_lab.SchemeConfig(scheme=name),
+        ):
+            with pytest.raises(
+                ValueError, match=f"unknown scheme '{given}'; the nearest are .*{near}"
+            ) as error:
+                function(given)
+            assert str(error.value).count(",") == 2
+    with pytest.raises(
+        ValueError, match=r"known are \S+, \S+, \S+ and \d+ more; `ao-lab schemes` lists them"
+    ):
+        ao_lab.quantize(ROW, "zzzz")
+    with pytest.raises(
+        ValueError,
+        match=r"known are bfloat16, float16, float4_e2m1fn and .* more; `ao-lab formats` lists them",
+    ):
+        ao_lab.encode(ROW, "zzzz")
+
+
+@pytest.mark.parametrize("operation", [torch.relu, torch.sum, lambda w: w + 1, lambda w: w.sort()])
+def test_operations_that_there_are_not(operation):
+    weight = nn.Parameter(ao_lab.quantized(torch.randn(4, 32), "int8_rowwise"), requires_grad=False)
+    with pytest.raises(
+        NotImplementedError, match=r"of a QuantizedTensor \(int8_rowwise\): dequantize\(\) it first"
+    ) as error:
+        operation(weight)
+    assert len(str(error.value)) < 300
+    assert len(operations()) > 30

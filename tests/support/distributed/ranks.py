@@ -1,0 +1,55 @@
+"""Processes of one group on this machine: how a test runs a script of them, and how that script starts them.
+
+    python tests/NAME_ranks.py RANKS ...
+
+The script prints "equal" where nothing on any rank has raised.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[3]
+RANKS = 2
+EQUAL = "equal"
+
+
+def check_on_ranks(script, *arguments):
+    """Run tests/SCRIPT in a process of its own, for two ranks; AssertionError with its last lines where one has raised."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / script), str(RANKS), *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == EQUAL
+
+
+def start_ranks(work):
+    """`work` on as many ranks as the script's first argument says, with the arguments that follow it."""
+    ranks, arguments = int(sys.argv[1]), sys.argv[2:]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Forks have imported what this process has, and it has computed nothing yet.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    mp.start_processes(_in_group, (ranks, port, work, arguments), nprocs=ranks, start_method=method)
+    print(EQUAL)
+
+
+def _in_group(rank, ranks, port, work, arguments):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    work(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()

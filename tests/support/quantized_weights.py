@@ -1,0 +1,84 @@
+"""Weights for tests of `QuantizedTensor`, and what the specification makes of them."""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
+
+import reference
+from ao_lab.tensor.op_registry import operations
+
+# One of each kind: groups, rows, tensor, two-dimensional blocks, zero points, two levels, flat blocks, odd bits.
+KINDS = (
+    "int8_rowwise",
+    "int4_g32",
+    "int4_g32_asymmetric",
+    "int3_g32",
+    "fp8_tensorwise",
+    "fp8_128x128",
+    "mxfp8_e4m3",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "nvfp4",
+    "nf4",
+)
+
+
+#: On a machine with a GPU the tests of operations and products run there too.
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def weight(*shape, seed=0, dtype=torch.float32):
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
+
+
+def specified(dense, scheme, axis=-1):
+    """What the specification makes of a weight, as torch's tensor of its dtype."""
+    name = str(dense.dtype).removeprefix("torch.")
+    return reference.dequantize(reference.quantize(dense, scheme, axis=axis), name)
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+aten = torch.ops.aten
+#: The operations of `ao_lab.tensor.matmul_ops`, and the test file that has them; test_tensor_ops has the others.
+LAYERS = {
+    aten._grouped_mm.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+    aten.embedding.default,
+}
+functional, c10d = torch.ops._c10d_functional, torch.ops.c10d
+#: Those of `ao_lab.tensor.collectives`; tensor_parallel_ranks.py has them.
+COLLECTIVES = {
+    functional.all_gather_into_tensor.default,
+    functional.broadcast.default,
+    functional.wait_tensor.default,
+    functional._wrap_tensor_autograd.default,
+    torch.ops._dtensor.shard_dim_alltoall.default,
+    c10d.broadcast_.default,
+    c10d.scatter_.default,
+    c10d.allgather_.default,
+}
+
+
+@contextmanager
+def recorded_operations(monkeypatch, used):
+    """Adds to `used` every operation that is looked up in the table."""
+
+    class Recorded(dict):
+        def get(self, op, default=None):
+            used.add(op)
+            return super().get(op, default)
+
+    recorded = Recorded(operations())
+    monkeypatch.setattr("ao_lab.tensor.op_registry.operations", lambda: recorded)
+    yield
