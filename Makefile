@@ -14,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test sweep lint style types contract exhaustive mutation install install-test clean
+.PHONY: help reproduce speed test nightly lint style types contract exhaustive mutation install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -32,8 +32,8 @@ test: install-test   ## all tests that need no GPU
 	@$(BIN)/ao-lab ledger --check || true  # what only a GPU can test: said here, failed nowhere
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-sweep: install-test  ## every further record and shape of those tests (half an hour on two cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m sweep $(ARGS)
+nightly: install-test  ## every further record and shape of those tests (half an hour on two cores)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(ARGS)
 
 lint: style types contract ## style, types and the import contract
 

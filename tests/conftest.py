@@ -1,4 +1,8 @@
-"""Settings of the whole test run.
+"""Settings of the whole test run, and the marker of every test.
+
+A test is `core`, `compile` (Triton compiles or interprets kernels), `integration` (whole models, folders, commands, processes)
+or `nightly` (a further record or shape of a test whose other cases take every path). The folder decides, `MARKERS` says how;
+`nightly` stands at the test. `pytest -m core` runs one kind.
 
 Hypothesis: `default` looks at new examples in every run and keeps the failures it found; `ci` (HYPOTHESIS_PROFILE=ci, set by
 `.ci/run`) draws the same examples every time and stores nothing. Neither has a deadline: machines are shared, and a slow
@@ -6,11 +10,13 @@ example is no wrong one. The number of examples is the same in both: no profile 
 """
 
 import os
+from pathlib import Path
 
 # One thread a test process: the processes share the cores. Read by torch and NumPy when they are first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from ao_lab.cli.terminal import progress
@@ -23,3 +29,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
+
+#: Folders below tests/ whose tests are not core.
+MARKERS = {
+    "emulator": "compile",
+    "fast/kernels": "compile",
+    "fast/linear": "compile",
+    "ao_lab/checkpoint": "integration",
+    "ao_lab/cli": "integration",
+    "ao_lab/eval": "integration",
+    "ao_lab/qat": "integration",
+    "ao_lab/quantization": "integration",
+    "ao_lab/tensor": "integration",
+    "experiments": "integration",
+    "repo": "integration",
+}
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test that is not nightly the marker of its folder."""
+    for item in items:
+        if item.get_closest_marker("nightly") is None:
+            item.add_marker(marker_of(item.path.relative_to(TESTS).as_posix()))
+
+
+def marker_of(path: str) -> str:
+    """The marker of a file's tests, `core` where no folder says otherwise."""
+    found = [marker for folder, marker in MARKERS.items() if path.startswith(f"{folder}/")]
+    return found[0] if found else "core"

@@ -54,7 +54,7 @@ def text(found):
     "job",
     [
         *({**FIRST, **QUICK}).values(),
-        *(pytest.param(FIRST[family], marks=pytest.mark.sweep) for family in QUICK),
+        *(pytest.param(FIRST[family], marks=pytest.mark.nightly) for family in QUICK),
     ],
     ids=lambda job: f"{job.family}-{job.label}".replace(" ", "_"),
 )

@@ -89,7 +89,7 @@ def test_numbers_make_no_structure():
 
 def test_those_outside_a_sample_are_marked():
     given = sampled({"mxfp4"}, ["mxfp4", "nvfp4"])
-    assert given == ["mxfp4", pytest.param("nvfp4", marks=pytest.mark.sweep)]
+    assert given == ["mxfp4", pytest.param("nvfp4", marks=pytest.mark.nightly)]
 
 
 def test_covering_leaves_out_what_adds_nothing():

@@ -4,7 +4,7 @@ Two records that differ in nothing but numbers (a target, the size of a block, t
 other constants. `STRUCTURES` holds a record of every structure and of every element. `PAIRS` is shorter: any two values of
 fields that some record has together, some record of it has together. `FIELDS` is the shortest: every value of every field.
 `KINDS` has every kind of block, of second level and of zero point, for what depends on little else. `sampled` makes a test's
-parameters of them: the other records are marked `sweep` and run by `make sweep`. `test_record_samples` shows that nothing of
+parameters of them: the other records are marked `nightly` and run by `make nightly`. `test_record_samples` shows that nothing of
 `SCHEMES` is missing.
 """
 
@@ -109,5 +109,5 @@ KINDS = covering(kinds_of)
 
 
 def sampled(sample: Collection[str], names: Iterable[str] = NAMES) -> list[Any]:
-    """Parameters of a test: all of `names`, those outside the sample for `make sweep` only."""
-    return [name if name in sample else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+    """Parameters of a test: all of `names`, those outside the sample for `make nightly` only."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.nightly) for name in names]

@@ -54,7 +54,7 @@ ARGUMENTS = {
 #: Integers of other widths differ in how their codes are packed, which `test_pack` looks at.
 WIDTHS = (torch.int3, torch.int5, torch.int6, torch.int7)
 CASES = [
-    pytest.param(name, given, marks=pytest.mark.sweep if given.get("weight_dtype") in WIDTHS else ())
+    pytest.param(name, given, marks=pytest.mark.nightly if given.get("weight_dtype") in WIDTHS else ())
     for name, several in ARGUMENTS.items()
     for given in several
 ]
@@ -146,7 +146,7 @@ def test_compiled(name, given):
         assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(TOKENS), y)
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("name", "given"), CASES)
 def test_exported(name, given, strict):
     """By torch.export's own trace; the strict one is the compiler's, which test_compiled takes."""

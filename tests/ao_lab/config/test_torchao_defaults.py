@@ -178,7 +178,7 @@ def repeats(config: object) -> bool:
 @pytest.mark.parametrize(
     ("config", "dtypes"),
     [
-        pytest.param(config, dtypes, marks=pytest.mark.sweep if repeats(config) else ())
+        pytest.param(config, dtypes, marks=pytest.mark.nightly if repeats(config) else ())
         for config, dtypes in CASES
     ],
     ids=lambda value: type(value).__name__,

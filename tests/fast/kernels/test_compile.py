@@ -229,7 +229,7 @@ def with_marks(cases):
         pytest.param(
             one,
             id=one.name,
-            marks=[spills] * (one.name in SPILLS_LATER) + [pytest.mark.sweep] * (one in LONG),
+            marks=[spills] * (one.name in SPILLS_LATER) + [pytest.mark.nightly] * (one in LONG),
         )
         for one in cases
     ]
