@@ -1,9 +1,9 @@
-"""Attention of the one token that is being generated, for the model of `decode`: a kernel of its own, the same for all weights.
+"""Attention of a single generated token, for the model of `decode`: one kernel, the same for all weights.
 
 Between two products of a layer there is little to compute (232 keys of eight heads, 1 MB), so what counts is how many kernels
-follow each other. What the compiler makes of rotations, writes into the cache, and attention as plain torch are six, 17 us with
-the gaps between them, where all products by 4-bit weights of a layer take 49; cuDNN's attention alone takes 14, torch's
-flex_attention 18. This is the part that a serving engine brings along. Bfloat16, our configurations and torchao's all run it.
+follow each other. Compiled from plain torch, rotary embedding, cache writes and attention are six, 17 us with the gaps between
+them, where all products by 4-bit weights of a layer take 49; cuDNN's attention alone takes 14, torch's flex_attention 18. A
+serving engine has such a kernel. Bfloat16, our configurations and torchao's all run it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: Keys that a program takes at once, and its warps.
+#: Keys that a program loads at once, and its warps.
 STEP, WARPS = 256, 8
-#: Asked for here, since tracers do not follow the question.
+#: Evaluated at import, since tracers do not follow find_spec.
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -25,42 +25,43 @@ def attend_one(
 ) -> Tensor:
     """Attention of one query a head over what the cache holds up to its position; CUDA only.
 
-    qkv: (1, 1, (heads + 2 * kv_heads) * head_width), bfloat16 or float16, queries, keys and values of this token as they come
-    from their product; cosine, sine: (1, head_width), of its position, in the same dtype; position: (1), int64, below the
-    cache's length; keys, values: (1, kv_heads, length, head_width), contiguous, in the same dtype, where this token's own are
-    written. Returns (1, 1, heads * head_width).
+    qkv: (1, 1, (heads + 2 * kv_heads) * head_dim), bfloat16 or float16, queries, keys and values of this token as they come
+    from their product; cosine, sine: (1, head_dim), of its position, in the same dtype; position: (1), int64, below the
+    cache's length; keys, values: (1, kv_heads, length, head_dim), contiguous, in the same dtype, where this token's own are
+    written. Returns (1, 1, heads * head_dim).
 
     Rotated queries and keys are rounded to their dtype, as they are stored; everything else is float32, rounded at the end.
-    ValueError for other sizes, and for a width that is no power of two.
+    ValueError for other sizes, and for a head_dim that is no power of two.
     """
     from experiments.decode.attention_kernel import attention_kernel
 
-    kv_heads, length, width = _checked(qkv, keys, values)
+    kv_heads, length, width = checked_sizes(qkv, keys, values)
     heads = qkv.shape[-1] // width - 2 * kv_heads
     y = qkv.new_empty(1, 1, heads * width)
-    # Hopper and later: the kernel asks for the cache while the one in front of it ends.
-    late = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+    # Hopper and later: programmatic dependent launch; the kernel loads the cache while the one before it ends.
+    use_pdl = torch.cuda.get_device_capability(qkv.device) >= (9, 0)
     attention_kernel[heads,](
         qkv, cosine, sine, position, keys, values, y, width**-0.5,
-        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, LATE=late, num_warps=WARPS, launch_pdl=late,
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=width, LENGTH=length, STEP=STEP, USE_PDL=use_pdl,
+        num_warps=WARPS, launch_pdl=use_pdl,
     )  # fmt: skip
     return y
 
 
-def _checked(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int]:
-    """Heads of keys, positions and width."""
+def checked_sizes(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int]:
+    """Key-value heads, positions and head_dim; ValueError for what `attend_one` does not handle."""
     kv_heads, length, width = keys.shape[1:]
-    one = qkv.shape[:2] == (1, 1) and keys.shape[0] == 1 and values.shape == keys.shape
-    if not one or width & (width - 1) or not (keys.is_contiguous() and values.is_contiguous()):
+    single = qkv.shape[:2] == (1, 1) and keys.shape[0] == 1 and values.shape == keys.shape
+    if not single or width & (width - 1) or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
             f"attend_one takes one token of one text, contiguous caches and heads of a power of two; got {tuple(qkv.shape)} "
-            f"and caches of {tuple(keys.shape)} and {tuple(values.shape)}; Attention goes by torch's attention otherwise"
+            f"and caches of {tuple(keys.shape)} and {tuple(values.shape)}; CachedAttention uses torch's attention otherwise"
         )
     return kv_heads, length, width
 
 
-def takes(qkv: Tensor) -> bool:
-    """Whether `attend_one` is for this product: one token, on a GPU for which there are kernels."""
+def supports(qkv: Tensor) -> bool:
+    """Whether `attend_one` handles this product: one token, on a GPU, with triton installed."""
     return qkv.shape[:2] == (1, 1) and qkv.is_cuda and HAS_TRITON
 
 
@@ -72,4 +73,4 @@ def _fake(
     return qkv.new_empty(1, 1, qkv.shape[-1] - 2 * kv_heads * width)
 
 
-__all__ = ["attend_one", "takes"]
+__all__ = ["attend_one", "supports"]

@@ -1,135 +1,132 @@
 """What is decoded: bfloat16 in its forms, our configurations, and torchao's, each under the name that published tables use.
 
-A peer runs as its users are told to: torchao's own configuration, its recommended settings of the compiler. Those (and plain
-bfloat16) multiply one row by reductions that the compiler writes and tunes, so they need coordinate descent; a product of one
-row by a kernel of ours does not, and compiles in a fraction of the time. What tuning finds differs from run to run by a tenth
-of the speed, so bfloat16 is tuned twice, the second time from nothing and with dependent launches, as ours are compiled (what
-the compiler writes may begin while the kernel in front of it ends). Bars are held against the fastest of its forms. torchao
-recommends no such launches, so its rows have none.
+A baseline runs as its documentation recommends: torchao's own configuration and compiler settings. Those (and plain bfloat16)
+multiply one row by reductions that the compiler writes and tunes, so they need coordinate descent; a product of one row by a
+kernel of ours does not, and compiles in a fraction of the time. What tuning finds differs from run to run by a tenth of the
+speed, so bfloat16 is tuned twice, the second time from an empty cache and with programmatic dependent launches, as ours are
+compiled (what the compiler writes may start while the kernel before it ends). Targets are relative to the fastest of its
+forms. torchao recommends no such launches, so its rows have none.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-BASELINE, OURS, TORCHAO = "baseline", "ours", "torchao"
+from experiments.harness import libraries
+from experiments.harness.libraries import TORCHAO
+
+BASELINE, OURS = "baseline", "ours"
 BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One way to hold and multiply the weights."""
+    """One way to store and multiply the weights.
 
-    #: Who made it, and what it is called; together they name a row.
+    setting, method: its library and name; together they name a row. build: the configuration for `quantize_`; None for plain
+    bfloat16. tuned: whether the compiler tunes what it writes (torchao's recommended settings). whole: whether the step is
+    compiled as one program, not layer by layer. dependent: whether the compiler's kernels use programmatic dependent launch,
+    as `ao_lab.compile_options` has it and torchao's recommended settings do not. fresh_cache: whether nothing that was
+    compiled or tuned before is reused. always: whether it is measured without being named.
+    """
+
     setting: str
     method: str
-    #: The configuration for `quantize_`; None for plain bfloat16.
-    make: Callable[[], Any] | None = None
-    #: Whether the compiler may tune what it writes (torchao's recommended settings).
+    build: Callable[[], Any] | None = None
     tuned: bool = False
-    #: Whether the step is compiled as one program, not layer by layer.
     whole: bool = False
-    #: Whether what the compiler writes may begin while the kernel before it ends (programmatic dependent launch), as
-    #: `ao_lab.compile_options` has it and torchao's recommended settings do not.
     dependent: bool = False
-    #: Whether nothing that was compiled or tuned before may be taken.
-    afresh: bool = False
-    #: Whether it is measured without being asked for.
+    fresh_cache: bool = False
     always: bool = True
 
     def quantize(self, model: nn.Module) -> None:
         """Quantize the model's linear layers in place."""
-        if self.make is None:
+        if self.build is None:
             return
         if self.setting == OURS:
             from ao_lab import quantize_
         else:
             from torchao.quantization import quantize_
-        quantize_(model, self.make())
+        quantize_(model, self.build())
 
 
-def ours(name: str, **options: Any) -> Callable[[], Any]:
-    """A configuration of ao_lab, made when it is asked for."""
-
-    def make() -> Any:
-        import ao_lab
-
-        return getattr(ao_lab, name)(**options)
-
-    return make
+def our_config(name: str, granularity: str = "", **options: Any) -> Callable[[], Any]:
+    """A configuration class of ao_lab by name, constructed when it is called; a granularity is named by its class."""
+    return configuration("ao_lab", name, "ao_lab", granularity, options)
 
 
-def torchaos(name: str, home: str = "torchao.quantization", **options: Any) -> Callable[[], Any]:
-    """A configuration of torchao; a granularity is named by its class."""
-
-    def make() -> Any:
-        from importlib import import_module
-
-        if "granularity" in options:
-            made = getattr(import_module("torchao.quantization"), options["granularity"])()
-            return getattr(import_module(home), name)(**{**options, "granularity": made})
-        return getattr(import_module(home), name)(**options)
-
-    return make
+def torchao_config(
+    name: str, module: str = "torchao.quantization", granularity: str = "", **options: Any
+) -> Callable[[], Any]:
+    """The same of torchao."""
+    return configuration(module, name, "torchao.quantization", granularity, options)
 
 
-def granular(name: str, granularity: str) -> Callable[[], Any]:
-    """A configuration of ao_lab with a granularity."""
+def configuration(
+    module: str, name: str, granularities: str, granularity: str, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """Builds class `name` of a module, with a granularity of the module `granularities` where one is named."""
 
-    def make() -> Any:
-        import ao_lab
+    def build() -> Any:
+        arguments = dict(options)
+        if granularity:
+            arguments["granularity"] = getattr(import_module(granularities), granularity)()
+        return getattr(import_module(module), name)(**arguments)
 
-        return getattr(ao_lab, name)(granularity=getattr(ao_lab, granularity)())
-
-    return make
+    return build
 
 
 INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
 FLOAT8_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
-#: The published setting, scale and zero point in bfloat16; and the house's, with zero points of a byte.
+#: The published setting, scale and zero point in bfloat16; and our default with zero points of one byte.
 TINYGEMM, INT4 = "torchao.int4_g64_tinygemm", "int4_g64_asymmetric_bf16"
 
 LIBRARY, DEPENDENT = f"{BFLOAT16}, library products", f"{BFLOAT16}, dependent launches"
-#: Published configurations whose speedups are bars.
-RACED = ("int8wo", "float8wo", "int4wo-64")
+#: Published configurations whose speedups are targets.
+WITH_SPEED_TARGET = ("int8wo", "float8wo", "int4wo-64")
 BASE = Config(setting=BASELINE, method=BFLOAT16, tuned=True)
 OUR_CONFIGS = {
-    "int8wo": ours("Int8WeightOnlyConfig"),
-    "float8wo": ours("Float8WeightOnlyConfig"),
-    "int4wo-64": ours("Int4WeightOnlyConfig", group_size=64, scheme=TINYGEMM),
-    "int4wo-64, integer zeros": ours("Int4WeightOnlyConfig", group_size=64, scheme=INT4),
-    "float8dq per-tensor": granular(FLOAT8_DYNAMIC, "PerTensor"),
-    "float8dq per-row": granular(FLOAT8_DYNAMIC, "PerRow"),
-    "int8dq": ours(INT8_DYNAMIC),
-    "mxfp8wo": ours("MXWeightOnlyConfig", weight_dtype="float8_e4m3fn"),
-    "mxfp4wo": ours("MXWeightOnlyConfig", weight_dtype="float4_e2m1fn"),
-    "nvfp4wo": ours("NVFP4WeightOnlyConfig"),
+    "int8wo": our_config("Int8WeightOnlyConfig"),
+    "float8wo": our_config("Float8WeightOnlyConfig"),
+    "int4wo-64": our_config("Int4WeightOnlyConfig", group_size=64, scheme=TINYGEMM),
+    "int4wo-64, integer zeros": our_config("Int4WeightOnlyConfig", group_size=64, scheme=INT4),
+    "float8dq per-tensor": our_config(FLOAT8_DYNAMIC, "PerTensor"),
+    "float8dq per-row": our_config(FLOAT8_DYNAMIC, "PerRow"),
+    "int8dq": our_config(INT8_DYNAMIC),
+    "mxfp8wo": our_config("MXWeightOnlyConfig", weight_dtype="float8_e4m3fn"),
+    "mxfp4wo": our_config("MXWeightOnlyConfig", weight_dtype="float4_e2m1fn"),
+    "nvfp4wo": our_config("NVFP4WeightOnlyConfig"),
 }
 TORCHAO_CONFIGS = {
-    "int8wo": torchaos("Int8WeightOnlyConfig"),
-    "int4wo-64": torchaos("Int4WeightOnlyConfig", group_size=64, int4_packing_format="tile_packed_to_4d"),
-    "float8wo": torchaos("Float8WeightOnlyConfig"),
-    "float8dq per-tensor": torchaos(FLOAT8_DYNAMIC, granularity="PerTensor"),
-    "float8dq per-row": torchaos(FLOAT8_DYNAMIC, granularity="PerRow"),
-    "int8dq": torchaos(INT8_DYNAMIC),
-    "nvfp4wo": torchaos("NVFP4WeightOnlyConfig", "torchao.prototype.mx_formats"),
+    "int8wo": torchao_config("Int8WeightOnlyConfig"),
+    "int4wo-64": torchao_config(
+        "Int4WeightOnlyConfig", group_size=64, int4_packing_format="tile_packed_to_4d"
+    ),
+    "float8wo": torchao_config("Float8WeightOnlyConfig"),
+    "float8dq per-tensor": torchao_config(FLOAT8_DYNAMIC, granularity="PerTensor"),
+    "float8dq per-row": torchao_config(FLOAT8_DYNAMIC, granularity="PerRow"),
+    "int8dq": torchao_config(INT8_DYNAMIC),
+    "nvfp4wo": torchao_config("NVFP4WeightOnlyConfig", "torchao.prototype.mx_formats"),
 }
 CONFIGS = (
     BASE,
     Config(setting=BASELINE, method=LIBRARY),
-    Config(setting=BASELINE, method=DEPENDENT, tuned=True, dependent=True, afresh=True),
-    *(Config(setting=OURS, method=name, make=make, dependent=True) for name, make in OUR_CONFIGS.items()),
-    *(Config(setting=TORCHAO, method=name, make=TORCHAO_CONFIGS[name], tuned=True) for name in RACED),
-    # What no bar is held against comes last: a run may be over before.
+    Config(setting=BASELINE, method=DEPENDENT, tuned=True, dependent=True, fresh_cache=True),
+    *(Config(setting=OURS, method=name, build=build, dependent=True) for name, build in OUR_CONFIGS.items()),
     *(
-        Config(setting=TORCHAO, method=name, make=make, tuned=True)
-        for name, make in TORCHAO_CONFIGS.items()
-        if name not in RACED
+        Config(setting=TORCHAO, method=name, build=TORCHAO_CONFIGS[name], tuned=True)
+        for name in WITH_SPEED_TARGET
+    ),
+    # Configurations without a target come last: the time of a run may end before them.
+    *(
+        Config(setting=TORCHAO, method=name, build=build, tuned=True)
+        for name, build in TORCHAO_CONFIGS.items()
+        if name not in WITH_SPEED_TARGET
     ),
     # A check that the baseline loses nothing, which compiles for minutes: as one program.
     Config(setting=BASELINE, method=f"{BFLOAT16}, compiled whole", tuned=True, whole=True, always=False),
@@ -147,15 +144,5 @@ def chosen(only: tuple[str, ...]) -> list[Config]:
 
 
 def missing(config: Config) -> str | None:
-    """Why a configuration cannot be asked for here; None where it can."""
-    if config.setting != TORCHAO or version_of(TORCHAO) != "none":
-        return None
-    return "missing: torchao is not installed"
-
-
-def version_of(library: str) -> str:
-    """The version of a library, or none."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    """Why a configuration cannot be measured here; None where it can."""
+    return libraries.missing(TORCHAO) if config.setting == TORCHAO else None

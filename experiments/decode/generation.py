@@ -1,9 +1,9 @@
 """Generation, token by token: a step of three compiled functions, captured in a CUDA graph where there is a GPU.
 
-The step is front (embedding, rotations, mask), one block after the other, and tail (logits, sampling). Blocks are alike, so a
-single compilation serves all of them; `whole` compiles the step as one program instead. Sampling is gpt-fast's: temperature,
-top k, and the exponential trick that needs no synchronization. State lives in tensors that keep their place: the token, its
-position, the cache, and the tokens made so far, so the host only launches.
+The step is embed (embedding, rotary tables, mask), one decoder layer after the other, and predict (logits, sampling). Layers
+are alike, so a single compilation serves all of them; `whole` compiles the step as one program instead. Sampling is
+gpt-fast's: temperature, top k, and the exponential trick that needs no synchronization. State lives in tensors whose addresses
+never change: the token, its position, the key-value cache, and the tokens generated so far, so the host only launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experiments.decode.model import Block, Llama, Tables, Where
+from experiments.decode.model import CachedDecoderLayer, CachedLlama, Positions, PositionTables
 from experiments.harness.cuda_graph import recorded
 
 WARMUP = 3
@@ -24,127 +24,130 @@ WARMUP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How generation is run and timed."""
+    """How generation is run and timed.
 
-    #: Tokens of the prompt, tokens made by one generation, generations of each side.
+    prompt: tokens of the prompt. new: tokens of one generation. rounds: generations of each side. backend: of torch.compile.
+    graph: whether the step is captured in a CUDA graph.
+    """
+
     prompt: int = 32
     new: int = 200
     rounds: int = 3
     top_k: int = 200
     temperature: float = 0.8
-    #: Of torch.compile.
     backend: str = "inductor"
-    #: Whether the step is captured in a CUDA graph.
     graph: bool = True
 
     @property
     def length(self) -> int:
-        """Positions of the cache, in whole eights as torch's attention wants its mask."""
+        """Positions of the cache: a multiple of eight, which torch's attention wants of its mask."""
         return -(-(self.prompt + self.new) // 8) * 8
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a generation is; written by the step."""
+    """Where a generation is; written by the step. token, position: (1), int64; generated: (length), int64; keys, values: one
+    (1, kv_heads, length, head_dim) a layer."""
 
     token: Tensor
     position: Tensor
-    made: Tensor
+    generated: Tensor
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
     @classmethod
-    def of(cls, model: Llama, plan: Plan) -> State:
-        """An empty cache, beside a model's weights."""
-        shape, table = model.shape, model.model.embed_tokens.weight
-        size = (1, shape.kv_heads, plan.length, shape.head_width)
+    def of(cls, model: CachedLlama, plan: Plan) -> State:
+        """An empty cache, on the device and in the dtype of the model's weights."""
+        config, table = model.config, model.model.embed_tokens.weight
+        size = (1, config.kv_heads, plan.length, config.head_dim)
         keys, values = (
-            [torch.zeros(size, dtype=table.dtype, device=table.device) for _ in range(shape.layers)]
+            [torch.zeros(size, dtype=table.dtype, device=table.device) for _ in range(config.layers)]
             for _ in range(2)
         )
-        token, position, made = (
+        token, position, generated = (
             torch.zeros(count, dtype=torch.int64, device=table.device) for count in (1, 1, plan.length)
         )
-        return cls(token, position, made, keys, values)
+        return cls(token, position, generated, keys, values)
 
 
-def front(model: Llama, tables: Tables, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Where]:
-    """What enters the first block: the residual stream, what is to be added to it, and where it is."""
+def embed(
+    model: CachedLlama, tables: PositionTables, tokens: Tensor, index: Tensor
+) -> tuple[Tensor, Tensor, Positions]:
+    """What enters the first layer: the residual stream, what is to be added to it (zeros), and the positions."""
     x = model.model.embed_tokens(tokens)[None]
-    return x, torch.zeros_like(x), tables.at(position, model.shape.group)
+    return x, torch.zeros_like(x), tables.at(index, model.config.group)
 
 
-def block(
-    layer: Block, x: Tensor, said: Tensor, where: Where, keys: Tensor, values: Tensor
+def run_layer(
+    layer: CachedDecoderLayer, x: Tensor, pending: Tensor, positions: Positions, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One layer."""
-    return layer(x, said, where, keys, values)
+    return layer(x, pending, positions, keys, values)
 
 
-def head(model: Llama, x: Tensor, said: Tensor) -> Tensor:
+def logits_of(model: CachedLlama, x: Tensor, pending: Tensor) -> Tensor:
     """Logits (time, vocabulary)."""
-    return model.lm_head(model.model.norm(x + said))[0]
+    return model.lm_head(model.model.norm(x + pending))[0]
 
 
-def tail(model: Llama, plan: Plan, state: State, x: Tensor, said: Tensor) -> Tensor:
-    """Logits of the next token; samples it, notes it down and moves on."""
-    logits = head(model, x, said)
+def predict(model: CachedLlama, plan: Plan, state: State, x: Tensor, pending: Tensor) -> Tensor:
+    """Logits of the next token; samples it, stores it in the state and moves to the next position."""
+    logits = logits_of(model, x, pending)
     token = sample(logits[-1], plan)
     state.position.add_(1)
     state.token.copy_(token)
-    state.made.index_copy_(0, state.position.clamp(max=state.made.shape[0] - 1), token)
+    state.generated.index_copy_(0, state.position.clamp(max=state.generated.shape[0] - 1), token)
     return logits
 
 
 def sample(logits: Tensor, plan: Plan) -> Tensor:
     """A token (1) of the top k, by its probability at this temperature."""
-    best, tokens = torch.topk(logits, min(plan.top_k, logits.shape[-1]), sorted=False)
-    chances = torch.softmax(best.float() / plan.temperature, dim=-1)
+    top, tokens = torch.topk(logits, min(plan.top_k, logits.shape[-1]), sorted=False)
+    probabilities = torch.softmax(top.float() / plan.temperature, dim=-1)
     # The largest of p / e, e exponentially distributed, is token i with probability p(i).
-    chosen = torch.argmax(chances / torch.empty_like(chances).exponential_(1.0), dim=-1, keepdim=True)
-    return tokens[chosen]
+    noise = torch.empty_like(probabilities).exponential_(1.0)
+    return tokens[torch.argmax(probabilities / noise, dim=-1, keepdim=True)]
 
 
 class Decoding:
     """A model with a cache, its step compiled; `generate` returns seconds of each token."""
 
     def __init__(
-        self, model: Llama, plan: Plan, prompt: Tensor, *, compiled: bool = True, whole: bool = False
+        self, model: CachedLlama, plan: Plan, prompt: Tensor, *, compiled: bool = True, whole: bool = False
     ) -> None:
         self.model, self.plan, self.prompt = model, plan, prompt
         self.state = State.of(model, plan)
-        self.tables = Tables.of(model.shape, plan.length, model.model.embed_tokens.weight)
-        self._front, self._block, self._tail = self._parts(compiled and not whole)
+        self.tables = PositionTables.of(model.config, plan.length, model.model.embed_tokens.weight)
+        parts = (embed, run_layer, predict)
+        self._embed, self._run_layer, self._predict = (
+            self._compiled(part) if compiled and not whole else part for part in parts
+        )
         self._step = self._compiled(self._eager_step) if compiled and whole else self._eager_step
         self.replay: Callable[[], Tensor] = self._step
-        # What the captured step runs: a graph does not keep the code of its kernels, and the compiler forgets programs.
+        # What the captured step runs: a graph does not hold the code of its kernels, and the compiler forgets programs.
         self.programs: list[object] = []
 
     def _compiled(self, function: Callable) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=self.plan.backend)
 
-    def _parts(self, compiled: bool) -> list[Callable]:
-        parts = (front, block, tail)
-        return [self._compiled(part) if compiled else part for part in parts]
-
     def _eager_step(self) -> Tensor:
         state = self.state
-        x, said, where = self._front(self.model, self.tables, state.token, state.position)
+        x, pending, positions = self._embed(self.model, self.tables, state.token, state.position)
         for layer, keys, values in zip(self.model.model.layers, state.keys, state.values, strict=True):
-            x, said = self._block(layer, x, said, where, keys, values)
-        return self._tail(self.model, self.plan, state, x, said)
+            x, pending = self._run_layer(layer, x, pending, positions, keys, values)
+        return self._predict(self.model, self.plan, state, x, pending)
 
     @torch.no_grad()
     def prefill(self) -> Tensor:
         """Logits of the whole prompt, not compiled; fills the cache. The next step takes the prompt's last token again."""
-        position = torch.arange(self.prompt.shape[0], device=self.prompt.device)
-        x, said, where = front(self.model, self.tables, self.prompt, position)
+        index = torch.arange(self.prompt.shape[0], device=self.prompt.device)
+        x, pending, positions = embed(self.model, self.tables, self.prompt, index)
         for layer, keys, values in zip(
             self.model.model.layers, self.state.keys, self.state.values, strict=True
         ):
-            x, said = layer(x, said, where, keys, values)
+            x, pending = layer(x, pending, positions, keys, values)
         self.rewind()
-        return head(self.model, x, said)
+        return logits_of(self.model, x, pending)
 
     def rewind(self) -> None:
         """Back to the prompt's last token."""
@@ -187,13 +190,13 @@ class Decoding:
 
     @property
     def tokens(self) -> list[int]:
-        """What the last generation made."""
+        """The tokens of the last generation."""
         first = self.prompt.shape[0]
-        return self.state.made[first : first + self.plan.new].tolist()
+        return self.state.generated[first : first + self.plan.new].tolist()
 
 
 def compiled_programs() -> list[object]:
-    """All programs that the compiler has made so far and holds; whoever holds them too keeps their kernels loaded."""
+    """All programs that the compiler holds; whoever holds them too keeps their kernels loaded."""
     from torch._inductor.codecache import PyCodeCache
 
     return list(PyCodeCache.modules)

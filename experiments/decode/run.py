@@ -1,13 +1,13 @@
-"""Experiment `decode`, the GPU part of `ptq`: how fast a quantized Llama-3.1-8B generates, what it weighs, what it needs.
+"""Experiment `decode`, the GPU part of `ptq`: tokens a second, size and memory of a quantized Llama-3.1-8B that generates.
 
-Exact shapes with random weights, batch 1, 200 new tokens, the step compiled and captured in a CUDA graph: speed and size do not
-depend on the numbers, so none of them are downloaded. Where there is no GPU, or at quick scale, a tiny stand-in goes the same
-way; its rows check the code and are beside no published number.
+Published numbers: PyTorch's TorchAO paper and release notes (`experiments/published/ptq_decoding.csv`), on an H100. Measured
+here: the exact shapes with random weights, batch 1, 200 new tokens, the step compiled and captured in a CUDA graph; speed and
+size do not depend on the values of weights. Stand-in: without a GPU, or at quick scale, a tiny model; its rows check the code
+and are beside no published number.
 
-The bfloat16 model stays beside each quantized one, a copy of it, and generates before, between and after, so that ratios are
-within one process and one clock state. Before its clock starts, a model answers a prompt: its logits must be finite and near
-bfloat16's, and those of the compiled step near those of the model as it is. Both limits are coarse on purpose: rounding
-moves logits by percents, a product that reads its weights wrongly by their whole size.
+The bfloat16 model stays in memory beside each quantized copy and generates before, between and after, so that ratios are
+within one process and one clock state. Before a model is timed it processes a prompt: its logits must be finite and near
+bfloat16's, and those of the compiled step near those of the uncompiled (`experiments.models.output_check`).
 """
 
 from __future__ import annotations
@@ -28,73 +28,71 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab import compile_options
-from experiments.decode.configs import BASE, OURS, TORCHAO, Config, chosen, missing, version_of
+from experiments.decode.configs import BASE, OURS, Config, chosen, missing
 from experiments.decode.generation import Decoding, Plan
-from experiments.decode.model import LLAMA_8B, TINY, Llama, Shape, random_llama
+from experiments.decode.model import CachedLlama, random_llama
+from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.scales import published_shapes
 from experiments.harness.settings import Settings
 from experiments.kernels.gate import Wrong
 from experiments.kernels.outcome import Values, attempt, keep, status
+from experiments.models.llama import LlamaConfig
+from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
+from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 from experiments.report.published import published
 
 EXPERIMENT = "decode"
 TITLE = "Generating with a quantized Llama-3.1-8B"
 KIND = "decode"
-#: Largest relative change of logits: by a scheme (4 bits change those of 32 random layers by 0.46), and by compiling a step.
-SCHEME_LIMIT, COMPILED_LIMIT = 0.7, 0.3
 GPU_PLAN = Plan()
 TINY_PLAN = Plan(new=4, rounds=1, backend="aot_eager", graph=False)
-#: What torchao recommends for the compiler; its `quantize_` sets it for good, here it is undone after each model.
+#: Compiler options that torchao recommends; its `quantize_` sets them globally, here they are restored after each model.
 TUNED = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
-OTHERWISE = {"fx_graph_cache": True, "triton.unique_kernel_names": True}
-#: Seconds after which no further configuration is begun: a run that ends publishes what it has.
+COMPILER_OPTIONS = {"fx_graph_cache": True, "triton.unique_kernel_names": True}
+#: Seconds after which no further configuration starts, so that a run ends in time and publishes its rows.
 SECONDS = 455.0
-#: Programs that one function may have at once, where models are not captured and so stay compiled.
+#: Compiled programs of one function at once, where models are not captured and so stay compiled.
 PROGRAMS = 64
 GB = 1e9
 
 
 def subject(settings: Settings) -> str:
-    """What rows are about: the seed and the libraries that compile or compare."""
-    return "-".join([f"seed{settings.seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])
-
-
-def is_exact(settings: Settings) -> bool:
-    """Whether the shapes are those of the real model: at full scale on a GPU."""
-    return settings.scale == "full" and settings.device == "cuda"
+    """What a journal can be resumed for: the seed and the libraries that compile or are compared."""
+    return seed_and_libraries(settings)
 
 
 @dataclass
 class Bench:
-    """The model that all are measured against, made when it is first needed and kept."""
+    """Settings of a run, and the bfloat16 model that all others are compared with, created when it is first needed."""
 
     settings: Settings
-    shape: Shape
+    shape: LlamaConfig
     plan: Plan
     base: Decoding | None = None
     logits: Tensor | None = None
-    found: Values = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 
     @classmethod
     def of(cls, settings: Settings) -> Bench:
         """The bench of a run: the real shapes at full scale on a GPU, otherwise the stand-in."""
-        if is_exact(settings):
-            return cls(settings, LLAMA_8B, GPU_PLAN)
+        if published_shapes(settings):
+            return cls(settings, LLAMA_3_1_8B, GPU_PLAN)
         return cls(settings, TINY, replace(TINY_PLAN, graph=settings.device == "cuda"))
 
-    def started(self) -> Decoding:
-        """The bfloat16 model, made, checked and compiled when it is first asked for."""
+    def baseline(self) -> Decoding:
+        """The bfloat16 model, checked and compiled."""
         if self.base is None:
             model = random_llama(self.shape, self.settings.device, self.settings.seed)
             with compiler(BASE, self.plan):
-                self.found, self.base, self.logits = prepared(self, BASE, model)
+                self.values, self.base, self.logits = prepare(self, BASE, model)
         return self.base
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all configurations. Finished ones are taken from the journal; what failed is tried again and not kept there."""
+    """Rows of all configurations. Finished ones come from the journal; failed ones are not stored there and run again."""
     return measure(Bench.of(settings), chosen(settings.only), journal if journal is not None else Journal())
 
 
@@ -113,67 +111,67 @@ def measure(bench: Bench, configs: Sequence[Config], journal: Journal) -> list[R
 
 
 def rows_of(bench: Bench, config: Config, deadline: float) -> list[Row]:
-    """Rows of one configuration, each beside the number that was published for it; of a failure, what went wrong."""
+    """Rows of one configuration, each with the number published for it; of a failure, its status."""
     late = f"not run: the {SECONDS:.0f} s of a run were over" if bench.clock() > deadline else None
     reason = missing(config) or late
-    values = status(reason) if reason else attempt(partial(measured, bench, config))
-    beside = published(config.method) if is_exact(bench.settings) else {}
+    values = status(reason) if reason else attempt(partial(measure_one, bench, config))
+    numbers = published(config.method) if published_shapes(bench.settings) else {}
     data = bench.shape.name
     return [
         replace(
             bench.settings.row(EXPERIMENT, KIND, data, config.setting, config.method, metric, value, unit),
-            published=beside.get(metric),
+            published=numbers.get(metric),
         )
         for metric, (value, unit) in values.items()
     ]
 
 
-def measured(bench: Bench, config: Config) -> Values:
-    """Everything about one configuration."""
+def measure_one(bench: Bench, config: Config) -> Values:
+    """All values of one configuration."""
     with torch.no_grad():
-        base = bench.started()
+        base = bench.baseline()
         if config is BASE:
-            return {**bench.found, **speeds(bench, base, bench.found)}
+            return {**bench.values, **speeds(bench, base, bench.values)}
         with compiler(config, bench.plan):
-            values, decoding, _ = prepared(bench, config, copy.deepcopy(base.model))
+            values, decoding, _ = prepare(bench, config, copy.deepcopy(base.model))
         return {**values, **speeds(bench, decoding, values)}
 
 
 @contextmanager
 def compiler(config: Config, plan: Plan) -> Iterator[None]:
-    """The compiler's settings for one model; afterwards those that were there."""
+    """The compiler's options for one model; restored afterwards."""
     import torch._dynamo.config as tracer
     import torch._inductor.config as inductor
     from torch._inductor.utils import fresh_cache
 
     if plan.graph:
-        # A captured step needs no program any more, and the next model should not be held against all earlier ones.
+        # A captured step needs no program any more, and the next model's guards should not be checked after all earlier ones.
         torch.compiler.reset()
-    # Products of one input are joined: by ours in the compiled graph, of plain weights by the compiler itself.
-    advised = compile_options() if config.setting == OURS else {}
+    # Linear layers of one input are merged: by our options in the compiled graph, of plain weights by the compiler itself.
+    recommended = compile_options() if config.setting == OURS else {}
     tuned = dict.fromkeys(TUNED, config.tuned)
-    settings = {**OTHERWISE, **tuned, "triton.enable_pdl": config.dependent, **advised}
-    cache = fresh_cache() if config.afresh else nullcontext()
-    patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(settings)
+    options = {**COMPILER_OPTIONS, **tuned, "triton.enable_pdl": config.dependent, **recommended}
+    cache = fresh_cache() if config.fresh_cache else nullcontext()
+    patched = tracer.patch(recompile_limit=PROGRAMS), inductor.patch(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with patched[0], patched[1], cache:
             yield
 
 
-def prepared(bench: Bench, config: Config, model: Llama) -> tuple[Values, Decoding, Tensor]:
+def prepare(bench: Bench, config: Config, model: CachedLlama) -> tuple[Values, Decoding, Tensor]:
     """Quantize, check against bfloat16, compile, check against the model that is not compiled."""
     memory = Memory(bench.settings.device, sum(map(stored_bytes, model.parameters())))
-    values = quantized(config, model, memory)
+    values = quantize(config, model, memory)
     memory.begin()
     decoding = Decoding(model, bench.plan, prompt_of(bench), whole=config.whole)
     logits = decoding.prefill().float()
-    values["logits, change"] = gate(logits, bench.logits, SCHEME_LIMIT, "from bfloat16's")
+    values["logits, change"] = relative_change(logits, bench.logits, SCHEME_LIMIT, "from bfloat16's")
     started = time.perf_counter()
     step = decoding.prepare().float()
     memory.synchronize()
     values["compile time"] = (time.perf_counter() - started, "s")
-    values["logits, compiled"] = gate(step, logits[-1:], COMPILED_LIMIT, "by compiling")
+    values["logits, compiled"] = relative_change(step, logits[-1:], COMPILED_LIMIT, "by compiling")
     if bench.plan.graph:
         decoding.generate()
         values |= memory.peaks()
@@ -182,18 +180,18 @@ def prepared(bench: Bench, config: Config, model: Llama) -> tuple[Values, Decodi
     return values, decoding, logits
 
 
-def quantized(config: Config, model: Llama, memory: Memory) -> Values:
+def quantize(config: Config, model: CachedLlama, memory: Memory) -> Values:
     """Quantize in place; seconds, and the peak of memory over the bfloat16 model's own."""
-    if config.make is None:
+    if config.build is None:
         return {}
     memory.begin()
     started = time.perf_counter()
     config.quantize(model)
     memory.synchronize()
     values: Values = {"quantize time": (time.perf_counter() - started, "s")}
-    left = [name for name, layer in model.linears().items() if type(layer.weight) in PLAIN_TENSORS]
-    if left:
-        raise Wrong(f"{len(left)} linear layers were left as they are: {', '.join(left[:3])}")
+    unquantized = [name for name, layer in model.linears().items() if type(layer.weight) in PLAIN_TENSORS]
+    if unquantized:
+        raise Wrong(f"{len(unquantized)} linear layers were not quantized: {', '.join(unquantized[:3])}")
     peak = memory.peak_over_model()
     return values if peak is None else {**values, "quantize peak memory": (peak, "ratio")}
 
@@ -201,28 +199,16 @@ def quantized(config: Config, model: Llama, memory: Memory) -> Values:
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
-def gate(logits: Tensor, others: Tensor | None, limit: float, why: str) -> tuple[float, str]:
-    """How far logits are from others, relative to these; Wrong where they are not finite, or too far."""
-    if not torch.isfinite(logits).all():
-        raise Wrong("logits are not finite")
-    if others is None:
-        return 0.0, "ratio"
-    change = float((logits - others).norm() / others.norm())
-    if change > limit:
-        raise Wrong(f"logits differ by {change:.3f} of their size {why}, more than {limit}")
-    return change, "ratio"
-
-
 def prompt_of(bench: Bench) -> Tensor:
-    """Random tokens, the same for all."""
+    """Random tokens (prompt), the same for all configurations."""
     generator = torch.Generator().manual_seed(bench.settings.seed)
-    made = torch.randint(0, bench.shape.vocabulary, (bench.plan.prompt,), generator=generator)
-    return made.to(bench.settings.device)
+    tokens = torch.randint(0, bench.shape.vocabulary, (bench.plan.prompt,), generator=generator)
+    return tokens.to(bench.settings.device)
 
 
 def speeds(bench: Bench, decoding: Decoding, values: Values) -> Values:
-    """Tokens a second, in turn with bfloat16, which goes first and last."""
-    baseline = bench.started()
+    """Tokens a second, in turn with bfloat16, which is first and last."""
+    baseline = bench.baseline()
     base, ours = [baseline.generate()], []
     for _ in range(bench.plan.rounds):
         ours.append(decoding.generate())
@@ -245,15 +231,15 @@ def speeds(bench: Bench, decoding: Decoding, values: Values) -> Values:
 
 
 class Memory:
-    """Peaks of a GPU's memory beyond what others hold; on a CPU there are none."""
+    """Peaks of a GPU's memory beyond what was in use before a model of so many bytes; on a CPU there are none."""
 
     def __init__(self, device: str, model: int) -> None:
         self.cuda, self.model = device == "cuda", model
-        self.allocated, self.reserved = self._held()
-        # The model itself is here already, and is not another's.
+        self.allocated, self.reserved = self._in_use()
+        # The model itself is allocated already, and counts.
         self.allocated, self.reserved = self.allocated - model, self.reserved - model
 
-    def _held(self) -> tuple[int, int]:
+    def _in_use(self) -> tuple[int, int]:
         if not self.cuda:
             return 0, 0
         gc.collect()
@@ -262,7 +248,7 @@ class Memory:
 
     def begin(self) -> None:
         """Forget earlier peaks."""
-        self._held()
+        self._in_use()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
 
@@ -272,11 +258,11 @@ class Memory:
             torch.cuda.synchronize()
 
     def peak_over_model(self) -> float | None:
-        """The largest allocation since `begin`, over the model's bytes when this began."""
+        """The largest allocation since `begin`, over the model's bytes at construction; None on a CPU."""
         return (torch.cuda.max_memory_allocated() - self.allocated) / self.model if self.cuda else None
 
     def peaks(self) -> Values:
-        """Since `begin`, in decimal GB: reserved, as published tables have it, and allocated."""
+        """Since `begin`, in decimal GB: reserved, as in published tables, and allocated."""
         if not self.cuda:
             return {}
         reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()

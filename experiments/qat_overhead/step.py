@@ -1,4 +1,4 @@
-"""A step of training: forward and backward of one model on one batch, what it keeps in between, and a host's watch."""
+"""A training step: forward and backward of one model on one batch, its memory, and a stopwatch by the host's clock."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.decode.model import Shape
 from experiments.harness.timing import Call
 from experiments.kernels.gate import Wrong
 from experiments.kernels.outcome import Values
-from experiments.qat_overhead.model import Blocks, Whole, blocks_of, random_model
+from experiments.models.llama import LlamaConfig
+from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, layers_of, random_model
 
 GB, MB = 1e9, 1e6
 
 
 @dataclass
-class Trainee:
-    """A model with its batch. Blocks get the residual stream and the gradient of what they give, a whole model tokens."""
+class Trainer:
+    """A model with its batch. Decoder layers take the residual stream and the gradient of their output, a whole model tokens.
 
-    model: Blocks | Whole
+    result: the output before anything was timed, float32.
+    """
+
+    model: DecoderLayers | ModelWithLoss
     inputs: Tensor
     gradient: Tensor | None
-    #: What the model gave before anything was timed.
     result: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @classmethod
-    def of(cls, shape: Shape, batch: int, length: int, device: str, seed: int, *, whole: bool) -> Trainee:
+    def of(
+        cls, config: LlamaConfig, batch: int, length: int, device: str, seed: int, *, whole: bool
+    ) -> Trainer:
         """A random model and a random batch, the same for the same seed."""
-        model = random_model(shape, length, device, seed, whole=whole)
+        model = random_model(config, length, device, seed, whole=whole)
         generator = torch.Generator(device).manual_seed(seed + 1)
         options: dict[str, Any] = {"generator": generator, "device": device}
         if whole:
-            return cls(model, torch.randint(0, shape.vocabulary, (batch, length), **options), None)
-        size = (batch, length, shape.width)
+            return cls(model, torch.randint(0, config.vocabulary, (batch, length), **options), None)
+        size = (batch, length, config.width)
         x, g = (torch.randn(size, dtype=torch.bfloat16, **options) for _ in range(2))
         return cls(model, x.requires_grad_(), g)
 
     def compile(self, backend: str) -> None:
-        """Compile each block; blocks are alike, so that one program serves them all."""
-        for layer in blocks_of(self.model).layers:
+        """Compile each decoder layer; they are alike, so one program serves them all."""
+        for layer in layers_of(self.model).layers:
             layer.compile(backend=backend)
 
-    def look(self) -> Tensor:
-        """What the model gives, float32; before it is compiled."""
+    def output(self) -> Tensor:
+        """The model's output, float32, without gradients; called before it is compiled."""
         with torch.no_grad():
             return self.model(self.inputs).float()
 
@@ -58,7 +62,7 @@ class Trainee:
         self.clear()
 
     def backward(self, y: Tensor) -> None:
-        """Backward of what forward gave."""
+        """Backward from the output of forward."""
         torch.autograd.backward([y], None if self.gradient is None else [self.gradient])
 
     def clear(self) -> None:
@@ -67,26 +71,26 @@ class Trainee:
         self.inputs.grad = None
 
     def first_step(self) -> Tensor:
-        """What forward gives, of a step after which gradients are looked at; Wrong where one is missing or not finite.
+        """The output of a step, float32; `Wrong` where a gradient is missing or not finite.
 
         A compiled model is compiled here, once: without gradients it would be another program.
         """
         y = self.model(self.inputs)
         self.backward(y)
-        lost = [
+        bad = [
             name
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
             and (parameter.grad is None or not torch.isfinite(parameter.grad).all())
         ]
         self.clear()
-        if lost:
-            raise Wrong(f"{len(lost)} parameters have no finite gradient: {', '.join(lost[:3])}")
+        if bad:
+            raise Wrong(f"{len(bad)} parameters have no finite gradient: {', '.join(bad[:3])}")
         return y.detach().float()
 
     def memory(self) -> Values:
-        """What is kept for backward, and on a GPU the most that a step has allocated, this model's own tensors included."""
-        values: Values = {"kept for backward": (self.kept() / MB, "MB")}
+        """Bytes saved for backward, and on a GPU the peak of a step, this model's own tensors included."""
+        values: Values = {"kept for backward": (self.saved_bytes() / MB, "MB")}
         if self.inputs.is_cuda:
             gc.collect()
             torch.cuda.synchronize()
@@ -94,11 +98,11 @@ class Trainee:
             torch.cuda.reset_peak_memory_stats()
             self.step()
             torch.cuda.synchronize()
-            most = torch.cuda.max_memory_allocated() - before + self.own()
-            values["peak memory"] = (most / GB, "GB")
+            peak = torch.cuda.max_memory_allocated() - before + self.own_bytes()
+            values["peak memory"] = (peak / GB, "GB")
         return values
 
-    def own(self) -> int:
+    def own_bytes(self) -> int:
         """Bytes of the model's weights and of its batch."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
@@ -110,20 +114,20 @@ class Trainee:
             for part in parts_of(tensor)
         ]
 
-    def kept(self) -> int:
-        """Bytes of all memory that autograd holds between forward and backward, beside what `own` counts; each once."""
-        mine = {id_of(tensor) for tensor in self.tensors()}
-        held: dict[int, int] = {}
+    def saved_bytes(self) -> int:
+        """Bytes that autograd saves between forward and backward, without those of `own_bytes`; each tensor once."""
+        own = {id_of(tensor) for tensor in self.tensors()}
+        saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if id_of(tensor) not in mine:
-                held[id_of(tensor)] = tensor.untyped_storage().nbytes()
+            if id_of(tensor) not in own:
+                saved[id_of(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        # Alive until all is counted, so that no two tensors have had one address.
+        # Saved tensors stay alive until all are counted, so that no two have the same address.
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = self.model(self.inputs)
-        total = sum(held.values())
+        total = sum(saved.values())
         self.backward(y)
         self.clear()
         return total
@@ -137,24 +141,24 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def id_of(tensor: Tensor) -> int:
-    """What tells memory from other memory."""
+    """The address that identifies a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 class HostWatch:
-    """A watch by the host's clock, where work is done when a call returns."""
+    """A stopwatch by the host's clock, for devices whose work is done when a call returns."""
 
     def sync(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
     def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
         """Seconds of each call, in turn."""
-        found = []
+        times = []
         for call in calls:
             started = time.perf_counter()
             call()
-            found.append(time.perf_counter() - started)
-        return found
+            times.append(time.perf_counter() - started)
+        return times
 
 
-__all__ = ["HostWatch", "Trainee"]
+__all__ = ["HostWatch", "Trainer"]

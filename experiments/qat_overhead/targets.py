@@ -1,6 +1,6 @@
-"""What our quantization-aware training is to reach beside plain training, and what others published of theirs.
+"""Targets of our quantization-aware training relative to bfloat16 training, and published overheads.
 
-Published numbers are of whole fine-tuning runs, optimizer included, on other hardware: their ratios are beside ours, no more.
+Published numbers are of whole fine-tuning runs, optimizer included, on other hardware: only their ratios stand beside ours.
 """
 
 from __future__ import annotations
@@ -8,30 +8,43 @@ from __future__ import annotations
 from functools import lru_cache
 
 from experiments.qat_overhead.variants import LORA, OURS
+from experiments.report import targets
 from experiments.report.published import FOLDER, Published, read
 from experiments.report.results import Results
+from experiments.report.targets import Target, percent_over
 
 PUBLISHED = FOLDER / "qat_overhead.csv"
 TIME, MEMORY = "time over plain", "peak memory over plain"
 #: Largest overheads, in percent.
-BARS = {TIME: 8.0, MEMORY: 5.0}
-#: With adapters a step is to be faster and smaller than one of plain training of everything.
-LORA_BARS = {TIME: 0.0, MEMORY: 0.0}
-#: How published tables call plain training, and metrics of which a ratio is made; less throughput is more time.
-PLAINLY, THROUGHPUT = "fine-tuning without QAT", "training_throughput"
+TARGETS = {TIME: 8.0, MEMORY: 5.0}
+#: With LoRA a step is to be faster and smaller than one of bfloat16 training of all weights.
+LORA_TARGETS = {TIME: 0.0, MEMORY: 0.0}
+#: Names in published tables: training without QAT, and the metrics that ratios are taken of; less throughput is more time.
+WITHOUT_QAT, THROUGHPUT = "fine-tuning without QAT", "training_throughput"
 PEAKS = ("training_peak_memory", "training_peak_reserved_memory")
 
 
+def targets_of(results: Results) -> list[Target]:
+    """The targets of all our variants that have rows."""
+    found = dict.fromkeys((row.setting, row.method) for row in results.rows if row.method.startswith(OURS))
+    return [
+        Target(
+            name=f"{method}, {setting}: {metric}",
+            value=results.value(setting, method, metric),
+            limit=limit,
+            at_least=False,
+            unit="%",
+            value_format=".1f",
+            limit_format=".0f",
+        )
+        for setting, method in found
+        for metric, limit in (LORA_TARGETS if method.endswith(LORA) else TARGETS).items()
+    ]
+
+
 def missed(results: Results) -> list[str]:
-    """The bars that ours misses, each with both numbers; what was not measured misses nothing."""
-    lines = dict.fromkeys((row.setting, row.method) for row in results.rows if row.method.startswith(OURS))
-    made = []
-    for setting, method in lines:
-        for metric, bar in (LORA_BARS if method.endswith(LORA) else BARS).items():
-            value = results.value(setting, method, metric)
-            if value is not None and value > bar:
-                made.append(f"{method}, {setting}: {metric} {value:.1f} of {bar:.0f} %")
-    return made
+    """The targets that ours misses, each with value and limit."""
+    return [str(target) for target in targets.missed(targets_of(results))]
 
 
 @lru_cache(maxsize=1)
@@ -42,22 +55,17 @@ def published() -> tuple[Published, ...]:
 
 def overheads() -> list[tuple[str, str, str, str, float | None, float | None]]:
     """(model, hardware, source, method, time over plain, memory over plain) in percent, of every published comparison."""
-    found = {(one.model, one.hardware, one.source, one.method): {} for one in published()}
+    values = {(one.model, one.hardware, one.source, one.method): {} for one in published()}
     for one in published():
-        found[one.model, one.hardware, one.source, one.method][one.metric] = one.value
-    made = []
-    for (*where, method), values in found.items():
-        if method == PLAINLY:
+        values[one.model, one.hardware, one.source, one.method][one.metric] = one.value
+    found = []
+    for (*run, method), metrics in values.items():
+        if method == WITHOUT_QAT:
             continue
-        plain = found[*where, PLAINLY]
-        memory = next((over(values[peak], plain[peak]) for peak in PEAKS if peak in values), None)
-        made.append((*where, method, over(plain[THROUGHPUT], values[THROUGHPUT]), memory))
-    return made
+        plain = values[*run, WITHOUT_QAT]
+        memory = next((percent_over(metrics[peak], plain[peak]) for peak in PEAKS if peak in metrics), None)
+        found.append((*run, method, percent_over(plain[THROUGHPUT], metrics[THROUGHPUT]), memory))
+    return found
 
 
-def over(value: float, base: float) -> float:
-    """How much more a value is than another, in percent of that."""
-    return (value / base - 1) * 100
-
-
-__all__ = ["BARS", "LORA_BARS", "MEMORY", "TIME", "missed", "over", "overheads", "published"]
+__all__ = ["LORA_TARGETS", "MEMORY", "TARGETS", "TIME", "missed", "overheads", "published", "targets_of"]

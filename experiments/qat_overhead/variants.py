@@ -1,9 +1,9 @@
-"""What is trained in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, adapters beside frozen
-quantized weights, and what each must cost.
+"""Variants of training in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, and LoRA over frozen
+quantized weights; and the least number of bytes that each must move.
 
-The floor is that of recomputation: nothing is kept for backward that plain training does not keep, so both operands of every
-layer are rounded once in forward and once in backward. A pass reads an element and writes it, 4 bytes of bfloat16. Gradients of
-what saturates are masked where it does, which is hardly anywhere, and take no pass.
+The floor assumes recomputation: nothing is saved for backward that bfloat16 training does not save, so both operands of every
+layer are rounded once in forward and once in backward. A pass reads and writes each element, 4 bytes of bfloat16. Masking the
+gradients of saturated elements, which are rare, takes no pass.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 from torch import nn
 
-from experiments.decode.configs import TORCHAO, version_of
-from experiments.qat_overhead.model import Blocks, Whole, blocks_of
+from experiments.harness import libraries
+from experiments.harness.libraries import TORCHAO
+from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, layers_of
 
 OURS, BASELINE = "ours", "bfloat16"
 LORA = "LoRA"
 INT8_INT4, INT4 = "int8 dynamic, int4 g32", "int4 weight-only g128"
-#: Bytes of an element that is rounded from bfloat16 to bfloat16, and how often a step does that.
-ROUNDED, PASSES = 4, 2
-#: What an H200 copies, bytes a second.
+#: Bytes moved to round one element from bfloat16 to bfloat16, and how often a step does that.
+BYTES_PER_ELEMENT, PASSES = 4, 2
+#: Copy rate of an H200, bytes a second.
 COPY_RATE = 4.2e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe as both libraries configure it, and whether it rounds inputs too."""
+    """A recipe as a configuration of both libraries, and whether it rounds inputs too."""
 
     ours: Callable[[], Any]
     torchao: Callable[[], Any]
@@ -43,7 +44,7 @@ def int8_int4() -> Any:
 
 
 def torchao_int8_int4() -> Any:
-    """torchao's of the same."""
+    """The same in torchao."""
     import torch
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig
     from torchao.quantization.granularity import PerGroup
@@ -59,7 +60,7 @@ def int4() -> Any:
 
 
 def torchao_int4() -> Any:
-    """torchao's of the same."""
+    """The same in torchao."""
     from torchao.quantization import Int4WeightOnlyConfig
 
     return Int4WeightOnlyConfig(group_size=128)
@@ -72,29 +73,31 @@ RECIPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to train."""
+class Variant:
+    """One way to train.
 
-    #: Whose, and of which recipe; together they name a method.
-    maker: str = BASELINE
+    library, recipe: whose QAT, for which recipe; together they name a method. lora: whether only LoRA adapters are trained,
+    over weights that are quantized and frozen.
+    """
+
+    library: str = BASELINE
     recipe: str = ""
-    #: Whether adapters are trained beside weights that are quantized and frozen; nothing else is trained then.
     lora: bool = False
 
     @property
     def method(self) -> str:
         """The name of its rows."""
-        name = f"{self.maker}, {self.recipe}" if self.recipe else self.maker
+        name = f"{self.library}, {self.recipe}" if self.recipe else self.library
         return f"{name}, {LORA}" if self.lora else name
 
     @property
     def rounds(self) -> bool:
-        """Whether it rounds the operands of layers that it trains."""
+        """Whether it rounds the operands of the layers it trains."""
         return bool(self.recipe) and not self.lora
 
-    def prepare(self, model: Blocks | Whole) -> None:
-        """Make the linear layers of the blocks train for the recipe."""
-        if self.maker == OURS:
+    def prepare(self, model: DecoderLayers | ModelWithLoss) -> None:
+        """Prepare the linear layers of the decoder layers for QAT with the recipe."""
+        if self.library == OURS:
             from ao_lab import LoRA, QATConfig, quantize_
 
             if self.lora:
@@ -102,37 +105,35 @@ class Arm:
             config = QATConfig(
                 RECIPES[self.recipe].ours(), step="prepare", lora=LoRA() if self.lora else None
             )
-            quantize_(blocks_of(model), config, is_linear)
-        elif self.maker == TORCHAO:
-            from torchao.quantization import quantize_ as theirs_
-            from torchao.quantization.qat import QATConfig as TheirConfig
+            quantize_(layers_of(model), config, is_linear)
+        elif self.library == TORCHAO:
+            from torchao.quantization import quantize_
+            from torchao.quantization.qat import QATConfig
 
-            theirs_(blocks_of(model), TheirConfig(RECIPES[self.recipe].torchao(), step="prepare"), is_linear)
+            quantize_(layers_of(model), QATConfig(RECIPES[self.recipe].torchao(), step="prepare"), is_linear)
 
     def missing(self) -> str | None:
         """Why it cannot be trained here; None where it can."""
-        if self.maker == TORCHAO and version_of(TORCHAO) == "none":
-            return "missing: torchao is not installed"
-        return None
+        return libraries.missing(TORCHAO) if self.library == TORCHAO else None
 
 
 def is_linear(module: nn.Module, name: str) -> bool:
-    """Which modules are rounded: every linear layer, by its own class."""
+    """The filter of `quantize_`: every nn.Linear, subclasses excluded."""
     return type(module) is nn.Linear
 
 
-PLAIN = Arm()
-ARMS = (
+PLAIN = Variant()
+VARIANTS = (
     PLAIN,
-    *(Arm(maker=maker, recipe=recipe) for recipe in RECIPES for maker in (OURS, TORCHAO)),
-    Arm(maker=OURS, recipe=INT8_INT4, lora=True),
+    *(Variant(library=library, recipe=recipe) for recipe in RECIPES for library in (OURS, TORCHAO)),
+    Variant(library=OURS, recipe=INT8_INT4, lora=True),
 )
 
 
 def rounding_bytes(recipe: Recipe, layers: list[tuple[int, int]], tokens: int) -> int:
-    """Bytes that one step must move to round the operands of linear layers (outputs, inputs)."""
+    """Bytes that one step must move to round the operands of linear layers, given as (outputs, inputs)."""
     elements = sum(outputs * inputs + recipe.inputs * tokens * inputs for outputs, inputs in layers)
-    return elements * ROUNDED * PASSES
+    return elements * BYTES_PER_ELEMENT * PASSES
 
 
 def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
@@ -143,7 +144,6 @@ def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
 
 
 __all__ = [
-    "ARMS",
     "COPY_RATE",
     "INT4",
     "INT8_INT4",
@@ -151,8 +151,9 @@ __all__ = [
     "OURS",
     "PLAIN",
     "RECIPES",
-    "Arm",
+    "VARIANTS",
     "Recipe",
+    "Variant",
     "linear_shapes",
     "rounding_bytes",
 ]

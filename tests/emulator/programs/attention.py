@@ -56,7 +56,7 @@ def compare(last, rng):
     position = torch.tensor([last])
     attention_kernel[HEADS,](
         qkv, cosine, sine, position, keys, values, y, WIDTH**-0.5,
-        HEADS=HEADS, KV_HEADS=KV_HEADS, WIDTH=WIDTH, LENGTH=LENGTH, STEP=STEP, LATE=False,
+        HEADS=HEADS, KV_HEADS=KV_HEADS, WIDTH=WIDTH, LENGTH=LENGTH, STEP=STEP, USE_PDL=False,
     )  # fmt: skip
     here = torch.arange(LENGTH) == last
     for now, then in zip((keys, values), before, strict=True):

@@ -7,10 +7,10 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from experiments.decode import attention as decode_attention
-from experiments.decode.attention import WARPS, attend_one
+from experiments.decode.attention import WARPS, attend_one, checked_sizes
 from experiments.decode.attention_kernel import attention_kernel
-from experiments.decode.model import TINY, Attention, Tables
+from experiments.decode.model import CachedAttention, PositionTables
+from experiments.models.llama_shapes import TINY
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import TARGET, machine
 
@@ -24,7 +24,7 @@ def test_the_cache_is_asked_for_before_the_kernel_in_front_has_ended():
     types = {"position": "*i64", "scale": "fp32"}
     names = attention_kernel.arg_names[:8]
     signature = {name: types.get(name, "*bf16") for name in names}
-    sizes = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "LENGTH": 232, "STEP": 256, "LATE": True}
+    sizes = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "LENGTH": 232, "STEP": 256, "USE_PDL": True}
     source = ASTSource(
         attention_kernel,
         {**signature, **dict.fromkeys(sizes, "constexpr")},
@@ -45,14 +45,14 @@ def test_the_cache_is_asked_for_before_the_kernel_in_front_has_ended():
     assert re.search("^STG", after, re.MULTILINE)
 
 
-def test_sizes_that_are_not_for_it_are_refused():
+def test_unsupported_sizes_raise():
     qkv, keys = torch.empty(1, 1, 8 * 64), torch.empty(1, 2, 40, 64)
     for wrong in (torch.empty(2, 2, 40, 64), keys.mT.contiguous().mT, torch.empty(1, 2, 40, 48)):
         with pytest.raises(ValueError, match="attend_one takes one token"):
-            decode_attention._checked(qkv, wrong, wrong)
+            checked_sizes(qkv, wrong, wrong)
     with pytest.raises(ValueError, match="attend_one takes one token"):
-        decode_attention._checked(qkv[:, :0], keys, keys)
-    assert decode_attention._checked(qkv, keys, keys) == (2, 40, 64)
+        checked_sizes(qkv[:, :0], keys, keys)
+    assert checked_sizes(qkv, keys, keys) == (2, 40, 64)
 
 
 def test_shapes_without_a_gpu():
@@ -64,17 +64,17 @@ def test_shapes_without_a_gpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("position", [0, 1, 7, 255, 256, 299])
 def test_on_cuda_it_is_attention(position):
-    """Scores and sums of float32, as torch's: what differs is the rounding of rotated numbers and of the result."""
+    """Scores and sums of float32, as torch's: only the rounding of rotated elements and of the result differs."""
     torch.manual_seed(position)
-    layer = Attention(TINY).to("cuda", torch.bfloat16)
-    cache = torch.randn(2, 1, TINY.kv_heads, 300, TINY.head_width, device="cuda").bfloat16()
-    qkv = torch.randn(1, 1, sum(layer.parts), device="cuda").bfloat16()
-    place = torch.tensor([position], device="cuda")
-    where = Tables.of(TINY, 300, qkv).at(place, TINY.group)
+    layer = CachedAttention(TINY).to("cuda", torch.bfloat16)
+    cache = torch.randn(2, 1, TINY.kv_heads, 300, TINY.head_dim, device="cuda").bfloat16()
+    qkv = torch.randn(1, 1, sum(layer.widths), device="cuda").bfloat16()
+    index = torch.tensor([position], device="cuda")
+    positions = PositionTables.of(TINY, 300, qkv).at(index, TINY.group)
     (keys, values), (other_keys, other_values) = cache.clone(), cache.clone()
-    made = attend_one(qkv, where.cosine, where.sine, place, keys, values)
-    wanted = layer._attend(qkv, where, other_keys, other_values)
+    y = attend_one(qkv, positions.cosine, positions.sine, index, keys, values)
+    expected = layer._attend(qkv, positions, other_keys, other_values)
     assert torch.equal(values, other_values)
     # Plain torch rounds both products of a rotation and their sum, the kernel the sum.
     torch.testing.assert_close(keys, other_keys, rtol=2**-6, atol=2**-6)
-    torch.testing.assert_close(made, wanted, rtol=2**-5, atol=2**-5)
+    torch.testing.assert_close(y, expected, rtol=2**-5, atol=2**-5)

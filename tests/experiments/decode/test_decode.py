@@ -9,16 +9,18 @@ import torch
 from torch import nn
 
 import ao_lab
-from experiments.decode import configs as decode_configs
-from experiments.decode import generation as decoding
-from experiments.decode import run as decode
-from experiments.decode.configs import BASE, CONFIGS, OURS, Config, chosen
-from experiments.decode.generation import Decoding, Plan, sample
-from experiments.decode.model import LLAMA_8B, TINY, Llama, frequencies, random_llama
-from experiments.decode.run import Bench, Memory, gate, measure, stored_bytes
+from experiments.decode import run
+from experiments.decode.configs import BASE, CONFIGS, DEPENDENT, OUR_CONFIGS, OURS, Config, chosen
+from experiments.decode.generation import Decoding, Plan, compiled_programs, cuda_times, sample
+from experiments.decode.model import CachedLlama, random_llama
+from experiments.decode.run import Bench, Memory, measure, stored_bytes
+from experiments.harness import libraries
 from experiments.harness.rows import Journal, read
 from experiments.harness.settings import SERVED, settings_for
 from experiments.kernels.gate import Wrong
+from experiments.models.llama import scaled_frequencies
+from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
+from experiments.models.output_check import relative_change
 from experiments.ptq import run as ptq
 from experiments.ptq.run import all_tasks
 from experiments.report.results import family
@@ -44,9 +46,9 @@ def bench(tmp_path, **changes):
     return replace(Bench.of(tiny.settings(tmp_path)), plan=replace(PLAN, new=2, **changes))
 
 
-def test_the_shapes_are_the_real_models():
+def test_shapes_are_those_of_the_published_model():
     with torch.device("meta"):
-        made = Llama(LLAMA_8B)
+        made = CachedLlama(LLAMA_3_1_8B)
     assert sum(parameter.numel() for parameter in made.parameters()) == 8_030_261_248
     linears = sum(layer.weight.numel() for layer in made.linears().values())
     assert 2 * linears / 1e9 == pytest.approx(15.01, abs=0.005)
@@ -57,7 +59,7 @@ def taken_apart(model):
     """A state_dict under transformers' names."""
     made = {}
     for name, value in model.state_dict().items():
-        parts = value.split(model.model.layers[0].self_attn.parts) if "qkv_proj" in name else [value]
+        parts = value.split(model.model.layers[0].self_attn.widths) if "qkv_proj" in name else [value]
         names = [name.replace("qkv_proj", f"{one}_proj") for one in "qkv"] if "qkv_proj" in name else [name]
         made.update(zip(names, parts, strict=True))
     return made
@@ -81,7 +83,7 @@ def test_it_is_transformers_llama():
         num_hidden_layers=TINY.layers,
         num_attention_heads=TINY.heads,
         num_key_value_heads=TINY.kv_heads,
-        head_dim=TINY.head_width,
+        head_dim=TINY.head_dim,
         rms_norm_eps=TINY.epsilon,
         rope_parameters=rope,
         max_position_embeddings=131072,
@@ -91,7 +93,7 @@ def test_it_is_transformers_llama():
     theirs = transformers.LlamaForCausalLM(config).double().eval()
     ours = random_llama(TINY, "cpu", 0, torch.float64)
     theirs.load_state_dict(taken_apart(ours))
-    assert torch.allclose(theirs.model.rotary_emb.inv_freq.float(), frequencies(TINY), rtol=1e-6)
+    assert torch.allclose(theirs.model.rotary_emb.inv_freq.float(), scaled_frequencies(TINY), rtol=1e-6)
     with torch.no_grad():
         expected = theirs(PROMPT[None]).logits[0]
     found = Decoding(ours, PLAN, PROMPT, compiled=False).prefill()
@@ -104,7 +106,7 @@ def test_compiled_generation_is_eager_generation(model, method):
     """Bit-equal logits and tokens; one compilation for all blocks, whatever their weights are."""
     made = copy.deepcopy(model)
     if method is not None:
-        ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
+        ao_lab.quantize_(made, OUR_CONFIGS[method]())
     torch._dynamo.utils.counters.clear()
     results = []
     for compiled in (False, True):
@@ -151,17 +153,17 @@ def test_sampling_takes_the_top_k_by_their_probability():
     assert torch.all((found - expected).abs() <= 4 * (expected * (1 - expected) / 4000).sqrt())
 
 
-def test_what_the_gate_refuses():
+def test_outputs_that_are_wrong():
     logits = torch.tensor([[1.0, 2.0]])
-    assert gate(logits, None, 0.1, "") == (0.0, "ratio")
-    assert gate(logits * 1.05, logits, 0.1, "")[0] == pytest.approx(0.05)
+    assert relative_change(logits, None, 0.1, "") == (0.0, "ratio")
+    assert relative_change(logits * 1.05, logits, 0.1, "")[0] == pytest.approx(0.05)
     with pytest.raises(Wrong, match=r"differ by 0\.200"):
-        gate(logits * 1.2, logits, 0.1, "from bfloat16's")
+        relative_change(logits * 1.2, logits, 0.1, "from bfloat16's")
     with pytest.raises(Wrong, match="not finite"):
-        gate(torch.tensor([[1.0, torch.nan]]), logits, 0.1, "")
+        relative_change(torch.tensor([[1.0, torch.nan]]), logits, 0.1, "")
 
 
-def test_a_wrong_product_gets_no_time(tmp_path, monkeypatch):
+def test_a_wrong_product_is_not_timed(tmp_path, monkeypatch):
     def broken(model, config):
         ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
         weight = model.model.layers[0].self_attn.o_proj.weight
@@ -169,20 +171,20 @@ def test_a_wrong_product_gets_no_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Config, "quantize", lambda self, model: broken(model, self))
     rows = measure(bench(tmp_path), [INT8], Journal())
-    assert [row.metric for row in rows] == ["status: wrong: logits are not finite"]
+    assert [row.metric for row in rows] == ["status: wrong: outputs are not finite"]
 
 
-def test_a_layer_that_was_left_is_said(tmp_path, monkeypatch):
+def test_an_unquantized_layer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Config, "quantize", lambda self, model: None)
     (row,) = measure(bench(tmp_path), [INT8], Journal())
-    assert row.metric.startswith("status: wrong: 11 linear layers were left")
+    assert row.metric.startswith("status: wrong: 11 linear layers were not quantized")
 
 
-def test_rows_are_resumed_and_errors_are_said(tmp_path, monkeypatch):
+def test_rows_are_resumed_and_errors_are_statuses(tmp_path, monkeypatch):
     def out_of_order():
         raise RuntimeError("no such\n thing")
 
-    failing = Config(setting=OURS, method="failing", make=out_of_order)
+    failing = Config(setting=OURS, method="failing", build=out_of_order)
     path = tmp_path / "journal.csv"
     rows = measure(bench(tmp_path), [BASE, failing, INT8], Journal(path))
     kept = read(path)
@@ -196,7 +198,7 @@ def test_rows_are_resumed_and_errors_are_said(tmp_path, monkeypatch):
     assert not any(name.startswith(("peak", "quantize peak")) for name in values)
     # The second run measures what failed, and nothing else.
     asked = []
-    monkeypatch.setattr(decode, "measured", lambda bench, config: asked.append(config.method) or {})
+    monkeypatch.setattr(run, "measure_one", lambda bench, config: asked.append(config.method) or {})
     again = measure(bench(tmp_path), [BASE, failing, INT8], Journal(path))
     assert asked == ["failing"]
     assert [row for row in again if row.method != "failing"] == kept
@@ -208,14 +210,14 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return {"tokens/s": (1.0, "tokens/s")}
 
-    monkeypatch.setattr(decode, "measured", interrupted)
+    monkeypatch.setattr(run, "measure_one", interrupted)
     path = tmp_path / "journal.csv"
     with pytest.raises(KeyboardInterrupt):
         measure(bench(tmp_path), [BASE, INT8], Journal(path))
     assert {row.method for row in read(path)} == {"bfloat16"}
 
 
-def test_a_peer_runs_and_leaves_the_compiler_as_it_was(tmp_path):
+def test_torchao_runs_and_leaves_the_compiler_as_it_was(tmp_path):
     pytest.importorskip("torchao")
     import torch._inductor.config as inductor
 
@@ -232,12 +234,12 @@ def test_the_compiler_is_set_for_each_configuration():
 
     before = cache_dir()
     for config in CONFIGS:
-        with decode.compiler(config, PLAN):
+        with run.compiler(config, PLAN):
             assert inductor.coordinate_descent_tuning == config.tuned
             assert inductor.triton.enable_pdl == config.dependent
-            assert (cache_dir() != before) == config.afresh
-    assert [c.method for c in CONFIGS if c.afresh] == [decode_configs.DEPENDENT]
-    assert all(c.dependent == (c.setting == "ours" or c.afresh) for c in CONFIGS)
+            assert (cache_dir() != before) == config.fresh_cache
+    assert [c.method for c in CONFIGS if c.fresh_cache] == [DEPENDENT]
+    assert all(c.dependent == (c.setting == "ours" or c.fresh_cache) for c in CONFIGS)
 
 
 def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
@@ -246,22 +248,22 @@ def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
 
     program = object()
     monkeypatch.setattr(PyCodeCache, "modules", [program])
-    held = decoding.compiled_programs()
-    with decode.compiler(next(config for config in CONFIGS if config.afresh), PLAN):
+    held = compiled_programs()
+    with run.compiler(next(config for config in CONFIGS if config.fresh_cache), PLAN):
         assert program not in PyCodeCache.modules
     assert held == [program]
 
 
-def test_a_peer_that_is_not_installed_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode_configs, "version_of", lambda library: "none")
+def test_a_missing_library_is_a_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(libraries, "version_of", lambda library: "none")
     peer = next(config for config in CONFIGS if config.setting == "torchao")
     (row,) = measure(bench(tmp_path), [peer], Journal())
     assert row.metric == "status: missing: torchao is not installed"
 
 
-def test_a_run_that_is_late_begins_nothing_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "measured", lambda bench, config: {"tokens/s": (1.0, "")})
-    clock = iter([0.0, decode.SECONDS - 1, decode.SECONDS + 1])
+def test_nothing_starts_after_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "measure_one", lambda bench, config: {"tokens/s": (1.0, "")})
+    clock = iter([0.0, run.SECONDS - 1, run.SECONDS + 1])
     rows = measure(replace(bench(tmp_path), clock=lambda: next(clock)), [BASE, INT8], Journal())
     assert [row.metric for row in rows] == [
         "tokens/s",
@@ -270,7 +272,7 @@ def test_a_run_that_is_late_begins_nothing_more(tmp_path, monkeypatch):
     ]
 
 
-def test_parts_are_chosen_by_name():
+def test_configurations_are_selected_by_name():
     assert chosen(()) == [config for config in CONFIGS if config.always]
     assert {config.setting for config in chosen(("int8wo",))} == {"ours", "torchao"}
     assert {config.method for config in chosen(("baseline",))} >= {"bfloat16, compiled whole"}
@@ -284,7 +286,7 @@ def test_parts_are_chosen_by_name():
 )
 def test_sizes_count_everything_inside(model, method, bits):
     made = copy.deepcopy(model)
-    ao_lab.quantize_(made, decode_configs.OUR_CONFIGS[method]())
+    ao_lab.quantize_(made, OUR_CONFIGS[method]())
     weight = made.model.layers[0].mlp.gate_proj.weight
     rest = 4 * weight.shape[0] if method == "int8wo" else 4 if method == "nvfp4wo" else 0
     assert stored_bytes(weight) == weight.numel() * bits / 8 + rest
@@ -294,8 +296,8 @@ def test_sizes_count_everything_inside(model, method, bits):
 def test_accuracy_is_measured_of_every_configuration(tmp_path):
     """Experiment `ptq` has each configuration's schemes, on the small trained model."""
     tasks = {(task.method, task.activations) for task in all_tasks(settings_for("quick", "cpu", tmp_path))}
-    for make in decode_configs.OUR_CONFIGS.values():
-        recipe = make().recipe()
+    for build in OUR_CONFIGS.values():
+        recipe = build().recipe()
         assert (recipe.weight.name, recipe.activation and recipe.activation.name) in tasks
 
 
@@ -332,8 +334,8 @@ def test_memory_is_that_of_one_model(monkeypatch):
     assert (Memory("cpu", 60).peak_over_model(), Memory("cpu", 60).peaks()) == (None, {})
 
 
-def test_capture_and_events_are_asked_for_in_order(monkeypatch, model):
-    """The path of a GPU on a pretended one: warm up beside, capture once, replay between events."""
+def test_the_order_of_capture_and_events(monkeypatch, model):
+    """The path of a GPU on a fake one: warm up on a side stream, capture once, replay between events."""
     done = []
 
     class Stream:
@@ -370,5 +372,5 @@ def test_capture_and_events_are_asked_for_in_order(monkeypatch, model):
     generation.prepare()
     assert done == ["wait", "beside", "wait", "capture", "replay"]
     done.clear()
-    assert decoding.cuda_times(generation.replay, 3) == [0.002] * 3
+    assert cuda_times(generation.replay, 3) == [0.002] * 3
     assert done == ["record", *["replay", "record"] * 3]

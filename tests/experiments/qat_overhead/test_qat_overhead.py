@@ -7,55 +7,55 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.decode.model import TINY as LLAMA
 from experiments.harness.rows import Journal
 from experiments.harness.timing import Plan
 from experiments.kernels.gate import Wrong
-from experiments.qat_overhead import run as qat_overhead
-from experiments.qat_overhead.model import LLAMA_3B, TINY_BLOCKS, TWO_BLOCKS, Blocks, Whole, random_model
+from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY, TINY_TWO_LAYERS
+from experiments.qat_overhead import run
+from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, random_model
 from experiments.qat_overhead.run import (
     COMPILED,
     EAGER,
     GPU_GROUPS,
-    SETTLE,
     TINY_GROUPS,
+    WARMUP,
     Bench,
     measure,
-    over,
     remaining,
 )
-from experiments.qat_overhead.step import HostWatch, Trainee
+from experiments.qat_overhead.step import HostWatch, Trainer
 from experiments.qat_overhead.variants import (
-    ARMS,
     INT4,
     INT8_INT4,
     OURS,
     PLAIN,
     RECIPES,
-    Arm,
+    VARIANTS,
+    Variant,
     linear_shapes,
     rounding_bytes,
 )
+from experiments.report.targets import percent_over
 from tests.experiments.harness import tiny
 
-MINE = Arm(maker=OURS, recipe=INT8_INT4)
+MINE = Variant(library=OURS, recipe=INT8_INT4)
 ADAPTED = replace(MINE, lora=True)
 PLAN = Plan(rounds=2, warmup=0, seconds=1.0, fewest=2)
-GROUP = replace(TINY_GROUPS[0], arms=(PLAIN, MINE), plan=PLAN)
+GROUP = replace(TINY_GROUPS[0], variants=(PLAIN, MINE), plan=PLAN)
 
 
 class Script(HostWatch):
-    """Calls nothing, and says that plain training takes 10 ms, ours 11, and plain again 10.1; 5 after another arm."""
+    """Calls nothing, and says that plain training takes 10 ms, ours 11, and plain again 10.1; 5 after another variant."""
 
     settled = (10e-3, 11e-3, 10.1e-3)
 
     def seconds(self, calls, *, cold=False):
-        count = len(calls) // (SETTLE + 1)
-        assert [call.__self__ for call in calls[:: SETTLE + 1]] == [
-            call.__self__ for call in calls[SETTLE :: SETTLE + 1]
+        count = len(calls) // (WARMUP + 1)
+        assert [call.__self__ for call in calls[:: WARMUP + 1]] == [
+            call.__self__ for call in calls[WARMUP :: WARMUP + 1]
         ]
         settled = self.settled if count == 3 else (self.settled[0], self.settled[2])
-        return [one for last in settled for one in (*[5e-3] * SETTLE, last)]
+        return [one for last in settled for one in (*[5e-3] * WARMUP, last)]
 
 
 def bench(folder, groups=(GROUP,), watch=None):
@@ -66,8 +66,8 @@ def values(rows, method, setting=EAGER):
     return {row.metric: row.value for row in rows if (row.method, row.setting) == (method, setting)}
 
 
-def trainee(whole=False, shape=TINY_BLOCKS):
-    return Trainee.of(shape, 2, 16, "cpu", 0, whole=whole)
+def trainer(whole=False, shape=TINY_TWO_LAYERS):
+    return Trainer.of(shape, 2, 16, "cpu", 0, whole=whole)
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +75,26 @@ def quick(tmp_path_factory):
     """The rows of a whole run of the stand-ins."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return qat_overhead.run(tiny.settings(tmp_path_factory.mktemp("cache")))
+        return run.run(tiny.settings(tmp_path_factory.mktemp("cache")))
 
 
-def test_shapes_are_the_real_ones():
+def test_shapes_are_those_of_published_models():
     with torch.device("meta"):
-        whole, blocks = Whole(LLAMA_3B, 8), Blocks(TWO_BLOCKS, 8)
+        whole, blocks = ModelWithLoss(LLAMA_3_2_3B, 8), DecoderLayers(LLAMA_3_8B_TWO_LAYERS, 8)
     assert sum(parameter.numel() for parameter in whole.parameters()) == 3_212_749_824
     linears = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     assert sum(parameter.numel() for parameter in blocks.parameters()) == 2 * (linears + 2 * 4096)
     assert all(group.tokens == 8192 for group in GPU_GROUPS)
-    assert [group.setting for group in GPU_GROUPS if group.shape is TWO_BLOCKS] == [EAGER, COMPILED]
+    assert [group.setting for group in GPU_GROUPS if group.shape is LLAMA_3_8B_TWO_LAYERS] == [
+        EAGER,
+        COMPILED,
+    ]
 
 
 def test_it_is_transformers_llama():
     """The same weights give the loss and the gradients of an implementation that we did not write."""
     transformers = pytest.importorskip("transformers")
-    shape = replace(LLAMA, rope_factor=32.0)
+    shape = replace(TINY, rope_factor=32.0)
     rope = {
         "rope_type": "llama3",
         "rope_theta": shape.rope_base,
@@ -107,7 +110,7 @@ def test_it_is_transformers_llama():
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_width,
+        head_dim=shape.head_dim,
         rms_norm_eps=shape.epsilon,
         max_position_embeddings=131072,
         rope_parameters=rope,
@@ -141,7 +144,7 @@ def test_bytes_of_rounding():
     assert rounding_bytes(RECIPES[INT4], layers, 11) == 8 * (15 + 35)
     assert rounding_bytes(RECIPES[INT8_INT4], layers, 11) == 8 * (15 + 35 + 2 * 55)
     with torch.device("meta"):
-        shapes = linear_shapes(Blocks(TWO_BLOCKS, 8))
+        shapes = linear_shapes(DecoderLayers(LLAMA_3_8B_TWO_LAYERS, 8))
     assert len(shapes) == 14
     assert rounding_bytes(RECIPES[INT8_INT4], shapes, 8192) == 8_589_934_592
 
@@ -156,30 +159,30 @@ def test_rows_of_a_group(tmp_path):
     assert ours["time over plain"] == pytest.approx(10.0)
     assert ours["tokens/s"] == pytest.approx(16 / 11e-3)
     assert ours["bytes to round"] * 1e9 == rounding_bytes(
-        RECIPES[INT8_INT4], linear_shapes(trainee().model), 16
+        RECIPES[INT8_INT4], linear_shapes(trainer().model), 16
     )
     assert ours["time to round at the copy rate"] == pytest.approx(ours["bytes to round"] / 4.2)
     assert "bytes to round" not in plain
-    assert {row.table for row in rows} == {f"qat_overhead/quick/{TINY_BLOCKS.name}"}
-    assert over(3.0, 2.0) == 50.0
+    assert {row.table for row in rows} == {f"qat_overhead/quick/{TINY_TWO_LAYERS.name}"}
+    assert percent_over(3.0, 2.0) == 50.0
 
 
 def test_a_run_of_the_stand_ins(quick):
-    """Every arm gives numbers; ours keeps exactly what plain training keeps, torchao's several times as much."""
+    """Every variant gives numbers; ours keeps exactly what plain training keeps, torchao's several times as much."""
     missing = [row for row in quick if row.metric.startswith("status: ") and row.metric != "status: ok"]
     assert [row.metric for row in missing if "not installed" not in row.metric] == []
     for group in TINY_GROUPS:
         rows = [row for row in quick if row.table.endswith(group.shape.name)]
-        for arm in group.arms:
-            found = values(rows, arm.method, group.setting)
+        for variant in group.variants:
+            found = values(rows, variant.method, group.setting)
             if "status: ok" not in found:
                 continue
             assert found["time"] > 0
             kept = found["kept for backward over plain"]
             # With adapters weights need no inputs, adapters their small activations.
-            limits = (-30, 10) if arm.lora else (100, 1e5) if arm.maker == "torchao" else (0, 0)
+            limits = (-30, 10) if variant.lora else (100, 1e5) if variant.library == "torchao" else (0, 0)
             assert limits[0] <= kept <= limits[1]
-            assert ("bytes to round" in found) == arm.rounds
+            assert ("bytes to round" in found) == variant.rounds
             assert (group.setting == COMPILED) == ("change by compiling" in found)
             assert found.get("change by compiling", 0.0) < 0.01
     # A compiled block makes again what is cheap to make.
@@ -188,14 +191,14 @@ def test_a_run_of_the_stand_ins(quick):
 
 
 def test_adapters_alone_are_trained():
-    one = trainee()
-    dense = one.own()
+    one = trainer()
+    dense = one.own_bytes()
     ADAPTED.prepare(one.model)
     trained = {name for name, parameter in one.model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(name.endswith(("lora_a", "lora_b")) for name in trained)
     # Four bits and a scale of 32 bits for 32 of them, where there were 16 bits.
-    assert one.own() < 0.6 * dense
+    assert one.own_bytes() < 0.6 * dense
     one.first_step()
     assert sum(parameter.grad is not None for parameter in one.model.parameters()) == 0
 
@@ -212,9 +215,9 @@ def test_finished_rows_are_not_measured_again(tmp_path):
     assert len(again) == len(journal.rows)
 
 
-def test_a_missing_arm_is_measured_beside_plain_training(tmp_path):
+def test_a_missing_variant_is_measured_beside_plain_training(tmp_path):
     """Whose own rows stay those of the first run."""
-    other = Arm(maker=OURS, recipe=INT4)
+    other = Variant(library=OURS, recipe=INT4)
     assert remaining((PLAIN, MINE, other), {PLAIN, MINE}) == (PLAIN, other)
     journal = Journal()
     measure(bench(tmp_path), journal)
@@ -223,18 +226,18 @@ def test_a_missing_arm_is_measured_beside_plain_training(tmp_path):
     class Slower(Script):
         settled = (20e-3, 30e-3, 20e-3)
 
-    rows = measure(bench(tmp_path, (replace(GROUP, arms=(PLAIN, MINE, other)),), Slower()), journal)
+    rows = measure(bench(tmp_path, (replace(GROUP, variants=(PLAIN, MINE, other)),), Slower()), journal)
     assert values(rows, PLAIN.method) == before
     assert values(rows, other.method)["time over plain"] == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize("broken", [PLAIN, MINE])
-def test_what_fails_is_no_row_of_the_journal(tmp_path, monkeypatch, broken):
-    def prepare(arm, model):
-        if arm == broken:
+def test_a_failure_is_no_row_of_the_journal(tmp_path, monkeypatch, broken):
+    def prepare(variant, model):
+        if variant == broken:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Arm, "prepare", prepare)
+    monkeypatch.setattr(Variant, "prepare", prepare)
     journal = Journal()
     rows = measure(bench(tmp_path), journal)
     assert "status: error: RuntimeError: out of memory" in values(rows, broken.method)
@@ -243,7 +246,7 @@ def test_what_fails_is_no_row_of_the_journal(tmp_path, monkeypatch, broken):
     assert list(other) == ["status: not run: plain training failed"] if broken == PLAIN else "time" in other
 
 
-def test_nothing_is_begun_late(tmp_path):
+def test_nothing_starts_after_the_deadline(tmp_path):
     late = bench(tmp_path)
     late.clock = lambda: late.until + 1
     rows = measure(late, journal := Journal())
@@ -252,7 +255,7 @@ def test_nothing_is_begun_late(tmp_path):
 
 
 def test_a_lost_gradient_is_found():
-    made = trainee()
+    made = trainer()
     made.first_step()
     lost = made.model.layers[1].mlp.up_proj
     lost.forward = lambda x: torch.nn.functional.linear(x, lost.weight.detach())
@@ -268,11 +271,11 @@ def test_a_model_is_compiled_once():
     """One program for all blocks and for every way in which the model is stepped."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    made = trainee()
-    made.look()
+    made = trainer()
+    made.output()
     made.compile("aot_eager")
     made.first_step()
-    made.kept()
+    made.saved_bytes()
     made.step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -290,22 +293,22 @@ def test_kept_memory_counts_each_tensor_once():
             y = self.first(x)
             return self.second(y) * y
 
-    made = Trainee(Twice(), torch.ones(4, 8, requires_grad=True), torch.ones(4, 8))
+    made = Trainer(Twice(), torch.ones(4, 8, requires_grad=True), torch.ones(4, 8))
     # y, and what the second layer makes of it: 4 x 8 float32 each; the batch itself is not counted.
-    assert made.kept() == 2 * 4 * 8 * 4
+    assert made.saved_bytes() == 2 * 4 * 8 * 4
     assert made.inputs.grad is None
 
 
-def test_arms_prepare_the_linear_layers_of_the_blocks():
+def test_variants_prepare_the_linear_layers_of_the_blocks():
     from ao_lab.qat.layers import QATLinear
 
-    for arm in ARMS:
-        if arm.missing():
+    for variant in VARIANTS:
+        if variant.missing():
             continue
-        made = trainee(whole=True)
-        arm.prepare(made.model)
+        made = trainer(whole=True)
+        variant.prepare(made.model)
         linears = [module for module in made.model.modules() if isinstance(module, nn.Linear)]
         assert len(linears) == 14
         ours = [isinstance(module, QATLinear) for module in linears]
-        assert all(ours) if arm.maker == OURS and not arm.lora else not any(ours)
-        assert (type(linears[0]) is nn.Linear) == (arm is PLAIN)
+        assert all(ours) if variant.library == OURS and not variant.lora else not any(ours)
+        assert (type(linears[0]) is nn.Linear) == (variant is PLAIN)
