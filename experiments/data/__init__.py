@@ -1,1 +1,1 @@
-"""Corpora, multiple-choice questions and measures of error."""
+"""Text corpora, multiple-choice questions, error measures and stored sizes."""

@@ -1,10 +1,10 @@
 """Real text that every installation has: the source of sympy, which torch itself installs.
 
 The corpus is every ``.py`` file of the installed sympy outside its ``tests`` and ``benchmarks`` folders (those are long
-lists of expressions and numbers rather than text). A file belongs to the held-out part when the hash of its path says
-so; the split is by file, so no held-out file is seen in training, and it does not depend on the order of the listing,
-on the machine, or on what other files a version of sympy has. Rows name the corpus they come from (`Corpus.name`),
-because another version of sympy is another corpus.
+lists of expressions and numbers rather than text). The hash of its path decides whether a file is held out; the split
+is by file, so no held-out file is seen in training, and it does not depend on the order of the listing, on the machine,
+or on what other files a version of sympy has. Rows name the corpus they come from (`Corpus.name`), because another
+version of sympy is another corpus.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is kept from training: a tenth of all paths, by hash."""
+        """Whether the file is excluded from training: a tenth of all paths, by hash."""
         return held_out(self.path)
 
 
@@ -43,12 +43,12 @@ class Corpus:
 
     @property
     def train(self) -> tuple[Document, ...]:
-        """The documents that a model may see."""
+        """The documents that a model is trained on."""
         return tuple(document for document in self.documents if not document.held_out)
 
     @property
     def held_out(self) -> tuple[Document, ...]:
-        """The documents that a model is measured on."""
+        """The documents that a model is evaluated on."""
         return tuple(document for document in self.documents if document.held_out)
 
     @cached_property
@@ -62,11 +62,11 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """Short name that rows carry, for instance sympy-1.14.0-1a2b3c4d."""
+        """Short name in rows, for instance sympy-1.14.0-1a2b3c4d."""
         return f"{self.source}-{self.version}-{self.sha256[:8]}"
 
     def describe(self) -> dict[str, object]:
-        """What a report records: version, hash, sizes of both parts, and the file list of the held-out part."""
+        """Facts for a report: version, hash, sizes of both parts, and the file list of the held-out part."""
         return {
             "name": self.name,
             "source": self.source,

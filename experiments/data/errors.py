@@ -1,4 +1,4 @@
-"""Measures of error, each defined here once; all sums are in float64."""
+"""Error measures, each defined once; all sums are in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Error:
-    """Sums over elements, from which every measure follows; sums of several tensors add up."""
+    """Sums over elements, from which every measure is computed; `+` combines several tensors."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -48,7 +48,7 @@ class Error:
 
     @property
     def snr_db(self) -> float:
-        """Signal to noise: 10 log10(sum x^2 / sum (x - y)^2) decibel; inf where nothing was lost, -inf for noise alone."""
+        """Signal to noise: 10 log10(sum x^2 / sum (x - y)^2) decibel; inf without noise, -inf without signal."""
         if math.isnan(self.noise):
             return math.nan
         if self.noise == 0:
@@ -57,13 +57,13 @@ class Error:
 
     @property
     def cosine_distance(self) -> float:
-        """1 - cosine of the angle between x and y: 0 is perfect; a wrong overall scale does not count."""
+        """1 - cosine of the angle between x and y: 0 is exact; independent of an overall scale."""
         norm = math.sqrt(self.signal * self.rounded)
         return 1 - self.product / norm if norm else math.nan
 
     @property
     def max_error(self) -> float:
-        """Largest |x - y| as a part of the largest |x|; inf for noise alone."""
+        """Largest |x - y| as a fraction of the largest |x|; inf without signal."""
         if self.largest_error == 0:
             return 0.0
         return self.largest_error / self.largest if self.largest else self.largest_error * math.inf

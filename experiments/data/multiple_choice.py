@@ -1,14 +1,14 @@
-"""What a model is examined on: held-out text, and multiple-choice questions about how it goes on.
+"""How a model is evaluated: bits per byte of held-out text, and multiple-choice questions about how the text continues.
 
-A *window* is a stretch of one held-out file, each from another file. At fixed places of a window a question is asked: which of
-four continuations follows the text so far? One is the true one, three are taken from other held-out files. A model answers
-with the continuation to which it gives the largest total log-likelihood.
+A *window* is a stretch of one held-out file, each from another file. At fixed positions of a window a question is asked: which
+of four continuations follows the text so far? One is the true one, three are taken from other held-out files. The model's
+answer is the continuation with the largest total log-likelihood.
 
-Window and continuations are run as one sequence. The window is the trunk; a false continuation is a branch that sees the
-trunk up to its question, and itself, and takes the positions that the true continuation has. So every score is what a separate
-run of that text would give, and the trunk, run once, gives bits per byte as well. One thing breaks this: an activation scale
-over a whole tensor. It is found for each window apart, so that windows never depend on each other or on `batch`; but within a
-window it also sees the false continuations, which the mask hides from the trunk, and later tokens.
+Window and continuations are one sequence. The window is the trunk; a false continuation is a branch that attends to the trunk
+up to its question and to itself, at the positions of the true continuation. So every score is that of a separate run of its
+text, and the trunk, run once, gives bits per byte as well. The exception is an activation scale over a whole tensor. It is
+computed per window, so that windows never depend on each other or on `batch`; but within a window it also covers the false
+continuations, which the mask hides from the trunk, and later tokens.
 
     trunk      t0 t1 t2 t3 t4 t5 ...          question at 3: true t3 t4 | false a0 a1 | false b0 b1
     sequence   t0 t1 t2 t3 t4 t5 ... a0 a1 b0 b1 ...
@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.data.corpus import Corpus, Document
-from experiments.models.language_model import LanguageModel
 
 CHOICES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExamSettings:
-    """`windows` stretches of `context` bytes, with `questions` each, the first at `first`, `stride` bytes apart."""
+class MultipleChoiceSettings:
+    """`windows` of `context` bytes, with `questions` each, the first at byte `first`, `stride` bytes apart, about
+    continuations of `continuation` bytes; `batch` windows run at once. ValueError where they do not fit."""
 
     windows: int = 20
     context: int = 256
@@ -52,20 +52,20 @@ class ExamSettings:
             )
 
     @property
-    def places(self) -> list[int]:
-        """Where in a window the questions are."""
+    def question_positions(self) -> list[int]:
+        """Bytes of a window at which the questions are asked."""
         return [self.first + self.stride * number for number in range(self.questions)]
 
 
 @dataclass(frozen=True)
-class Exam:
-    """Sequences (windows, time) with the positions and the mask that all share, and where the answers are read.
+class MultipleChoice:
+    """Windows with their questions: tokens (windows, time), positions (time) and mask (time, time) of all.
 
     sources, targets (questions, choices, continuation): indices of the tokens that predict, and of those predicted; choice 0
-    is the true one.
+    is the true one. documents: paths of the windows' files.
     """
 
-    settings: ExamSettings
+    settings: MultipleChoiceSettings
     tokens: Tensor
     positions: Tensor
     mask: Tensor
@@ -76,13 +76,13 @@ class Exam:
 
 @dataclass(frozen=True)
 class Scores:
-    """Bits per byte of each window (windows), and which questions were answered rightly (windows, questions)."""
+    """Bits per byte of each window (windows), float64, and which answers are correct (windows, questions), bool."""
 
     bits_per_byte: np.ndarray
     correct: np.ndarray
 
 
-def make_exam(corpus: Corpus, settings: ExamSettings) -> Exam:
+def multiple_choice(corpus: Corpus, settings: MultipleChoiceSettings) -> MultipleChoice:
     """Windows and questions from the held-out files; ValueError where these are too few."""
     rng = np.random.default_rng(settings.seed)
     usable = [document for document in corpus.held_out if len(document.data) >= 4 * settings.context]
@@ -96,86 +96,90 @@ def make_exam(corpus: Corpus, settings: ExamSettings) -> Exam:
     positions, mask = _layout(settings)
     sources, targets = _answers(settings)
     documents = tuple(document.path for document in chosen)
-    return Exam(settings, torch.from_numpy(np.stack(sequences)), positions, mask, sources, targets, documents)
+    return MultipleChoice(
+        settings, torch.from_numpy(np.stack(sequences)), positions, mask, sources, targets, documents
+    )
 
 
-def score(model: LanguageModel, exam: Exam) -> Scores:
-    """Run the exam; scores in float64."""
-    device = model.lm_head.weight.device
+def score(model: nn.Module, questions: MultipleChoice) -> Scores:
+    """Scores of a model that takes (tokens, positions, mask) and returns logits; computed in float64."""
+    device = next(model.parameters()).device
     bits, correct = [], []
-    for tokens in exam.tokens.to(device).split(exam.settings.batch):
+    for tokens in questions.tokens.to(device).split(questions.settings.batch):
         with torch.inference_mode():
-            logits = model(tokens, exam.positions.to(device), exam.mask.to(device))
+            logits = model(tokens, questions.positions.to(device), questions.mask.to(device))
             likelihood = torch.log_softmax(logits.double(), dim=-1)
-        trunk = _picked(
+        trunk = _log_likelihood(
             likelihood,
             tokens,
-            torch.arange(exam.settings.context - 1),
-            torch.arange(1, exam.settings.context),
+            torch.arange(questions.settings.context - 1),
+            torch.arange(1, questions.settings.context),
         )
-        totals = _picked(likelihood, tokens, exam.sources, exam.targets).sum(dim=-1)
+        totals = _log_likelihood(likelihood, tokens, questions.sources, questions.targets).sum(dim=-1)
         bits.append(-trunk.mean(dim=-1) / math.log(2))
         correct.append((totals[..., :1] > totals[..., 1:]).all(dim=-1))
     return Scores(torch.cat(bits).cpu().numpy(), torch.cat(correct).cpu().numpy())
 
 
-def _picked(likelihood: Tensor, tokens: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+def _log_likelihood(likelihood: Tensor, tokens: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
     """Log-likelihood of the tokens at `targets`, as predicted at `sources`."""
-    wanted = tokens[:, targets.to(tokens.device)].unsqueeze(-1)
-    return likelihood[:, sources.to(tokens.device)].gather(-1, wanted).squeeze(-1)
+    predicted = tokens[:, targets.to(tokens.device)].unsqueeze(-1)
+    return likelihood[:, sources.to(tokens.device)].gather(-1, predicted).squeeze(-1)
 
 
 def _sequence(
-    document: Document, others: list[Document], settings: ExamSettings, rng: np.random.Generator
+    document: Document, others: list[Document], settings: MultipleChoiceSettings, rng: np.random.Generator
 ) -> np.ndarray:
     start = int(rng.integers(len(document.data) - settings.context + 1))
     window = document.data[start : start + settings.context]
     parts = [window]
-    elsewhere = [other for other in others if other.path != document.path]
-    for place in settings.places:
-        seen = {window[place : place + settings.continuation]}
+    other_files = [other for other in others if other.path != document.path]
+    for position in settings.question_positions:
+        seen = {window[position : position + settings.continuation]}
         while len(seen) < CHOICES:
             # A continuation that equals another would make two answers right, so it is drawn again.
-            drawn = _stretch(elsewhere[int(rng.integers(len(elsewhere)))], settings.continuation, rng)
+            drawn = _random_slice(
+                other_files[int(rng.integers(len(other_files)))], settings.continuation, rng
+            )
             if drawn not in seen:
                 seen.add(drawn)
                 parts.append(drawn)
     return np.frombuffer(b"".join(parts), dtype=np.uint8).astype(np.int64)
 
 
-def _stretch(document: Document, length: int, rng: np.random.Generator) -> bytes:
+def _random_slice(document: Document, length: int, rng: np.random.Generator) -> bytes:
     start = int(rng.integers(len(document.data) - length + 1))
     return document.data[start : start + length]
 
 
-def _branch(settings: ExamSettings, question: int, choice: int) -> int:
-    """Where in the sequence the false continuation `choice` (1, 2, 3) of a question starts."""
+def _branch(settings: MultipleChoiceSettings, question: int, choice: int) -> int:
+    """Index in the sequence at which false continuation `choice` (1, 2, 3) of a question starts."""
     return settings.context + (question * (CHOICES - 1) + choice - 1) * settings.continuation
 
 
-def _layout(settings: ExamSettings) -> tuple[Tensor, Tensor]:
+def _layout(settings: MultipleChoiceSettings) -> tuple[Tensor, Tensor]:
     length = _branch(settings, settings.questions, 1)
     positions = torch.arange(length)
     mask = torch.zeros(length, length, dtype=torch.bool)
     mask[: settings.context, : settings.context] = True
-    for question, place in enumerate(settings.places):
+    for question, position in enumerate(settings.question_positions):
         for choice in range(1, CHOICES):
             start = _branch(settings, question, choice)
             own = slice(start, start + settings.continuation)
-            positions[own] = torch.arange(place, place + settings.continuation)
-            mask[own, :place] = True
+            positions[own] = torch.arange(position, position + settings.continuation)
+            mask[own, :position] = True
             mask[own, own] = True
     return positions, mask.tril()
 
 
-def _answers(settings: ExamSettings) -> tuple[Tensor, Tensor]:
+def _answers(settings: MultipleChoiceSettings) -> tuple[Tensor, Tensor]:
     steps = torch.arange(settings.continuation)
     sources, targets = [], []
-    for question, place in enumerate(settings.places):
-        starts = [place, *(_branch(settings, question, choice) for choice in range(1, CHOICES))]
+    for question, position in enumerate(settings.question_positions):
+        starts = [position, *(_branch(settings, question, choice) for choice in range(1, CHOICES))]
         target = torch.stack([start + steps for start in starts])
         source = target - 1
-        source[:, 0] = place - 1
+        source[:, 0] = position - 1
         sources.append(source)
         targets.append(target)
     return torch.stack(sources), torch.stack(targets)

@@ -1,4 +1,4 @@
-"""How many bytes a quantized tensor takes when it is stored: elements packed to their bits, and everything beside them."""
+"""Stored bytes of a quantized tensor: elements packed to their bits, scales and zero points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference import Quantized
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes of a tensor, part by part."""
+    """Bytes of a tensor by part."""
 
     elements: int
     scales: int = 0
@@ -21,7 +21,7 @@ class Stored:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.elements + self.scales + self.outer + self.zeros
 
     def __add__(self, other: Stored) -> Stored:
@@ -35,7 +35,7 @@ class Stored:
 
 def stored(q: Quantized) -> Stored:
     """Bytes of a quantized tensor. Elements count by the bits of their format, packed over the whole tensor; scales and zero
-    points count as the arrays that the quantizer keeps (an int8 zero point takes a byte even where four bits would do)."""
+    points count as the arrays of the quantizer (an int8 zero point takes a byte even where four bits would do)."""
     return Stored(
         elements=math.ceil(math.prod(q.shape) * q.scheme.format.bits / 8),
         scales=_bytes(q.scale),

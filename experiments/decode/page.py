@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.decode.configs import BASELINE, BFLOAT16, OURS, TORCHAO
-from experiments.decode.model import LLAMA_8B
+from experiments.decode.configs import BASELINE, BFLOAT16, OURS
 from experiments.decode.run import KIND, TITLE
 from experiments.decode.targets import FORMS, RATE, fastest_bfloat16, missed, over_fastest, published_speedup
+from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
+from experiments.models.llama_shapes import LLAMA_3_1_8B
 from experiments.report.pages import STALE, Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.published import HARDWARE, MODEL, decoding, published
@@ -60,7 +61,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(where: Where, results: Results) -> Section:
     """Speed, memory and checks of one run."""
-    exact = where.data == LLAMA_8B.name
+    exact = where.data == LLAMA_3_1_8B.name
     title = "Llama-3.1-8B, random weights" if exact else "A tiny stand-in"
     paragraphs = [*TEXT, *failures(results)] if exact else [*STAND_IN, *failures(results)]
     drawings = [plot(where, results)] if exact else []

@@ -1,9 +1,10 @@
-"""Experiment `formats`: what each scheme loses, on synthetic data and on a trained model's tensors.
+"""Experiment `formats`: quantization error and bits per element of every scheme, on synthetic data and trained tensors.
 
-Every scheme of `reference.SCHEMES`, the house's and other projects', quantizes the same float32 tensors along the last axis.
-Synthetic tensors: normal; heavy-tailed (Student's t with three degrees of freedom); and normal with eight outlier channels,
-50 times as large, in the last axis, as activations of large language models have. Trained tensors: the weights of the small
-language model, and what its linear layers are given on held-out text, put together by kind of layer.
+No numbers are published beside these rows. Every scheme of `reference.SCHEMES`, ours and other projects', quantizes the same
+float32 tensors along the last axis. Synthetic tensors: normal; heavy-tailed (Student's t with three degrees of freedom); and
+normal with eight outlier channels, 50 times as large, in the last axis, as in activations of large language models. Trained
+tensors, a stand-in for those of published models: weights and linear-layer inputs, on held-out text, of the small language
+model that is trained here on the source of sympy, by kind of layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import fast
 from experiments.data.errors import Error
-from experiments.data.multiple_choice import make_exam
+from experiments.data.multiple_choice import multiple_choice
 from experiments.data.storage import stored
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
@@ -24,7 +25,7 @@ from experiments.harness.workers import measure_all
 from experiments.models.quantized_model import layer_inputs
 
 EXPERIMENT = "formats"
-TITLE = "What each number format loses"
+TITLE = "Quantization error of each scheme"
 OUTLIER_CHANNELS = 8
 OUTLIER_FACTOR = 50.0
 TEXT_WINDOWS = 2
@@ -36,12 +37,12 @@ Data = Mapping[str, Sequence[Tensor]]
 
 
 def subject(settings: Settings) -> str:
-    """What the rows are about, and so what a journal can be resumed for."""
+    """What a journal can be resumed for: the trained model."""
     return settings.model_key
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all schemes; those that the journal has are not measured again."""
+    """Rows of all schemes; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     tables = {("synthetic", "synthetic"): synthetic(settings)}
     tables["trained", settings.corpus.name] = trained(settings)
@@ -65,12 +66,12 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 
 def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data) -> list[Row]:
     """All rows of one scheme in one table."""
-    made = []
+    rows = []
     # A tensor belongs to several groups (all weights, one kind of weights), and is quantized once.
-    every = unique(tensor for group in tensors.values() for tensor in group)
-    known = {tensor.data_ptr(): quantization_error(scheme, tensor) for tensor in every}
+    distinct = unique(tensor for group in tensors.values() for tensor in group)
+    errors = {tensor.data_ptr(): quantization_error(scheme, tensor) for tensor in distinct}
     for setting, group in tensors.items():
-        parts = [known[tensor.data_ptr()] for tensor in group]
+        parts = [errors[tensor.data_ptr()] for tensor in group]
         error = sum((part for part, _ in parts), Error())
         bits = 8 * sum(size for _, size in parts) / sum(tensor.numel() for tensor in group)
         values = {
@@ -83,21 +84,21 @@ def rows_of(settings: Settings, kind: str, data: str, scheme: str, tensors: Data
         if " of " in setting:
             # A kind of layer: one measure of the error is enough to compare kinds.
             values = {SNR: error.snr_db, BITS: bits}
-        made += [
+        rows += [
             settings.row(EXPERIMENT, kind, data, setting, scheme, metric, value, METRICS[metric])
             for metric, value in values.items()
         ]
-    return made
+    return rows
 
 
 def quantization_error(scheme: str, tensor: Tensor) -> tuple[Error, int]:
-    """Error of one tensor, and the bytes that it takes with scales and all."""
+    """Error of one tensor, and its stored bytes, scales and zero points included."""
     q = fast.quantize(tensor, scheme)
     return Error.of(tensor, fast.dequantize(q)), stored(q).total
 
 
 def synthetic(settings: Settings) -> Data:
-    """Three random tensors, drawn on the CPU so that every device sees the same numbers."""
+    """Three random tensors, drawn on the CPU so that every device has the same values."""
     generator = torch.Generator().manual_seed(settings.seed)
     normal = torch.randn(settings.shape, generator=generator)
     # Student's t: a normal over the root of a mean of three squares.
@@ -113,8 +114,8 @@ def synthetic(settings: Settings) -> Data:
 def trained(settings: Settings) -> Data:
     """Weights and inputs of all linear layers of the trained model, by kind of layer and all together."""
     model = settings.trained.model
-    exam = make_exam(settings.corpus, settings.exam)
-    text = exam.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
+    questions = multiple_choice(settings.corpus, settings.exam)
+    text = questions.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
     weights = {name: layer.weight.detach() for name, layer in model.linears().items()}
     inputs = {name: x.flatten(0, 1) for name, x in layer_inputs(model, text).items()}
     groups: dict[str, list[Tensor]] = {
@@ -128,7 +129,7 @@ def trained(settings: Settings) -> Data:
 
 
 def kind_of(layer: str) -> str:
-    """q_proj of model.layers.0.self_attn.q_proj."""
+    """The last part of a layer's name: q_proj of model.layers.0.self_attn.q_proj."""
     return layer.rpartition(".")[2]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from experiments.data import corpus
 from experiments.data.corpus import Corpus
-from experiments.data.multiple_choice import ExamSettings
+from experiments.data.multiple_choice import MultipleChoiceSettings
 from experiments.harness.rows import Row, source_hash, table_name
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
@@ -30,7 +30,7 @@ class Settings:
     cache: Path
     seed: int = 0
     train: TrainSettings = QUICK
-    exam: ExamSettings = field(default_factory=ExamSettings)
+    exam: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
     schemes: tuple[str, ...] = ()
     #: Schemes that no registry has and models are served in; `ptq` measures these as well.
     served: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
     if scale == "quick":
         return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
     # A better model is asked harder questions: shorter continuations are harder to tell apart.
-    exam = ExamSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
+    exam = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
     return Settings(
         scale=scale,
         device=device,

@@ -1,1 +1,1 @@
-"""The small language model that experiments train, and how."""
+"""Models that experiments measure: one Llama, its training from scratch, and its quantized copies."""

@@ -1,11 +1,11 @@
 """Which scheme quantizes the activations when a scheme quantizes the weights.
 
-By default the same one: both operands of a matmul in one format. Some schemes are for weights by nature, and then the partner
-is named here, one record each, and appears in the `setting` of every row that uses it. A scheme is for weights by nature where
+By default the same one: both operands of a matmul in one format. Some schemes are for weights only; the scheme of their
+activations is named here, one entry each, and appears in the `setting` of every row that uses it. A scheme is weight-only where
 
-* its blocks run along both axes (128x128, 16x16), so that scales would mix tokens: the 1-row counterpart is used;
-* its blocks run over the flattened tensor, or its zero point is a float (NF4, tinygemm): kernels for these take activations in
-  another format, int8 per token here, as in torchao's int4 weight with int8 dynamic activation.
+* its blocks extend along both axes (128x128, 16x16), so that scales would mix tokens: the 1-row counterpart is used;
+* its blocks extend over the flattened tensor, or its zero point is a float (NF4, tinygemm): kernels for these take activations
+  in another format, int8 per token here, as in torchao's int4 weight with int8 dynamic activation.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ACTIVATIONS = {
 WEIGHTS = "weights"
 
 
-def weights_only_by_nature(scheme: Scheme) -> bool:
-    """Whether a scheme needs a partner for activations; see the text above."""
+def is_weight_only(scheme: Scheme) -> bool:
+    """Whether activations need another scheme; see the text above."""
     scale = scheme.scale
     shared = isinstance(scale.block, tuple) or scale.flat_size > 0
     return shared or (scheme.zero is not None and scheme.zero.rule == "value")
 
 
 def activation_scheme(weight_scheme: str) -> str:
-    """The activations' scheme; ValueError where a weight-only scheme has no partner yet."""
+    """The activations' scheme; ValueError where a weight-only scheme has none in ACTIVATIONS."""
     if weight_scheme in ACTIVATIONS:
         return ACTIVATIONS[weight_scheme]
-    if weights_only_by_nature(named(weight_scheme)):
+    if is_weight_only(named(weight_scheme)):
         raise ValueError(
             f"scheme {weight_scheme!r} is for weights only (its blocks mix tokens, or its zero point is a float): "
             "name the scheme of the activations in experiments.models.activation_schemes.ACTIVATIONS"
@@ -50,7 +50,7 @@ def activation_scheme(weight_scheme: str) -> str:
 
 
 def setting_name(activations: str | None) -> str:
-    """How rows call it: "weights", or "weights + activations in X"."""
+    """The setting of rows: "weights", or "weights + activations in X"."""
     return WEIGHTS if activations is None else f"{WEIGHTS} + activations in {activations}"
 
 

@@ -30,7 +30,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; the loss that `closure` gives, where there is one."""
+        """One step; returns the loss of `closure`, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -38,10 +38,10 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
+                    self._update(parameter, group)
         return loss
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -62,7 +62,7 @@ def orthogonal(
 ) -> Tensor:
     """The matrix x with singular values near 1, in `dtype`: `steps` times a x + (b g + c g g) x with g = x x^T.
 
-    x is divided by its Frobenius norm first, at least `eps`. The iterations run along the shorter side. x stays as it is.
+    x is divided by its Frobenius norm first, at least `eps`. The iterations run along the shorter side. x is not modified.
     """
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]

@@ -1,7 +1,7 @@
-"""Train the small language model from scratch, once; later experiments take it from the cache.
+"""Train the small language model from scratch, once; later experiments load it from the cache.
 
 Hidden matrices are trained by Muon, everything else by AdamW, with a short warm-up and a cosine schedule. The seed fixes
-initialization and the order of the text; on one CPU with one number of threads the weights come out bit for bit the same.
+initialization and the order of the text; on one CPU with one number of threads the weights are the same bit for bit.
 The cache's key covers the settings, the corpus, this code and the versions of torch and numpy, so a changed recipe never finds
 an old model.
 """
@@ -34,14 +34,17 @@ from experiments.models.muon import Muon
 from experiments.models.train_steps import Steps
 from experiments.models.training_checkpoint import Checkpoint, Run
 
-CODE = ("language_model.py", "muon.py", "train.py", "train_steps.py", "training_checkpoint.py")
+CODE = ("language_model.py", "llama.py", "muon.py", "train.py", "train_steps.py", "training_checkpoint.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """One training run. `matrix_rate` is Muon's learning rate (None: AdamW trains matrices too), `rate` AdamW's; both end at
-    the part `last_rate` of themselves. `scale_rate` is AdamW's for learned scales of quantization, as a part of their mean.
-    `start`: the run whose model this one trains on; None: it begins with random weights."""
+    """One training run.
+
+    matrix_rate: Muon's learning rate; None: AdamW trains matrices too. rate: AdamW's. last_rate: what both fall to, as a
+    fraction of themselves. scale_rate: AdamW's for learned quantization scales, as a fraction of their mean. start: the run
+    whose model this one continues from; None: random weights.
+    """
 
     model: ModelSettings = field(default_factory=ModelSettings)
     batch: int = 8
@@ -69,7 +72,7 @@ FULL = TrainSettings(
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, in evaluation mode, and what is known about its training."""
+    """A trained model, in evaluation mode, its key in the cache, and facts about its training."""
 
     model: LanguageModel
     key: str
@@ -77,14 +80,14 @@ class Trained:
 
 
 def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: Path) -> Trained:
-    """The model of these settings: from the cache, or trained now and put there; a run that was killed goes on."""
+    """The model of these settings: from the cache, or trained now and stored there; a killed run is resumed."""
     key = cache_key(settings, corpus, device)
     folder = cache / "models" / key
     checkpoint = Checkpoint(folder.with_name(f"{key}.checkpoint"))
     if not (folder / "model.json").exists():
         started = time.perf_counter()
-        begun = settings.start and trained_model(settings.start, corpus, device, cache).model
-        model, loss = train(settings, corpus, device, begun, checkpoint)
+        initial = settings.start and trained_model(settings.start, corpus, device, cache).model
+        model, loss = train(settings, corpus, device, initial, checkpoint)
         facts = {
             "key": key,
             "settings": asdict(settings),
@@ -102,7 +105,7 @@ def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: P
 
 
 def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
-    """Hash of all that decides what comes out: settings, text, code, libraries and kind of device."""
+    """Hash of everything that determines the weights: settings, text, code, libraries and kind of device."""
     here = Path(__file__).resolve().parent
     parts = [
         json.dumps(asdict(settings), sort_keys=True),
@@ -118,23 +121,23 @@ def train(
     settings: TrainSettings,
     corpus: Corpus,
     device: str,
-    begun: LanguageModel | None = None,
+    initial: LanguageModel | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[LanguageModel, float]:
-    """A new model, or a copy of one that was begun, after training; and its loss, bits per byte over the last tenth of the
-    steps. `checkpoint`: where the run goes on from, and is kept."""
-    if begun is None:
+    """A new model, or a copy of `initial`, after training; and its loss, bits per byte over the last tenth of the steps.
+    `checkpoint`: where the run is resumed from and stored."""
+    if initial is None:
         torch.manual_seed(settings.seed)
         model = LanguageModel(settings.model).to(device)
     else:
-        model = trainable(begun)
+        model = trainable(initial)
     with bar("training", settings.steps) as step:
         loss = fit(model, settings, corpus, step, checkpoint)
     return model.eval(), loss
 
 
 def trainable(model: LanguageModel) -> LanguageModel:
-    """A copy of a model that trains."""
+    """A copy of a model in training mode, all parameters trainable."""
     return copy.deepcopy(model).train().requires_grad_(True)
 
 
@@ -145,16 +148,16 @@ def fit(
     step: Callable[[str], None] = lambda word: None,
     checkpoint: Checkpoint | None = None,
 ) -> float:
-    """Train a model where it stands, on the text that `settings.seed` draws; the loss as `train` gives it.
+    """Train a model in place, on the text that `settings.seed` draws; returns the loss as `train` does.
 
-    step: called after each step, with a word about it (`experiments.harness.progress`). checkpoint: as for `train`. One
-    seed draws the same text whatever the model is, so runs can be paired.
+    step: called after each step, with a message (`experiments.harness.progress`). checkpoint: as for `train`. One seed draws
+    the same text for every model, so runs can be paired.
     """
     text = text_of(corpus).to(model.lm_head.weight.device)
     optimizers = _optimizers(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     losses: list[Tensor] = []
-    # Muon's step is not made to be captured.
+    # Muon's step cannot be captured in a CUDA graph.
     captured = all(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups)
     steps = Steps(lambda tokens: _train_step(model, optimizers, tokens, settings), captured=captured)
     run, checkpoint = Run(model, optimizers, generator, losses), checkpoint or Checkpoint()
@@ -162,11 +165,11 @@ def fit(
     for _ in range(first):
         step("")
     for number in range(first, settings.steps):
-        _set_rates(optimizers, share_of_rate(number, settings))
+        _set_rates(optimizers, rate_factor(number, settings))
         losses.append(steps(_sample(text, settings, generator)))
         checkpoint.reached(run)
-        shown = number % 10 == 0
-        step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if shown else "")
+        report = number % 10 == 0
+        step(f"{losses[-1].item() / math.log(2):.2f} bits per byte" if report else "")
     last = losses[-max(1, settings.steps // 10) :]
     return torch.stack(last).mean().item() / math.log(2)
 
@@ -177,8 +180,8 @@ def text_of(corpus: Corpus) -> Tensor:
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
 
 
-def share_of_rate(number: int, settings: TrainSettings) -> float:
-    """Which part of the learning rate step `number` uses: a linear warm-up times a cosine from 1 to `last_rate`."""
+def rate_factor(number: int, settings: TrainSettings) -> float:
+    """The factor of the learning rate in step `number`: a linear warm-up times a cosine from 1 to `last_rate`."""
     warm = min(1.0, (number + 1) / settings.warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * number / settings.steps))
     return warm * (settings.last_rate + (1 - settings.last_rate) * cosine)
@@ -189,15 +192,15 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
     scales = [parameter for name, parameter in named.items() if name.rpartition(".")[2].startswith("qat_")]
     hidden = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
     by_muon = hidden if settings.matrix_rate is not None else []
-    apart = {id(parameter) for parameter in (*scales, *by_muon)}
-    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in apart]}]
+    others = {id(parameter) for parameter in (*scales, *by_muon)}
+    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in others]}]
     if scales:
-        # Adam's steps do not depend on the size of gradients, so the rate is relative to what it moves.
-        usual = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
-        groups.append({"params": scales, "lr": settings.scale_rate * usual})
-    # Fused, a step is a few launches instead of some per parameter; small models wait for launches.
+        # Adam's steps do not depend on the size of gradients, so the rate is relative to the size of the scales.
+        mean = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
+        groups.append({"params": scales, "lr": settings.scale_rate * mean})
+    # Fused: a few launches a step instead of several per parameter; small models are limited by launches.
     fused = model.lm_head.weight.is_cuda
-    made: list[torch.optim.Optimizer] = [
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             groups,
             lr=settings.rate,
@@ -208,21 +211,21 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
         )
     ]
     if by_muon:
-        # float32 on every CPU: a model is then the same experiment on CPUs with and without bfloat16 instructions.
+        # float32 on every CPU, so that CPUs with and without bfloat16 instructions train alike.
         dtype = torch.bfloat16 if fused else torch.float32
-        made += [Muon(by_muon, dtype=dtype, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
-    for optimizer in made:
+        optimizers += [Muon(by_muon, dtype=dtype, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
             if group.get("capturable"):
                 group["lr"] = torch.tensor(group["lr"], device=model.lm_head.weight.device)
-    return made
+    return optimizers
 
 
-def _set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+def _set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            rate = group["full_rate"] * share
+            rate = group["full_rate"] * factor
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

@@ -1,8 +1,8 @@
-"""Steps of training, one after the other: on a GPU the launches of a step are captured once and replayed.
+"""Training steps, one after the other: on a GPU the launches of a step are captured in a CUDA graph once and replayed.
 
-A small model in quantization-aware training waits for its host: 25 ms a step of which the GPU works a few. A CUDA graph takes
-the host out, and changes no kernel, order or input. Learning rates lie in tensors, which
-the host fills between steps. Steps that must look at numbers on the host cannot be captured.
+Quantization-aware training of a small model is limited by its host: 25 ms a step, of which the GPU works a few. A CUDA graph
+removes the host and changes no kernel, order or input. Learning rates are in tensors, which the host fills between steps. Steps
+that read values on the host cannot be captured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.harness.cuda_graph import recorded
 
-#: Steps before the capture: libraries, kernels and optimizers make on them what they keep.
+#: Steps before the capture, in which libraries, kernels and optimizers allocate their state.
 WARMUP = 3
 
 
@@ -28,19 +28,19 @@ class Steps:
         self.batch = self.loss = torch.empty(0)
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """The loss of one more step, a tensor of its own."""
+        """The loss of one more step, in new memory."""
         if not self.captured:
             return self.step(batch)
         self.taken += 1
         if self.taken <= WARMUP:
-            return self._aside(batch)
+            return self._warm_up(batch)
         self.graph = self.graph or self._capture(batch)
         self.batch.copy_(batch)
         self.graph.replay()
         return self.loss.clone()
 
-    def _aside(self, batch: Tensor) -> Tensor:
-        """A step on a stream of its own, as capturing wants those before it."""
+    def _warm_up(self, batch: Tensor) -> Tensor:
+        """A step on a side stream, as capture requires of the steps before it."""
         stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
-"""Where a training run stands, on disk: a run that is killed goes on from there and ends with the same weights.
+"""The state of a training run on disk: a killed run is resumed from it and ends with the same weights.
 
 A checkpoint holds everything that the next step depends on: parameters and buffers, the optimizers' states, the generator that
 draws the text, torch's own generator, and the losses so far. On a CPU with the same number of threads the final weights are
-those of an uninterrupted run, bit for bit. The file is replaced as a whole.
+those of an uninterrupted run, bit for bit. The file is replaced atomically.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from experiments.harness.rows import PARTIAL
 
-#: Seconds of training that a kill loses at most, and a step.
+#: Seconds between checkpoints: a kill loses at most this and one step.
 SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """What changes from step to step. `losses` grows in place: one 0-d tensor a step."""
+    """The state that changes from step to step. `losses` grows in place: one 0-d tensor a step."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -35,7 +35,7 @@ class Run:
     losses: list[Tensor]
 
     def state(self) -> dict[str, Any]:
-        """All of it as tensors and plain values; losses are as many as steps were taken."""
+        """The state as tensors and plain values; one loss for each step."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -45,26 +45,26 @@ class Run:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a state that `state` gave; errors where it is another model's."""
+        """Restore what `state` returned; errors where it is another model's."""
         self.model.load_state_dict(state["model"])
-        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch"])
         self.losses[:] = state["losses"].unbind()
 
 
 class Checkpoint:
-    """The checkpoint of one training run; without a path, none."""
+    """The checkpoint file of one training run; without a path, none is written."""
 
     def __init__(self, path: Path | None = None, seconds: float = SECONDS) -> None:
         self.path, self.seconds = path, seconds
         self.written = time.monotonic()
-        #: Steps that were taken before this process.
+        #: Steps of earlier processes.
         self.resumed = 0
 
     def resume(self, run: Run, device: str | torch.device) -> int:
-        """Put a run where its checkpoint is; how many steps it has taken, 0 where there is no checkpoint.
+        """Restore a run from its checkpoint; returns the number of its steps, 0 without a checkpoint.
 
         ValueError for a file that cannot be read.
         """
@@ -73,20 +73,20 @@ class Checkpoint:
         try:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.path} cannot be read; delete it, and training begins anew") from error
+            raise ValueError(f"{self.path} cannot be read; delete it, and training starts again") from error
         state["losses"] = state["losses"].to(device)
         run.restore(state)
         self.resumed = len(run.losses)
         return self.resumed
 
     def reached(self, run: Run) -> None:
-        """A step is over: write, if the last time is long enough ago."""
+        """Called after a step: writes the file if the last time is `seconds` ago."""
         if self.path is not None and time.monotonic() - self.written >= self.seconds:
             self._write(self.path, run)
             self.written = time.monotonic()
 
     def done(self) -> None:
-        """The run is over and its model is kept elsewhere."""
+        """Delete the file: the run is over and its model is stored elsewhere."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 

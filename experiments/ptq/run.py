@@ -1,12 +1,13 @@
-"""Experiment `ptq`: post-training quantization of a stand-in, a small language model trained here on the source of sympy.
+"""Experiment `ptq`: bits per byte, multiple-choice accuracy, size and layer errors of a model under every scheme.
 
-Every scheme quantizes the weights of all linear layers (lm_head too; the embedding and the norms stay float32), alone, and
-together with each layer's input, found dynamically. The two baselines are float32 and bfloat16. Measured are held-out bits per
-byte, multiple-choice accuracy (`experiments.data.multiple_choice`), the model's size, and per layer the signal to noise of
-its output when its input is that of the float32 model.
+Stand-in: a small language model trained here on the source of sympy, so no published number stands beside these rows; speed
+and size of a published model are those of experiment `decode`. Every scheme quantizes the weights of all linear layers (lm_head
+too; the embedding and the norms stay float32), alone, and together with each layer's input, with dynamic scales. Baselines are
+float32 and bfloat16. Errors per layer are the signal to noise of its output when its input is that of the float32 model.
 
-All methods sit the same exam, so differences to float32 are paired: the mean over windows of (method - float32), with its
-standard error over windows, each from another file. A difference within two standard errors is noise.
+All methods are evaluated on the same windows and questions (`experiments.data.multiple_choice`), so differences to float32 are
+paired: the mean over windows of (method - float32), with its standard error over windows, each from another file. A difference
+within two standard errors is noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from experiments.data.errors import Error, mean_and_error
-from experiments.data.multiple_choice import Exam, Scores, make_exam, score
+from experiments.data.multiple_choice import MultipleChoice, Scores, multiple_choice, score
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.harness.settings import Settings
@@ -42,36 +43,36 @@ class Task:
 
     @property
     def setting(self) -> str:
-        """As rows call it."""
+        """The setting of its rows."""
         return setting_name(self.activations)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What all methods are measured on and against, and what models with the same weights were found to do."""
+class Shared:
+    """What all methods share: questions, scores and layer inputs of the float32 model, and results by hash of the weights."""
 
     settings: Settings
-    exam: Exam
+    questions: MultipleChoice
     baseline: Scores
     inputs: Mapping[str, Tensor]
-    seen: dict[str, tuple[Scores, dict[str, float]]] = field(default_factory=dict)
+    by_weights: dict[str, tuple[Scores, dict[str, float]]] = field(default_factory=dict)
 
 
 def subject(settings: Settings) -> str:
-    """What the rows are about, and so what a journal can be resumed for."""
+    """What a journal can be resumed for: the trained model."""
     return settings.model_key
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all schemes and baselines; those that the journal has are not measured again."""
+    """Rows of all schemes and baselines; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     table = table_name(QUALITY, settings.scale, settings.corpus.name)
     tasks = [task for task in all_tasks(settings) if not journal.finished(table, task.setting, task.method)]
     if not tasks:
         return journal.rows
-    about = subject_of(settings)
+    shared = shared_by_tasks(settings)
     with bar("quantized models", len(tasks)) as step:
-        for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):
+        for task, rows in measure_all(tasks, lambda task: measure(shared, task), settings.device):
             journal.add(rows)
             step(f"{task.method}, {task.setting}")
     return journal.rows
@@ -79,66 +80,66 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 
 def all_tasks(settings: Settings) -> list[Task]:
     """Baselines, then every scheme; each with float32 activations and with quantized ones."""
-    made = [Task(method, None) for method in PLAIN] + [Task("bfloat16", "bfloat16")]
+    tasks = [Task(method, None) for method in PLAIN] + [Task("bfloat16", "bfloat16")]
     for scheme in (*settings.schemes, *settings.served):
-        made += [Task(scheme, None), Task(scheme, activation_scheme(scheme))]
-    return made
+        tasks += [Task(scheme, None), Task(scheme, activation_scheme(scheme))]
+    return tasks
 
 
-def subject_of(settings: Settings) -> Subject:
-    """The exam, and how the float32 model does in it."""
+def shared_by_tasks(settings: Settings) -> Shared:
+    """Questions, and scores of the float32 model."""
     model = settings.trained.model
-    exam = make_exam(settings.corpus, settings.exam)
-    text = exam.tokens[:LAYER_WINDOWS, : settings.exam.context].to(settings.device)
+    questions = multiple_choice(settings.corpus, settings.exam)
+    text = questions.tokens[:LAYER_WINDOWS, : settings.exam.context].to(settings.device)
     # On one thread, as the methods: the baseline then differs from itself by exactly zero.
-    ((_, baseline),) = measure_all(["float32"], lambda _: score(model, exam), settings.device)
-    return Subject(settings, exam, baseline, layer_inputs(model, text))
+    ((_, baseline),) = measure_all(["float32"], lambda _: score(model, questions), settings.device)
+    return Shared(settings, questions, baseline, layer_inputs(model, text))
 
 
-def measure(about: Subject, task: Task) -> list[Row]:
+def measure(shared: Shared, task: Task) -> list[Row]:
     """All rows of one method."""
-    model = about.settings.trained.model
-    made = quantized_model(model, task.method, task.activations)
-    scores, decibels = answers(about, made)
+    model = shared.settings.trained.model
+    quantized = quantized_model(model, task.method, task.activations)
+    scores, decibels = evaluate(shared, quantized)
     values = {
-        **quality(scores, about.baseline),
-        **size(made, sum(w.weight.numel() for w in model.linears().values())),
+        **quality(scores, shared.baseline),
+        **size(quantized, sum(w.weight.numel() for w in model.linears().values())),
     }
-    data = about.settings.corpus.name
+    data = shared.settings.corpus.name
     rows = [
-        about.settings.row(EXPERIMENT, QUALITY, data, task.setting, task.method, metric, value, unit)
+        shared.settings.row(EXPERIMENT, QUALITY, data, task.setting, task.method, metric, value, unit)
         for metric, (value, unit) in values.items()
     ]
     return rows + [
-        about.settings.row(EXPERIMENT, LAYERS, data, task.setting, task.method, name, decibel, "dB")
+        shared.settings.row(EXPERIMENT, LAYERS, data, task.setting, task.method, name, decibel, "dB")
         for name, decibel in decibels.items()
     ]
 
 
-def answers(about: Subject, made: QuantizedModel) -> tuple[Scores, dict[str, float]]:
-    """The exam's scores, and signal to noise per layer.
+def evaluate(shared: Shared, quantized: QuantizedModel) -> tuple[Scores, dict[str, float]]:
+    """Scores, and signal to noise per layer.
 
-    Many conventions round ordinary weights to the same values as a house scheme; with float32 activations such models are one
-    model, and sit the exam once.
+    Many conventions round ordinary weights to the same values as an unprefixed scheme; with float32 activations such models are
+    the same model and evaluated once.
     """
-    if made.round_input is not None:
-        return score(made.model, about.exam), layer_snr(about, made)
+    if quantized.round_input is not None:
+        return score(quantized.model, shared.questions), layer_snr(shared, quantized)
     digest = hashlib.sha256()
-    for layer in made.model.linears().values():
+    for layer in quantized.model.linears().values():
         digest.update(layer.weight.cpu().numpy().tobytes())
     key = digest.hexdigest()
-    if key not in about.seen:
-        about.seen[key] = score(made.model, about.exam), layer_snr(about, made)
-    return about.seen[key]
+    if key not in shared.by_weights:
+        shared.by_weights[key] = score(quantized.model, shared.questions), layer_snr(shared, quantized)
+    return shared.by_weights[key]
 
 
 def quality(scores: Scores, baseline: Scores) -> dict[str, tuple[float, str]]:
     """Means, and paired differences to the baseline with standard errors over windows."""
     bits, _ = mean_and_error(scores.bits_per_byte)
     bits_change, bits_error = mean_and_error(scores.bits_per_byte - baseline.bits_per_byte)
-    right = scores.correct.mean(axis=1) * 100
-    accuracy, accuracy_error = mean_and_error(right)
-    change, change_error = mean_and_error(right - baseline.correct.mean(axis=1) * 100)
+    correct = scores.correct.mean(axis=1) * 100
+    accuracy, accuracy_error = mean_and_error(correct)
+    change, change_error = mean_and_error(correct - baseline.correct.mean(axis=1) * 100)
     return {
         "bits per byte": (bits, "bit"),
         "bits per byte, change": (bits_change, "bit"),
@@ -150,26 +151,26 @@ def quality(scores: Scores, baseline: Scores) -> dict[str, tuple[float, str]]:
     }
 
 
-def size(made: QuantizedModel, parameters: int) -> dict[str, tuple[float, str]]:
+def size(quantized: QuantizedModel, parameters: int) -> dict[str, tuple[float, str]]:
     """Decimal bytes of the whole model, and bits per weight of its linear layers, scales and all."""
     return {
-        "size": (made.linears.total + made.others.total, "byte"),
-        "size of scales and zero points": (made.linears.total - made.linears.elements, "byte"),
-        "bits per weight": (8 * made.linears.total / parameters, "bit"),
+        "size": (quantized.linears.total + quantized.others.total, "byte"),
+        "size of scales and zero points": (quantized.linears.total - quantized.linears.elements, "byte"),
+        "bits per weight": (8 * quantized.linears.total / parameters, "bit"),
     }
 
 
-def layer_snr(about: Subject, made: QuantizedModel) -> dict[str, float]:
+def layer_snr(shared: Shared, quantized: QuantizedModel) -> dict[str, float]:
     """Signal to noise of each linear layer's output, given the float32 model's input."""
-    exact = about.settings.trained.model.linears()
+    exact = shared.settings.trained.model.linears()
     found, rounded = {}, {}
-    for name, layer in made.model.linears().items():
-        x = about.inputs[name]
-        if made.round_input is not None:
+    for name, layer in quantized.model.linears().items():
+        x = shared.inputs[name]
+        if quantized.round_input is not None:
             # q, k and v read one tensor, which is rounded once.
             if x.data_ptr() not in rounded:
-                rounded[x.data_ptr()] = made.round_input(x)
+                rounded[x.data_ptr()] = quantized.round_input(x)
             x = rounded[x.data_ptr()]
-        y = functional.linear(about.inputs[name], exact[name].weight)
+        y = functional.linear(shared.inputs[name], exact[name].weight)
         found[name] = Error.of(y, functional.linear(x, layer.weight)).snr_db
     return found

@@ -1,7 +1,7 @@
-"""What experiment `qat` trains, as data: the methods, and how long and on what each scale of it trains.
+"""Methods of experiment `qat` as data, and how long and on what text each scale of it trains.
 
 A new method is one line of METHODS: a configuration of `quantize_`, whether its scales are learned (only float32 scales can
-be), and the bar, if it has one.
+be), and its target, if it has one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ from experiments.harness.settings import Settings
 from experiments.models.activation_schemes import setting_name
 from experiments.models.language_model import ModelSettings
 from experiments.models.train import TrainSettings
-
-#: Percent of the loss that training is to recover, by bits of the weights.
-BARS = {4: 90.0, 3: 80.0}
+from experiments.qat.targets import TARGETS
 
 
 @dataclass(frozen=True)
 class Method:
-    """A configuration to train for and to quantize by, and what `QATConfig` says beside it."""
+    """A configuration to train for and to quantize with, and its options in `QATConfig`."""
 
     config: Config
     learn_scales: bool = False
-    bar: float | None = None
+    target: float | None = None
 
     @property
     def name(self) -> str:
-        """As rows call it: the scheme of the weights."""
+        """The method of its rows: the scheme of the weights."""
         return self.config.recipe().weight.name
 
     @property
     def setting(self) -> str:
-        """As rows call what happens to the inputs of layers."""
+        """The setting of its rows: how inputs of layers are quantized."""
         activation = self.config.recipe().activation
         return setting_name(None if activation is None else activation.name)
 
@@ -55,17 +53,17 @@ class Method:
 
 
 METHODS = (
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True, BARS[4]),
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True, BARS[4]),
-    Method(Int4WeightOnlyConfig(128), True, BARS[4]),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True, BARS[3]),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True, BARS[3]),
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True, TARGETS[4]),
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True, TARGETS[4]),
+    Method(Int4WeightOnlyConfig(128), True, TARGETS[4]),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True, TARGETS[3]),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True, TARGETS[3]),
     Method(IntxWeightOnlyConfig("int2", PerGroup(32)), True),
     Method(LowBitWeightOnlyConfig(1.58, PerGroup(32)), True),
     Method(MXDynamicActivationMXWeightConfig(activation_dtype="float4_e2m1fn", weight_dtype="float4_e2m1fn")),
     Method(NVFP4DynamicActivationNVFP4WeightConfig()),
 )
-#: What two cores have time for.
+#: Few enough for two cores.
 QUICK_METHODS = tuple(
     method for method in METHODS if method.name in ("int4_g256", "int3_g128", "mxfp4_rceil")
 )
@@ -75,10 +73,10 @@ QUICK_METHODS = tuple(
 class Plan:
     """One scale of the experiment.
 
-    start: how the model is trained that all go on from. None: as that of the other experiments.
-    seeds: of the text that is drawn for the training that is compared.
-    steps, batch, rate, scale_rate: of that training, plain and quantized alike, by AdamW, down to a rate of nothing.
-    windows, exams: of how many held-out files there is a window in each exam, and how many exams.
+    start: training of the common initial model; None: that of the other experiments.
+    seeds: of the text that is drawn for the compared training.
+    steps, batch, rate, scale_rate: of the compared training, with and without QAT, by AdamW, down to a rate of 0.
+    windows, evaluations: held-out files with a window in each evaluation, and the number of evaluations.
     """
 
     methods: tuple[Method, ...]
@@ -89,14 +87,14 @@ class Plan:
     rate: float
     scale_rate: float
     windows: int
-    exams: int = 1
+    evaluations: int = 1
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
             raise ValueError(f"an interval over seeds needs at least two, got {self.seeds}")
 
-    def plain(self, settings: Settings, seed: int) -> TrainSettings:
-        """The training of a seed, which the baseline goes through as it is, and every method in step "prepare"."""
+    def training(self, settings: Settings, seed: int) -> TrainSettings:
+        """The training of a seed, the same for the baseline and for every method in step "prepare"."""
         start = self.start or settings.train
         return replace(
             start,
@@ -108,14 +106,14 @@ class Plan:
             rate=self.rate,
             last_rate=0.0,
             scale_rate=self.scale_rate,
-            # Other text than the same seed drew before.
-            seed=FURTHER + seed,
+            # Other text than in the training of the initial model.
+            seed=TRAINING_SEED + seed,
         )
 
 
-#: Seeds of the compared training, and of its exams, lie this far above those of what went before, and of what rates were
-#: chosen by.
-FURTHER, UNSEEN = 2000, 100
+#: First seeds of the compared training and of its evaluations, far above those of the initial training and of the evaluation
+#: that chose the learning rates.
+TRAINING_SEED, EVALUATION_SEED = 2000, 100
 PLANS = {
     "quick": Plan(
         methods=QUICK_METHODS,
@@ -130,8 +128,8 @@ PLANS = {
     "full": Plan(
         methods=METHODS,
         seeds=5,
-        # Long enough that further training changes little: two runs on different text then end alike, and what quantization
-        # costs is not lost among what chance does (after 600 steps models differ by half of what 4 bits cost).
+        # Long enough that further training changes little: two runs on different text then end alike, and the loss by
+        # quantization exceeds the noise (after 600 steps models differ by half the loss of 4 bits).
         start=TrainSettings(
             model=ModelSettings(width=512, layers=3, heads=8, kv_heads=4, feed_forward=1536, context=512),
             batch=32,
@@ -145,6 +143,6 @@ PLANS = {
         rate=3e-4,
         scale_rate=5e-3,
         windows=70,
-        exams=8,
+        evaluations=8,
     ),
 }

@@ -1,8 +1,10 @@
-"""Experiment `qat`: how much of what quantization costs a trained model is got back by training for it.
+"""Experiment `qat`: how much of the loss by post-training quantization (PTQ) quantization-aware training (QAT) recovers.
 
-All models go on from one trained model, those of a seed on the same text, for as many steps, with the same optimizer: one
-as it is (the baseline, which is then quantized: ptq), and one per method in `QATConfig`'s step "prepare", converted at its
-end (qat).
+Stand-in: a small model trained here on the source of sympy, so no published number stands beside these rows; targets are those
+of this experiment's issue. All models continue from one trained model, those of a seed on the same text, for as many steps,
+with the same optimizer: one without QAT (the baseline, which is then quantized: PTQ), and one per method in `QATConfig`'s step
+"prepare", converted at its end (QAT).
+
 Measured are bits per held-out byte of the models as they would be served: converted, in float32. Every linear layer is
 quantized, lm_head too. Rows of table "runs" are one seed each; those of table "recovery" are over seeds
 (`experiments.qat.summary`).
@@ -20,7 +22,7 @@ import numpy as np
 from torch import nn
 
 from ao_lab import quantize_
-from experiments.data.multiple_choice import Exam, make_exam, score
+from experiments.data.multiple_choice import MultipleChoice, multiple_choice, score
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.harness.settings import Settings
@@ -28,15 +30,16 @@ from experiments.harness.workers import measure_all
 from experiments.models.language_model import LanguageModel
 from experiments.models.quantized_model import PLAIN, quantized_model
 from experiments.models.train import cache_key, fit, trainable, trained_model
-from experiments.qat.methods import PLANS, UNSEEN, Method, Plan
+from experiments.qat.methods import EVALUATION_SEED, PLANS, Method, Plan
 from experiments.qat.summary import DEVIATIONS, Recovery, interval, recovery
+from experiments.qat.targets import RECOVERED, TARGET_METRIC
 
 EXPERIMENT = "qat"
-TITLE = "What training for quantization gives back: a small model trained here on the source of sympy"
+TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
 RUNS, RECOVERY = "runs", "recovery"
 BASELINE = "baseline"
 PTQ, QAT = "bits per byte, PTQ", "bits per byte, QAT"
-#: The plain model under the scales that QAT starts with, where those are not quantize_'s.
+#: The baseline quantized with the initial scales of QAT, where those are not quantize_'s.
 CLIPPED = "bits per byte, PTQ clipped"
 NO_PERCENTAGE = f"recovered: no percentage, the loss is under {DEVIATIONS} seed deviations"
 
@@ -49,52 +52,53 @@ class Task:
     method: Method | None
 
     @property
-    def place(self) -> tuple[str, str]:
-        """Setting and method, as rows call them."""
+    def key(self) -> tuple[str, str]:
+        """Setting and method of its rows."""
         return (BASELINE, "float32") if self.method is None else (self.method.setting, self.method.name)
 
 
 @dataclass(frozen=True)
 class Models:
-    """What the tasks of a seed go on from: the model that was begun, and that trained on as it is, the baseline."""
+    """Models of a seed: the common initial model, and the baseline, trained on from it without QAT."""
 
-    begun: LanguageModel
+    initial: LanguageModel
     base: LanguageModel
 
 
 @dataclass(frozen=True)
-class Subject:
+class Shared:
     """What all tasks share."""
 
     settings: Settings
     plan: Plan
-    exams: tuple[Exam, ...]
+    evaluations: tuple[MultipleChoice, ...]
     models: Mapping[int, Models]
 
 
 def subject(settings: Settings) -> str:
-    """What the rows are about: the training of every seed."""
+    """What a journal can be resumed for: the training of every seed."""
     plan = PLANS[settings.scale]
     keys = [
-        cache_key(plan.plain(settings, seed), settings.corpus, settings.device) for seed in range(plan.seeds)
+        cache_key(plan.training(settings, seed), settings.corpus, settings.device)
+        for seed in range(plan.seeds)
     ]
     return hashlib.sha256("".join(keys).encode()).hexdigest()[:16]
 
 
 def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = None) -> list[Row]:
-    """Rows of all seeds and methods, and over seeds; those that the journal has are not measured again."""
+    """Rows of all seeds and methods, and over seeds; rows in the journal are not measured again."""
     journal, plan = journal if journal is not None else Journal(), plan or PLANS[settings.scale]
     if tasks := unfinished(settings, plan, journal):
-        # Models that several tasks need are trained before these run side by side.
+        # Models that several tasks share are trained before the tasks run in parallel.
         models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
-        about = Subject(settings, plan, exams_of(settings, plan), models)
-        others = changed_seeds(about, journal)
-        journal.drop([one for one in runs_of(settings, journal.rows) if one.seed in others])
+        shared = Shared(settings, plan, evaluations_of(settings, plan), models)
+        changed = changed_seeds(shared, journal)
+        journal.drop([one for one in runs_of(settings, journal.rows) if one.seed in changed])
         tasks = unfinished(settings, plan, journal)
         with bar("QAT", len(tasks)) as step:
-            for task, rows in measure_all(tasks, lambda task: measure(about, task), settings.device):
+            for task, rows in measure_all(tasks, lambda task: measure(shared, task), settings.device):
                 journal.add(rows)
-                step(f"{task.place[1]}, seed {task.seed}")
+                step(f"{task.key[1]}, seed {task.seed}")
     journal.add(summary(settings, plan, journal.rows))
     return journal.rows
 
@@ -113,47 +117,47 @@ def runs_of(settings: Settings, rows: Sequence[Row]) -> list[Row]:
 def unfinished(settings: Settings, plan: Plan, journal: Journal) -> list[Task]:
     """Tasks whose rows the journal does not have."""
     table = table_name(RUNS, settings.scale, settings.corpus.name)
-    return [task for task in all_tasks(plan) if not journal.finished(table, *task.place, task.seed)]
+    return [task for task in all_tasks(plan) if not journal.finished(table, *task.key, task.seed)]
 
 
-def changed_seeds(about: Subject, journal: Journal) -> set[int]:
-    """Seeds that an interrupted run measured with other models than are here now.
+def changed_seeds(shared: Shared, journal: Journal) -> set[int]:
+    """Seeds that an interrupted run measured with models other than those of the cache.
 
-    A GPU does not train the same model twice: rows of a seed whose models have left the cache are no pairs of new ones.
+    Training on a GPU is not reproducible: rows of a seed whose models have left the cache are not paired with new ones.
     """
-    rows = runs_of(about.settings, journal.rows)
+    rows = runs_of(shared.settings, journal.rows)
     base = {one.seed: one.value for one in rows if (one.setting, one.method) == (BASELINE, "float32")}
     return {
         seed
-        for seed in {one.seed for one in rows} & set(about.models)
-        if base.get(seed) != bits(about.models[seed].base, about.exams)
+        for seed in {one.seed for one in rows} & set(shared.models)
+        if base.get(seed) != bits(shared.models[seed].base, shared.evaluations)
     }
 
 
-def exams_of(settings: Settings, plan: Plan) -> tuple[Exam, ...]:
-    """Held-out text, a window of every file or of as many as the plan says, several times over."""
-    asked = [
-        replace(settings.exam, questions=1, windows=plan.windows, seed=UNSEEN + number)
-        for number in range(plan.exams)
+def evaluations_of(settings: Settings, plan: Plan) -> tuple[MultipleChoice, ...]:
+    """The evaluations of a plan: a window of each of `plan.windows` held-out files, with other windows in each."""
+    wanted = [
+        replace(settings.exam, questions=1, windows=plan.windows, seed=EVALUATION_SEED + number)
+        for number in range(plan.evaluations)
     ]
-    return tuple(make_exam(settings.corpus, exam) for exam in asked)
+    return tuple(multiple_choice(settings.corpus, one) for one in wanted)
 
 
 def models_of(settings: Settings, plan: Plan, seed: int) -> Models:
     """The models of a seed, from the cache or trained now."""
-    plain = plan.plain(settings, seed)
-    if plain.start is None:
-        raise ValueError("training for quantization goes on from a trained model")
-    begun, base = (
+    training = plan.training(settings, seed)
+    if training.start is None:
+        raise ValueError("quantization-aware training continues from a trained model; `start` is None")
+    initial, base = (
         trained_model(one, settings.corpus, settings.device, settings.cache).model
-        for one in (plain.start, plain)
+        for one in (training.start, training)
     )
-    return Models(begun, base)
+    return Models(initial, base)
 
 
-def measure(about: Subject, task: Task) -> list[Row]:
+def measure(shared: Shared, task: Task) -> list[Row]:
     """All rows of one method of one seed."""
-    base = about.models[task.seed].base
+    base = shared.models[task.seed].base
     if task.method is None:
         rounded = quantized_model(base, "bfloat16", "bfloat16").model
         models = {("float32", "bits per byte"): base, ("bfloat16", "bits per byte"): rounded}
@@ -161,35 +165,44 @@ def measure(about: Subject, task: Task) -> list[Row]:
         name = task.method.name
         models = {
             (name, PTQ): quantized(copy.deepcopy(base), task.method.config),
-            (name, QAT): trained_for(about, task.method, task.seed),
+            (name, QAT): trained_with(shared, task.method, task.seed),
         }
         if task.method.learn_scales:
-            started = quantized(trainable(base), task.method.step("prepare"))
-            models[name, CLIPPED] = quantized(started.eval(), task.method.step("convert"))
+            prepared = quantized(trainable(base), task.method.step("prepare"))
+            models[name, CLIPPED] = quantized(prepared.eval(), task.method.step("convert"))
     return [
-        row(about.settings, RUNS, task.place[0], method, metric, bits(model, about.exams), "bit", task.seed)
+        row(
+            shared.settings,
+            RUNS,
+            task.key[0],
+            method,
+            metric,
+            bits(model, shared.evaluations),
+            "bit",
+            task.seed,
+        )
         for (method, metric), model in models.items()
     ]
 
 
-def trained_for(about: Subject, method: Method, seed: int) -> LanguageModel:
-    """The model trained for a method from where the baseline started, converted."""
-    model = quantized(trainable(about.models[seed].begun), method.step("prepare"))
-    fit(model, about.plan.plain(about.settings, seed), about.settings.corpus)
+def trained_with(shared: Shared, method: Method, seed: int) -> LanguageModel:
+    """The initial model after QAT with a method, converted."""
+    model = quantized(trainable(shared.models[seed].initial), method.step("prepare"))
+    fit(model, shared.plan.training(shared.settings, seed), shared.settings.corpus)
     return quantized(model.eval(), method.step("convert"))
 
 
 def quantized(model: LanguageModel, config: object) -> LanguageModel:
-    """The model itself, `quantize_` applied to all its linear layers."""
+    """The model itself, after `quantize_` of all its linear layers."""
     quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear))
     return model
 
 
-def bits(model: LanguageModel, exams: Sequence[Exam]) -> float:
-    """Mean bits per byte over the windows of all exams."""
+def bits(model: LanguageModel, evaluations: Sequence[MultipleChoice]) -> float:
+    """Mean bits per byte over the windows of all evaluations."""
     model.requires_grad_(False)
-    mean = np.concatenate([score(model, exam).bits_per_byte for exam in exams]).mean()
-    # As a journal keeps it: a resumed run then finds the same over seeds.
+    mean = np.concatenate([score(model, one).bits_per_byte for one in evaluations]).mean()
+    # Rounded as in a journal, so that a resumed run computes the same means over seeds.
     return float(f"{mean:.9g}")
 
 
@@ -202,33 +215,32 @@ def row(
 
 
 def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
-    """Rows over seeds: losses, their intervals, and the recovered part or why there is none."""
+    """Rows over seeds: losses, their intervals, and the recovered percentage or why there is none."""
     runs = runs_of(settings, rows)
-    found = {(one.setting, one.method, one.metric, one.seed): one.value for one in runs}
+    by_key = {(one.setting, one.method, one.metric, one.seed): one.value for one in runs}
 
     def seeds(setting: str, method: str, metric: str) -> list[float]:
-        return [found[setting, method, metric, seed] for seed in range(plan.seeds)]
+        return [by_key[setting, method, metric, seed] for seed in range(plan.seeds)]
 
     base = seeds(BASELINE, "float32", "bits per byte")
-    made = [
+    over = [
         row(settings, RECOVERY, BASELINE, name, metric, value, unit, 0)
         for name in PLAIN
         for metric, (value, unit) in over_seeds(base, seeds(BASELINE, name, "bits per byte")).items()
     ]
     for method in plan.methods:
-        place = (method.setting, method.name)
-        values = of_method(recovery(base, seeds(*place, PTQ), seeds(*place, QAT)), method.bar)
+        key = (method.setting, method.name)
+        values = of_method(recovery(base, seeds(*key, PTQ), seeds(*key, QAT)), method.target)
         if method.learn_scales:
-            values |= loss_rows("loss, PTQ clipped", base, seeds(*place, CLIPPED))
-        made += [
-            row(settings, RECOVERY, *place, metric, value, unit, 0)
-            for metric, (value, unit) in values.items()
+            values |= loss_rows("loss, PTQ clipped", base, seeds(*key, CLIPPED))
+        over += [
+            row(settings, RECOVERY, *key, metric, value, unit, 0) for metric, (value, unit) in values.items()
         ]
-    return made
+    return over
 
 
 def over_seeds(base: Sequence[float], values: Sequence[float]) -> dict[str, tuple[float, str]]:
-    """A baseline's bits per byte, how far seeds lie apart, and its paired change to float32."""
+    """A baseline's bits per byte, its standard deviation over seeds, and its paired change to float32."""
     return {
         "bits per byte": (fmean(values), "bit"),
         "bits per byte, standard deviation over seeds": (stdev(values), "bit"),
@@ -242,9 +254,9 @@ def loss_rows(name: str, base: Sequence[float], values: Sequence[float]) -> dict
     return {name: (found.mean, "bit"), f"{name}, 95% interval": (found.half, "bit")}
 
 
-def of_method(found: Recovery, bar: float | None) -> dict[str, tuple[float, str]]:
-    """A method's losses with half the widths of their intervals, and what was recovered."""
-    made = {
+def of_method(found: Recovery, target: float | None) -> dict[str, tuple[float, str]]:
+    """A method's losses with half the widths of their intervals, and the recovered percentage."""
+    values = {
         "loss, PTQ": (found.ptq.mean, "bit"),
         "loss, PTQ, 95% interval": (found.ptq.half, "bit"),
         "loss, QAT": (found.qat.mean, "bit"),
@@ -252,10 +264,10 @@ def of_method(found: Recovery, bar: float | None) -> dict[str, tuple[float, str]
         "loss to recover, in seed deviations": (found.deviations, "deviations"),
     }
     if found.recovered is None:
-        made[NO_PERCENTAGE] = (found.deviations, "deviations")
+        values[NO_PERCENTAGE] = (found.deviations, "deviations")
     else:
-        made["recovered"] = (found.recovered.mean, "%")
-        made["recovered, 95% interval"] = (found.recovered.half, "points")
-    if bar is not None:
-        made["bar"] = (bar, "%")
-    return made
+        values[RECOVERED] = (found.recovered.mean, "%")
+        values["recovered, 95% interval"] = (found.recovered.half, "points")
+    if target is not None:
+        values[TARGET_METRIC] = (target, "%")
+    return values

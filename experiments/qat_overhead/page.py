@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.qat_overhead.model import LLAMA_3B, TINY_BLOCKS, TINY_WHOLE, TWO_BLOCKS
+from experiments.models.llama_shapes import (
+    LLAMA_3_2_3B,
+    LLAMA_3_8B_TWO_LAYERS,
+    TINY_ONE_LAYER,
+    TINY_TWO_LAYERS,
+)
 from experiments.qat_overhead.run import KIND, TITLE
-from experiments.qat_overhead.targets import BARS, MEMORY, TIME, missed, overheads
+from experiments.qat_overhead.targets import MEMORY, TARGETS, TIME, missed, overheads
 from experiments.qat_overhead.variants import OURS
 from experiments.report.pages import Drawing, Section, Table
 from experiments.report.plots import dots
@@ -17,10 +22,10 @@ __all__ = ["TITLE", "sections"]
 
 #: What runs are called, by their data.
 NAMES = {
-    TWO_BLOCKS.name: "Two blocks of Llama-3-8B",
-    LLAMA_3B.name: "Llama-3.2-3B",
-    TINY_BLOCKS.name: "Two tiny blocks, a stand-in",
-    TINY_WHOLE.name: "A tiny model, a stand-in",
+    LLAMA_3_8B_TWO_LAYERS.name: "Two blocks of Llama-3-8B",
+    LLAMA_3_2_3B.name: "Llama-3.2-3B",
+    TINY_TWO_LAYERS.name: "Two tiny blocks, a stand-in",
+    TINY_ONE_LAYER.name: "A tiny model, a stand-in",
 }
 STEP = (
     "A step is forward and backward in bfloat16, without optimizer, without recomputation of activations. Random weights, two "
@@ -37,7 +42,7 @@ STEP = (
     "costs less.",
 )
 BLOCKS = (
-    f"**Bars of ours**: {BARS[TIME]:.0f}% time and {BARS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
+    f"**Bars of ours**: {TARGETS[TIME]:.0f}% time and {TARGETS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
     "eager and compiled; with adapters beside frozen quantized weights (rank 16, nothing else trained) neither more time nor "
     "more memory than plain training of everything.",
 )
@@ -96,16 +101,16 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(where: Where, results: Results) -> Section:
     """One model."""
-    exact = where.data in (TWO_BLOCKS.name, LLAMA_3B.name)
-    own = {TWO_BLOCKS.name: BLOCKS, LLAMA_3B.name: WHOLE}.get(where.data, STAND_IN)
+    exact = where.data in (LLAMA_3_8B_TWO_LAYERS.name, LLAMA_3_2_3B.name)
+    own = {LLAMA_3_8B_TWO_LAYERS.name: BLOCKS, LLAMA_3_2_3B.name: WHOLE}.get(where.data, STAND_IN)
     paragraphs = [*failures(results), *own, *(STEP if exact else ()), *again(results)]
     tables = [table(results)]
     drawings = []
     if exact:
         drawings.append(plot(where, results))
-    if where.data == TWO_BLOCKS.name:
+    if where.data == LLAMA_3_8B_TWO_LAYERS.name:
         paragraphs = [*verdict(results), *paragraphs]
-    if where.data == LLAMA_3B.name:
+    if where.data == LLAMA_3_2_3B.name:
         paragraphs += BESIDE
         tables.append(published_table())
     return Section(f"{NAMES.get(where.data, where.data)} ({where})", paragraphs, drawings, tables)
@@ -134,7 +139,7 @@ def verdict(results: Results) -> list[str]:
     late = missed(results)
     if late:
         return [f"**Missed bars: {len(late)}.** " + "; ".join(late) + "."]
-    measured = [row for row in results.rows if row.method.startswith(OURS) and row.metric in BARS]
+    measured = [row for row in results.rows if row.method.startswith(OURS) and row.metric in TARGETS]
     return [f"All {len(measured)} figures that have a bar keep it."] if measured else []
 
 

@@ -49,7 +49,7 @@ from experiments.qat_overhead.variants import (
 from experiments.report.targets import percent_over
 
 EXPERIMENT = KIND = "qat_overhead"
-TITLE = "Quantization-aware training: what it costs"
+TITLE = "Time and memory of quantization-aware training"
 EAGER, COMPILED = "eager", "compiled"
 #: Seconds after which nothing more starts, so that a run ends in time and publishes its rows.
 SECONDS = 150.0

@@ -1,7 +1,7 @@
-"""The pairs that experiment `speed` compares: ours and a library that people use, on the same numbers.
+"""Comparisons of experiment `speed`: ours and another library's function, on the same input.
 
-Each pair is made by a function that gives two calls and a check, or None where the other library is not installed. The check
-runs first: no speed is reported of a call whose result is wrong.
+Each pair is built by a function that returns two calls and a check. The check runs first: a call whose result is wrong is not
+timed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import fast
 import reference
 from experiments.harness.workers import cores
 
-#: How many threads a runtime may compute on: NumPy's loops have one, XLA takes a pool over all cores, torch says.
+#: Threads that a runtime computes on: one in NumPy's loops, a pool over all cores in XLA, as set in torch.
 THREADS: dict[str, Callable[[], int]] = {"numpy": lambda: 1, "jax": cores, "torch": torch.get_num_threads}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two calls to time, each finished when it returns, and a check that raises ValueError where ours is wrong."""
+    """Two calls to time, each complete when it returns, and a check that raises ValueError where ours is wrong."""
 
     ours: Callable[[], object]
     theirs: Callable[[], object]
@@ -33,23 +33,27 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pair by name, the least ratio (their time over ours) that is asked of it, and the runtime that both sides use."""
+    """A pair by name.
+
+    baseline: what ours is compared with. target: the least ratio, their time over ours. library: what has to be installed.
+    build: the pair on an input. runtime: of both sides, a key of THREADS.
+    """
 
     name: str
-    peer: str
-    bar: float
-    needs: str
-    make: Callable[[np.ndarray], Pair]
+    baseline: str
+    target: float
+    library: str
+    build: Callable[[np.ndarray], Pair]
     runtime: str
 
     @property
     def missing(self) -> bool:
         """Whether the library is not installed."""
-        return importlib.util.find_spec(self.needs) is None
+        return importlib.util.find_spec(self.library) is None
 
 
 def numpy_encode(x: np.ndarray) -> Pair:
-    """NumPy: float32 to float8_e4m3fn codes. ml_dtypes overflows to NaN, so that is what is asked of both."""
+    """NumPy: float32 to float8_e4m3fn codes. ml_dtypes overflows to NaN, so both do."""
 
     def ours() -> np.ndarray:
         return reference.encode(x, "float8_e4m3fn", overflow="nan")
@@ -65,14 +69,16 @@ def jax_encode(x: np.ndarray) -> Pair:
     import jax
     import jax.numpy as jnp
 
-    placed = jax.device_put(x)
+    on_device = jax.device_put(x)
     encode = jax.jit(lambda y: reference.encode(y, "float8_e4m3fn", overflow="nan"))
     cast = jax.jit(lambda y: y.astype(jnp.float8_e4m3fn))
 
     def check() -> None:
-        _equal(np.asarray(encode(placed)), np.asarray(cast(placed)).view(np.uint8))
+        _equal(np.asarray(encode(on_device)), np.asarray(cast(on_device)).view(np.uint8))
 
-    return Pair(lambda: encode(placed).block_until_ready(), lambda: cast(placed).block_until_ready(), check)
+    return Pair(
+        lambda: encode(on_device).block_until_ready(), lambda: cast(on_device).block_until_ready(), check
+    )
 
 
 def jax_mxfp8(x: np.ndarray) -> Pair:
@@ -80,7 +86,7 @@ def jax_mxfp8(x: np.ndarray) -> Pair:
     import jax
     import jax.numpy as jnp
 
-    placed = jax.device_put(x)
+    on_device = jax.device_put(x)
 
     @jax.jit
     def quantize(y: object) -> tuple[object, object]:
@@ -91,12 +97,12 @@ def jax_mxfp8(x: np.ndarray) -> Pair:
 
     def check() -> None:
         q = reference.quantize(x, "mxfp8_e4m3")
-        codes, scale = quantize(placed)
+        codes, scale = quantize(on_device)
         _equal(np.asarray(codes), q.codes)
         _equal(np.asarray(scale), q.scale)
 
     return Pair(
-        lambda: jax.block_until_ready(quantize(placed)), lambda: cast(placed).block_until_ready(), check
+        lambda: jax.block_until_ready(quantize(on_device)), lambda: cast(on_device).block_until_ready(), check
     )
 
 
@@ -132,11 +138,13 @@ COMPARISONS = (
 def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
     """ValueError that shows the first difference."""
     if ours.shape != theirs.shape:
-        raise ValueError(f"shapes differ: ours {ours.shape}, theirs {theirs.shape}; no speed is reported")
+        raise ValueError(
+            f"shapes differ: ours {ours.shape}, theirs {theirs.shape}; a wrong result is not timed"
+        )
     wrong = np.flatnonzero(ours != theirs)
     if wrong.size:
-        place = int(wrong[0])
+        first = int(wrong[0])
         raise ValueError(
-            f"{wrong.size} of {ours.size} codes differ, first at {place}: ours {ours.flat[place]:#x}, theirs "
-            f"{theirs.flat[place]:#x}; no speed is reported of a wrong result"
+            f"{wrong.size} of {ours.size} codes differ, first at {first}: ours {ours.flat[first]:#x}, theirs "
+            f"{theirs.flat[first]:#x}; a wrong result is not timed"
         )

@@ -1,7 +1,7 @@
-"""One row of inputs through a linear layer on a CPU: weights in a scheme against the same layer dense, for experiment `speed`.
+"""Experiment `speed`: a linear layer on a CPU with one row of inputs, weights quantized by a scheme, over the same layer dense.
 
-Of a 2048 x 2048 layer in float32 and in bfloat16, eager and compiled. The bar of a scheme is the part of the dense layer's
-speed that is asked of it: 1/1.5 of 8-bit integers with one scale a row, 1/2.5 of 4-bit integers, 1/6 of all else.
+A 2048 x 2048 layer in float32 and in bfloat16, eager and compiled. The target of a scheme is the fraction of the dense layer's
+speed that it is to reach: 1/1.5 for 8-bit integers with one scale a row, 1/2.5 for 4-bit integers, 1/6 for all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ao_lab.tensor.quantized_tensor import quantized
 from experiments.speed.baselines import Comparison, Pair
 
 SIZE = 2048
-#: Scheme: how many times the dense layer's time it may take.
+#: Longest time by scheme, in times of the dense layer.
 LIMITS = {
     "int8_rowwise": 1.5,
     "int4_g32": 2.5,
@@ -40,30 +40,32 @@ COMPILED = ("int8_rowwise", "int4_g32", "int6_g32", "fp8_rowwise", "mxfp4", "nvf
 
 
 def layer_pair(x: np.ndarray, scheme: str, dtype: torch.dtype, compiled: bool) -> Pair:
-    """A layer with stored weights, and the dense one; the check holds ours to `reference.linear_error_bound`."""
-    numbers = torch.from_numpy(x.reshape(-1)[: SIZE * (SIZE + 1)].copy()).to(dtype)
+    """A layer with quantized weights, and the dense one; the check compares ours with `reference.linear_error_bound`."""
+    elements = torch.from_numpy(x.reshape(-1)[: SIZE * (SIZE + 1)].copy()).to(dtype)
     dense = torch.nn.Linear(SIZE, SIZE, bias=False).to(dtype).requires_grad_(False)
-    dense.weight.copy_(numbers[: SIZE * SIZE].view(SIZE, SIZE))
-    row = numbers[SIZE * SIZE :].view(1, SIZE)
-    stored = copy.deepcopy(dense)
+    dense.weight.copy_(elements[: SIZE * SIZE].view(SIZE, SIZE))
+    row = elements[SIZE * SIZE :].view(1, SIZE)
+    quantized_layer = copy.deepcopy(dense)
     weight = quantized(dense.weight, Recipe(weight=named(scheme) or reference.SCHEMES[scheme]))
-    stored.weight = torch.nn.Parameter(weight, requires_grad=False)
-    ours, theirs = (torch.compile(layer) if compiled else layer for layer in (stored, dense))
+    quantized_layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    ours, theirs = (torch.compile(layer) if compiled else layer for layer in (quantized_layer, dense))
 
     def check() -> None:
         q = weight.quantized
         exact = row.double() @ reference.dequantize(q).double().t()
         error = (ours(row).double() - exact).abs()
         if not bool((error <= reference.linear_error_bound(row, q)).all()):
-            raise ValueError(f"a layer in {scheme} leaves its bound; no speed is reported of a wrong result")
+            raise ValueError(
+                f"the output of a layer in {scheme} exceeds its error bound; a wrong result is not timed"
+            )
 
     return Pair(lambda: ours(row), lambda: theirs(row), check)
 
 
 def _comparison(scheme: str, dtype: torch.dtype, compiled: bool) -> Comparison:
     name = f"one row, {scheme}, {str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}"
-    make = partial(layer_pair, scheme=scheme, dtype=dtype, compiled=compiled)
-    return Comparison(name, "the dense layer", 1 / LIMITS[scheme], "torch", make, "torch")
+    build = partial(layer_pair, scheme=scheme, dtype=dtype, compiled=compiled)
+    return Comparison(name, "the dense layer", 1 / LIMITS[scheme], "torch", build, "torch")
 
 
 LAYERS = tuple(

@@ -87,10 +87,10 @@ def test_an_error_keeps_what_was_measured(tmp_path):
 def test_weight_only_schemes_have_a_named_partner():
     for name, scheme in SCHEMES.items():
         partner = pairing.activation_scheme(name)
-        assert not pairing.weights_only_by_nature(SCHEMES[partner])
+        assert not pairing.is_weight_only(SCHEMES[partner])
         assert (partner != name) == (name in pairing.ACTIVATIONS)
         assert pairing.activations_of(pairing.setting_name(partner)) == partner
-        assert not pairing.weights_only_by_nature(scheme) or name in pairing.ACTIVATIONS
+        assert not pairing.is_weight_only(scheme) or name in pairing.ACTIVATIONS
     assert set(pairing.ACTIVATIONS) <= set(SCHEMES)
     with pytest.raises(ValueError, match="weights"):
         pairing.activations_of("elsewhere")

@@ -6,14 +6,16 @@ from functools import cache
 import torch
 
 from experiments.data.corpus import Corpus, Document
-from experiments.data.multiple_choice import ExamSettings
+from experiments.data.multiple_choice import MultipleChoiceSettings
 from experiments.harness.settings import Settings
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.train import Trained, TrainSettings
 
 MODEL = ModelSettings(width=256, layers=1, heads=4, kv_heads=2, feed_forward=256, context=64)
 TRAIN = TrainSettings(model=MODEL, batch=2, steps=2, warmup=1)
-EXAM = ExamSettings(windows=3, context=64, questions=2, first=16, stride=24, continuation=4, batch=3)
+EXAM = MultipleChoiceSettings(
+    windows=3, context=64, questions=2, first=16, stride=24, continuation=4, batch=3
+)
 
 
 @cache

@@ -57,20 +57,20 @@ def test_the_key_covers_the_libraries(monkeypatch, library):
 
 
 def test_a_run_goes_on_from_another(tmp_path):
-    """Steps of nothing leave the model where it was; steps move it, and the one that was begun stays."""
-    begun = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
+    """Steps of nothing leave the model where it was; steps move it, and the one that was initial stays."""
+    initial = train.trained_model(tiny.TRAIN, tiny.corpus(), "cpu", tmp_path)
     further = tiny.replace(tiny.TRAIN, start=tiny.TRAIN, matrix_rate=None, seed=7)
     still = train.trained_model(tiny.replace(further, rate=0.0), tiny.corpus(), "cpu", tmp_path)
     moved = train.trained_model(further, tiny.corpus(), "cpu", tmp_path)
-    before, after, other = (made.model.state_dict() for made in (begun, still, moved))
+    before, after, other = (made.model.state_dict() for made in (initial, still, moved))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(torch.equal(before[name], other[name]) for name in before if "proj" in name)
-    assert len({begun.key, still.key, moved.key}) == 3
+    assert len({initial.key, still.key, moved.key}) == 3
 
 
 def test_the_rate_warms_up_and_falls():
     settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10)
-    shares = [train.share_of_rate(number, settings) for number in range(100)]
+    shares = [train.rate_factor(number, settings) for number in range(100)]
     assert shares[0] == pytest.approx(0.1)
     assert max(shares) == pytest.approx(max(shares[8:12]))
     assert shares[-1] < 0.06
@@ -78,8 +78,8 @@ def test_the_rate_warms_up_and_falls():
 
 def test_the_rate_ends_where_it_is_told():
     settings = tiny.replace(tiny.TRAIN, steps=100, warmup=10, last_rate=0.0)
-    assert train.share_of_rate(99, settings) < 1e-3
-    assert train.share_of_rate(99, tiny.replace(settings, last_rate=0.5)) == pytest.approx(0.5, abs=1e-3)
+    assert train.rate_factor(99, settings) < 1e-3
+    assert train.rate_factor(99, tiny.replace(settings, last_rate=0.5)) == pytest.approx(0.5, abs=1e-3)
 
 
 def sums(device):

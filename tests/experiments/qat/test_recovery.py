@@ -1,4 +1,4 @@
-"""What training for quantization recovers: arithmetic over paired seeds, resumption, and a whole run in small."""
+"""What QAT recovers: arithmetic over paired seeds, resumption, and a whole run in small."""
 
 import math
 from dataclasses import replace
@@ -12,11 +12,12 @@ from experiments.harness import registry
 from experiments.harness.paths import Places
 from experiments.harness.rows import Journal, read
 from experiments.models import train
-from experiments.qat import page as qat_recovery_page
-from experiments.qat import run as qat_recovery
-from experiments.qat.methods import BARS, METHODS, PLANS, QUICK_METHODS, Method, Plan
+from experiments.qat import page, run
+from experiments.qat.methods import METHODS, PLANS, QUICK_METHODS, Method, Plan
 from experiments.qat.summary import STUDENT, Interval, deviations_of, interval, recovery
+from experiments.qat.targets import TARGETS, targets_of
 from experiments.report import pages
+from experiments.report.results import Results
 from tests.experiments.harness import tiny
 
 BASE = [1.00, 1.02, 1.01]
@@ -34,7 +35,7 @@ PLAN = Plan(
     rate=1e-3,
     scale_rate=1e-3,
     windows=3,
-    exams=2,
+    evaluations=2,
 )
 
 
@@ -90,9 +91,9 @@ def test_no_percentage_under_ten_deviations(deviations, said):
     found = recovery([1.0, 2.0], [1.0 + lost[0], 2.0 + lost[1]], [1.0, 2.0])
     assert found.deviations == pytest.approx(deviations)
     assert (found.recovered is not None) == said
-    rows = qat_recovery.of_method(found, 90.0)
-    assert ("recovered" in rows, qat_recovery.NO_PERCENTAGE in rows) == (said, not said)
-    assert "under 10 seed deviations" in qat_recovery.NO_PERCENTAGE
+    rows = run.of_method(found, 90.0)
+    assert ("recovered" in rows, run.NO_PERCENTAGE in rows) == (said, not said)
+    assert "under 10 seed deviations" in run.NO_PERCENTAGE
     assert rows["bar"] == (90.0, "%")
 
 
@@ -104,9 +105,9 @@ def test_losses_without_spread():
 
 
 def test_what_is_measured():
-    """The methods that the issue of this experiment names, at their bars, and at least five seeds on a GPU."""
-    found = {(method.name, method.config.recipe().activation is None): method.bar for method in METHODS}
-    four, three = BARS[4], BARS[3]
+    """The methods that the issue of this experiment names, at their targets, and at least five seeds on a GPU."""
+    found = {(method.name, method.config.recipe().activation is None): method.target for method in METHODS}
+    four, three = TARGETS[4], TARGETS[3]
     assert (four, three) == (90.0, 80.0)
     wanted = {
         ("int4_g32", False): four,
@@ -132,20 +133,18 @@ def test_what_is_measured():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A whole run in small: settings, journal and rows."""
-    folder = tmp_path_factory.mktemp("qat_recovery")
+    folder = tmp_path_factory.mktemp("run")
     settings = tiny.settings(folder)
     path = folder / "journal.csv"
-    return settings, path, qat_recovery.run(settings, Journal(path), PLAN)
+    return settings, path, run.run(settings, Journal(path), PLAN)
 
 
 def test_every_seed_and_method_has_its_rows(small):
     settings, _, rows = small
     runs = [row for row in rows if row.table.startswith("runs/")]
     counted = {(row.method, row.metric, row.seed) for row in runs}
-    methods = [
-        (method.name, metric) for method in PLAN.methods for metric in (qat_recovery.PTQ, qat_recovery.QAT)
-    ]
-    methods.append(("int4_g32", qat_recovery.CLIPPED))
+    methods = [(method.name, metric) for method in PLAN.methods for metric in (run.PTQ, run.QAT)]
+    methods.append(("int4_g32", run.CLIPPED))
     methods += [(name, "bits per byte") for name in ("float32", "bfloat16")]
     assert counted == {(*method, seed) for method in methods for seed in range(2)}
     assert len(runs) == len(counted)
@@ -162,8 +161,8 @@ def test_the_means_are_those_of_the_runs(small):
         [found[method, metric, seed] for seed in range(2)]
         for method, metric in (
             ("float32", "bits per byte"),
-            ("int2_g32", qat_recovery.PTQ),
-            ("int2_g32", qat_recovery.QAT),
+            ("int2_g32", run.PTQ),
+            ("int2_g32", run.QAT),
         )
     )
     over = {
@@ -173,18 +172,18 @@ def test_the_means_are_those_of_the_runs(small):
     }
     assert over["loss, PTQ"] == pytest.approx(np.mean(np.subtract(ptq, base)))
     assert over["loss, QAT"] == pytest.approx(np.mean(np.subtract(qat, base)))
-    assert ("recovered" in over) != (qat_recovery.NO_PERCENTAGE in over)
+    assert ("recovered" in over) != (run.NO_PERCENTAGE in over)
 
 
 def test_the_baseline_is_trained_like_the_others_and_quantized_by_quantize(small):
     """By hand, seed 1: the same start, text, steps and optimizer; with no method, float32."""
     settings, _, rows = small
-    plain = PLAN.plain(settings, 1)
-    assert (plain.steps, plain.matrix_rate) == (2, None)
+    training = PLAN.training(settings, 1)
+    assert (training.steps, training.matrix_rate) == (2, None)
     # No seed goes on with the text that it began with.
-    assert PLAN.plain(settings, 0).seed not in (plain.seed, plain.start.seed)
-    begun = train.trained_model(plain.start, settings.corpus, "cpu", settings.cache).model
-    model = train.trainable(begun)
+    assert PLAN.training(settings, 0).seed not in (training.seed, training.start.seed)
+    initial = train.trained_model(training.start, settings.corpus, "cpu", settings.cache).model
+    model = train.trainable(initial)
     config = PLAN.methods[0].config
     quantize_(
         model,
@@ -193,14 +192,14 @@ def test_the_baseline_is_trained_like_the_others_and_quantized_by_quantize(small
     )
     scales = {name: value.clone() for name, value in model.named_parameters() if name.endswith("qat_scale")}
     assert len(scales) == len(model.linears())
-    train.fit(model, plain, settings.corpus)
+    train.fit(model, training, settings.corpus)
     assert all(not torch.equal(value, dict(model.named_parameters())[name]) for name, value in scales.items())
     quantize_(model, QATConfig(config, step="convert"))
-    exams = qat_recovery.exams_of(settings, PLAN)
+    evaluations = run.evaluations_of(settings, PLAN)
     found = {(row.method, row.metric, row.seed): row.value for row in rows}
-    assert qat_recovery.bits(model, exams) == pytest.approx(found["int4_g32", qat_recovery.QAT, 1], abs=1e-6)
-    base = train.train(plain, settings.corpus, "cpu", begun)[0]
-    assert qat_recovery.bits(base, exams) == pytest.approx(found["float32", "bits per byte", 1], abs=1e-6)
+    assert run.bits(model, evaluations) == pytest.approx(found["int4_g32", run.QAT, 1], abs=1e-6)
+    base = train.train(training, settings.corpus, "cpu", initial)[0]
+    assert run.bits(base, evaluations) == pytest.approx(found["float32", "bits per byte", 1], abs=1e-6)
     scaled = train.trainable(base)
     quantize_(
         scaled,
@@ -208,16 +207,16 @@ def test_the_baseline_is_trained_like_the_others_and_quantized_by_quantize(small
         filter_fn=lambda module, _: isinstance(module, torch.nn.Linear),
     )
     quantize_(scaled, QATConfig(config, step="convert"))
-    clipped = found["int4_g32", qat_recovery.CLIPPED, 1]
-    assert qat_recovery.bits(scaled, exams) == pytest.approx(clipped, abs=1e-6)
+    clipped = found["int4_g32", run.CLIPPED, 1]
+    assert run.bits(scaled, evaluations) == pytest.approx(clipped, abs=1e-6)
     quantize_(base, config, filter_fn=lambda module, _: isinstance(module, torch.nn.Linear))
-    assert qat_recovery.bits(base, exams) == pytest.approx(found["int4_g32", qat_recovery.PTQ, 1], abs=1e-6)
-    assert not torch.equal(begun.lm_head.weight, base.lm_head.weight.dequantize())
+    assert run.bits(base, evaluations) == pytest.approx(found["int4_g32", run.PTQ, 1], abs=1e-6)
+    assert not torch.equal(initial.lm_head.weight, base.lm_head.weight.dequantize())
 
 
-def test_exams_are_several(small):
+def test_evaluations_differ(small):
     settings, _, _ = small
-    one, two = qat_recovery.exams_of(settings, PLAN)
+    one, two = run.evaluations_of(settings, PLAN)
     assert one.tokens.shape == two.tokens.shape
     assert not torch.equal(one.tokens, two.tokens)
     assert one.settings.windows == PLAN.windows
@@ -234,19 +233,25 @@ def test_seeds_and_methods_that_are_finished_are_not_measured_again(small, monke
     partial = Journal(path.with_name("partial.csv"), broken.current_hash)
     partial.add(kept)
     measured = []
-    whole = qat_recovery.measure
-    monkeypatch.setattr(
-        qat_recovery, "measure", lambda about, task: measured.append(task) or whole(about, task)
-    )
-    again = qat_recovery.run(settings, partial, PLAN)
+    whole = run.measure
+    monkeypatch.setattr(run, "measure", lambda shared, task: measured.append(task) or whole(shared, task))
+    again = run.run(settings, partial, PLAN)
     assert [(task.method.name, task.seed) for task in measured] == [("int2_g32", 1)]
     assert {row.key: row.value for row in again} == pytest.approx(
         {row.key: row.value for row in rows}, abs=1e-6
     )
     measured.clear()
-    monkeypatch.setattr(qat_recovery, "models_of", lambda *_: pytest.fail("trained again"))
-    assert len(qat_recovery.run(settings, Journal(path), PLAN)) == len(read(path)) == len(rows)
+    monkeypatch.setattr(run, "models_of", lambda *_: pytest.fail("trained again"))
+    assert len(run.run(settings, Journal(path), PLAN)) == len(read(path)) == len(rows)
     assert measured == []
+
+
+def test_targets_are_those_of_the_methods(small):
+    _, _, rows = small
+    over = Results(row for row in rows if row.table.startswith("recovery/"))
+    (target,) = targets_of(over)
+    assert (target.name, target.limit) == ("int4_g32", 90.0)
+    assert target.value == over.value("weights", "int4_g32", "recovered")
 
 
 @pytest.mark.parametrize("lost", [0.0, 1e-6, None], ids=["same models", "other models", "no baseline"])
@@ -264,10 +269,10 @@ def test_a_seed_whose_models_changed_is_measured_again(small, monkeypatch, lost)
             other = row.seed == 1 and row.method == "float32"
             partial.add([replace(row, value=row.value + (lost or 0.0) * other)])
     measured = []
-    monkeypatch.setattr(qat_recovery, "measure", lambda about, task: measured.append(task) or [])
-    monkeypatch.setattr(qat_recovery, "summary", lambda *_: [])
-    qat_recovery.run(settings, partial, PLAN)
-    wanted = [task for task in qat_recovery.all_tasks(PLAN) if task.seed == 1]
+    monkeypatch.setattr(run, "measure", lambda shared, task: measured.append(task) or [])
+    monkeypatch.setattr(run, "summary", lambda *_: [])
+    run.run(settings, partial, PLAN)
+    wanted = [task for task in run.all_tasks(PLAN) if task.seed == 1]
     assert measured == (wanted[-1:] if lost == 0.0 else wanted)
     # What broke off there would have to find nothing of the old models.
     assert {row.seed for row in Journal(partial.path, partial.current_hash).rows} == (
@@ -277,21 +282,21 @@ def test_a_seed_whose_models_changed_is_measured_again(small, monkeypatch, lost)
 
 def test_journals_are_of_one_training(small):
     settings, _, _ = small
-    key = qat_recovery.subject(settings)
-    assert qat_recovery.subject(replace(settings, train=replace(settings.train, steps=3))) != key
-    assert qat_recovery.subject(settings) == key
+    key = run.subject(settings)
+    assert run.subject(replace(settings, train=replace(settings.train, steps=3))) != key
+    assert run.subject(settings) == key
 
 
 def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
-    monkeypatch.setitem(qat_recovery.PLANS, "quick", PLAN)
+    monkeypatch.setitem(run.PLANS, "quick", PLAN)
     places = Places(tmp_path / "cache", tmp_path / "reports")
     registry.run_one("qat", tiny.settings(tmp_path), places)
     pages.write_pages(places)
     assert "**Bars on the mean recovered part; " in (places.reports / "qat.md").read_text()
     assert "data/qat.csv" in (places.reports / "index.html").read_text()
-    page = pages.make_page(places, "qat")
-    assert "qat-recovery-quick-cpu" in page.pictures
-    (section,) = page.sections
+    made = pages.make_page(places, "qat")
+    assert "qat-recovery-quick-cpu" in made.pictures
+    (section,) = made.sections
     assert section.paragraphs[0].startswith("**Bars on the mean recovered part; ")
     assert "int4_g32" in section.paragraphs[0]
     table, seeds = section.tables
@@ -302,6 +307,6 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
 
 
 def test_outcomes():
-    assert qat_recovery_page.outcome_of(90.0, 90.0) == "reached"
-    assert qat_recovery_page.outcome_of(89.9, 90.0) == "missed"
-    assert qat_recovery_page.outcome_of(None, 90.0) == "without a percentage"
+    assert page.outcome_of(90.0, 90.0) == "reached"
+    assert page.outcome_of(89.9, 90.0) == "missed"
+    assert page.outcome_of(None, 90.0) == "without a percentage"

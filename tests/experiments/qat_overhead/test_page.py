@@ -5,17 +5,17 @@ import pytest
 from experiments.harness import registry
 from experiments.harness.paths import Places
 from experiments.harness.rows import Row, publish, source_hash
+from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
 from experiments.qat_overhead import page as qat_overhead_page
-from experiments.qat_overhead.model import LLAMA_3B, TINY_BLOCKS, TWO_BLOCKS
 from experiments.qat_overhead.targets import MEMORY, TIME, missed, overheads, published
-from experiments.qat_overhead.variants import ARMS, INT4, INT8_INT4, LORA, PLAIN
+from experiments.qat_overhead.variants import INT4, INT8_INT4, LORA, PLAIN, VARIANTS
 from experiments.report import pages
 from experiments.report.results import Results
 
 COSTS = {"ours": (6.5, 2.0), LORA: (-10.0, -20.0), "torchao": (80.0, 70.0), "bfloat16": (0.0, 0.0)}
 
 
-def row(method, metric, value, data=TWO_BLOCKS.name, setting="eager"):
+def row(method, metric, value, data=LLAMA_3_8B_TWO_LAYERS.name, setting="eager"):
     return Row(
         experiment="qat_overhead",
         table=f"qat_overhead/full/{data}",
@@ -30,18 +30,18 @@ def row(method, metric, value, data=TWO_BLOCKS.name, setting="eager"):
     )
 
 
-def rows(data=TWO_BLOCKS.name, costs=COSTS):
+def rows(data=LLAMA_3_8B_TWO_LAYERS.name, costs=COSTS):
     made = []
     for setting in ("eager", "compiled"):
-        for arm in ARMS:
-            time, memory = costs[LORA if arm.lora else arm.maker]
-            made.append(row(arm.method, "status: ok", 1.0, data, setting))
-            made.append(row(arm.method, TIME, time, data, setting))
-            made.append(row(arm.method, MEMORY, memory, data, setting))
-            if arm is PLAIN:
-                made.append(row(arm.method, "time again over plain", 0.25, data, setting))
+        for variant in VARIANTS:
+            time, memory = costs[LORA if variant.lora else variant.library]
+            made.append(row(variant.method, "status: ok", 1.0, data, setting))
+            made.append(row(variant.method, TIME, time, data, setting))
+            made.append(row(variant.method, MEMORY, memory, data, setting))
+            if variant is PLAIN:
+                made.append(row(variant.method, "time again over plain", 0.25, data, setting))
             else:
-                made.append(row(arm.method, "bytes to round", 8.6, data, setting))
+                made.append(row(variant.method, "bytes to round", 8.6, data, setting))
     return made
 
 
@@ -78,13 +78,13 @@ def test_published_costs_follow_from_published_rates():
 
 def test_sections_of_the_real_shapes():
     (section,) = qat_overhead_page.sections(rows())
-    assert section.title == f"Two blocks of Llama-3-8B (full scale, a GPU, {TWO_BLOCKS.name})"
+    assert section.title == f"Two blocks of Llama-3-8B (full scale, a GPU, {LLAMA_3_8B_TWO_LAYERS.name})"
     assert "All 12 figures that have a bar keep it." in text(section)
     assert "**Bars of ours**: 8% time and 5% peak memory" in text(section)
     assert "eager +0.25%, compiled +0.25%" in text(section)
     assert len(section.drawings) == 1
     (table,) = section.tables
-    assert len(table.lines) == 2 * len(ARMS)
+    assert len(table.lines) == 2 * len(VARIANTS)
     assert all(len(line) == len(table.columns) for line in table.lines)
     (late,) = qat_overhead_page.sections(rows(costs={**COSTS, "ours": (9.0, 1.0)}))
     assert text(late).startswith(
@@ -93,10 +93,10 @@ def test_sections_of_the_real_shapes():
 
 
 def test_published_numbers_stand_beside_the_whole_model_alone():
-    (whole,) = qat_overhead_page.sections(rows(LLAMA_3B.name))
+    (whole,) = qat_overhead_page.sections(rows(LLAMA_3_2_3B.name))
     assert [table.caption for table in whole.tables][-1] == "Published, for comparison"
     assert "bar" not in text(whole)
-    (stand_in,) = qat_overhead_page.sections(rows(TINY_BLOCKS.name, {**COSTS, "ours": (900.0, 0.0)}))
+    (stand_in,) = qat_overhead_page.sections(rows(TINY_TWO_LAYERS.name, {**COSTS, "ours": (900.0, 0.0)}))
     assert stand_in.paragraphs[0].startswith("**A stand-in**")
     assert len(stand_in.tables) == 1
     assert not stand_in.drawings
@@ -114,7 +114,9 @@ def test_what_gave_no_numbers_is_said():
 
 def test_the_page_is_written(tmp_path):
     places = Places(tmp_path / "cache", tmp_path / "reports")
-    publish(places.data / "qat_overhead.csv", [*rows(), *rows(LLAMA_3B.name), *rows(TINY_BLOCKS.name)])
+    publish(
+        places.data / "qat_overhead.csv", [*rows(), *rows(LLAMA_3_2_3B.name), *rows(TINY_TWO_LAYERS.name)]
+    )
     page = pages.make_page(places, "qat_overhead")
     assert page is not None
     assert len(page.sections) == 3

@@ -1,4 +1,4 @@
-"""Speed: nothing is timed that is wrong, and a missing peer is said to be missing."""
+"""Speed: a wrong result is not timed, and a missing library has a row that says so."""
 
 import dataclasses
 import importlib.metadata
@@ -11,10 +11,10 @@ import torch
 from experiments.harness import registry
 from experiments.harness.paths import Places
 from experiments.harness.rows import read
-from experiments.speed import cpu_linear as layer_speed
-from experiments.speed import page as speed_page
-from experiments.speed import run as speed
+from experiments.report.results import Results
+from experiments.speed import cpu_linear, page, run
 from experiments.speed.baselines import COMPARISONS, Comparison, Pair
+from experiments.speed.targets import target_of
 from tests.experiments.harness import tiny
 
 X = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
@@ -26,61 +26,64 @@ def test_a_wrong_result_is_not_timed():
 
     comparison = Comparison("ours", "theirs", 1.0, "numpy", lambda x: Pair(list, list, refuse), "numpy")
     with pytest.raises(ValueError, match="codes differ"):
-        speed.compared(comparison, X)
+        run.compared(comparison, X)
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda comparison: comparison.name)
 def test_ours_is_right(comparison):
     if comparison.missing:
-        pytest.skip(f"{comparison.needs} is not installed")
-    comparison.make(X).check()
+        pytest.skip(f"{comparison.library} is not installed")
+    comparison.build(X).check()
 
 
-def test_a_missing_peer_has_a_row_that_says_so(tmp_path):
+def test_a_missing_library_has_a_row_that_says_so(tmp_path):
     comparison = Comparison("ours", "theirs", 1.0, "no_such_library", lambda x: pytest.fail("made"), "numpy")
-    rows = speed.rows_of(tiny.settings(tmp_path), "ours", "theirs", speed.compared(comparison, X))
+    rows = run.rows_of(tiny.settings(tmp_path), "ours", "theirs", run.compared(comparison, X))
     assert [row.metric for row in rows] == ["bar", "peer missing: install no_such_library"]
-    (section,) = speed_page.sections(rows)
+    (section,) = page.sections(rows)
     assert section.tables[0].lines[0][-1] == "peer missing: install no_such_library"
 
 
 def test_ratios_are_theirs_over_ours(monkeypatch, tmp_path):
-    times = iter([9.0, 9.0] + [1.0, 2.0] * speed.REPEATS)
-    monkeypatch.setattr(speed, "seconds", lambda call: next(times))
+    times = iter([9.0, 9.0] + [1.0, 2.0] * run.REPEATS)
+    monkeypatch.setattr(run, "seconds", lambda call: next(times))
     comparison = Comparison("ours", "theirs", 1.0, "numpy", lambda x: Pair(list, list, list), "numpy")
-    values = speed.compared(comparison, X)
+    values = run.compared(comparison, X)
     assert values["ratio"] == values["ratio, 20%"] == (2.0, "ratio")
-    rows = speed.rows_of(tiny.settings(tmp_path), "ours", "theirs", values)
-    (section,) = speed_page.sections(rows)
+    rows = run.rows_of(tiny.settings(tmp_path), "ours", "theirs", values)
+    (section,) = page.sections(rows)
     assert section.tables[0].lines[0][2:6] == ["2.00", "2.00", "2.00", "1.00"]
     assert section.tables[0].lines[0][-1] == "yes"
     assert section.tables[0].columns[8:11] == ["threads", "ours: cores busy", "peer: cores busy"]
     assert section.tables[0].lines[0][8] == "1"
     assert all(section.tables[0].lines[0][9:11])
+    target = target_of(Results(rows), "theirs", "ours")
+    assert (target.value, target.limit, target.reached) == (2.0, 1.0, True)
+    assert target_of(Results(rows), "theirs", "other") is None
 
 
 def test_cores_busy_counts_the_processor_and_not_the_clock():
-    assert speed.cores_busy(lambda: time.sleep(0.02)) < 0.5
+    assert run.cores_busy(lambda: time.sleep(0.02)) < 0.5
 
 
-def test_peers_of_other_versions_are_timed_again(tmp_path, monkeypatch):
-    before = speed.subject(tiny.settings(tmp_path))
+def test_libraries_of_other_versions_are_timed_again(tmp_path, monkeypatch):
+    before = run.subject(tiny.settings(tmp_path))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.0")
-    assert speed.subject(tiny.settings(tmp_path)) != before
+    assert run.subject(tiny.settings(tmp_path)) != before
 
 
-def test_speed_is_published_when_it_is_asked_for(tmp_path, monkeypatch):
+def test_speed_is_published_when_it_is_named(tmp_path, monkeypatch):
     def settings_for(scale, device, cache):
         return dataclasses.replace(tiny.settings(cache), text=None)
 
     monkeypatch.setattr("experiments.harness.settings.settings_for", settings_for)
     # Neither the corpus nor the model is needed.
     monkeypatch.setattr("experiments.data.corpus.load", lambda: pytest.fail("the corpus was loaded"))
-    monkeypatch.setattr(speed, "COUNTS", {"quick": 2**16})
-    monkeypatch.setattr(speed, "REPEATS", 2)
-    monkeypatch.setattr(speed, "IMPORTS", {"json": ("sys", "json")})
-    monkeypatch.setattr(speed, "COMPARISONS", COMPARISONS[:1])
-    monkeypatch.setattr(speed, "LAYERS", ())
+    monkeypatch.setattr(run, "COUNTS", {"quick": 2**16})
+    monkeypatch.setattr(run, "REPEATS", 2)
+    monkeypatch.setattr(run, "IMPORTS", {"json": ("sys", "json")})
+    monkeypatch.setattr(run, "COMPARISONS", COMPARISONS[:1])
+    monkeypatch.setattr(run, "LAYERS", ())
     places = Places(tmp_path / "cache", tmp_path / "reports")
     registry.reproduce(["speed"], places=places)
     assert {row.method for row in read(places.data / "speed.csv")} == {COMPARISONS[0].name, "import json"}
@@ -90,19 +93,19 @@ def test_speed_is_published_when_it_is_asked_for(tmp_path, monkeypatch):
 
 
 def test_import_times_come_from_fresh_processes(monkeypatch):
-    monkeypatch.setattr(speed, "IMPORT_REPEATS", 1)
-    assert 0 <= speed.import_times("sys", "json")["time"][0] < 5000
+    monkeypatch.setattr(run, "IMPORT_REPEATS", 1)
+    assert 0 <= run.import_times("sys", "json")["time"][0] < 5000
     with pytest.raises(ValueError, match="no_such_module"):
-        speed.import_times("sys", "no_such_module")
+        run.import_times("sys", "no_such_module")
 
 
-@pytest.mark.parametrize("scheme", layer_speed.LIMITS)
+@pytest.mark.parametrize("scheme", cpu_linear.LIMITS)
 def test_layers_are_checked_before_they_are_timed(scheme, monkeypatch):
-    monkeypatch.setattr(layer_speed, "SIZE", 256)
+    monkeypatch.setattr(cpu_linear, "SIZE", 256)
     x = np.random.default_rng(0).standard_normal(256 * 257, dtype=np.float32)
-    pair = layer_speed.layer_pair(x, scheme, torch.float32, False)
+    pair = cpu_linear.layer_pair(x, scheme, torch.float32, False)
     pair.check()
     assert pair.ours().shape == pair.theirs().shape == (1, 256)
-    monkeypatch.setattr(layer_speed.reference, "linear_error_bound", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(cpu_linear.reference, "linear_error_bound", lambda *_: torch.zeros(1))
     with pytest.raises(ValueError, match=scheme):
         pair.check()
