@@ -2,7 +2,7 @@
 
 Plain PyTorch: every matrix is an ``nn.Linear`` without bias, so that whatever quantizes linear layers quantizes the model.
 Module names follow transformers' Llama (``model.layers.0.self_attn.q_proj`` and so on, the same rotary convention), so a
-checkpoint loads there without renaming. Three models are made of it:
+checkpoint loads there without renaming. Three models are built from it:
 
 * `experiments.models.language_model`: bytes in, logits out; trained from scratch;
 * `experiments.qat_overhead.model`: decoder layers alone, or a model with its loss; one training step is timed;
