@@ -241,10 +241,6 @@ def namespace_of(x: Array) -> Namespace:
 def _other(name: str, make: type[Namespace]) -> Namespace:
     if name not in _OTHERS:
         _OTHERS[name] = make()
-        if name == "jax":
-            from reference.arrays.pytrees import register_jax
-
-            register_jax()
     return _OTHERS[name]
 
 

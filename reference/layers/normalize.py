@@ -18,11 +18,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input
 from reference.arrays.softfloat import add, bits_of, divide, multiply, square_root
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.arrays.widen import float32_bits
+from reference.formats.arithmetic import Arithmetic
+from reference.formats.narrow import to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.quantize.statistics import tree_sum
 from reference.schemes.schemes import Scheme

@@ -26,8 +26,9 @@ import numpy.typing as npt
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input, int32_of
 from reference.arrays.softfloat import multiply
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.arrays.widen import float32_bits
 from reference.formats.encode import decode, encode
+from reference.formats.narrow import to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.schemes.schemes import Scheme
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.formats.formats import FORMATS, Format
+from reference.formats.storage import load
 from reference.matmul.exact import F64, Host
 from reference.matmul.tensor_core_model import power_of
 from reference.quantize.quantize import Quantized, check_quantized, dequantize, unpacked, with_plain_scales
 from reference.quantize.scales import unpack_zero
-from reference.quantize.storage import load
 from reference.schemes.schemes import Block
 
 INTEGERS = ("int8", "int16", "int32")

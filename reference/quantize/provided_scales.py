@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from reference.arrays.namespace import Namespace, namespace_of
+from reference.formats.storage import load, storage_dtype
 from reference.quantize.blocks import Blocks
-from reference.quantize.scales import Chosen, Scales, double_scale, floored, scale_groups, unpack_zero
-from reference.quantize.storage import load, storage_dtype
+from reference.quantize.scales import Chosen, double_scale, floored, scale_groups, unpack_zero
+from reference.quantize.stored import Scales
 from reference.quantize.tiled_scales import tiled_size
 from reference.schemes.schemes import Scheme
 

@@ -7,12 +7,11 @@ elements are divided by it and rounded once (`reference.quantize.elements`). Deq
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.errors import choice
 from reference.arrays.namespace import (
     Array,
@@ -24,71 +23,23 @@ from reference.arrays.namespace import (
     namespace_of,
 )
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
+from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits
+from reference.formats.arithmetic import Arithmetic
 from reference.formats.encode import check_random_bits
+from reference.formats.narrow import to_dtype_bits
 from reference.formats.pack import pack, packed_shape, unpack
 from reference.formats.rounding import check_mode
-from reference.formats.tables import quantize_blocks, quantizes_by_table
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
+from reference.quantize.mx_tables import quantize_blocks, quantizes_by_table
 from reference.quantize.provided_scales import check_kept, check_scales, given_scales, usable
-from reference.quantize.scales import Chosen, Scales, choose
-from reference.quantize.tiled_scales import check_tiled, tile_scales, untile_scales
+from reference.quantize.scales import Chosen, choose
+from reference.quantize.stored import Quantized, with_plain_scales, with_tiled_scales
+from reference.quantize.tiled_scales import check_tiled
 from reference.schemes.schemes import Scheme, scheme_of
 
 # Inside a rule the plain functions: no bridge, no program of their own.
 _pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
-_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A stored tensor.
-
-    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
-    is ignored); where `packed`, what `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`.
-    scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
-    `scale` is what `tile_scales` makes of a matrix's scales, flat.
-    """
-
-    codes: Any
-    scale: Any
-    outer: Any
-    zero: Any
-    shape: tuple[int, ...]
-    axis: int
-    scheme: Scheme
-    packed: bool = False
-    tiled: bool = False
-
-    @property
-    def scales(self) -> Scales:
-        """The scales alone, to be given to `quantize` again: not tiled."""
-        return Scales(with_plain_scales(self).scale, self.outer, self.zero)
-
-    @classmethod
-    def from_fields(cls, values: dict[str, Any]) -> Quantized:
-        """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
-        made = object.__new__(cls)
-        made.__dict__.update(values)
-        return made
-
-
-def with_tiled_scales(q: Quantized) -> Quantized:
-    """q with its scales in the tiled layout; ValueError where they have none."""
-    if q.tiled:
-        return q
-    check_tiled(q.scheme, q.shape, q.axis)
-    return replace(q, scale=_tile(q.scale), tiled=True)
-
-
-def with_plain_scales(q: Quantized) -> Quantized:
-    """q with its scales row by row; ValueError where tiled ones have another shape than they should."""
-    if not q.tiled:
-        return q
-    check_tiled(q.scheme, q.shape, q.axis)
-    rows, columns = Blocks.of(q.shape, q.scheme.scale, q.axis).scale_shape
-    return replace(q, scale=_untile(q.scale, (rows, columns)), tiled=False)
 
 
 @bridged

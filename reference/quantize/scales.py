@@ -9,31 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, is_nan
 from reference.arrays.torch_bridge import bridged
 from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, NAN, float32_bits
+from reference.formats.arithmetic import Arithmetic
 from reference.formats.formats import FORMATS
+from reference.formats.storage import load, store, store_codes
 from reference.quantize.blocks import Blocks
-from reference.quantize.power_scales import power_codes
+from reference.quantize.power_scales import power_codes, ratio_to_power_of_two
 from reference.quantize.statistics import Range, absmax, centered, mean, value_range, with_zero
-from reference.quantize.storage import load, store, store_codes
+from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scale, Scheme, scheme_of
-
-
-@dataclass(frozen=True, eq=False)
-class Scales:
-    """Scales of a tensor, in the shapes of `Blocks.scale_shape`.
-
-    scale: float32, or the codes of the record's storage format (uint8, uint16; int8 for integers).
-    outer: second level, or None: 0-d for a scale over all elements, one per block of scales otherwise.
-    zero: zero points (int8 codes, or float storage), or None; for schemes with `center="mean"` the 0-d float32 mean.
-    """
-
-    scale: Any = None
-    outer: Any = None
-    zero: Any = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,7 @@ def _plain_ratio(
         bits = _floor_quotient(ns, bits, statistic, record)
     else:
         bits = unit.divide(statistic, target)
-    bits = unit.to_power_of_two(bits, record)
+    bits = ratio_to_power_of_two(ns, bits, record)
     return ns.where(poisoned, NAN, bits)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reference.formats.formats import FORMATS
-from reference.schemes.schemes import Block, Scale, Scheme, mx_name, mx_scheme
+from reference.schemes.default_schemes import mx_scheme
+from reference.schemes.schemes import Block, Scale, Scheme
 from reference.schemes.torchao import (
     CLIPS,
     LARGE_16_OVERFLOWS,
@@ -119,4 +120,4 @@ def conventions() -> list[Scheme]:
     return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors()]
 
 
-__all__ = ["compressed_tensors_input", "conventions", "mx_name"]
+__all__ = ["compressed_tensors_input", "conventions"]

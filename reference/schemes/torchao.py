@@ -22,7 +22,8 @@ import re
 from dataclasses import replace
 
 from reference.formats.formats import FORMATS
-from reference.schemes.schemes import MX_ELEMENTS, Block, Scale, Scheme, Zero, mx_scheme
+from reference.schemes.default_schemes import MX_ELEMENTS, mx_scheme
+from reference.schemes.schemes import Block, Scale, Scheme, Zero
 
 #: What several conventions have in common that the house forbids.
 LARGE_OVERFLOWS = (

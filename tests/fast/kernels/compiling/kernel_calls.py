@@ -22,7 +22,7 @@ from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
-from reference.quantize.storage import storage_dtype
+from reference.formats.storage import storage_dtype
 from reference.quantize.tiled_scales import tiled_size
 
 KERNELS = Path(fast.kernels.__file__).parent

@@ -9,7 +9,7 @@ from __future__ import annotations
 from reference.arrays.namespace import Array, Namespace, codes_of, int32_of
 from reference.arrays.softfloat import is_nan
 from reference.arrays.widen import NAN
-from reference.formats.encode import encode_bits
+from reference.formats.encode_bits import encode_bits
 from reference.formats.formats import FORMATS
 
 
