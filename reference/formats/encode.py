@@ -93,12 +93,12 @@ def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: 
 
 
 def check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
-    """ValueError for an overflow policy that does not exist, or that asks for a code that the format has not."""
+    """ValueError for an overflow policy that does not exist, or that needs a code the format does not have."""
     choice(overflow, OVERFLOWS, "overflow")
-    own = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
-    if own is None or (fmt.kind == "int" and overflow != "saturate"):
+    code = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
+    if code is None or (fmt.kind == "int" and overflow != "saturate"):
         raise ValueError(
-            f"overflow {overflow!r} asks for a code that {fmt.name} does not have; use overflow='saturate'"
+            f"overflow {overflow!r} needs a code that {fmt.name} does not have; use overflow='saturate'"
         )
 
 

@@ -69,10 +69,10 @@ def encode_parts(
 
 
 def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format, overflow: str) -> Array:
-    """The same for nearest_even in fewer steps; `magnitude` is a float32 pattern (below 2**-126: zero, or bfloat16's own).
+    """The same for nearest_even in fewer steps; `magnitude` is a float32 pattern (below 2**-126: zero, or a subnormal of bfloat16).
 
     Normal numbers: half a unit less one, plus the last bit that remains, is added to the pattern and carries. Subnormal ones: a
-    float32 addition of a constant whose unit is the format's smallest number rounds in hardware, to nearest even in every
+    float32 addition of a constant whose last place is the format's smallest value rounds in hardware, to nearest even in every
     library; the operands are no subnormals that XLA could flush unless the sum does not feel them.
     """
     drop = 23 - fmt.mantissa_bits
@@ -151,7 +151,7 @@ def _encode_scale(
     )
     code = exponent + fmt.bias + rounded - 1
     code = ns.where((bits & MAGNITUDE) == INFINITY, fmt.max_code + 1, code)
-    # Nothing lies below 2**-bias, so that is the nearest code of every smaller positive number.
+    # Nothing lies below 2**-bias, so that is the nearest code of every smaller positive value.
     code = _limit(ns, ns.maximum(code, 0), bits, fmt, rounding, overflow)
     if overflow != "saturate":
         code = ns.where((bits & MAGNITUDE) == 0, fmt.nan_code or 0, code)

@@ -1,7 +1,7 @@
 """Operands of `reference.matmul` on the host: any library's array, or a `Quantized`, as NumPy float64.
 
 float64 is only the carrier: the values are those of float32, of narrower floats or of integers up to 32 bits. A `Quantized`
-whose value is (code - zero) * scale [* outer scale] is kept in these parts, because the tiers say where scales enter.
+whose value is (code - zero) * scale [* outer scale] is held in these parts, because the tiers say where scales enter.
 Other schemes (a float zero point, blocks of the flattened tensor, centred scales) have one part: their dequantized float32
 values, with no scale left over.
 """

@@ -51,7 +51,7 @@ def _exponent(ns: Namespace, absmax: Array, record: Scale, element: Format) -> A
 
 
 def even_carry(record: Scale, element: Format) -> int:
-    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that it keeps."""
+    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that remains."""
     bits = element_mantissa(element) if record.even_bits is None else record.even_bits
     return 1 << (22 - bits)
 

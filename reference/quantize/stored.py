@@ -36,9 +36,9 @@ class Quantized:
     """A stored tensor.
 
     codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
-    is ignored); where `packed`, what `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`.
+    is ignored); where `packed`, packed by `reference.pack` along the last axis, shape `packed_shape(shape, element)`.
     scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
-    `scale` is what `tile_scales` makes of a matrix's scales, flat.
+    `scale` is the tiled layout of a matrix's scales (`tile_scales`), flat.
     """
 
     codes: Any
@@ -65,7 +65,7 @@ class Quantized:
 
 
 def with_tiled_scales(q: Quantized) -> Quantized:
-    """q with its scales in the tiled layout; ValueError where they have none."""
+    """q with its scales in the tiled layout; ValueError where the scheme or shape has none."""
     if q.tiled:
         return q
     check_tiled(q.scheme, q.shape, q.axis)

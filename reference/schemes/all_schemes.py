@@ -8,7 +8,7 @@ from reference.schemes.schemes import RECORDS, SCHEMES, Scheme
 
 
 def load_schemes() -> dict[str, Scheme]:
-    """`SCHEMES`, filled by the first call; `import reference` makes it."""
+    """`SCHEMES`, filled by the first call, which `import reference` does."""
     if not SCHEMES:
         SCHEMES.update({scheme.name: scheme for scheme in [*default_schemes(), *conventions()]})
         # A record that only served to build another may have had the name of one of these.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from reference.formats.formats import FORMATS
 from reference.schemes.schemes import Block, Scale, Scheme, Zero
 
-# Smallest float32 scale of the house: its reciprocal is 2**126, so no product of a finite element overflows.
+# Smallest float32 scale of the default schemes: its reciprocal is 2**126, so no product of a finite element overflows.
 FLOOR = ("stored", 2.0**-126)
 # Smallest outer scale: times the smallest e4m3 scale, 2**-9, it still has a reciprocal.
 OUTER_FLOOR = ("stored", 2.0**-112)
@@ -18,12 +18,12 @@ SHORT = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float6_e2m3fn": "e2m3"
 
 def _fp8() -> list[Scheme]:
     blocks: dict[str, Block] = {"tensorwise": "tensor", "rowwise": -1, "1x128": 128, "128x128": (128, 128)}
-    made = []
+    schemes = []
     for element, suffix in (("float8_e4m3fn", ""), ("float8_e5m2", "_e5m2")):
         for name, block in blocks.items():
             scale = Scale(block=block, target=FORMATS[element].max, floor=FLOOR, partial=True)
-            made.append(Scheme(name=f"fp8_{name}{suffix}", element=element, scale=scale))
-    return made
+            schemes.append(Scheme(name=f"fp8_{name}{suffix}", element=element, scale=scale))
+    return schemes
 
 
 def mx_name(element: str) -> str:
@@ -66,7 +66,7 @@ def _integer(name: str, bits: int, block: Block, asymmetric: bool) -> Scheme:
 
 
 def _integers() -> list[Scheme]:
-    made = [
+    schemes = [
         _integer("int8_tensorwise", 8, "tensor", False),
         _integer("int8_rowwise", 8, -1, False),
         _integer("int8_rowwise_asymmetric", 8, -1, True),
@@ -74,8 +74,8 @@ def _integers() -> list[Scheme]:
     for bits in (2, 3, 4, 5, 6, 8):
         for group in (32, 64, 128, 256):
             for suffix in ("", "_asymmetric"):
-                made.append(_integer(f"int{bits}_g{group}{suffix}", bits, group, bool(suffix)))
-    return made
+                schemes.append(_integer(f"int{bits}_g{group}{suffix}", bits, group, bool(suffix)))
+    return schemes
 
 
 def stretched_scheme(element: str, block: Block, name: str) -> Scheme:

@@ -16,9 +16,9 @@ FLOORS = ("statistic", "scale", "stored", "zero")
 POWER_STORAGE = "float8_e8m0fnu"
 # What the text of a block of the flattened tensor begins with; its size follows.
 FLAT = "flat:"
-# How zero points of each rule are kept.
+# Storage dtypes of zero points by rule.
 ZERO_STORAGE = {"code": ("int8",), "value": ("float32", "bfloat16", "float16")}
-# Targets outside would let the ratio of two float32 numbers overflow or vanish.
+# Targets outside would let the ratio of two float32 values overflow or vanish.
 LEAST_TARGET, LARGEST_TARGET = 2.0**-20, 2.0**20
 
 
@@ -50,15 +50,15 @@ class Scale:
     #: What the statistic maps onto: 448, 6, 127, 15, ...
     target: float
     rule: str = "ratio"
-    #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's own dtype). "float64" divides in
+    #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's dtype). "float64" divides in
     #: float64 and rounds to float32, which is the correctly rounded float32 quotient.
     compute: str = "float32"
     #: "decode" multiplies a code, "encode" multiplies an element.
     stored: str = "decode"
-    #: An encoding scale is t * (1 / a), rounded twice, as PyTorch computes number / tensor.
+    #: An encoding scale is t * (1 / a), rounded twice, as PyTorch computes scalar / tensor.
     by_reciprocal: bool = False
     #: ("statistic" | "scale" | "stored" | "zero", smallest value). "scale" applies before the scale is rounded for storage,
-    #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" stands for the smallest normal number of
+    #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" is the smallest normal value of
     #: the input's dtype.
     floor: tuple[str, float | str] | None = None
     #: What an infinite or NaN outer scale becomes; None: NaN stays, infinity is the largest float32 if stored for encoding.
@@ -117,7 +117,7 @@ def check_scale(record: Scale) -> None:
     fmt = None if record.storage == "float32" else format_of(record.storage)
     if record.rule in POWER_RULES and record.storage != POWER_STORAGE:
         raise ValueError(
-            f"rule {record.rule!r} makes powers of two, stored as {POWER_STORAGE}; got storage {record.storage!r}. "
+            f"rule {record.rule!r} gives powers of two, stored as {POWER_STORAGE}; got storage {record.storage!r}. "
             f"For powers of two in another storage use rule 'ratio_pow2'"
         )
     bits = record.even_bits
@@ -152,7 +152,7 @@ def _check_floor(floor: tuple[str, float | str], fmt: Format | None) -> None:
         return
     if not (isfinite(value) and value > 0):
         raise ValueError(f"a floor is a positive number, got {value!r}")
-    # Integer storage holds scales relative to an outer one, so its floor is on the number before that.
+    # Integer storage holds scales relative to an outer one, so its floor is on the value before that.
     absolute = fmt is not None and fmt.kind in ("float", "scale")
     if kind in ("stored", "zero") and fmt is not None and absolute and not bool((fmt.values == value).any()):
         raise ValueError(

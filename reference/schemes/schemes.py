@@ -2,14 +2,14 @@
 
 A `Scheme` says which `Format` the elements have, how their scales are found (`Scale`, and a second one, `outer`, over all
 elements or over the scales), whether a zero point exists (`Zero`), and in which order and precision the arithmetic happens.
-One quantizer reads these records (`reference.quantize.scales`, `reference.quantize`); a convention of another project is
+One quantizer reads these records (`reference.quantize`); a convention of another project is
 the same record with other values, under its own name (`reference.schemes.conventions`), never a branch.
 
-House schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
+Default schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
 reciprocal per block multiplies every element, followed by one rounding; powers of two are applied exactly; a block of zeros
-stores zeros (in `stretched2`, which has none, its smallest number, -2**-127); and a finite input never becomes NaN or infinity:
+stores zeros (in `stretched2`, which has none, its smallest magnitude, -2**-127); and a finite input never becomes NaN or infinity:
 scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an infinity
-makes its own block NaN and touches no other.
+turns its block NaN and no other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORDS: dict[str, Scheme] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a tensor is stored; see the module text for what the house requires and each field for what others do."""
+    """How a tensor is stored; see the module text for the default rules and each field for other conventions."""
 
     name: str
     #: Name of the element format.
@@ -65,12 +65,12 @@ class Scheme:
     #: "float32": float32 products, one rounding, finite stays finite; "ieee": the same, overflow gives infinity;
     #: "target": every operation rounded to the output's dtype.
     dequantize: str = "float32"
-    #: What this convention does that the house forbids, in words.
+    #: Where this convention breaks the default rules, in words.
     deviations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_scheme(self)
-        # While the records below are made, there is nothing yet to compare them with: their names are theirs.
+        # While SCHEMES is being filled there is nothing to compare with: the name is the key.
         known = not SCHEMES or SCHEMES.get(self.name) == self
         key = self.name if known else json.dumps(asdict(self), separators=(",", ":"))
         object.__setattr__(self, "_key", key)
@@ -78,7 +78,7 @@ class Scheme:
 
     @property
     def key(self) -> str:
-        """What stands for the record where only text can travel: its name, or all fields of a record of one's own as JSON.
+        """The record as text: its name in `SCHEMES`, or, for a record that is not there, all fields as JSON.
 
         `reference.schemes.record_text.record_of` finds the record again, in any process.
         """
@@ -149,7 +149,7 @@ def _check_zero(record: Scheme, fmt: Format) -> None:
     low, high = fmt.integer_range
     if record.zero is not None and record.zero.rule == "code" and not (low >= -128 and high <= 127):
         raise ValueError(
-            f"zero points are kept as int8 and must hold {low}..{high} of {fmt.name}; use a signed element"
+            f"zero points are stored as int8 and must hold {low}..{high} of {fmt.name}; use a signed element"
         )
 
 
