@@ -1,9 +1,9 @@
 """Correctly rounded float32 multiplication, division, addition and square root on bit patterns, the same in every library.
 
 NumPy and torch on CPU compute IEEE 754 binary32, so their own operators are used. XLA does not (it flushes subnormals,
-replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results are computed
-with int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
-computed so in every library: not every library's own is correctly rounded.
+replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results come from
+int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
+computed in integers everywhere: not every library's own is correctly rounded.
 
 All functions take and return float32 bit patterns as int32 and broadcast. A NaN result is always 0x7fc00000: hardware
 differs in sign and payload of the NaN results, so the specification fixes one.

@@ -1,8 +1,8 @@
 """SwiGLU, silu(gate) * up, for 16-bit floats: silu correctly rounded, the product rounded once, and its quantization.
 
 silu(v) = v / (1 + exp(-v)). An exponential differs from library to library in its last bits, so a rule in terms of one cannot
-be held to bits; a 16-bit float has only 65,536 patterns, so the rule is the table of the correctly rounded results. It is computed
-once, in float64 with NumPy. No result is so near a tie that float64's error could matter
+be held to bits; a 16-bit float has only 65,536 patterns, so the rule is the table of the correctly rounded results,
+computed once in float64 with NumPy. No result is so near a tie that float64's error could matter
 (`tests/reference/layers/test_swiglu.py` looks at all of them), but for tiny v: there silu(v) = v / 2 + v**2 / 4 - ... lies
 just above v / 2, which is a tie where v / 2 is subnormal and too near to it for float64. Such a result is the next float64
 above v / 2.

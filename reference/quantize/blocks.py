@@ -42,7 +42,7 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], scale: Scale, axis: int) -> Blocks:
-        """The blocks of a tensor of this shape; ValueError where they do not divide it, TypeError for an axis that is no integer."""
+        """Blocks of a tensor of this shape; ValueError where they do not divide it, TypeError for a non-integer axis."""
         per_axis = not isinstance(scale.block, str)
         # A 0-d tensor is one block of one element, whatever the axis.
         axis = normalize_axis(axis, shape or (1,)) if per_axis or shape else 0

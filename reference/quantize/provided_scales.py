@@ -45,10 +45,10 @@ def _given_double(ns: Namespace, given: Scales, blocks: Blocks, scheme: Scheme, 
 
 
 def usable(ns: Namespace, chosen: Chosen, scheme: Scheme, dtype: str) -> Chosen:
-    """Given scales as a default scheme divides x of this dtype by them: raised to its floors, so that a scale of 0 gives no NaN.
+    """Given scales raised to the floors of a default scheme, for dividing x of this dtype: a scale of 0 gives no NaN then.
 
-    A NaN or infinite scale makes its block NaN; a negative one counts as the floor. Only codes are computed with these: `stored`
-    is what was given, and `dequantize` multiplies by that. Other projects' conventions and powers of two stay as they are.
+    A NaN or infinite scale turns its block NaN; a negative one is replaced by the floor. Only codes are computed with these:
+    `stored` has the scales as given, by which `dequantize` multiplies. Other conventions and powers of two are unchanged.
     """
     if scheme.nan != "block" or scheme.scale.power_of_two:
         return chosen

@@ -32,7 +32,7 @@ from reference.formats.rounding import check_mode
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
 from reference.quantize.mx_tables import quantize_blocks, quantizes_by_table
-from reference.quantize.provided_scales import check_stored, check_scales, given_scales, usable
+from reference.quantize.provided_scales import check_scales, check_stored, given_scales, usable
 from reference.quantize.scales import Chosen, choose
 from reference.quantize.stored import Quantized, with_plain_scales, with_tiled_scales
 from reference.quantize.tiled_scales import check_tiled
@@ -157,8 +157,8 @@ def _wrong_shape_message(q: Quantized, wanted: tuple[int, ...], got: tuple[int, 
     if len(got) > len(wanted) and got[len(got) - len(wanted) :] == wanted:
         batch = got[: len(got) - len(wanted)]
         return (
-            f"{message}: a batch {batch} of them, as jax.vmap(quantize) returns it; jax.vmap(dequantize) takes it, and quantize "
-            f"without vmap takes the whole array"
+            f"{message}: a batch {batch} of them, as jax.vmap(quantize) returns it; jax.vmap(dequantize) takes it, and "
+            f"quantize without vmap takes the whole array"
         )
     if got == (q.shape if q.packed else packed_shape(q.shape, q.scheme.format)):
         return f"{message}; codes of the other form belong in a Quantized with {other}"
@@ -189,8 +189,8 @@ def dequantize(q: Quantized, dtype: str = "float32") -> Array:
     code with a finite scale never becomes infinite but stops at the dtype's largest value. Conventions may differ
     (`Scheme.dequantize`). A NaN scale or code gives NaN. Bits of a code above its format's are ignored.
 
-    Raises TypeError for codes of another dtype than `quantize` returns, for a shape or an axis that is none and for a scheme that
-    is no record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
+    Raises TypeError for codes of another dtype than `quantize` returns, for an invalid shape or axis and for a scheme that is
+    not a record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
     """
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if not isinstance(q, Quantized):

@@ -2,14 +2,14 @@
 
 A `Scheme` says which `Format` the elements have, how their scales are found (`Scale`, and a second one, `outer`, over all
 elements or over the scales), whether a zero point exists (`Zero`), and in which order and precision the arithmetic happens.
-One quantizer reads these records (`reference.quantize`); a convention of another project is
-the same record with other values, under its own name (`reference.schemes.conventions`), never a branch.
+One quantizer reads these records (`reference.quantize`); a convention of another project is the same record with other
+values, under its own name (`reference.schemes.conventions`), never a branch.
 
 Default schemes (no prefix in the name) follow five rules. The scale is a correctly rounded division; one correctly rounded
 reciprocal per block multiplies every element, followed by one rounding; powers of two are applied exactly; a block of zeros
-stores zeros (in `stretched2`, which has none, its smallest magnitude, -2**-127); and a finite input never becomes NaN or infinity:
-scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an infinity
-turns its block NaN and no other.
+stores zeros (in `stretched2`, which has none, its smallest magnitude, -2**-127); and a finite input never becomes NaN or
+infinity: scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an
+infinity turns its block NaN and no other.
 """
 
 from __future__ import annotations
