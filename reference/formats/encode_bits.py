@@ -71,10 +71,10 @@ def encode_parts(
 def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format, overflow: str) -> Array:
     """Codes in a float format, nearest_even, in fewer steps than `encode_parts`.
 
-    `magnitude` is a float32 pattern; below 2**-126 it is zero or a subnormal of bfloat16. Normal results: half a unit in the last
-    place less one, plus the last bit that remains, is added to the pattern and carries. Subnormal results: float32 addition of a
-    constant whose unit in the last place is the format's smallest value rounds to nearest even in every library. XLA flushes an
-    operand only where it is too small to change the sum.
+    `magnitude` is a float32 pattern; below 2**-126 it is zero or a subnormal of bfloat16. Normal results: half a unit in the
+    last place less one, plus the last bit that remains, is added to the pattern and carries. Subnormal results: adding a
+    constant whose unit in the last place is the format's smallest value rounds to nearest even in every library. XLA flushes
+    an operand only where it is too small to change the sum.
     """
     drop = 23 - fmt.mantissa_bits
     carried = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop

@@ -11,8 +11,9 @@ Kernels also take codes of 4 bits with up to 24 added, and take the 24 off again
 the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K. These sums precede a
 block's scale: where they may overflow, nothing is promised, however small the scale.
 
-float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value of T, one
-in the kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values that have no factors in T (a codebook, a value for zero, blocks of the flattened weight) have three in the kernel at most.
+float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value of T, one in the
+kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values that have no
+factors in T (a codebook, a value for zero, blocks of the flattened weight) have three in the kernel at most.
 
 Sums on tensor cores: additions of 16 products cut where float32 would round. A product, and the accumulator, loses less than
 2**-24 of the largest magnitude (at least 24 fraction bits are kept for 16-bit operands), the delivered sum less than 2**-23:
