@@ -46,7 +46,7 @@ SCALES = "tests/reference/quantize/test_scales.py"
 SOFTFLOAT = "tests/reference/arrays/test_softfloat.py -k integer_rules"
 STATISTICS = "tests/reference/quantize/test_statistics.py"
 BLOCKS = "tests/reference/quantize/test_blocks.py"
-MX = "tests/reference/schemes/test_torchao_mx.py"
+MX = "tests/reference/schemes/torchao/test_mx.py"
 
 MUTATIONS = [
     Mutation("ties to even go up", "formats/rounding.py", "- 1) + (floor & 1)) >> shift", "- 1) + 1) >> shift", ROUNDING),
@@ -89,13 +89,13 @@ MUTATIONS = [
     Mutation("finite products overflow", "quantize/quantize.py", "return ns.where(overflow, (product & SIGN) | LARGEST, product)",
              "return product", "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
     Mutation("infinity hides a NaN", "quantize/statistics.py", "nan = largest > INFINITY", "nan = largest >= INFINITY",
-             "tests/reference/schemes/test_torchao_integers.py tests/reference/quantize/test_statistics.py"),
+             "tests/reference/schemes/torchao/test_integers.py tests/reference/quantize/test_statistics.py"),
     Mutation("means of subnormals round up", "quantize/statistics.py", "(values + ((values >> 1) & 1)) >> 1", "(values + 1) >> 1",
              STATISTICS),
     Mutation("the range may miss zero", "quantize/statistics.py", "ns.where(span.high < 0, 0, span.high)", "span.high", STATISTICS),
     Mutation("logarithms rounded as numbers are not", "arrays/log2.py", "spacing / (4 if toward_zero and",
              "spacing / (2 if toward_zero and",
-             MX + " tests/reference/schemes/test_torchao_fp8.py"),
+             MX + " tests/reference/schemes/torchao/test_fp8.py"),
 ]  # fmt: skip
 
 
