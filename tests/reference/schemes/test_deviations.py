@@ -1,6 +1,6 @@
 """`Scheme.deviations` against what records do: which finite inputs become infinite or NaN, for every record.
 
-House records keep every finite input finite; another project's record that does not says so, and one that says so does.
+Default records keep every finite input finite; another project's record that does not says so, and one that says so does.
 """
 
 from __future__ import annotations
