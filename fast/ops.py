@@ -15,10 +15,10 @@ import torch
 
 from reference import Quantized, Scales
 from reference.formats.pack import packed_shape
+from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.quantize.scales import scale_groups
-from reference.quantize.storage import storage_dtype
 from reference.quantize.tiled_scales import check_tiled
 from reference.schemes.record_text import record_of
 from reference.schemes.schemes import Scheme

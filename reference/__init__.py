@@ -17,11 +17,13 @@ from reference.matmul.linear import linear
 from reference.matmul.linear_bound import linear_error_bound
 from reference.matmul.matmul import matmul
 from reference.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
-from reference.quantize.quantize import Quantized, dequantize, quantize
+from reference.quantize.quantize import dequantize, quantize
 from reference.quantize.rowwise_colwise import quantize_both
-from reference.quantize.scales import Scales, choose_scales
+from reference.quantize.scales import choose_scales
+from reference.quantize.stored import Quantized, Scales
 from reference.quantize.tiled_scales import tile_scales, untile_scales
-from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero, load_schemes
+from reference.schemes.all_schemes import load_schemes
+from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.compress import Compressed, compress, decompress
 from reference.sparsity.prune import prune
 

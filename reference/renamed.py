@@ -1,25 +1,25 @@
-"""Modules that were renamed, so that pickles of before still load: they name the module in which each class stood."""
+"""Old module names, so that existing pickles still load: a pickle names the module in which each class was defined."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-#: Modules that are gone, and those that hold their classes now.
+#: Modules that no longer exist, and those that define their classes now.
 RENAMED = {
     "reference.compress": "reference.sparsity.compress",
-    "reference.scales": "reference.quantize.scales",
+    "reference.scales": "reference.quantize.stored",
 }
-#: Modules whose name is a package now, and the classes that stood in them.
+#: Modules whose name is a package now: the module that defines their classes, and the classes.
 PACKAGES = {
     "reference.formats": ("reference.formats.formats", ("Format",)),
-    "reference.quantize": ("reference.quantize.quantize", ("Quantized",)),
+    "reference.quantize": ("reference.quantize.stored", ("Quantized",)),
     "reference.schemes": ("reference.schemes.schemes", ("Scale", "Scheme", "Zero")),
 }
 
 
 def install() -> None:
-    """Enter the old names. Called once, when `reference` has imported all of its modules."""
+    """Make the old names importable. `reference` calls it once, after it has imported all of its modules."""
     for old, new in RENAMED.items():
         sys.modules.setdefault(old, importlib.import_module(new))
     for package, (home, names) in PACKAGES.items():

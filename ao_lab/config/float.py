@@ -10,7 +10,7 @@ from ao_lab.config.granularity import PerRow, PerTensor, block_of
 from ao_lab.config.recipe import block_name, integer_scheme
 from reference import SCHEMES, Scheme
 from reference.arrays.errors import choice
-from reference.schemes.schemes import MX_ELEMENTS, mx_name
+from reference.schemes.default_schemes import MX_ELEMENTS, mx_name
 
 NO_LAYOUT: dict[str, tuple[Any, ...]] = {"kernel_preference": ("auto",)}
 

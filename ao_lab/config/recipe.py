@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, replace
 
 from reference.arrays.errors import choice
-from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
+from reference.schemes.default_schemes import stretched_scheme
+from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
 from reference.schemes.torchao import torchao_integer
 
 #: What `Recipe.kernel` may say; `ao_lab.gemm.select` has the functions.

@@ -16,7 +16,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.granularity import MappingType, PerRow, PerTensor, block_of
 from ao_lab.config.recipe import block_name, named
 from reference.arrays.errors import choice
-from reference.schemes.schemes import mx_name
+from reference.schemes.default_schemes import mx_name
 
 #: Names of the records of weight and input; None: inputs are not quantized.
 Names = tuple[str, str | None]

@@ -15,7 +15,7 @@ from ao_lab.tensor.native import native_dtype
 from reference import Scheme
 from reference.formats.pack import packed_shape
 from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import kept_parts
+from reference.quantize.provided_scales import stored_parts
 from reference.quantize.tiled_scales import check_tiled, tiled_size
 
 WORD_BYTES = 4
@@ -31,7 +31,7 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
     blocks = Blocks.of(stored, scheme.scale, meta.axis)
     wide = torch.uint8 if scheme.format.bits <= 8 else torch.uint16
     made = {"codes": Spec(wide, packed_shape(stored, scheme.format))}
-    for name, part in kept_parts(scheme, blocks).items():
+    for name, part in stored_parts(scheme, blocks).items():
         if part is not None:
             made[name] = Spec(getattr(torch, part[0]), part[1])
     if meta.layout == "tiled":

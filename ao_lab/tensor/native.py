@@ -13,8 +13,8 @@ import torch
 
 from reference import FORMATS, Format, Quantized, Scheme
 from reference.formats.formats import format_of
+from reference.formats.storage import storage_dtype
 from reference.quantize.quantize import check_quantized
-from reference.quantize.storage import storage_dtype
 from reference.schemes.schemes import scheme_of
 
 #: torch's dtype of a format, where a code is a whole element.

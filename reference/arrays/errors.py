@@ -30,8 +30,8 @@ def choice(value: object, allowed: tuple[str, ...], what: str) -> str:
 def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     """A few names like this one, those that hold it first; else the first few, and what lists all."""
     inside = [known for known in table if name and name.lower() in known.lower()]
-    alike = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
-    close = list(dict.fromkeys([*sorted(inside, key=len), *alike]))[:NAMED]
+    similar = difflib.get_close_matches(name, table, n=NAMED, cutoff=0.4)
+    close = list(dict.fromkeys([*sorted(inside, key=len), *similar]))[:NAMED]
     if close:
         return f"the nearest are {', '.join(close)}"
     known = sorted(table)

@@ -1,4 +1,4 @@
-"""Concrete JAX arrays run compiled: `quantize(jnp_array, ...)` is one XLA program, kept per record and shape.
+"""Concrete JAX arrays run compiled: `quantize(jnp_array, ...)` is one XLA program, cached by record and shape.
 
 Operation by operation the same call would dispatch some hundreds of small programs, each compiled when first met. Tracers pass
 through untouched, so jit, vmap and grad of the caller see the plain functions; `jax.disable_jit` gives eager steps.
@@ -9,11 +9,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-CONTAINERS = ("Scales", "Quantized")
+from reference.arrays.pytrees import array_fields, register_jax
 
 
 def holds_jax(value: Any) -> bool:
@@ -21,9 +20,8 @@ def holds_jax(value: Any) -> bool:
     jax = sys.modules.get("jax")
     if not hasattr(jax, "Array"):
         return False
-    if type(value).__name__ in CONTAINERS:
-        names = ("codes", "scale", "outer", "zero")
-        parts = [getattr(value, field.name) for field in fields(value) if field.name in names]
+    if names := array_fields(value):
+        parts = [getattr(value, name) for name in names]
         given = [part for part in parts if part is not None]
         return bool(given) and all(holds_jax(part) for part in given)
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)  # type: ignore[union-attr]
@@ -57,8 +55,6 @@ def _program(
     function: Callable[..., Any], constants: tuple[tuple[str, type, Any], ...]
 ) -> Callable[..., Any]:
     import jax
-
-    from reference.arrays.pytrees import register_jax
 
     register_jax()
     fixed = {name: value for name, _, value in constants}

@@ -1,6 +1,6 @@
 """torchao's powers of two through a float32 logarithm, reproduced with integers.
 
-torchao 0.18 computes exp2(floor(log2(s))) and ceil(log2(s)) in float32. The rounded logarithm of a number just below 2**k is
+torchao 0.18 computes exp2(floor(log2(s))) and ceil(log2(s)) in float32. The rounded logarithm of a value just below 2**k is
 k itself, and so is that of one just above: the floor is one too high there, the ceiling one too low. How close is "just"
 follows from the spacing of float32 around k: log2(2**k (1 + f)) rounds to k when log2(1 + f) is at most half that spacing.
 The tables below hold, for each k, how many float32 steps that is. They assume a correctly rounded log2.
@@ -65,7 +65,7 @@ def steps_above() -> np.ndarray:
 
 
 def _constant(values: list[int]) -> np.ndarray:
-    """A table that nobody writes to: it may be kept on devices."""
+    """A read-only table: namespaces may cache it on devices."""
     table = np.array(values, np.int32)
     table.setflags(write=False)
     return table

@@ -132,7 +132,7 @@ class JaxNamespace(NumpyNamespace):
         return self._reduce(self.xp.min, x, axis)
 
     def _reduce(self, reduce: Any, x: Array, axis: int) -> Array:
-        """XLA on CPU reduces a short last axis without vector instructions. Over rows of 16 first, kept apart by a barrier
+        """XLA on CPU reduces a short last axis without vector instructions. Over rows of 16 first, separated by a barrier
         (else the two reductions are fused back into one), it runs five times as fast."""
         length = x.shape[axis]
         if axis == -1 and length > LANES and length % LANES == 0:
@@ -160,7 +160,7 @@ class TorchNamespace(NumpyNamespace):
 
     def __init__(self) -> None:
         self.xp = sys.modules["torch"]
-        # By address, shape and dtype of the array, which is kept too, and device.
+        # By address, shape and dtype of the array, which is referenced too, and device.
         self.tables: dict[Any, tuple[Any, Array]] = {}
 
     def dtype_name(self, x: Array) -> str:
@@ -176,20 +176,20 @@ class TorchNamespace(NumpyNamespace):
         return x.to(self.dtype(name))
 
     def constant(self, values: Any, like: Array) -> Array:
-        # Tables are kept on their device: a copy to it cannot be part of a CUDA graph.
-        keeps = isinstance(values, np.ndarray) and not values.flags.writeable and self._is_plain(like)
-        key = (values.ctypes.data, values.shape, values.dtype.str, like.device) if keeps else None
+        # Tables are cached on their device: a copy to it cannot be part of a CUDA graph.
+        cacheable = isinstance(values, np.ndarray) and not values.flags.writeable and self._is_plain(like)
+        key = (values.ctypes.data, values.shape, values.dtype.str, like.device) if cacheable else None
         if key in self.tables:
             return self.tables[key][1]
         # np.array copies: torch refuses to share read-only memory.
-        made = self.xp.from_numpy(np.array(values)).to(like.device)
-        if key is not None and self._is_plain(made) and not made.is_inference():
-            # The array is kept with it, so that its address stays its own.
-            self.tables[key] = (values, made)
-        return made
+        table = self.xp.from_numpy(np.array(values)).to(like.device)
+        if key is not None and self._is_plain(table) and not table.is_inference():
+            # The array is referenced too, so that its address is not reused.
+            self.tables[key] = (values, table)
+        return table
 
     def _is_plain(self, x: Array) -> bool:
-        """Whether a tensor is one, and does not only stand for one while a program is traced or transformed."""
+        """Whether x is an ordinary tensor, not a placeholder of torch.compile or functorch."""
         if type(x) is not self.xp.Tensor or self.xp.compiler.is_compiling():
             return False
         functional = self.xp._is_functional_tensor(x)
@@ -241,10 +241,6 @@ def namespace_of(x: Array) -> Namespace:
 def _other(name: str, make: type[Namespace]) -> Namespace:
     if name not in _OTHERS:
         _OTHERS[name] = make()
-        if name == "jax":
-            from reference.arrays.pytrees import register_jax
-
-            register_jax()
     return _OTHERS[name]
 
 
@@ -255,10 +251,10 @@ def as_array(x: Any) -> Array:
     """
     if hasattr(x, "dtype") and hasattr(x, "reshape"):
         return x
-    made = np.asarray(x)
-    if made.dtype.kind in "OSU":
+    array = np.asarray(x)
+    if array.dtype.kind in "OSU":
         raise TypeError(f"an array of NumPy, JAX or torch was expected, got {type(x).__name__}: {x!r:.60}")
-    return made
+    return array
 
 
 def float_input(x: Any, what: str) -> tuple[Namespace, Array, str]:

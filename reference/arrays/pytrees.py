@@ -1,7 +1,10 @@
-"""Quantized tensors and scales as JAX pytrees: arrays are leaves, the record, shape and axis are static.
+"""Dataclasses that hold arrays (`Quantized`, `Scales`): registered here, converted by the bridges, pytrees in JAX.
 
-Registered when `reference` is imported after JAX, and otherwise by the first call of one of its functions after JAX is
-imported. One case is left: a program that imports JAX after it has made a `Quantized` from NumPy arrays, and hands that to
+`@array_container(...)` names the fields that hold arrays; the others are static. `reference.arrays.torch_bridge` converts the
+arrays of a registered class, `reference.arrays.jax_jit` finds the JAX arrays in it, and JAX gets them as leaves.
+
+JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after JAX
+is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands that to
 `jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone would
 make `import reference` slow.)
 """
@@ -9,27 +12,43 @@ make `import reference` slow.)
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
 
-_done = False
+Class = TypeVar("Class", bound=type[Any])
+#: Array fields by registered class, and the classes that JAX does not know yet.
+_ARRAYS: dict[type, tuple[str, ...]] = {}
+_UNKNOWN_TO_JAX: list[type] = []
+
+
+def array_container(*arrays: str) -> Callable[[Class], Class]:
+    """Decorator that registers a dataclass by the names of its fields that hold an array or None; other fields are static."""
+
+    def register(cls: Class) -> Class:
+        _ARRAYS[cls] = arrays
+        _UNKNOWN_TO_JAX.append(cls)
+        return cls
+
+    return register
+
+
+def array_fields(value: Any) -> tuple[str, ...]:
+    """Names of the array fields of an instance of a registered class; () for anything else, subclasses included."""
+    return _ARRAYS.get(type(value), ())
 
 
 def register_jax() -> None:
     """Register `Quantized` and `Scales` as JAX pytrees; calling it again does nothing. Imports JAX."""
-    global _done
-    if _done:
+    if not _UNKNOWN_TO_JAX:
         return
     import jax
 
-    from reference.quantize.quantize import Quantized
-    from reference.quantize.scales import Scales
-
-    jax.tree_util.register_dataclass(Scales, data_fields=["scale", "outer", "zero"], meta_fields=[])
-    jax.tree_util.register_dataclass(
-        Quantized,
-        data_fields=["codes", "scale", "outer", "zero"],
-        meta_fields=["shape", "axis", "scheme", "packed", "tiled"],
-    )
-    _done = True
+    while _UNKNOWN_TO_JAX:
+        cls = _UNKNOWN_TO_JAX.pop()
+        names = [field.name for field in fields(cls)]
+        static = [name for name in names if name not in _ARRAYS[cls]]
+        jax.tree_util.register_dataclass(cls, data_fields=list(_ARRAYS[cls]), meta_fields=static)
 
 
 def register_if_imported() -> None:

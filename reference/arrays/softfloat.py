@@ -1,12 +1,12 @@
 """Correctly rounded float32 multiplication, division, addition and square root on bit patterns, the same in every library.
 
 NumPy and torch on CPU compute IEEE 754 binary32, so their own operators are used. XLA does not (it flushes subnormals,
-replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results are made
-with int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
-made so in every library: not every library's own is correctly rounded.
+replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results come from
+int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
+computed in integers everywhere: not every library's own is correctly rounded.
 
 All functions take and return float32 bit patterns as int32 and broadcast. A NaN result is always 0x7fc00000: hardware
-differs in sign and payload of the NaN it makes, so the specification fixes one.
+differs in sign and payload of the NaN results, so the specification fixes one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def subtract(ns: Namespace, a: Array, b: Array) -> Array:
 
 
 def square_root(ns: Namespace, a: Array) -> Array:
-    """sqrt(a); -0 stays, infinity stays, negative numbers give NaN."""
+    """sqrt(a); -0 stays, infinity stays, negative values give NaN."""
     exponent, significand = normalized(ns, a & MAGNITUDE)
     # An even exponent halves exactly; the significand, 25 or 26 bits with a last 0, is read in pairs.
     odd = exponent & 1
@@ -54,7 +54,7 @@ def square_root(ns: Namespace, a: Array) -> Array:
 
 
 def _root_digits(ns: Namespace, radicand: Array) -> tuple[Array, Array]:
-    """25 binary digits of the root of radicand * 2**24, a number below 2**50, and the remainder, by hand as in school."""
+    """25 binary digits of the root of radicand * 2**24, an integer below 2**50, and the remainder, digit by digit."""
     root = remainder = radicand & 0
     for place in range(ROOT_DIGITS):
         # Two digits of the radicand make one of the root: 13 pairs, then zeros.

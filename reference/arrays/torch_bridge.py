@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from reference.arrays.jax_jit import holds_jax, run_compiled
-from reference.arrays.pytrees import register_if_imported
+from reference.arrays.pytrees import array_fields, register_if_imported
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,27 +80,15 @@ def to_torch(value: Any) -> Any:
 
 
 def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__name__ in ("Scales", "Quantized")
-    ):
-        return type(value)(
-            **{field.name: _convert(getattr(value, field.name), convert) for field in fields(value)}
-        )
-    if isinstance(value, tuple) and type(value) is tuple:
+    if names := array_fields(value):
+        return replace(value, **{name: _convert(getattr(value, name), convert) for name in names})
+    if type(value) is tuple:
         return tuple(_convert(item, convert) for item in value)
     return convert(value)
 
 
 def _holds_tensor(value: Any) -> bool:
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value).__name__ in ("Scales", "Quantized")
-    ):
-        return any(is_cpu_tensor(getattr(value, field.name)) for field in fields(value))
-    return is_cpu_tensor(value)
+    return is_cpu_tensor(value) or any(is_cpu_tensor(getattr(value, name)) for name in array_fields(value))
 
 
 def _ml_dtypes() -> Any:

@@ -1,1 +1,1 @@
-"""Number formats, and numbers to codes and back."""
+"""Number formats as records; encoding, rounding, packing and storage of their codes."""

@@ -1,25 +1,21 @@
-"""`encode` and `decode`: numbers to codes and back, for every format and rounding mode, on bit patterns.
+"""`encode` and `decode`: values to codes and back, for every format and rounding mode.
 
-The float rule. A float32 is significand * 2**(e - 23) with a 24-bit significand (a subnormal one keeps its leading zeros and
-e = -126). In the target, numbers of exponent e are multiples of 2**(max(e, emin) - mantissa_bits), so the last
-23 - mantissa_bits + max(emin - e, 0) bits are rounded away. Adding max(e - emin, 0) << mantissa_bits to the result gives the
-code: the hidden bit carries into the exponent field, in subnormals as in a rounding that reaches the next power of two.
-
-What the edges become:
+Codes are computed on bit patterns, by the rule of `reference.formats.encode_bits`. Edge cases:
 
 * NaN: the format's NaN (`Format.nan_code`, sign and payload dropped); 0 where the format has none.
 * Beyond the largest finite value: ``saturate`` gives that value, infinities included (as Hopper's satfinite casts);
   ``nonfinite`` gives the format's infinity, or its NaN where it has no infinity (``inf`` and ``nan`` name one of them).
   Rounding comes first: 464 is a tie for e4m3fn and becomes 448 in nearest_even, NaN in nearest_away. As in IEEE 754 section
   7.4, finite values in toward_zero, to_odd, and in up and down on their inner side, stop at the largest finite value.
-* -0: kept where the format has one, else 0. Negative numbers in unsigned integers: 0. Integers know only ``saturate``.
-* float8_e8m0fnu has no zero and no sign: positive numbers below 2**-127 become 2**-127, so does 0 in ``saturate``; 0 is NaN
-  in ``nonfinite``, negative numbers always. It has one significand bit, always 1, so a tie in nearest_even goes up, as in
+* -0: stays -0 where the format has it, else 0. Negative values in unsigned integers: 0. Integers have only ``saturate``.
+* float8_e8m0fnu has no zero and no sign: positive values below 2**-127 become 2**-127, so does 0 in ``saturate``; 0 is NaN
+  in ``nonfinite``, negative values always. It has one significand bit, always 1, so a tie in nearest_even goes up, as in
   ml_dtypes and torch.
 * Codebooks take the nearest value, ties to the lower index, and no other rounding mode.
 
-NumPy inputs go through a table of 65,536 codes where the format has at most 6 significant bits: float32 rounded to odd to 16
-bits loses nothing that such a format could see. The table is made by the rule above, so there is one definition.
+NumPy inputs go through a table of 65,536 codes (`reference.formats.tables`) where the format has at most 6 significant bits:
+float32 rounded to odd to 16 bits loses nothing that such a format could see. The rule fills the table, so there is one
+definition.
 """
 
 from __future__ import annotations
@@ -38,17 +34,12 @@ from reference.arrays.namespace import (
     int32_of,
     namespace_of,
 )
-from reference.arrays.softfloat import is_nan, normalized, order_key
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import INFINITY, MAGNITUDE, MANTISSA, SIGN, float32_bits
+from reference.arrays.widen import float32_bits
+from reference.formats.encode_bits import encode_bits, encode_codebook_float64
 from reference.formats.formats import Format, format_of
-from reference.formats.rounding import OVERFLOWS, check_mode, round_shift
+from reference.formats.rounding import OVERFLOWS, check_mode
 from reference.formats.tables import encode_flat, fits_table
-
-# Larger integers saturate every integer format, with any zero point: their shift below stays positive.
-LARGEST_INTEGER_EXPONENT = 14
-# What the internal overflow policy "mark" puts in place of a saturated code (`fake_quantize_vjp` needs to know them).
-MARK = 1 << 20
 
 
 @bridged
@@ -75,7 +66,7 @@ def encode(
     if ns.name == "numpy" and rounding != "stochastic" and fits_table(fmt):
         return _encode_by_table(x, name, fmt, rounding, overflow)
     if fmt.kind == "codebook" and name == "float64":
-        return codes_of(ns, _encode_codebook_float64(ns, x, fmt, rounding), fmt.bits)
+        return codes_of(ns, encode_codebook_float64(ns, x, fmt, rounding), fmt.bits)
     bits = float32_bits(ns, x, name, to_odd=True)
     return codes_of(ns, encode_bits(ns, bits, fmt, rounding, overflow, random_bits), fmt.bits)
 
@@ -91,166 +82,6 @@ def decode(codes: Any, fmt: str | Format) -> Array:
     return ns.bitcast(ns.take(table, index), "float32")
 
 
-def encode_bits(
-    ns: Namespace, bits: Array, fmt: Format, rounding: str, overflow: str, random_bits: Array | None = None
-) -> Array:
-    """The rule on float32 bit patterns: int32 codes."""
-    if fmt.kind == "float" and rounding == "nearest_even":
-        return nearest_even_codes(ns, bits, bits & MAGNITUDE, fmt, overflow)
-    if fmt.kind == "float":
-        magnitude = bits & MAGNITUDE
-        exponent = ns.maximum(magnitude >> 23, 1) - 127
-        significand = (magnitude & MANTISSA) | ns.where(magnitude < 0x800000, 0, 0x800000)
-        return encode_parts(ns, bits, exponent, significand, fmt, rounding, overflow, random_bits)
-    if fmt.kind == "int":
-        integer = round_to_integer(ns, bits, fmt.fraction_bits, rounding, random_bits)
-        return ns.where(is_nan(bits), fmt.nan_code or 0, clamp_integer(ns, integer, fmt))
-    if fmt.kind == "scale":
-        return _encode_scale(ns, bits, fmt, rounding, overflow, random_bits)
-    return _encode_codebook(ns, bits, fmt, rounding)
-
-
-def encode_parts(
-    ns: Namespace,
-    bits: Array,
-    exponent: Array,
-    significand: Array,
-    fmt: Format,
-    rounding: str,
-    overflow: str,
-    random_bits: Array | None = None,
-) -> Array:
-    """Codes of +-significand * 2**(exponent - 23) in a float format; `bits` gives sign, infinity and NaN."""
-    negative = bits < 0
-    below = ns.maximum(fmt.emin - exponent, 0)
-    rounded = round_shift(ns, significand, below + (23 - fmt.mantissa_bits), negative, rounding, random_bits)
-    code = rounded + (ns.maximum(exponent - fmt.emin, 0) << fmt.mantissa_bits)
-    return _finish(ns, code, bits, fmt, rounding, overflow)
-
-
-def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format, overflow: str) -> Array:
-    """The same for nearest_even in fewer steps; `magnitude` is a float32 pattern (below 2**-126: zero, or bfloat16's own).
-
-    Normal numbers: half a unit less one, plus the last kept bit, is added to the pattern and carries. Subnormal ones: a
-    float32 addition of a constant whose unit is the format's smallest number rounds in hardware, to nearest even in every
-    library; the operands are no subnormals that XLA could flush unless the sum does not feel them.
-    """
-    drop = 23 - fmt.mantissa_bits
-    carried = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
-    code = carried - ((fmt.emin + 126) << fmt.mantissa_bits)
-    if fmt.emin > -126:
-        constant = (fmt.emin - fmt.mantissa_bits + 23 + 127) << 23
-        unit = ns.bitcast(ns.full((1,) * magnitude.ndim, constant, "int32", magnitude), "float32")
-        with np.errstate(all="ignore"):
-            small = ns.bitcast(ns.bitcast(magnitude, "float32") + unit, "int32") - constant
-        code = ns.where(magnitude < (fmt.emin + 127) << 23, small, code)
-    return _finish(ns, code, bits, fmt, "nearest_even", overflow)
-
-
-def _finish(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, overflow: str) -> Array:
-    """Limit, sign and NaN of a magnitude's code."""
-    code = _limit(ns, code, bits, fmt, rounding, overflow)
-    if fmt.sign_mask and fmt.has_negative_zero:
-        code = code | (bits >> (32 - fmt.bits) & fmt.sign_mask)
-    elif fmt.sign_mask:
-        code = ns.where((bits < 0) & (code != 0), code | fmt.sign_mask, code)
-    # NaN last: no other step may touch it.
-    return ns.where(is_nan(bits), fmt.nan_code or 0, code)
-
-
-def _limit(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, overflow: str) -> Array:
-    """Clamp at the largest finite code, or go beyond it as the overflow policy and the direction of rounding say."""
-    if overflow == "saturate":
-        return ns.minimum(code, fmt.max_code)
-    if overflow == "mark":
-        return ns.where(code > fmt.max_code, MARK, code)
-    beyond = _overflow_code(fmt, overflow)
-    over = code > fmt.max_code
-    inward = {"toward_zero": bits == bits, "to_odd": bits == bits, "up": bits < 0, "down": bits >= 0}.get(
-        rounding
-    )
-    if inward is not None:
-        finite = (bits & MAGNITUDE) < INFINITY
-        code = ns.where(over & inward & finite, fmt.max_code, code)
-        over = over & ~(inward & finite)
-    return ns.where(over, beyond, code)
-
-
-def _overflow_code(fmt: Format, overflow: str) -> int:
-    code = fmt.infinity_code if overflow in ("inf", "nonfinite") else fmt.nan_code
-    return code if code is not None else fmt.nan_code or 0
-
-
-def round_to_integer(
-    ns: Namespace, bits: Array, fraction_bits: Any, rounding: str, random_bits: Array | None = None
-) -> Array:
-    """Signed int32 nearest to x * 2**fraction_bits; beyond +-2**14 (and for NaN) any such integer."""
-    magnitude = bits & MAGNITUDE
-    exponent = ns.maximum(magnitude >> 23, 1) - 127 + fraction_bits
-    significand = (magnitude & MANTISSA) | ns.where(magnitude < 0x800000, 0, 0x800000)
-    shift = 23 - ns.minimum(exponent, LARGEST_INTEGER_EXPONENT)
-    rounded = round_shift(ns, significand, shift, bits < 0, rounding, random_bits)
-    return ns.where(bits < 0, -rounded, rounded)
-
-
-def clamp_integer(ns: Namespace, integer: Array, fmt: Format, overflow: str = "saturate") -> Array:
-    """int32 saturated to the format's range and masked to its bits."""
-    low, high = fmt.integer_range
-    if overflow == "mark":
-        return ns.where((integer < low) | (integer > high), MARK, 0)
-    return ns.minimum(ns.maximum(integer, low), high) & ((1 << fmt.bits) - 1)
-
-
-def _encode_scale(
-    ns: Namespace, bits: Array, fmt: Format, rounding: str, overflow: str, random_bits: Array | None
-) -> Array:
-    exponent, significand = normalized(ns, bits & MAGNITUDE)
-    # One significand bit: the fraction decides between 2**exponent and the next power of two. Zero counts as tiny.
-    rounded = round_shift(
-        ns, significand, 23 + ns.where(significand == 0, 1, 0), bits < 0, rounding, random_bits
-    )
-    code = exponent + fmt.bias + rounded - 1
-    code = ns.where((bits & MAGNITUDE) == INFINITY, fmt.max_code + 1, code)
-    # Nothing lies below 2**-bias, so that is the nearest code of every smaller positive number.
-    code = _limit(ns, ns.maximum(code, 0), bits, fmt, rounding, overflow)
-    if overflow != "saturate":
-        code = ns.where((bits & MAGNITUDE) == 0, fmt.nan_code or 0, code)
-    return ns.where(is_nan(bits) | ((bits < 0) & (bits != SIGN)), fmt.nan_code or 0, code)
-
-
-def _encode_codebook(ns: Namespace, bits: Array, fmt: Format, rounding: str) -> Array:
-    # A midpoint of two float32 values has 25 bits: x is above it iff x is above its truncation toward minus infinity.
-    middle = _midpoints(fmt, rounding)
-    floor = middle.astype(np.float32)
-    floor = np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor).view(np.int32)
-    thresholds = [int(b) if b >= 0 else int(b ^ MAGNITUDE) for b in floor]
-    return ns.where(is_nan(bits), _zero_code(fmt), _count_above(ns, order_key(ns, bits), thresholds))
-
-
-def _encode_codebook_float64(ns: Namespace, x: Array, fmt: Format, rounding: str) -> Array:
-    """float64 meets the midpoints themselves: rounded to odd in float32 (24 bits), it could cross one of 25 bits."""
-    code = _count_above(ns, x, [float(value) for value in _midpoints(fmt, rounding)])
-    return ns.where(x == x, code, _zero_code(fmt))
-
-
-def _midpoints(fmt: Format, rounding: str) -> Array:
-    """float64 midpoints of the format's float32 values, exact."""
-    choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
-    values = fmt.values.astype(np.float64)
-    return (values[1:] + values[:-1]) / 2
-
-
-def _count_above(ns: Namespace, x: Array, thresholds: list[Any]) -> Array:
-    code = ns.astype(x > thresholds[0], "int32")
-    for threshold in thresholds[1:]:
-        code = code + ns.astype(x > threshold, "int32")
-    return code
-
-
-def _zero_code(fmt: Format) -> int:
-    return int(np.argmin(np.abs(np.asarray(fmt.table))))
-
-
 def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: str) -> Array:
     ns = namespace_of(x)
     bits = (
@@ -262,17 +93,17 @@ def _encode_by_table(x: Array, name: str, fmt: Format, rounding: str, overflow: 
 
 
 def check_overflow(fmt: Format, rounding: str, overflow: str) -> None:
-    """ValueError for an overflow policy that does not exist, or that asks for a code that the format has not."""
+    """ValueError for an overflow policy that does not exist, or that needs a code the format does not have."""
     choice(overflow, OVERFLOWS, "overflow")
-    own = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
-    if own is None or (fmt.kind == "int" and overflow != "saturate"):
+    code = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.nan_code, "saturate": 0}[overflow]
+    if code is None or (fmt.kind == "int" and overflow != "saturate"):
         raise ValueError(
-            f"overflow {overflow!r} asks for a code that {fmt.name} does not have; use overflow='saturate'"
+            f"overflow {overflow!r} needs a code that {fmt.name} does not have; use overflow='saturate'"
         )
 
 
 def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None:
-    """The words as they are, or None; ValueError unless they are uint32 of x's shape in x's library."""
+    """`random_bits` unchanged, or None; ValueError unless they are uint32 of x's shape in x's library."""
     if random_bits is None:
         return None
     array = hasattr(random_bits, "dtype") and namespace_of(random_bits) is ns
@@ -285,15 +116,4 @@ def check_random_bits(ns: Namespace, x: Array, random_bits: Any) -> Array | None
     return random_bits
 
 
-__all__ = [
-    "MARK",
-    "check_overflow",
-    "check_random_bits",
-    "clamp_integer",
-    "decode",
-    "encode",
-    "encode_bits",
-    "encode_parts",
-    "nearest_even_codes",
-    "round_to_integer",
-]
+__all__ = ["check_overflow", "check_random_bits", "decode", "encode"]

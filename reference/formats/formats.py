@@ -1,4 +1,4 @@
-"""Number formats as data: how one number is stored.
+"""Number formats as data: how one element is stored.
 
 A `Format` is a frozen record of a few parameters; its limits and its table of values are derived from them and nowhere
 retyped. Four kinds exist:
@@ -42,7 +42,7 @@ NF4_TORCHAO_TABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One number format. Codes are unsigned integers of `bits` bits; everything else is derived."""
+    """One element format. Codes are unsigned integers of `bits` bits; everything else is derived."""
 
     name: str
     #: ``float``, ``int``, ``codebook`` or ``scale``.
@@ -55,13 +55,13 @@ class Format:
     bias: int = 0
     #: ``ieee``, ``nan_ones``, ``nan_negative_zero``, ``nan_all_ones`` or ``none``.
     specials: str = "none"
-    #: Whether negative numbers exist.
+    #: Whether negative values exist.
     signed: bool = True
     #: Implied binary point of the int kind: value = integer * 2**-fraction_bits.
     fraction_bits: int = 0
     #: Ascending values of the codebook kind.
     table: tuple[float, ...] = ()
-    #: Stretched formats: the end of the interval that the outermost values stand for; 0 where they are its end themselves.
+    #: Stretched formats: the end of the interval that the outermost values represent; 0 where they are its end themselves.
     reach: float = 0.0
 
     @property
@@ -122,8 +122,8 @@ class Format:
     def values(self) -> npt.NDArray[np.float32]:
         """float32 value of every code, shape (2**bits,). Every value of every format is exact in float32."""
         codes = np.arange(1 << self.bits, dtype=np.int64)
-        made = {"float": self._float_values, "int": self._int_values, "scale": self._scale_values}
-        values = np.array(self.table, np.float32) if self.kind == "codebook" else made[self.kind](codes)
+        decoders = {"float": self._float_values, "int": self._int_values, "scale": self._scale_values}
+        values = np.array(self.table, np.float32) if self.kind == "codebook" else decoders[self.kind](codes)
         values.setflags(write=False)
         return values
 
@@ -227,12 +227,12 @@ def _formats() -> list[Format]:
         Format(name="float8_e8m0fnu", kind="scale", bits=8, exponent_bits=8, bias=127, specials="nan_all_ones",
                signed=False),
         *_integers(),
-        # Scales of the house's NF4: a block with a NaN needs a scale that says so.
+        # Scales of the default NF4: a block with a NaN needs a scale that is NaN.
         Format(name="int8_nan", kind="int", bits=8, specials="nan_minimum"),
         Format(name="mxint8", kind="int", bits=8, fraction_bits=6),
         Format(name="nf4", kind="codebook", bits=4, table=NF4_TABLE),
         Format(name="nf4_torchao", kind="codebook", bits=4, table=NF4_TORCHAO_TABLE),
-        # Three and four levels, stretched so that each stands for an interval of the same width.
+        # Three and four levels, stretched so that each represents an interval of the same width.
         Format(name="ternary", kind="int", bits=2, specials="unused_minimum", reach=1.5),
         Format(name="stretched2", kind="codebook", bits=2, table=(-1.5, -0.5, 0.5, 1.5), reach=2.0),
         _float("bfloat16", 8, 7, 127, "ieee"),

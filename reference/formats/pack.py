@@ -66,7 +66,7 @@ def _byte(values: Array, index: int, bits: int, count: int) -> Array:
 
 @bridged
 def unpack(packed: Any, fmt: str | Format, shape: tuple[int, ...]) -> Array:
-    """Codes (uint8) of shape `shape` from what `pack` made of them. Raises ValueError where the shapes do not fit."""
+    """Codes (uint8) of shape `shape` from bytes packed by `pack`. Raises ValueError where the shapes do not fit."""
     fmt = format_of(fmt)
     ns, packed = code_input(packed, "unpack")
     shape = tuple(shape)

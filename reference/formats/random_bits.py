@@ -1,7 +1,7 @@
-"""Random words for stochastic rounding: Philox 4x32-10 by counter, as Triton draws them.
+"""Random bits for stochastic rounding: Philox 4x32-10 by counter, as Triton draws them.
 
 Word i of stream s under a seed is output i mod 4 of philox(seed, counter = (low 32 bits of i // 4, high 32 bits, s, 0)), so any
-element's word can be made anywhere, in any order: on a GPU the same bits come from `tl.philox`, whose four results go to
+element's word can be computed anywhere, in any order: on a GPU the same bits come from `tl.philox`, whose four results go to
 four neighbouring elements. Row and column copies of a tensor use different streams, so that their errors are independent.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), Philox4x32 with 10 rounds.

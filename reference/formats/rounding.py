@@ -22,7 +22,7 @@ from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, Namespace
 
 MODES = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
-# What becomes of a number that is rounded beyond the largest; `reference.encode` says it of each.
+# What a value rounded beyond the largest finite one becomes; see `reference.formats.encode`.
 OVERFLOWS = ("saturate", "nonfinite", "inf", "nan")
 STOCHASTIC_BITS = 24
 # From here on a 24-bit significand rounds to 0, or to 1 in the modes that look at the lost bits.

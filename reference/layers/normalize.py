@@ -9,7 +9,7 @@ With u the operation rounded to float32, nearest even, and K the length of the l
 
 The values are those of `torch.nn.functional.rms_norm` over the last axis; here the order of the sum and every rounding are
 part of the rule, so that a kernel can be held to the bits. Nothing saturates: overflow gives infinity, a row whose squares
-overflow becomes zeros (as r is 0), an infinite element there NaN, and a NaN makes its row NaN. With eps = 0 a row of zeros
+overflow becomes zeros (as r is 0), an infinite element there NaN, and a row with a NaN is NaN. With eps = 0 a row of zeros
 becomes NaN.
 """
 
@@ -18,17 +18,18 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input
 from reference.arrays.softfloat import add, bits_of, divide, multiply, square_root
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.arrays.widen import float32_bits
+from reference.formats.arithmetic import Arithmetic
+from reference.formats.narrow import to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.quantize.statistics import tree_sum
 from reference.schemes.schemes import Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Counts up to here are float32 numbers.
+# Counts up to here are exact in float32.
 LONGEST = 1 << 24
 _quantize = inspect.unwrap(quantize)
 
@@ -73,7 +74,7 @@ _rms_norm = inspect.unwrap(rms_norm)
 
 
 def reciprocal_rms(ns: Namespace, h: Array, eps: float) -> Array:
-    """1 / sqrt(mean(h**2) + eps) over the last axis, kept as 1, of float32 bit patterns."""
+    """1 / sqrt(mean(h**2) + eps) over the last axis (keepdims) of float32 bit patterns."""
     total = tree_sum(ns, multiply(ns, h, h))
     mean = divide(ns, total, _constant(ns, ns.shape(h)[-1], h))
     root = square_root(ns, add(ns, mean, _constant(ns, eps, h)))

@@ -1,8 +1,8 @@
 """SwiGLU, silu(gate) * up, for 16-bit floats: silu correctly rounded, the product rounded once, and its quantization.
 
 silu(v) = v / (1 + exp(-v)). An exponential differs from library to library in its last bits, so a rule in terms of one cannot
-be held to bits; a 16-bit float has only 65,536 patterns, so the rule is the table of the correctly rounded results. It is made
-once, in float64 with NumPy. No result is so near a tie that float64's error could matter
+be held to bits; a 16-bit float has only 65,536 patterns, so the rule is the table of the correctly rounded results,
+computed once in float64 with NumPy. No result is so near a tie that float64's error could matter
 (`tests/reference/layers/test_swiglu.py` looks at all of them), but for tiny v: there silu(v) = v / 2 + v**2 / 4 - ... lies
 just above v / 2, which is a tie where v / 2 is subnormal and too near to it for float64. Such a result is the next float64
 above v / 2.
@@ -26,8 +26,9 @@ import numpy.typing as npt
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input, int32_of
 from reference.arrays.softfloat import multiply
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits, to_dtype_bits
+from reference.arrays.widen import float32_bits
 from reference.formats.encode import decode, encode
+from reference.formats.narrow import to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.schemes.schemes import Scheme
 
@@ -58,8 +59,8 @@ def swiglu(gate: Any, up: Any) -> Array:
 @bridged
 def swiglu_quantize(gate: Any, up: Any, scheme: str | Scheme, *, packed: bool = False) -> Quantized:
     """quantize(swiglu(gate, up), scheme, packed=packed), blocks along the last axis; errors as in both."""
-    made: Quantized = _quantize(_swiglu(gate, up), scheme, packed=packed)
-    return made
+    q: Quantized = _quantize(_swiglu(gate, up), scheme, packed=packed)
+    return q
 
 
 _swiglu = inspect.unwrap(swiglu)

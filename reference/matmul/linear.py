@@ -23,7 +23,7 @@ def linear(
     """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N) in `out_dtype`.
 
     w: a matrix whose blocks lie along K (axis 1), packed or not. accumulation and options: see `matmul`. ``exact`` is the
-    product of what w stands for in float32, rounded once. out_dtype: by default x's where `matmul` has that, else float32.
+    product of the dequantized float32 weight, rounded once. out_dtype: by default x's where `matmul` has that, else float32.
     Raises ValueError for a weight of other axes, inputs of another length and a bias of another shape, TypeError for a
     weight that is no `Quantized`; else as `matmul` does.
     """
@@ -34,8 +34,8 @@ def linear(
     vector = len(x.shape) == 1 and not isinstance(x, Quantized)
     rows: Any = x
     rows = rows[None] if vector else rows
-    made = matmul(rows, transposed(w), accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
-    return made[0] if vector else made
+    result = matmul(rows, transposed(w), accumulation=accumulation, out_dtype=out_dtype, bias=bias, **options)
+    return result[0] if vector else result
 
 
 def result_dtype(x: Array | Quantized) -> str:

@@ -8,12 +8,12 @@ or, where zero points are values, s (sum of c x) + z (sum of x). So c x and z x 
 a product calls |c - z| is |c| + |z| here, at most |c - z| + 2 |c|.
 
 Kernels also take codes of 4 bits with up to 24 added, and take the 24 off again block by block: (c + 24) x and (24 + z) x are
-the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K. These sums are made before
-a block's scale: where they may overflow, nothing is promised, however small the scale.
+the terms of a block then, at most |c - z| + 2 |c| + 48 of it, in sums of B products instead of K. These sums precede a
+block's scale: where they may overflow, nothing is promised, however small the scale.
 
-float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value that T is made
-of, one in the kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values
-that have no factors in T (a codebook, a value for zero, blocks of the flattened weight) have three in the kernel at most.
+float32 sums in any order: a term passes at most K roundings, two for each factor of a scale (one in the value of T, one in the
+kernel), and four under a zero point (the product with z, the difference, and these two in the value). Values that have no
+factors in T (a codebook, a value for zero, blocks of the flattened weight) have three in the kernel at most.
 
 Sums on tensor cores: additions of 16 products cut where float32 would round. A product, and the accumulator, loses less than
 2**-24 of the largest magnitude (at least 24 fraction bits are kept for 16-bit operands), the delivered sum less than 2**-23:
@@ -53,7 +53,7 @@ def linear_error_bound(
 ) -> Array:
     """The largest |got - T| of each element of `linear` (..., N), never too small, float64 in the library of x.
 
-    T is the real number sum of x times the dequantized weight, plus bias. Covers kernels that multiply what codes stand for
+    T is the real number sum of x times the dequantized weight, plus bias. Covers kernels that multiply decoded elements
     by float32 sums in any order, tensor cores included, and round once to `out_dtype` (by default as `linear` does). In JAX
     float32, rounded up. Infinite where overflow cannot be excluded or T is not finite. Errors are those of `linear`.
     """
@@ -101,8 +101,8 @@ def _added(left: Operand, w: Quantized) -> F64 | float:
     if not _has_additions(w):
         return 0.0
     ones = np.ones(unpacked(w).codes.shape, np.uint8)
-    alike = replace(w, codes=namespace_of(w.codes).constant(ones, w.codes), zero=_nothing(w), packed=False)
-    scales = operand_of(transposed(alike), -2, "w")
+    constant = replace(w, codes=namespace_of(w.codes).constant(ones, w.codes), zero=_nothing(w), packed=False)
+    scales = operand_of(transposed(constant), -2, "w")
     scales = replace(scales, codes=ADDED * np.abs(scales.codes))
     block = w.scheme.scale.flat_size or w.scheme.scale.block
     size = left.k if isinstance(block, str) else (block[1] if isinstance(block, tuple) else block)

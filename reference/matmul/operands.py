@@ -1,7 +1,7 @@
 """Operands of `reference.matmul` on the host: any library's array, or a `Quantized`, as NumPy float64.
 
 float64 is only the carrier: the values are those of float32, of narrower floats or of integers up to 32 bits. A `Quantized`
-whose value is (code - zero) * scale [* outer scale] is kept in these parts, because the tiers say where scales enter.
+whose value is (code - zero) * scale [* outer scale] is held in these parts, because the tiers say where scales enter.
 Other schemes (a float zero point, blocks of the flattened tensor, centred scales) have one part: their dequantized float32
 values, with no scale left over.
 """
@@ -16,11 +16,11 @@ import numpy as np
 
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.formats.formats import FORMATS, Format
+from reference.formats.storage import load
 from reference.matmul.exact import F64, Host
 from reference.matmul.tensor_core_model import power_of
 from reference.quantize.quantize import Quantized, check_quantized, dequantize, unpacked, with_plain_scales
 from reference.quantize.scales import unpack_zero
-from reference.quantize.storage import load
 from reference.schemes.schemes import Block
 
 INTEGERS = ("int8", "int16", "int32")

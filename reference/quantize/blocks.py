@@ -33,7 +33,7 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a tensor of `shape` along `axis` as a `Scale` record asks for them."""
+    """Blocks of a tensor of `shape` along `axis` as a `Scale` record defines them."""
 
     shape: tuple[int, ...]
     block: Block
@@ -42,13 +42,13 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], scale: Scale, axis: int) -> Blocks:
-        """Check the shape against the record."""
+        """Blocks of a tensor of this shape; ValueError where they do not divide it, TypeError for a non-integer axis."""
         per_axis = not isinstance(scale.block, str)
         # A 0-d tensor is one block of one element, whatever the axis.
         axis = normalize_axis(axis, shape or (1,)) if per_axis or shape else 0
-        made = cls(shape, scale.block, axis, scale.partial)
-        made._check()
-        return made
+        blocks = cls(shape, scale.block, axis, scale.partial)
+        blocks._check()
+        return blocks
 
     def _check(self) -> None:
         if isinstance(self.block, tuple) and len(self.shape) < 2:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace
 from reference.arrays.softfloat import is_nan, normalized
 from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, SMALLEST_NORMAL
-from reference.formats.encode import (
+from reference.formats.arithmetic import Arithmetic
+from reference.formats.encode_bits import (
     clamp_integer,
     encode_bits,
     encode_parts,
@@ -65,10 +65,10 @@ def _shifted(ns: Namespace, split: Array, scale: Array, scheme: Scheme, random_b
     if scheme.rounding == "nearest_even":
         shifted = _shifted_magnitude(ns, split & MAGNITUDE, exponent, infinite=scheme.nan != "block")
         return nearest_even_codes(ns, split, shifted, fmt, scheme.overflow)
-    own, significand = normalized(ns, split & MAGNITUDE)
+    exponents, significand = normalized(ns, split & MAGNITUDE)
     # Infinity divided by any scale is infinity.
-    own = ns.where((split & MAGNITUDE) >= INFINITY, BEYOND, own - exponent)
-    return encode_parts(ns, split, own, significand, fmt, scheme.rounding, scheme.overflow, random_bits)
+    exponents = ns.where((split & MAGNITUDE) >= INFINITY, BEYOND, exponents - exponent)
+    return encode_parts(ns, split, exponents, significand, fmt, scheme.rounding, scheme.overflow, random_bits)
 
 
 def _shifted_magnitude(ns: Namespace, magnitude: Array, exponent: Array, *, infinite: bool) -> Array:
@@ -113,7 +113,7 @@ def _scaled(
 
 
 def _special_codes(ns: Namespace, codes: Array, scaled: Array, scheme: Scheme) -> Array:
-    """A NaN that arithmetic made, and a scaled -0, where the convention writes a code of its own for them."""
+    """NaN from the arithmetic, and a scaled -0, where the convention has a code for them."""
     if not scheme.negative_zero:
         codes = ns.where(scaled == SIGN, 0, codes)
     return codes if scheme.nan_code is None else ns.where(is_nan(scaled), scheme.nan_code, codes)

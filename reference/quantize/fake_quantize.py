@@ -1,6 +1,6 @@
 """Fake quantization: quantize and dequantize at once, with straight-through gradients.
 
-The forward value is `dequantize(quantize(x))` in x's own dtype, by definition the same bits as storage gives. The gradient
+The forward value is `dequantize(quantize(x))` in x's dtype, by definition the same bits as a stored tensor gives. The gradient
 with respect to x is the straight-through estimator: 1 where rounding alone changed the value, 0 where saturation did, that
 is where the rounded element lies beyond the largest code, of codebooks where the element lies beyond `Format.limit` (Jacob
 et al., arXiv 1712.05877, section 3; Bengio et al., arXiv 1308.3432).
@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, multiply
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import MAGNITUDE, SIGN, float32_bits, to_dtype_bits
-from reference.formats.encode import MARK
+from reference.arrays.widen import MAGNITUDE, SIGN, float32_bits
+from reference.formats.arithmetic import Arithmetic
+from reference.formats.encode_bits import MARK
+from reference.formats.narrow import to_dtype_bits
 from reference.formats.rounding import check_mode
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
 from reference.quantize.provided_scales import check_scales, given_scales, usable
 from reference.quantize.quantize import block_values, block_words, dequantize, quantize
-from reference.quantize.scales import Chosen, Scales, choose
+from reference.quantize.scales import Chosen, choose
 from reference.quantize.statistics import tree_sum
+from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scheme, scheme_of
 
 Gradients = tuple[Array, Array | None, Array | None]
@@ -73,10 +75,10 @@ def fake_quantize_vjp(
     """Gradients (dx, dscale, dzero) of fake_quantize at x for an output gradient g of x's shape and dtype.
 
     dx: g where the element did not saturate, +0 where it did; x's dtype. dscale: None for scales computed from x; for given
-    scales float32 of the scale's shape, the sum over each block of g * dy/ds with the scale s as a number: with v the code's
+    scales float32 of the scale's shape, the sum over each block of g * dy/ds with s the decoded scale and v the code's
     value, v - x/s, or v where saturated, times the outer scale if there is one. dzero: the same for the zero point,
     0 where nothing saturated. Sums run in float32 over adjacent pairs, a binary tree over each block filled with zeros.
-    random_bits: the words that the forward pass had; values and saturation are those of the element as they rounded it.
+    random_bits: those of the forward pass; values and saturation are those of the element as they rounded it.
     Raises ValueError where shapes or dtypes of g and x differ, and as `quantize` does.
     """
     scheme = scheme_of(scheme)
@@ -97,8 +99,8 @@ def fake_quantize_vjp(
     words = block_words(ns, blocks, x, random_bits)
     saturated = saturation(ns, split, chosen, scheme, name, words)
     wide = float32_bits(ns, g, name)
-    kept = ns.where(blocks.join(ns, ns.astype(saturated, "int32")) > 0, 0, wide)
-    dx = to_dtype_bits(ns, kept, name)
+    unsaturated = ns.where(blocks.join(ns, ns.astype(saturated, "int32")) > 0, 0, wide)
+    dx = to_dtype_bits(ns, unsaturated, name)
     if not learned:
         return dx, None, None
     return (dx, *_parameter_gradients(ns, blocks, split, wide, chosen, saturated, scheme, name, words))
@@ -122,8 +124,8 @@ def saturation(
         divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
         ratio = _ratio(ns, split, replace(chosen, scale=divisor), scheme)
         return (ratio & MAGNITUDE) > bits_of(scheme.format.limit)
-    own = {field.name: getattr(scheme, field.name) for field in fields(Scheme)}
-    marked = _Marked(**{**own, "overflow": "mark", "nan": "ieee", "nan_code": None})
+    values = {field.name: getattr(scheme, field.name) for field in fields(Scheme)}
+    marked = _Marked(**{**values, "overflow": "mark", "nan": "ieee", "nan_code": None})
     return (element_codes(ns, split, chosen, marked, dtype, words) & MARK) != 0
 
 
@@ -179,7 +181,7 @@ def _parameter_gradients(
 
 @lru_cache
 def _jax_function() -> Any:
-    """fake_quantize for JAX with its gradient; made when the first JAX array arrives."""
+    """fake_quantize for JAX with its gradient; built when the first JAX array arrives."""
     import jax
 
     def forward(x: Array, scales: Any, random_bits: Any, scheme: Scheme, axis: int) -> Array:

@@ -5,9 +5,10 @@ floor(log2(x)) computed in float32 is wrong one unit below most powers of two; t
 
 from __future__ import annotations
 
+from reference.arrays.log2 import ceil_log2_float32, floor_log2_float32
 from reference.arrays.namespace import Array, Namespace
 from reference.arrays.softfloat import bits_of, divide, is_nan, normalized
-from reference.arrays.widen import INFINITY, MAGNITUDE
+from reference.arrays.widen import INFINITY, MAGNITUDE, MANTISSA
 from reference.formats.formats import Format
 from reference.schemes.schemes import Scale
 
@@ -23,8 +24,6 @@ def power_codes(ns: Namespace, absmax: Array, record: Scale, element: Format, po
     and whatever is too small give 0, that is 2**-127.
     """
     if record.rule == "rceil_log2":
-        from reference.arrays.log2 import ceil_log2_float32
-
         ratio = divide(ns, absmax, ns.full((1,), bits_of(record.target), "int32", absmax))
         exponent = ceil_log2_float32(ns, ratio)
         exponent = ns.where(absmax == INFINITY, BIAS, exponent)
@@ -52,7 +51,7 @@ def _exponent(ns: Namespace, absmax: Array, record: Scale, element: Format) -> A
 
 
 def even_carry(record: Scale, element: Format) -> int:
-    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that it keeps."""
+    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that remains."""
     bits = element_mantissa(element) if record.even_bits is None else record.even_bits
     return 1 << (22 - bits)
 
@@ -60,3 +59,16 @@ def even_carry(record: Scale, element: Format) -> int:
 def element_mantissa(element: Format) -> int:
     """Fraction bits of the element's largest binade: mantissa bits, or the bits below an integer's first."""
     return element.mantissa_bits if element.kind == "float" else element.bits - 2
+
+
+def ratio_to_power_of_two(ns: Namespace, bits: Array, record: Scale) -> Array:
+    """The power-of-two rounding of a non-negative ratio (float32 bit patterns) that the record's rule states.
+
+    ``ratio_pow2`` rounds up, or down where the scale is stored for encoding; ``ratio_pow2_log2`` is torchao's. Zero, infinity,
+    NaN and ratios under other rules pass through.
+    """
+    if record.rule == "ratio_pow2":
+        # One below the next power of two carries into the exponent; an encoding scale drops its mantissa instead.
+        raised = bits if record.stored == "encode" else bits + MANTISSA
+        return ns.where(bits < INFINITY, raised & INFINITY, bits)
+    return floor_log2_float32(ns, bits) if record.rule == "ratio_pow2_log2" else bits

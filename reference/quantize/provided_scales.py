@@ -1,4 +1,4 @@
-"""Scales that the caller brings: checked against the record, and brought into the quantizer's own form."""
+"""Scales given by the caller: checked against the record, and converted to the form the quantizer computes with."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from reference.arrays.namespace import Namespace, namespace_of
+from reference.formats.storage import load, storage_dtype
 from reference.quantize.blocks import Blocks
-from reference.quantize.scales import Chosen, Scales, double_scale, floored, scale_groups, unpack_zero
-from reference.quantize.storage import load, storage_dtype
+from reference.quantize.scales import Chosen, double_scale, floored, scale_groups, unpack_zero
+from reference.quantize.stored import Scales
 from reference.quantize.tiled_scales import tiled_size
 from reference.schemes.schemes import Scheme
 
-#: dtype and shape of a kept array; None where there is none.
+#: dtype and shape of a stored array; None where there is none.
 Part = tuple[str, tuple[int, ...]] | None
 
 
 def given_scales(
     ns: Namespace, given: Scales | None, blocks: Blocks, scheme: Scheme, dtype: str = "float32"
 ) -> Chosen:
-    """Kept scales as the quantizer needs them."""
+    """Stored scales as float32 bit patterns of shape (..., blocks, 1); ValueError where there are none."""
     if given is None:
         raise ValueError(f"scheme {scheme.name} needs its scales; see choose_scales")
     record = scheme.scale
@@ -44,10 +45,10 @@ def _given_double(ns: Namespace, given: Scales, blocks: Blocks, scheme: Scheme, 
 
 
 def usable(ns: Namespace, chosen: Chosen, scheme: Scheme, dtype: str) -> Chosen:
-    """Given scales as a house scheme divides x of this dtype by them: raised to its floors, so that a scale of 0 makes no NaN.
+    """Given scales raised to the floors of a default scheme, for dividing x of this dtype: a scale of 0 gives no NaN then.
 
-    A NaN or infinite scale makes its block NaN; a negative one counts as the floor. Only codes are made with these: `kept` is
-    what was given, and `dequantize` multiplies by that. Other projects' conventions and powers of two stay as they are.
+    A NaN or infinite scale turns its block NaN; a negative one is replaced by the floor. Only codes are computed with these:
+    `stored` has the scales as given, by which `dequantize` multiplies. Other conventions and powers of two are unchanged.
     """
     if scheme.nan != "block" or scheme.scale.power_of_two:
         return chosen
@@ -65,28 +66,28 @@ def check_scales(ns: Namespace, scales: Any, scheme: Scheme, blocks: Blocks) -> 
         raise TypeError(f"scales is a Scales or an array, got {type(scales).__name__}; see choose_scales")
     given = scales if isinstance(scales, Scales) else Scales(scales)
     only_outer = given.scale is None and given.outer is not None and not _is_double(scheme)
-    for part, want in kept_parts(scheme, blocks).items():
+    for part, want in stored_parts(scheme, blocks).items():
         want = None if only_outer and part != "outer" else want
         _check_part(ns, getattr(given, part), want, part, scheme, "x's")
     return given
 
 
-def check_kept(ns: Namespace, kept: Any, scheme: Scheme, blocks: Blocks, tiled: bool) -> None:
-    """ValueError unless `kept` (a `Scales` or `Quantized`) has every scale as `quantize` keeps it."""
-    expected = kept_parts(scheme, blocks)
+def check_stored(ns: Namespace, stored: Any, scheme: Scheme, blocks: Blocks, tiled: bool) -> None:
+    """ValueError unless `stored` (a `Scales` or `Quantized`) has every scale as `quantize` stores it."""
+    expected = stored_parts(scheme, blocks)
     if tiled:
         rows, columns = blocks.scale_shape
         expected["scale"] = ("uint8", (tiled_size((rows, columns)),))
     for part, want in expected.items():
-        _check_part(ns, getattr(kept, part), want, part, scheme, "the codes'")
+        _check_part(ns, getattr(stored, part), want, part, scheme, "the codes'")
 
 
 def _is_double(scheme: Scheme) -> bool:
     return scheme.outer is not None and scheme.outer.statistic != "absmax_elements"
 
 
-def kept_parts(scheme: Scheme, blocks: Blocks) -> dict[str, Part]:
-    """Scale, outer scale and zero point as they are kept: what `quantize` makes of a tensor in these blocks."""
+def stored_parts(scheme: Scheme, blocks: Blocks) -> dict[str, Part]:
+    """dtype and shape of scale, outer scale and zero point as `quantize` stores them for a tensor in these blocks."""
     double = _is_double(scheme)
     groups = scale_groups(blocks, scheme.outer, scheme).scale_shape if double and scheme.outer else ()
     zero: Part = ("float32", ()) if double else None

@@ -7,12 +7,11 @@ elements are divided by it and rounded once (`reference.quantize.elements`). Deq
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.errors import choice
 from reference.arrays.namespace import (
     Array,
@@ -24,71 +23,23 @@ from reference.arrays.namespace import (
     namespace_of,
 )
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits, to_dtype_bits
+from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits
+from reference.formats.arithmetic import Arithmetic
 from reference.formats.encode import check_random_bits
+from reference.formats.narrow import to_dtype_bits
 from reference.formats.pack import pack, packed_shape, unpack
 from reference.formats.rounding import check_mode
-from reference.formats.tables import quantize_blocks, quantizes_by_table
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
-from reference.quantize.provided_scales import check_kept, check_scales, given_scales, usable
-from reference.quantize.scales import Chosen, Scales, choose
-from reference.quantize.tiled_scales import check_tiled, tile_scales, untile_scales
+from reference.quantize.mx_tables import quantize_blocks, quantizes_by_table
+from reference.quantize.provided_scales import check_scales, check_stored, given_scales, usable
+from reference.quantize.scales import Chosen, choose
+from reference.quantize.stored import Quantized, with_plain_scales, with_tiled_scales
+from reference.quantize.tiled_scales import check_tiled
 from reference.schemes.schemes import Scheme, scheme_of
 
-# Inside a rule the plain functions: no bridge, no program of their own.
+# Inside a rule the plain functions: no conversion from torch, no JAX program of their own.
 _pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
-_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A stored tensor.
-
-    codes: uint8 (uint16 for 16-bit elements) of the tensor's shape, one code per element in the low bits (what lies above them
-    is ignored); where `packed`, what `reference.pack` makes of those along the last axis, shape `packed_shape(shape, element)`.
-    scale, outer, zero: as in `Scales`. shape, axis: of the tensor that was quantized. scheme: the record. tiled: whether
-    `scale` is what `tile_scales` makes of a matrix's scales, flat.
-    """
-
-    codes: Any
-    scale: Any
-    outer: Any
-    zero: Any
-    shape: tuple[int, ...]
-    axis: int
-    scheme: Scheme
-    packed: bool = False
-    tiled: bool = False
-
-    @property
-    def scales(self) -> Scales:
-        """The scales alone, to be given to `quantize` again: not tiled."""
-        return Scales(with_plain_scales(self).scale, self.outer, self.zero)
-
-    @classmethod
-    def from_fields(cls, values: dict[str, Any]) -> Quantized:
-        """One with these fields, all of them given: the same as from `__init__`, in a fifth of the time."""
-        made = object.__new__(cls)
-        made.__dict__.update(values)
-        return made
-
-
-def with_tiled_scales(q: Quantized) -> Quantized:
-    """q with its scales in the tiled layout; ValueError where they have none."""
-    if q.tiled:
-        return q
-    check_tiled(q.scheme, q.shape, q.axis)
-    return replace(q, scale=_tile(q.scale), tiled=True)
-
-
-def with_plain_scales(q: Quantized) -> Quantized:
-    """q with its scales row by row; ValueError where tiled ones have another shape than they should."""
-    if not q.tiled:
-        return q
-    check_tiled(q.scheme, q.shape, q.axis)
-    rows, columns = Blocks.of(q.shape, q.scheme.scale, q.axis).scale_shape
-    return replace(q, scale=_untile(q.scale, (rows, columns)), tiled=False)
 
 
 @bridged
@@ -108,10 +59,10 @@ def quantize(
     float32 first). scheme: a name of `SCHEMES` or a record. axis: where blocks run; the contraction axis of a matmul.
     scales: `Scales` from an earlier call or a calibration (static scales), a bare array where the scheme has only a block
     scale, or `Scales(outer=g)` alone to fix the second level. (NF4's codes come from its scales before they were rounded, so
-    giving the kept ones back changes a few.) They are kept as they were given, and `dequantize` multiplies by them as they are.
-    Only to make codes do house schemes take a given scale below its record's floor (0, negative, too small) for the floor, and
-    an outer one that comes with block scales likewise; alone it counts as it is. So 0 gives 0 back and a negative scale the
-    other sign: raise scales first where they may be such.
+    giving the stored ones back changes a few.) They are stored as given, and `dequantize` multiplies by them as they are.
+    Only for the codes do default schemes replace a given scale below its record's floor (0, negative, too small) by the floor,
+    and an outer one that comes with block scales likewise; an outer scale alone is used unchanged. So 0 gives 0 back and a
+    negative scale the other sign: clamp scales first where they may be such.
     random_bits: uint32 of x's shape, where the record rounds stochastically.
     packed: whether codes below 8 bits come as `pack` stores them, along the last axis whatever `axis` is.
     tiled: whether the scales come as `tile_scales` stores them: of a matrix, blocks along its last axis, a byte each.
@@ -152,24 +103,24 @@ def _quantize(
     words = block_words(ns, blocks, x, random_bits)
     codes = element_codes(ns, split, chosen, scheme, name, words)
     codes = codes_of(ns, blocks.join(ns, codes), scheme.format.bits)
-    kept = chosen.kept
-    return Quantized(codes, kept.scale, kept.outer, kept.zero, shape, blocks.axis, scheme)
+    stored = chosen.stored
+    return Quantized(codes, stored.scale, stored.outer, stored.zero, shape, blocks.axis, scheme)
 
 
 def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) -> Quantized | None:
-    """An OCP MX tensor in NumPy by `reference.formats.tables`, or None where that cannot be exact."""
+    """An OCP MX tensor in NumPy by `reference.quantize.mx_tables`, or None where that cannot be exact."""
     carrier = "uint32" if ns.dtype_name(x) == "float32" else "uint16"
     split = np.ascontiguousarray(blocks.split(ns, ns.bitcast(x, carrier)))
-    made = quantize_blocks(split, scheme)
-    if made is None:
+    result = quantize_blocks(split, scheme)
+    if result is None:
         return None
-    codes, scale = made
+    codes, scale = result
     codes = blocks.join(ns, codes)
     return Quantized(codes, blocks.expose(scale, ns), None, None, blocks.shape, blocks.axis, scheme)
 
 
 def check_quantized(q: Quantized) -> Blocks:
-    """The blocks of q; TypeError or ValueError where it holds anything else than `quantize` would have put there."""
+    """The blocks of q; TypeError or ValueError where a field is not what `quantize` returns."""
     if not isinstance(q.scheme, Scheme):
         raise TypeError(
             f"the scheme of a Quantized is a record, got {type(q.scheme).__name__}: {q.scheme!r}; SCHEMES has those of names"
@@ -181,47 +132,47 @@ def check_quantized(q: Quantized) -> Blocks:
     blocks = Blocks.of(q.shape, q.scheme.scale, q.axis)
     if q.tiled:
         check_tiled(q.scheme, q.shape, q.axis)
-    check_kept(ns, q, q.scheme, blocks, q.tiled)
+    check_stored(ns, q, q.scheme, blocks, q.tiled)
     return blocks
 
 
 def _checked_codes(q: Quantized) -> tuple[Namespace, Array]:
     """The codes; TypeError for another dtype than the element has, ValueError for another shape than q says."""
     ns, codes = code_input(q.codes, "dequantize")
-    kept = "uint8" if q.scheme.format.bits <= 8 else "uint16"
-    if ns.dtype_name(codes) != kept:
+    stored = "uint8" if q.scheme.format.bits <= 8 else "uint16"
+    if ns.dtype_name(codes) != stored:
         raise TypeError(
-            f"codes of {q.scheme.element} are {kept}, got {ns.dtype_name(codes)} of shape {ns.shape(codes)}; cast them"
+            f"codes of {q.scheme.element} are {stored}, got {ns.dtype_name(codes)} of shape {ns.shape(codes)}; cast them"
         )
     wanted = packed_shape(q.shape, q.scheme.format) if q.packed else q.shape
     if ns.shape(codes) != wanted:
-        raise ValueError(_other_shape(q, wanted, ns.shape(codes)))
+        raise ValueError(_wrong_shape_message(q, wanted, ns.shape(codes)))
     return ns, codes
 
 
-def _other_shape(q: Quantized, wanted: tuple[int, ...], got: tuple[int, ...]) -> str:
-    """What is wrong with codes of another shape than q's: a batch, as vmap adds one, the other form of codes, or anything."""
+def _wrong_shape_message(q: Quantized, wanted: tuple[int, ...], got: tuple[int, ...]) -> str:
+    """The message for codes of another shape than q's: a batch, as vmap adds one, the other form of codes, or anything."""
     kind, other = ("packed codes", "packed=False") if q.packed else ("codes", "packed=True")
-    said = f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {got}"
+    message = f"{kind} of a tensor of shape {q.shape} in {q.scheme.name} have shape {wanted}, got {got}"
     if len(got) > len(wanted) and got[len(got) - len(wanted) :] == wanted:
         batch = got[: len(got) - len(wanted)]
         return (
-            f"{said}: a batch {batch} of them, as jax.vmap(quantize) makes it; jax.vmap(dequantize) takes it, and quantize "
-            f"without vmap takes the whole array"
+            f"{message}: a batch {batch} of them, as jax.vmap(quantize) returns it; jax.vmap(dequantize) takes it, and "
+            f"quantize without vmap takes the whole array"
         )
     if got == (q.shape if q.packed else packed_shape(q.shape, q.scheme.format)):
-        return f"{said}; codes of the other form belong in a Quantized with {other}"
-    return f"{said}; give the codes, the shape and the scheme of one quantize"
+        return f"{message}; codes of the other form belong in a Quantized with {other}"
+    return f"{message}; give the codes, the shape and the scheme of one quantize"
 
 
-def _no_quantized(q: Any) -> str:
-    """What to say to anything but a Quantized that is to be dequantized. (Here a CPU tensor of torch is a NumPy array.)"""
-    said = "dequantize takes a Quantized, as quantize makes it"
+def _not_quantized_message(q: Any) -> str:
+    """The message for anything but a Quantized in `dequantize`. (A CPU tensor of torch is a NumPy array here.)"""
+    message = "dequantize takes a Quantized, as quantize returns it"
     if hasattr(q, "quantized"):
-        return f"{said}; a {type(q).__name__} has a dequantize() of its own"
+        return f"{message}; a {type(q).__name__} has a dequantize() of its own"
     if hasattr(q, "dtype") and hasattr(q, "shape"):
-        return f"{said}, got an array of dtype {q.dtype} and shape {tuple(q.shape)}; quantize it first, or decode codes"
-    return f"{said}, got {type(q).__name__}"
+        return f"{message}, got an array of dtype {q.dtype} and shape {tuple(q.shape)}; quantize it first, or decode codes"
+    return f"{message}, got {type(q).__name__}"
 
 
 def unpacked(q: Quantized) -> Quantized:
@@ -232,18 +183,18 @@ def unpacked(q: Quantized) -> Quantized:
 
 @bridged
 def dequantize(q: Quantized, dtype: str = "float32") -> Array:
-    """The tensor that q stands for, as float32, bfloat16, float16 or float64, shape q.shape.
+    """The tensor that q represents, as float32, bfloat16, float16 or float64, shape q.shape.
 
     The value is code * scale in float32, correctly rounded, and rounded again (nearest even) to a narrower dtype; a finite
     code with a finite scale never becomes infinite but stops at the dtype's largest value. Conventions may differ
     (`Scheme.dequantize`). A NaN scale or code gives NaN. Bits of a code above its format's are ignored.
 
-    Raises TypeError for codes of another dtype than `quantize` makes, for a shape or an axis that is none and for a scheme that
-    is no record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
+    Raises TypeError for codes of another dtype than `quantize` returns, for an invalid shape or axis and for a scheme that is
+    not a record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
     """
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     if not isinstance(q, Quantized):
-        raise TypeError(_no_quantized(q))
+        raise TypeError(_not_quantized_message(q))
     scheme, blocks = q.scheme, check_quantized(q)
     codes = unpacked(q).codes
     ns = namespace_of(codes)
@@ -268,7 +219,7 @@ def _values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme, dtype: 
 
 
 def block_values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme) -> Array:
-    """float32 bit patterns of what codes count in units of the scale: values, integers less the zero point."""
+    """float32 bit patterns of the decoded elements before scaling: format values, or integers less the zero point."""
     codes = codes & ((1 << scheme.format.bits) - 1)
     if scheme.zero is None:
         return _decoded(ns, codes, scheme)

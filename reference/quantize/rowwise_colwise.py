@@ -1,7 +1,7 @@
 """Both quantized copies of a matrix: along its rows for the forward GEMM, along its columns for the weight gradient.
 
 A block scale belongs to elements that one dot product adds up. Y = X W^T contracts over K, the weight gradient dW = dY^T X over
-M, so a training step needs X in blocks along K and in blocks along M. The second copy is made from X itself, not from the
+M, so a training step needs X in blocks along K and in blocks along M. The second copy is computed from X itself, not from the
 first copy: quantizing twice would round twice.
 """
 

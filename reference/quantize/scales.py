@@ -1,4 +1,4 @@
-"""`choose_scales`: the scales and zero points of a tensor, as its scheme's record asks.
+"""`choose_scales`: the scales and zero points of a tensor, as its scheme's record states.
 
 Everything is computed on float32 bit patterns with correctly rounded operations (`reference.arrays.softfloat`), or, where
 a record says so, with every result rounded again to the input's dtype.
@@ -9,38 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reference.arrays.arithmetic import Arithmetic
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, is_nan
 from reference.arrays.torch_bridge import bridged
 from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, NAN, float32_bits
+from reference.formats.arithmetic import Arithmetic
 from reference.formats.formats import FORMATS
+from reference.formats.storage import load, store, store_codes
 from reference.quantize.blocks import Blocks
-from reference.quantize.power_scales import power_codes
+from reference.quantize.power_scales import power_codes, ratio_to_power_of_two
 from reference.quantize.statistics import Range, absmax, centered, mean, value_range, with_zero
-from reference.quantize.storage import load, store, store_codes
+from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scale, Scheme, scheme_of
-
-
-@dataclass(frozen=True, eq=False)
-class Scales:
-    """Scales of a tensor, in the shapes of `Blocks.scale_shape`.
-
-    scale: float32, or the codes of the record's storage format (uint8, uint16; int8 for integers).
-    outer: second level, or None: 0-d for a scale over all elements, one per block of scales otherwise.
-    zero: zero points (int8 codes, or float storage), or None; for schemes with `center="mean"` the 0-d float32 mean.
-    """
-
-    scale: Any = None
-    outer: Any = None
-    zero: Any = None
 
 
 @dataclass(frozen=True)
 class Chosen:
     """Scales inside the quantizer, as float32 bit patterns of shape (..., blocks, 1)."""
 
-    kept: Scales
+    #: As `quantize` returns them.
+    stored: Scales
     #: The block scale as stored, and before it was rounded for storage.
     scale: Array
     exact: Array
@@ -62,7 +50,7 @@ def choose_scales(x: Any, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     ns, x, name = float_input(x, "choose_scales")
     blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
     split = blocks.split(ns, float32_bits(ns, x, name))
-    return choose(ns, split, blocks, scheme, name, None).kept
+    return choose(ns, split, blocks, scheme, name, None).stored
 
 
 def choose(
@@ -72,21 +60,23 @@ def choose(
     record = scheme.scale
     unit = Arithmetic(ns, dtype if record.compute == "input" else "float32")
     span = _range(ns, split, record)
-    outer, kept_outer = _element_outer(ns, split, scheme, dtype, given)
+    outer, stored_outer = _element_outer(ns, split, scheme, dtype, given)
     if record.power_of_two:
         codes = power_codes(ns, span.absmax, record, scheme.format, scheme.nan == "block")
-        kept = store_codes(ns, codes, record.storage)
-        scale = load(ns, kept, record.storage)
-        return Chosen(Scales(blocks.expose(kept, ns)), scale, scale, None, None)
+        stored = store_codes(ns, codes, record.storage)
+        scale = load(ns, stored, record.storage)
+        return Chosen(Scales(blocks.expose(stored, ns)), scale, scale, None, None)
     exact = _ratio(ns, span, scheme, unit, outer, dtype)
     if scheme.outer is not None and outer is None:
         return second_level(ns, exact, blocks, scheme, dtype)
-    kept = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
-    scale = floored(ns, load(ns, kept, record.storage), record, dtype)
-    kept = store(ns, scale, record.storage)
-    zero, kept_zero = _zero_point(ns, span, exact, scheme, unit, dtype)
+    stored = store(ns, _floor(ns, exact, record, "scale", dtype), record.storage)
+    scale = floored(ns, load(ns, stored, record.storage), record, dtype)
+    stored = store(ns, scale, record.storage)
+    zero, stored_zero = _zero_point(ns, span, exact, scheme, unit, dtype)
     exposed = Scales(
-        blocks.expose(kept, ns), kept_outer, None if kept_zero is None else blocks.expose(kept_zero, ns)
+        blocks.expose(stored, ns),
+        stored_outer,
+        None if stored_zero is None else blocks.expose(stored_zero, ns),
     )
     return Chosen(exposed, scale, exact, outer, zero)
 
@@ -102,7 +92,7 @@ def _range(ns: Namespace, split: Array, record: Scale) -> Range:
 def _element_outer(
     ns: Namespace, split: Array, scheme: Scheme, dtype: str, given: Scales | None
 ) -> tuple[Array | None, Array | None]:
-    """The scale over all elements: (bit pattern of shape (1,), kept 0-d array)."""
+    """The scale over all elements: (bit pattern of shape (1,), stored 0-d array)."""
     record = scheme.outer
     if record is None or record.statistic != "absmax_elements":
         return None, None
@@ -153,7 +143,7 @@ def _plain_ratio(
         bits = _floor_quotient(ns, bits, statistic, record)
     else:
         bits = unit.divide(statistic, target)
-    bits = unit.to_power_of_two(bits, record)
+    bits = ratio_to_power_of_two(ns, bits, record)
     return ns.where(poisoned, NAN, bits)
 
 
@@ -190,7 +180,7 @@ def _floor(ns: Namespace, bits: Array, record: Scale, kind: str, dtype: str) -> 
 
 
 def floor_value(value: float | str, dtype: str) -> float:
-    """A floor as a number: "tiny" and "eps" are those of the input's dtype."""
+    """A floor as a float: "tiny" and "eps" are those of the input's dtype."""
     if not isinstance(value, str):
         return value
     fmt = FORMATS.get(dtype)
@@ -228,8 +218,8 @@ def _zero_point(
     if scheme.zero.rule == "value":
         middle = unit.constant((low + high + 1) / 2, scale)
         bits = unit.add(span.low, unit.multiply(scale, middle))
-        kept = store(ns, bits, scheme.zero.storage)
-        return load(ns, kept, scheme.zero.storage), kept
+        stored = store(ns, bits, scheme.zero.storage)
+        return load(ns, stored, scheme.zero.storage), stored
     steps = unit.divide(span.low, scale)
     codes = ns.minimum(ns.maximum(low - unit.round_integer(steps), low), high)
     codes = ns.where(is_nan(steps), 0, codes)
@@ -237,7 +227,7 @@ def _zero_point(
 
 
 def second_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dtype: str) -> Chosen:
-    """Scales quantized in blocks of their own, about their mean (NF4's double quantization)."""
+    """Scales quantized in blocks, about their mean (NF4's double quantization)."""
     record, outer = scheme.scale, scheme.outer
     if outer is None:
         raise ValueError(f"scheme {scheme.name} has no outer scale")
@@ -251,14 +241,14 @@ def second_level(ns: Namespace, exact: Array, blocks: Blocks, scheme: Scheme, dt
     bits = _plain_ratio(ns, Range(largest, largest, largest), outer, unit, scheme, dtype)
     product = unit.multiply(split, bits)
     codes = _scale_codes(ns, unit, product, record)
-    kept = store_codes(ns, groups.join(ns, codes), record.storage)
-    scale = double_scale(ns, kept, bits, center, groups, scheme, "float32")
-    kept_scales = Scales(
-        kept.reshape(blocks.scale_shape),
+    stored = store_codes(ns, groups.join(ns, codes), record.storage)
+    scale = double_scale(ns, stored, bits, center, groups, scheme, "float32")
+    stored_scales = Scales(
+        stored.reshape(blocks.scale_shape),
         groups.expose(ns.bitcast(bits, "float32"), ns),
         ns.bitcast(center, "float32").reshape(()),
     )
-    return Chosen(kept_scales, scale.reshape(ns.shape(exact)), values.reshape(ns.shape(exact)), None, None)
+    return Chosen(stored_scales, scale.reshape(ns.shape(exact)), values.reshape(ns.shape(exact)), None, None)
 
 
 def _scale_codes(ns: Namespace, unit: Arithmetic, product: Array, record: Scale) -> Array:
@@ -269,21 +259,21 @@ def _scale_codes(ns: Namespace, unit: Arithmetic, product: Array, record: Scale)
 
 
 def double_scale(
-    ns: Namespace, kept: Array, outer: Array, center: Array, groups: Blocks, scheme: Scheme, dtype: str
+    ns: Namespace, stored: Array, outer: Array, center: Array, groups: Blocks, scheme: Scheme, dtype: str
 ) -> Array:
     """q / G + mean as float32 bit patterns (n,), each step rounded to `dtype`; the NaN code of the storage gives NaN."""
     unit = Arithmetic(ns, dtype)
-    split = groups.split(ns, load(ns, kept.reshape((-1,)), scheme.scale.storage))
+    split = groups.split(ns, load(ns, stored.reshape((-1,)), scheme.scale.storage))
     values = groups.join(ns, unit.divide(split, outer))
     total = unit.add(values, center)
     # A scale that was rounded up may lie beyond the largest float32.
     return _finite(ns, total) if scheme.dequantize == "float32" else total
 
 
-def unpack_zero(ns: Namespace, kept: Array, scheme: Scheme) -> Array | None:
+def unpack_zero(ns: Namespace, stored: Array, scheme: Scheme) -> Array | None:
     """Kept zero points as int32 codes (signed as the element is) or bit patterns."""
-    if scheme.zero is None or kept is None:
+    if scheme.zero is None or stored is None:
         return None
     if scheme.zero.rule == "value":
-        return load(ns, kept, scheme.zero.storage)
-    return ns.astype(kept, "int32")
+        return load(ns, stored, scheme.zero.storage)
+    return ns.astype(stored, "int32")

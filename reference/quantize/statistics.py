@@ -1,7 +1,7 @@
 """What a scale is computed from: maxima and minima of blocks, exactly, on bit patterns; and sums in a stated order.
 
 The absolute value of a float32 orders like its bit pattern as an integer, and a NaN is larger than infinity there, so an
-integer maximum is exact, keeps subnormals and reports NaN. Minima and maxima with sign use an order-preserving key.
+integer maximum is exact, preserves subnormals and reports NaN. Minima and maxima with sign use an order-preserving key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def absmax(ns: Namespace, blocks: Array, *, finite_only: bool = False) -> Array:
 
 
 def value_range(ns: Namespace, blocks: Array) -> Range:
-    """Magnitude, minimum and maximum; a NaN in the block shows in `absmax` and makes both others NaN."""
+    """Magnitude, minimum and maximum; a NaN in the block shows in `absmax` and both others are NaN then."""
     largest = absmax(ns, blocks)
     keys = order_key(ns, blocks)
     nan = largest > INFINITY
@@ -84,7 +84,7 @@ def centered(ns: Namespace, values: Array, center: Array) -> Array:
 
 
 def tree_sum(ns: Namespace, bits: Array) -> Array:
-    """Sum over the last axis (kept as 1) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
+    """Sum over the last axis (keepdims) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
     length = ns.shape(bits)[-1]
     size = 1
     while size < length:

@@ -22,7 +22,7 @@ from reference.schemes.schemes import Scheme
 
 ROWS, COLUMNS = 128, 4
 LANES = 32
-STORED = ("float8_e8m0fnu", "float8_e4m3fn")
+STORAGES = ("float8_e8m0fnu", "float8_e4m3fn")
 
 
 def tiled_size(shape: tuple[int, int]) -> int:
@@ -35,7 +35,7 @@ def tiled_size(shape: tuple[int, int]) -> int:
 def tile_scales(scale: Any) -> Array:
     """Scale codes (M, blocks), uint8, as a flat uint8 array of `tiled_size` bytes; padding is 0.
 
-    scale: what `quantize(x, ..., axis=-1)` of a matrix keeps as `scale`, NumPy, JAX or torch. Raises TypeError for other
+    scale: the `scale` of `quantize(x, ..., axis=-1)` of a matrix, NumPy, JAX or torch. Raises TypeError for other
     dtypes than uint8 and ValueError for other ranks than 2.
     """
     ns, scale = _byte_input(scale, "tile_scales")
@@ -51,7 +51,7 @@ def tile_scales(scale: Any) -> Array:
 
 @bridged
 def untile_scales(tiled: Any, shape: tuple[int, int]) -> Array:
-    """Scales of `shape` (M, blocks) from what `tile_scales` made of them; the padding is dropped, whatever it holds.
+    """Scales of `shape` (M, blocks) from their tiled layout (the inverse of `tile_scales`); padding bytes are ignored.
 
     tiled: uint8 of shape (tiled_size(shape),). Raises TypeError for other dtypes, ValueError where the shapes do not fit.
     """
@@ -70,9 +70,9 @@ def untile_scales(tiled: Any, shape: tuple[int, int]) -> Array:
 def check_tiled(scheme: Scheme, shape: tuple[int, ...], axis: int) -> None:
     """ValueError unless scales of a tensor of this shape have a tiled form: a matrix, a byte for each block of its rows."""
     block = scheme.scale.block
-    if not isinstance(block, int) or block < 1 or scheme.scale.storage not in STORED:
+    if not isinstance(block, int) or block < 1 or scheme.scale.storage not in STORAGES:
         raise ValueError(
-            f"tiled=True takes a scheme with blocks along one axis and scales stored in {' or '.join(STORED)}, got "
+            f"tiled=True takes a scheme with blocks along one axis and scales stored in {' or '.join(STORAGES)}, got "
             f"{scheme.name!r} with blocks {block!r} and scales in {scheme.scale.storage}; leave tiled out"
         )
     if len(shape) != 2 or Blocks.of(shape, scheme.scale, axis).axis != 1:

@@ -1,6 +1,6 @@
 """What other projects do, as records: their codes, scales and zero points bit for bit.
 
-Each record names its source and says in `deviations` what it does that the house forbids; those of torchao are in
+Each record names its source and says in `deviations` where it breaks the default rules; those of torchao are in
 `reference.schemes.torchao`. The versions are those that the tests compare with: torchao 0.18.0, and Transformer Engine's
 and compressed-tensors' published reference code of 2026.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reference.formats.formats import FORMATS
-from reference.schemes.schemes import Block, Scale, Scheme, mx_name, mx_scheme
+from reference.schemes.default_schemes import mx_scheme
+from reference.schemes.schemes import Block, Scale, Scheme
 from reference.schemes.torchao import (
     CLIPS,
     LARGE_16_OVERFLOWS,
@@ -25,40 +26,40 @@ def _transformer_engine() -> list[Scheme]:
     outer = Scale(
         block="tensor", statistic="absmax_elements", target=6.0 * 448.0, stored="encode", floor=("zero", 1.0)
     )
-    made = []
+    records = []
     for name, block in (("te.nvfp4", 16), ("te.nvfp4_16x16", (16, 16))):
         scale = Scale(block=block, target=6.0, storage="float8_e4m3fn")
-        made.append(
+        records.append(
             Scheme(
                 name=name, element="float4_e2m1fn", scale=scale, outer=outer, outer_order="folded", nan="ieee",
                 nan_code=0, negative_zero=False, dequantize="ieee",
                 deviations=("a block scale may round to 0", NAN_SPREADS),
             )
         )  # fmt: skip
-    return made
+    return records
 
 
 def _compressed_tensors() -> list[Scheme]:
     """compressed-tensors 0.20, quantization/utils/helpers.py: calculate_qparams; lifecycle/forward.py: quantize, dequantize.
 
-    Everything is computed in the input's dtype, and the scale is kept in it."""
+    Everything is computed in the input's dtype, and the scale is stored in it."""
     clips = (CLIPS, LARGE_OVERFLOWS)
-    made = []
+    records = []
     for name, element, block, target, deviations in (
         ("int8_channel", "int8", -1, 127.5, clips),
         ("int4_g128", "int4", 128, 7.5, clips),
         ("fp8_channel", "float8_e4m3fn", -1, 448.0, (LARGE_16_OVERFLOWS,)),
     ):
         scale = Scale(block=block, target=target, compute="input", floor=("zero", "eps"))
-        made.append(
+        records.append(
             Scheme(name=f"compressed_tensors.{name}", element=element, scale=scale, apply="divide", arithmetic="input",
                    nan="ieee", negative_zero=False, dequantize="target", deviations=deviations)
         )  # fmt: skip
-    return [*made, _compressed_tensors_nvfp4(), *_compressed_tensors_inputs()]
+    return [*records, _compressed_tensors_nvfp4(), *_compressed_tensors_inputs()]
 
 
 def compressed_tensors_input(element: str, block: Block, name: str) -> Scheme:
-    """What compressed-tensors 0.20 makes of a layer's input in integers or floats, its scale found for each input.
+    """How compressed-tensors 0.20 quantizes a layer's input to integers or floats, with a dynamic scale.
 
     helpers.py, compute_dynamic_scales_and_zp, calculate_qparams; forward_helpers.py, _quantize_dequantize: scale and quotient
     are rounded to the input's dtype, an all-zero block has that dtype's eps as its scale. A token is the last axis of an input
@@ -74,7 +75,7 @@ def compressed_tensors_input(element: str, block: Block, name: str) -> Scheme:
 
 def _compressed_tensors_inputs() -> list[Scheme]:
     """Also mxfp_utils.py, generate_mx_scales: all MX formats but the 6-bit one round the largest magnitude to one bit."""
-    made = [
+    records = [
         compressed_tensors_input("int8", -1, "int8_token"),
         compressed_tensors_input("int8", "tensor", "int8_tensor"),
         compressed_tensors_input("int8", 128, "int8_group_128"),
@@ -90,8 +91,8 @@ def _compressed_tensors_inputs() -> list[Scheme]:
             "a largest magnitude of at least 1.75 * 2^127 makes its block NaN, a NaN need not",
         )
         name, scale = f"compressed_tensors.{base.name}", replace(base.scale, even_bits=bits)
-        made.append(replace(base, name=name, scale=scale, deviations=deviations))
-    return made
+        records.append(replace(base, name=name, scale=scale, deviations=deviations))
+    return records
 
 
 def _compressed_tensors_nvfp4() -> Scheme:
@@ -119,4 +120,4 @@ def conventions() -> list[Scheme]:
     return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors()]
 
 
-__all__ = ["compressed_tensors_input", "conventions", "mx_name"]
+__all__ = ["compressed_tensors_input", "conventions"]

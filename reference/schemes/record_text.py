@@ -1,6 +1,6 @@
 """Records as text and back, for files and for whatever carries only text.
 
-`scheme_fields` and `scheme_from` take a record apart into plain values (numbers, text, lists) and put it together again.
+`scheme_fields` and `scheme_from` convert a record to plain values (numbers, text, lists) and back.
 `record_of` finds the record of a `Scheme.key` in any process.
 """
 
@@ -19,7 +19,7 @@ def scheme_fields(scheme: Scheme) -> dict[str, Any]:
 
 
 def scheme_from(fields: dict[str, Any]) -> Scheme:
-    """The record that `scheme_fields` took apart; ValueError or TypeError where it is none. Lists may stand for tuples."""
+    """The record of these plain values; ValueError or TypeError where they describe none. Lists may stand for tuples."""
     given = {name: _tuples(value) for name, value in fields.items()}
     for name, record in (("scale", Scale), ("outer", Scale), ("zero", Zero)):
         if given.get(name) is not None:

@@ -5,7 +5,7 @@
 * `torchao.intx*_*`: `IntxWeightOnlyConfig`, `Int8DynamicActivationIntxWeightConfig` (its inputs:
   `torchao.intx8_rowwise_asymmetric`): scales and arithmetic in the dtype of what is quantized. `torchao.intx*_*_f32`: with
   `scale_dtype=torch.float32`; of 2 to 6 bits in groups of 32 also called `torchao.int*_g32`.
-* `torchao.int4_g*_tinygemm`: `Int4WeightOnlyConfig` packed for tinygemm; its plain layout is made by GPU kernels of MSLK.
+* `torchao.int4_g*_tinygemm`: `Int4WeightOnlyConfig` packed for tinygemm; its plain layout is written by GPU kernels of MSLK.
 * `torchao.fp8_*_inference`: `Float8WeightOnlyConfig`, `Float8DynamicActivationFloat8WeightConfig`; `torchao.fp8_*_training`:
   `convert_to_float8_training`.
 * `torchao.mx*_floor`, `_rceil`, `_ceil`, `_even`: `MXDynamicActivationMXWeightConfig`, by its scaling mode.
@@ -13,7 +13,7 @@
   `torchao.nvfp4_single_level`.
 * `torchao.nf4`: `NF4WeightOnlyConfig`.
 
-`torchao_integer` makes the integers of any width and block by their names.
+`torchao_integer` gives the record of an integer scheme of any width and block by its name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import re
 from dataclasses import replace
 
 from reference.formats.formats import FORMATS
-from reference.schemes.schemes import MX_ELEMENTS, Block, Scale, Scheme, Zero, mx_scheme
+from reference.schemes.default_schemes import MX_ELEMENTS, mx_scheme
+from reference.schemes.schemes import Block, Scale, Scheme, Zero
 
-#: What several conventions have in common that the house forbids.
+#: Deviations that several conventions share.
 LARGE_OVERFLOWS = (
     "finite inputs near the largest float32, or the largest of a 16-bit input's own dtype, become non-finite"
 )
@@ -72,7 +73,7 @@ def _torchao_mx(element: str, mode: str) -> Scheme:
 def _torchao_fp8(element: str, suffix: str) -> list[Scheme]:
     """float8/float8_utils.py (training) and quantization/quant_primitives.py, _choose_scale_float8 (inference)."""
     blocks: dict[str, Block] = {"tensorwise": "tensor", "rowwise": -1, "1x128": 128, "128x128": (128, 128)}
-    made = []
+    records = []
     for name, block in blocks.items():
         training = Scale(
             block=block,
@@ -86,19 +87,19 @@ def _torchao_fp8(element: str, suffix: str) -> list[Scheme]:
             dequantize="ieee",
         )  # fmt: skip
         if name in ("tensorwise", "rowwise"):
-            made += [base, _torchao_pow2(base, f"torchao.fp8_{name}_training_pow2{suffix}")]
+            records += [base, _torchao_pow2(base, f"torchao.fp8_{name}_training_pow2{suffix}")]
         # Torchao takes whole blocks alone; a short last block is ours.
         inference = Scale(
             block=block, target=FORMATS[element].max, compute="input", partial=name.endswith("128")
         )
-        made.append(
+        records.append(
             Scheme(
                 name=f"torchao.fp8_{name}_inference{suffix}", element=element, scale=inference, apply="divide",
                 nan="ieee", dequantize="ieee",
                 deviations=(SMALL_IS_NAN, LARGE_16_OVERFLOWS, "bfloat16 scales are rounded to bfloat16"),
             )
         )  # fmt: skip
-    return made
+    return records
 
 
 def _torchao_pow2(base: Scheme, name: str) -> Scheme:
@@ -139,30 +140,34 @@ STORAGE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 def torchao_integer(name: str) -> Scheme | None:
     """The record of torchao's integers with this name, whatever their width and block; None for a name of another kind.
 
-    `torchao.int8_*`: `Int8Tensor`, whose scales are float32 numbers no smaller than float32's epsilon. `torchao.intx*_*`:
+    `torchao.int8_*`: `Int8Tensor`, whose scales are float32 values no smaller than float32's epsilon. `torchao.intx*_*`:
     `IntxUnpackedToInt8Tensor`, whose scales and arithmetic are of the weight's dtype; with the end `_f32` those of float32
-    (`scale_dtype=torch.float32`), with `_bf16` or `_f16` those of a weight in that dtype, its scales kept in it.
+    (`scale_dtype=torch.float32`), with `_bf16` or `_f16` those of a weight in that dtype, its scales stored in it.
     ValueError for symmetric integers of one bit: torchao's map every weight to 0.
     """
     found = INTEGER.fullmatch(name)
     if found is None:
         return None
-    own, digits, group, rows, _, mapping, ending = found.groups()
+    input_dtype, digits, group, rows, _, mapping, ending = found.groups()
     bits = int(digits)
     block: Block = int(group) if group else -1 if rows else "tensor"
-    if ending and not own:
+    if ending and not input_dtype:
         return None
     if bits == 1 and mapping != "_asymmetric":
         raise ValueError(
             f"{name}: torchao's symmetric integers of one bit are 0 for every weight; add _asymmetric, or use 2 bits"
         )
-    return integer_record(name, bits, block, mapping or "", bool(own), ending)
+    return integer_record(name, bits, block, mapping or "", bool(input_dtype), ending)
 
 
-def integer_record(name: str, bits: int, block: Block, mapping: str, own: bool, ending: str | None) -> Scheme:
+def integer_record(
+    name: str, bits: int, block: Block, mapping: str, input_dtype: bool, ending: str | None
+) -> Scheme:
     """quantization/quant_primitives.py: choose_qparams_affine, quantize_affine, dequantize_affine."""
     target = {"": (2.0**bits - 1) / 2, "_asymmetric": 2.0**bits - 1, "_no_clipping": 2.0 ** (bits - 1) - 1}
-    least: tuple[str, float | str] = ("scale", 2.0**-23) if bits == 8 and not own else ("scale", "tiny")
+    least: tuple[str, float | str] = (
+        ("scale", 2.0**-23) if bits == 8 and not input_dtype else ("scale", "tiny")
+    )
     scale = Scale(
         block=block, statistic=MAPPINGS[mapping], target=target[mapping], compute="input", floor=least,
         storage="float32" if ending is None else STORAGE[ending],
@@ -171,18 +176,18 @@ def integer_record(name: str, bits: int, block: Block, mapping: str, own: bool, 
     # Codes and zero points of one bit are torchao's -1 and 0, counted from 0.
     return Scheme(
         name=name, element="uint1" if bits == 1 else f"int{bits}", scale=scale,
-        zero=Zero() if mapping == "_asymmetric" else None, arithmetic="input" if own and ending != "f32" else "float32",
+        zero=Zero() if mapping == "_asymmetric" else None, arithmetic="input" if input_dtype and ending != "f32" else "float32",
         nan="ieee", dequantize="ieee", deviations=(*clips, LARGE_OVERFLOWS),
     )  # fmt: skip
 
 
 def _torchao_integers() -> list[Scheme]:
-    """The integers that have a name in every list; `torchao_integer` makes the others."""
+    """The integer schemes listed in `SCHEMES`; `torchao_integer` gives the others."""
     names = [f"int8_{block}{mapping}" for block in ("rowwise", "tensorwise") for mapping in MAPPINGS]
     names += [f"int{bits}_g32{mapping}" for bits in (2, 3, 4, 5, 6, 8) for mapping in MAPPINGS]
     names += [f"intx{form}{mapping}" for form in ("4_g32", "8_rowwise") for mapping in ("", "_asymmetric")]
-    made = [torchao_integer(f"torchao.{name}") for name in names]
-    return [scheme for scheme in made if scheme is not None]
+    records = [torchao_integer(f"torchao.{name}") for name in names]
+    return [scheme for scheme in records if scheme is not None]
 
 
 def _torchao_tinygemm(group: int) -> Scheme:
@@ -214,14 +219,14 @@ def _torchao_nf4() -> Scheme:
 
 
 def torchao_conventions() -> list[Scheme]:
-    """Every record of torchao that stands in `SCHEMES`."""
-    made = [
+    """Every record of torchao in `SCHEMES`."""
+    records = [
         _torchao_mx(element, mode) for element in MX_ELEMENTS for mode in ("floor", "rceil", "ceil", "even")
     ]
-    made += _torchao_fp8("float8_e4m3fn", "") + _torchao_fp8("float8_e5m2", "_e5m2")
-    made += _torchao_nvfp4() + _torchao_integers()
-    made += [_torchao_tinygemm(group) for group in (32, 64, 128, 256)]
-    return [*made, _torchao_nf4()]
+    records += _torchao_fp8("float8_e4m3fn", "") + _torchao_fp8("float8_e5m2", "_e5m2")
+    records += _torchao_nvfp4() + _torchao_integers()
+    records += [_torchao_tinygemm(group) for group in (32, 64, 128, 256)]
+    return [*records, _torchao_nf4()]
 
 
 __all__ = ["integer_record", "torchao_conventions", "torchao_integer"]

@@ -1,6 +1,6 @@
 """Compressed 2:4 storage: the kept half of the values, and where they were.
 
-The layout is the plain one, row-major and what a checkpoint can hold; a kernel's private order of metadata is made from it.
+The layout is the plain one, row-major and what a checkpoint can hold; the order of metadata in a kernel is derived from it.
 For w of shape (..., K), K a multiple of 4:
 
 * `values` (..., K/2), dtype of w: the two kept elements of each group of four, in order;

@@ -1,6 +1,6 @@
 """N:M masks: of every M consecutive weights along the last axis, keep the N with the largest score.
 
-Scores are compared as integers made from their bit patterns, never as floats: XLA flushes subnormals in comparisons, so
+Scores are compared as integers derived from their bit patterns, never as floats: XLA flushes subnormals in comparisons, so
 2**-140 > 0 is false there. The integer of a float is its bit pattern without the sign bit, which sorts as the magnitude does.
 
 Source: Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378), section 3, for 2:4; Zhou et al.,

@@ -1,44 +1,75 @@
-"""The shape of the repository: names that mirror each other, small files, and nothing that only works on one machine."""
+"""The shape of the repository: small folders, names that mirror each other, and nothing that only works on one machine."""
 
-import ast
-import importlib.metadata
-import importlib.util
+import inspect
 import re
 import subprocess
-import sys
-import tomllib
-import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+
+import ao_lab
+import fast
+import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ao_lab", "reference", "fast", "experiments")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# What `make test` installs; the other extras are for clients whom their users choose.
-INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
+MOST_MODULES = 12
+#: Folders that may have more, with their number.
+LARGER = {"fast/kernels/rules": 13}
 
-# Public functions of fast/ (rooms that mirror those of reference/) that have no counterpart in reference/, each with its reason.
+#: Public functions of fast without a reference of that name, each with its reason.
 FAST_ALONE = {
-    "check_codes": "what linear_of_codes multiplies; a reference multiplies all codes",
-    "clip": "gradients in their own memory, where a reference has new arrays",
+    "linear_of_codes": "the integer product that a layer with dynamic activations runs; `linear` states its value",
+    "linear_pair": "two calls of `linear` in one launch",
+    "linear_swiglu": "`linear` twice and `swiglu` in one launch",
 }
-# Installed together with another requirement, which chooses the version.
-COMES_WITH = {"jaxlib": "jax"}
+#: Prefixes that three siblings may share, as no folder would say more.
+SHARED_PREFIXES = {
+    "fast/kernels/linear/gemv_": "the field's name of a kernel: gemv_w4a16",
+    "fast/matmul/linear_": "public functions, a module each",
+    "tests/fast/linear/linear_": "the tests of these, by function or subject",
+    "tests/gpu/kernels/linear_": "the same on a GPU",
+    "tests/gpu/validate_": "commands that a person starts",
+    "tests/emulator/ptx_": "the parts of one interpreter",
+    "tests/fast/kernels/compiling/kernel_": "what compiles kernels, calls them and knows their limits",
+}
+#: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
+TESTED_BY = {
+    "arrays.errors": "formats/test_encode_arrays.py",
+    "arrays.jax_jit": "quantize/test_libraries.py",
+    "arrays.log2": "schemes/torchao/test_mx.py",
+    "formats.arithmetic": "schemes/torchao/test_fp8.py",
+    "formats.encode_bits": "formats/test_encode.py",
+    "formats.storage": "quantize/test_libraries.py",
+    "formats.tables": "formats/test_encode.py",
+    "matmul.linear": "matmul/test_linear_bound.py",
+    "quantize.mx_tables": "quantize/test_quantize.py",
+    "quantize.power_scales": "quantize/test_scales.py",
+    "quantize.provided_scales": "quantize/test_quantize.py",
+    "quantize.stored": "quantize/test_quantized_fields.py",
+    "schemes.all_schemes": "schemes/test_schemes.py",
+    "schemes.conventions": "schemes/test_compressed_tensors.py",
+    "schemes.scale": "schemes/test_record_checks.py",
+    "schemes.torchao": "schemes/torchao/test_integers.py",
+}
+#: Tests of a folder of a package that stand in a folder of another name.
+TEST_FOLDERS = {
+    "ao_lab/compile": "fast/linear",
+    "fast/formats": "fast/kernels",
+    "fast/layers": "fast/kernels",
+    "fast/matmul": "fast/linear",
+    "fast/quantize": "fast/kernels",
+}
+#: Public functions that tests call through another one alone.
+TESTED_THROUGH = {"llama32_configs": "llama32_qat"}
 
-LONGEST_FILE = 400
 # Paths of one machine, and hosts of package or model registries.
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users|opt|mnt)/")
 REGISTRY = re.compile(
     "|".join(["pypi" + r"\.org", "python" + r"hosted\.org", "hugging" + r"face\.co", "ana" + r"conda\.org"])
 )
-TEXT = {".py", ".toml", ".txt", ".md", ".html", ".csv", ".json", ".yaml", ".yml", ".cfg", ".svg", ""}
-
-
-def python_files(package):
-    return sorted((ROOT / package).rglob("*.py"))
+TEXT = {".py", ".pyi", ".toml", ".txt", ".md", ".html", ".csv", ".json", ".yaml", ".yml", ".cfg", ".svg", ""}
 
 
 def tracked_files():
@@ -58,16 +89,31 @@ def tracked_files():
     return [path for path in files if path.is_file() and path.suffix in TEXT]
 
 
-def public_functions(path):
-    """Names of the public functions that a module defines, found without importing it."""
-    body = ast.parse(path.read_text()).body
-    return {node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+def modules_by_folder():
+    """Names of the modules in each folder of the packages and of the tests, without `test_`."""
+    folders = {}
+    for package in (*PACKAGES, "tests"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name != "__init__.py":
+                folder = path.parent.relative_to(ROOT).as_posix()
+                folders.setdefault(folder, []).append(path.stem.removeprefix("test_"))
+    return folders
 
 
-def test_packages_share_one_root():
-    """The generic names `reference`, `fast` and `experiments` are ours and not another distribution's."""
-    roots = {name: Path(importlib.util.find_spec(name).origin).resolve().parent.parent for name in PACKAGES}
-    assert set(roots.values()) == {ROOT}
+def test_folders_are_small():
+    crowded = {name: len(modules) for name, modules in modules_by_folder().items()}
+    assert {name: count for name, count in crowded.items() if count > LARGER.get(name, MOST_MODULES)} == {}
+
+
+def test_prefixes_are_folders():
+    """Three or more siblings that share a prefix belong in a folder of that name."""
+    shared = set()
+    for folder, modules in modules_by_folder().items():
+        prefixes = Counter(
+            f"{folder}/{name[: end.end()]}" for name in modules for end in re.finditer("_", name)
+        )
+        shared |= {prefix for prefix, count in prefixes.items() if count >= 3}
+    assert sorted(shared - set(SHARED_PREFIXES)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -75,42 +121,68 @@ def test_packages_are_typed(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_fast_mirrors_reference():
-    """Every public function of fast/*.py has a reference of that name, in the file of that name where there is one."""
-    specified = {path.stem: public_functions(path) for path in python_files("reference")}
-    anywhere = set().union(*specified.values())
-    missing = set()
-    for path in (ROOT / "fast").glob("*.py"):
-        alone = public_functions(path) - specified.get(path.stem, set()) - anywhere
-        missing |= (
-            {path.stem} if alone and path.stem in FAST_ALONE else {f"{path.stem}.{name}" for name in alone}
-        )
-    assert sorted(missing - set(FAST_ALONE)) == []
-    assert set(FAST_ALONE) <= set(missing)
+def folder_of(function):
+    """The folder of a package in which a function or class is defined: `quantize` of `fast.quantize.quantize`."""
+    return inspect.unwrap(function).__module__.split(".")[1]
+
+
+def positional(function):
+    """Names and defaults of the parameters that may be given by position."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize("name", fast.__all__)
+def test_fast_mirrors_reference(name):
+    """It has a reference of that name, in the folder of that name, with the same positional parameters."""
+    if name in FAST_ALONE:
+        assert name not in reference.__all__
+        return
+    ours, specified = getattr(fast, name), getattr(reference, name)
+    assert folder_of(ours) == folder_of(specified)
+    assert positional(ours) == positional(specified)
 
 
 def test_kernels_of_fast_exist():
     """`fast.KERNEL_OF` names functions of fast, and files that hold kernels."""
-    import fast
-
     assert set(fast.KERNEL_OF) <= set(fast.__all__)
     assert [path for path in fast.KERNEL_OF.values() if ".jit\n" not in (ROOT / path).read_text()] == []
 
 
 def test_reference_is_tested():
-    """Every reference/x.py has tests/test_x.py, or a stated other one."""
-    stems = [path.stem for path in python_files("reference") if path.stem != "__init__"]
-    tests = {stem: TESTED_BY.get(stem, f"test_{stem}") for stem in stems}
-    assert [stem for stem, test in tests.items() if not (ROOT / "tests" / f"{test}.py").is_file()] == []
-    assert set(TESTED_BY) <= set(stems)
-    # A stand-in is for modules without tests of their own.
-    assert [stem for stem in TESTED_BY if (ROOT / "tests" / f"test_{stem}.py").is_file()] == []
+    """Every reference/x/y.py has tests/reference/x/test_y.py, or a stated other file; a stand-in only where there is none."""
+    tests = ROOT / "tests" / "reference"
+    modules = [
+        path.relative_to(ROOT / "reference") for path in sorted((ROOT / "reference").rglob("[!_]*.py"))
+    ]
+    names = {".".join(path.with_suffix("").parts): path for path in modules}
+    own = {name for name, path in names.items() if (tests / path.with_name(f"test_{path.name}")).is_file()}
+    assert sorted(set(names) - own - set(TESTED_BY)) == []
+    assert sorted(set(TESTED_BY) - (set(names) - own)) == []
+    assert [path for path in TESTED_BY.values() if not (tests / path).is_file()] == []
 
 
-def test_files_are_short():
-    paths = [path for package in (*PACKAGES, "tests", ".ci") for path in python_files(package)]
-    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
-    assert {name: lines for name, lines in long.items() if lines > LONGEST_FILE} == {}
+def public_names():
+    """(package, name, folder that defines it) of every public function of reference, fast and ao_lab."""
+    for package in (reference, fast):
+        for name in package.__all__:
+            if inspect.isfunction(getattr(package, name)):
+                yield package.__name__, name, folder_of(getattr(package, name))
+    for name, module in ao_lab.HOMES.items():
+        if module.startswith("ao_lab.") and inspect.isfunction(getattr(ao_lab, name)):
+            yield "ao_lab", name, module.split(".")[1]
+
+
+def test_public_functions_are_tested():
+    """Some test in the folder that mirrors that of a public function mentions it."""
+    missing, texts = [], {}
+    for package, name, folder in public_names():
+        tests = TEST_FOLDERS.get(f"{package}/{folder}", f"{package}/{folder}")
+        if tests not in texts:
+            texts[tests] = "\n".join(path.read_text() for path in (ROOT / "tests" / tests).rglob("*.py"))
+        if not re.search(rf"\b{TESTED_THROUGH.get(name, name)}\b", texts[tests]):
+            missing.append(f"{package}.{name}: tests/{tests}")
+    assert missing == []
 
 
 def test_no_machine_paths_and_no_registry_hosts():
@@ -120,24 +192,6 @@ def test_no_machine_paths_and_no_registry_hosts():
             if MACHINE_PATH.search(line) or REGISTRY.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert found == []
-
-
-def private_imports(path):
-    """What a file imports from another one of ours under a name that is private there."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
-            yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
-
-
-def test_no_private_names_are_shared():
-    """What two files use has a public name."""
-    found = {
-        str(path.relative_to(ROOT)): names
-        for package in PACKAGES
-        for path in python_files(package)
-        if (names := list(private_imports(path)))
-    }
-    assert found == {}
 
 
 def test_links_in_pages_resolve():
@@ -150,67 +204,3 @@ def test_links_in_pages_resolve():
             if "://" not in target and not target.startswith("data:") and not (path.parent / target).exists():
                 broken.append(f"{path.relative_to(ROOT)}: {target}")
     assert broken == []
-
-
-def test_imports_are_declared():
-    """Every third-party module that a package imports is a requirement, or an extra."""
-    declared = [
-        *PROJECT["dependencies"],
-        *(r for extra in PROJECT["optional-dependencies"].values() for r in extra),
-    ]
-    allowed = {canonicalize_name(Requirement(text).name) for text in declared} | set(COMES_WITH)
-    undeclared = set()
-    for path in (path for package in PACKAGES for path in python_files(package)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module]
-            tops = {name.split(".")[0] for name in names}
-            foreign = tops - set(sys.stdlib_module_names) - set(PACKAGES)
-            undeclared |= {
-                f"{path.relative_to(ROOT)}: {name}"
-                for name in foreign
-                if canonicalize_name(name) not in allowed
-            }
-    assert sorted(undeclared) == []
-
-
-def requirement_closure(texts):
-    """Names of everything that these requirements bring along on this machine."""
-    closure, queue = set(), [Requirement(text) for text in texts]
-    while queue:
-        requirement = queue.pop()
-        name = canonicalize_name(requirement.name)
-        try:
-            further = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            further = []
-        asked = [{"extra": extra} for extra in ("", *requirement.extras)]
-        new = [r for r in map(Requirement, further) if r.marker is None or any(map(r.marker.evaluate, asked))]
-        if name not in closure:
-            queue += new
-        closure.add(name)
-    return closure
-
-
-def test_constraints_pin_everything():
-    """What make installs is pinned, indirect requirements included; CUDA packages are pinned by torch itself."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    extras = (r for extra in INSTALLED_EXTRAS for r in PROJECT["optional-dependencies"][extra])
-    needed = requirement_closure([*PROJECT["dependencies"], *extras])
-    needed = {name for name in needed if name not in COMES_WITH and not re.match("nvidia-|cuda-", name)}
-    assert sorted(needed - {canonicalize_name(name) for name in pins}) == []
-
-
-def test_wheel_holds_the_four_packages(tmp_path):
-    """The wheel has all modules and markers of the four packages, and nothing else at the top."""
-    pytest.importorskip("hatchling")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in python_files(package)}
-    assert sources | {f"{package}/py.typed" for package in PACKAGES} <= names

@@ -62,10 +62,10 @@ def exact_inputs(rows: int, length: int, dtype: torch.dtype, seed: int = 5) -> t
 
 def exact_result(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
     """The product where float64 holds all sums: rounded once to x's dtype."""
-    made = x.double() @ fast.dequantize(w).double().t()
-    made = made if bias is None else made + bias.double()
-    narrow = made.to(torch.float32)
-    if not torch.equal(narrow.double(), made):
+    result = x.double() @ fast.dequantize(w).double().t()
+    result = result if bias is None else result + bias.double()
+    narrow = result.to(torch.float32)
+    if not torch.equal(narrow.double(), result):
         raise ValueError("the sums of this case are not exact in float32")
     return narrow.to(x.dtype)
 

@@ -4,8 +4,8 @@ Two records that differ in nothing but numbers (a target, the size of a block, t
 other constants. `STRUCTURES` holds a record of every structure and of every element. `PAIRS` is shorter: any two values of
 fields that some record has together, some record of it has together. `FIELDS` is the shortest: every value of every field.
 `KINDS` has every kind of block, of second level and of zero point, for what depends on little else. `sampled` makes a test's
-parameters of them: the other records are marked `nightly` and run by `make nightly`. `test_record_samples` shows that nothing of
-`SCHEMES` is missing.
+parameters of them: the other records are marked `nightly` and run by `make nightly`. `test_record_samples` shows that nothing
+of `SCHEMES` is missing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def _without_numbers(value: Any) -> Hashable:
 def _fields_of(record: Scale | Zero | None) -> dict[str, Hashable]:
     if record is None:
         return {"": None}
-    made = {field.name: _without_numbers(getattr(record, field.name)) for field in fields(record)}
-    return {**made, "block": block_kind(record.block)} if isinstance(record, Scale) else made
+    values = {field.name: _without_numbers(getattr(record, field.name)) for field in fields(record)}
+    return {**values, "block": block_kind(record.block)} if isinstance(record, Scale) else values
 
 
 def values_of(name: str) -> Features:
     """(field, value) for every field that decides which code runs, and for the element's kind."""
-    record, made = SCHEMES[name], {}
+    record, values = SCHEMES[name], {}
     for part in ("scale", "outer", "zero"):
-        made |= {f"{part}.{field}": value for field, value in _fields_of(getattr(record, part)).items()}
+        values |= {f"{part}.{field}": value for field, value in _fields_of(getattr(record, part)).items()}
     plain = {field.name for field in fields(record)} - {
         "name",
         "element",
@@ -61,16 +61,16 @@ def values_of(name: str) -> Features:
         "outer",
         "zero",
     }
-    made |= {field: _without_numbers(getattr(record, field)) for field in plain}
+    values |= {field: _without_numbers(getattr(record, field)) for field in plain}
     fmt = FORMATS[record.element]
-    made["kind"] = (
+    values["kind"] = (
         fmt.kind,
         fmt.signed,
         fmt.specials == "unused_minimum",
         fmt.fraction_bits > 0,
         fmt.reach > 0,
     )
-    return frozenset(made.items())
+    return frozenset(values.items())
 
 
 def element_of(name: str) -> Features:
@@ -89,13 +89,13 @@ def covering(features: Callable[[str], Features], names: Iterable[str] = NAMES) 
 
 def kinds_of(name: str) -> Features:
     record = SCHEMES[name]
-    made = {
+    values = {
         "block": block_kind(record.scale.block),
         "outer": record.outer and record.outer.statistic,
         "zero": record.zero and record.zero.rule,
         "power of two": record.scale.power_of_two,
     }
-    return frozenset(made.items())
+    return frozenset(values.items())
 
 
 def structures_of(name: str) -> Features:

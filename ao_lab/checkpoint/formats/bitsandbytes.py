@@ -40,7 +40,8 @@ from ao_lab.quantization.stored_parts import Specs
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scale, Scheme
-from reference.schemes.schemes import FLOOR, Block
+from reference.schemes.default_schemes import FLOOR
+from reference.schemes.schemes import Block
 
 STATE = ".quant_state.bitsandbytes__"
 #: What `bitsandbytes.functional.dequantize_4bit` takes.

@@ -26,9 +26,9 @@ from fast.kernels.quantize.kernel import Job, job
 from fast.kernels.scheme.constants import Rule, is_two_level, rule_of
 from reference.formats.formats import FORMATS
 from reference.formats.pack import packed_shape
+from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
-from reference.quantize.storage import storage_dtype
 from reference.quantize.tiled_scales import tiled_size
 from reference.schemes.schemes import Scheme
 

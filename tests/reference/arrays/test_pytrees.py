@@ -27,9 +27,9 @@ def test_arrays_are_leaves_and_the_rest_is_static(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_through_the_boundary_of_jit(name):
-    made = jax.jit(quantize, static_argnames="scheme")(jnp.asarray(X), scheme=name)
-    assert_same_quantized(made, quantize(X, name), inputs=X)
-    assert_same_bits(jax.jit(dequantize)(made), dequantize(quantize(X, name)))
+    result = jax.jit(quantize, static_argnames="scheme")(jnp.asarray(X), scheme=name)
+    assert_same_quantized(result, quantize(X, name), inputs=X)
+    assert_same_bits(jax.jit(dequantize)(result), dequantize(quantize(X, name)))
     # Made by NumPy, read by JAX.
     assert_same_bits(jax.jit(dequantize)(quantize(X, name)), dequantize(quantize(X, name)))
 

@@ -81,14 +81,14 @@ def edges() -> Array:
 
 def kind_pairs() -> list[tuple[Array, Array]]:
     """Every kind against every kind, and close significands: short remainders and cancellations."""
-    made = [
+    output = [
         (fill(one, (N,), seed=i).view(np.int32), fill(two, (N,), seed=50 + j).view(np.int32))
         for i, one in enumerate(KINDS)
         for j, two in enumerate(KINDS)
     ]
     wide = fill("wide", (N,), seed=9).view(np.int32)
     near = wide + np.random.default_rng(3).integers(-3, 4, N).astype(np.int32)
-    return [*made, (wide, near), (wide, near ^ np.int32(softfloat.SIGN))]
+    return [*output, (wide, near), (wide, near ^ np.int32(softfloat.SIGN))]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -98,8 +98,8 @@ def test_integer_rules_equal_ieee(name: str) -> None:
     ns, torch_ns = namespace_of(jnp.zeros(1)), namespace_of(torch.zeros(1))
     jitted = jax.jit(lambda x, y: public(ns, x, y))
     for a, b in kind_pairs():
-        for made in (integer(NS, a, b), jitted(a, b), public(NS, a, b)):
-            assert_equal(name, made, a, b)
+        for output in (integer(NS, a, b), jitted(a, b), public(NS, a, b)):
+            assert_equal(name, output, a, b)
         assert_equal(name, public(torch_ns, torch.from_numpy(a), torch.from_numpy(b)), a, b)
 
 

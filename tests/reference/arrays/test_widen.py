@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.arrays.namespace import Namespace, namespace_of
-from reference.arrays.widen import float32_bits, to_dtype_bits
-from reference.formats.formats import FORMATS
+from reference.arrays.widen import float32_bits
 from tests.support import oracles
 from tests.support.oracles import SIXTEEN_BIT, Array
 
@@ -128,25 +127,3 @@ def test_random_float64_is_reduced_to_odd(patterns: list[int]) -> None:
     bits[::2] = bits[::2] & np.uint64(0x81FFFFFFFFFFFFFF) | np.uint64(0x3800000000000000)
     x = bits.view(np.float64)
     assert_same_numbers(float32_bits(NUMPY, x, "float64", to_odd=True), odd_bits(x), x)
-
-
-@pytest.mark.parametrize("saturate", [False, True])
-@pytest.mark.parametrize("name", ["float32", "float64", *SIXTEEN_BIT])
-def test_float32_bits_become_a_dtype(name: str, saturate: bool) -> None:
-    """`to_dtype_bits` against NumPy's and ml_dtypes' casts; saturated, only what was infinite is."""
-    rng = np.random.default_rng(4)
-    bits = np.concatenate(
-        [rng.integers(0, 1 << 32, 1 << 15, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32) << 16]
-    )
-    x = bits.view(np.float32)
-    ours = to_dtype_bits(NUMPY, bits.view(np.int32), name, saturate=saturate)
-    assert ours.dtype == oracles.dtype_of(name)
-    with np.errstate(all="ignore"):
-        truth = x.astype(oracles.dtype_of(name)).astype(np.float64)
-        wide = ours.astype(np.float64)
-    if saturate and name in FORMATS:
-        limit = FORMATS[name].max
-        truth = np.where(np.isinf(x), truth, np.clip(truth, -limit, limit))
-    nan = np.isnan(x)
-    assert (wide.view(np.uint64) == truth.view(np.uint64))[~nan].all()
-    assert np.isnan(wide[nan]).all()

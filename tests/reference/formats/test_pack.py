@@ -25,6 +25,7 @@ def test_layout_is_a_little_endian_bit_stream(name, length, seed):
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (3, length)).astype(np.uint8)
     packed = reference.pack(codes, name)
     assert packed.tolist() == [stream(row, bits) for row in codes]
+    assert packed.shape == reference.packed_shape(codes.shape, name)
     assert reference.unpack(packed, name, codes.shape).tolist() == codes.tolist()
 
 

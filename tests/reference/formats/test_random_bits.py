@@ -33,8 +33,8 @@ def scalar(counter, key):
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_known_answers(counter, key, words):
-    made = philox(key[0] | key[1] << 32, tuple(np.array([word], np.uint64) for word in counter))
-    assert tuple(int(word[0]) for word in made) == words == scalar(counter, key)
+    result = philox(key[0] | key[1] << 32, tuple(np.array([word], np.uint64) for word in counter))
+    assert tuple(int(word[0]) for word in result) == words == scalar(counter, key)
 
 
 @given(seed=st.integers(0, 2**64 - 1), stream=st.integers(0, 2**32 - 1), count=st.integers(0, 30))

@@ -79,12 +79,12 @@ def test_libraries(dtype):
         tensors, arrays = (
             [convert(a) for a in (x, weight, residual)] for convert in (tensor_of, jnp.asarray)
         )
-        made = [
+        result = [
             rms_norm(*tensors[:2], residual=tensors[2]),
             rms_norm.__wrapped__(*tensors[:2], residual=tensors[2]),
             rms_norm(*arrays[:2], residual=arrays[2]),
         ]
-        for got in made:
+        for got in result:
             assert_same_bits(got, expected, inputs=x)
         alone = rms_norm(*tensors[:2])
         assert_same_bits(alone[0], rms_norm(x, weight)[0], inputs=x)
@@ -201,12 +201,12 @@ def test_quantized_is_quantize_of_y(name):
         tensors = [tensor_of(a) for a in (x, weight, residual)]
         for packed in (False, True):
             options = {"eps": 1e-5, "packed": packed}
-            made = [
+            result = [
                 rms_norm_quantize(x, weight, name, residual=residual, **options),
                 rms_norm_quantize(*tensors[:2], name, residual=tensors[2], **options),
                 rms_norm_quantize.__wrapped__(*tensors[:2], name, residual=tensors[2], **options),
             ]
-            for q, new in made:
+            for q, new in result:
                 assert_same_quantized(q, quantize(y, name, packed=packed))
                 assert_same_bits(new, h)
         assert rms_norm_quantize(x, weight, name)[1] is None

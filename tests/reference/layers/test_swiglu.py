@@ -28,10 +28,10 @@ def tensor_of(x):
 def finite_values(dtype):
     """(values in float64, what the table says they become, in float64)."""
     x = every_pattern(dtype)
-    made = silu_codes(dtype).view(x.dtype)
+    result = silu_codes(dtype).view(x.dtype)
     wide = x.astype(np.float32)
     keep = np.isfinite(wide) & (wide != 0)
-    return x[keep].astype(np.float64), made[keep]
+    return x[keep].astype(np.float64), result[keep]
 
 
 def ties_around(code, fmt):
@@ -55,9 +55,9 @@ def test_every_silu_is_correctly_rounded(dtype):
     fmt = FORMATS[dtype]
     ties = {}
     with mpmath.workprec(400):
-        for v, made in zip(*finite_values(dtype), strict=True):
+        for v, result in zip(*finite_values(dtype), strict=True):
             truth = abs(mpmath.mpf(v) / (1 + mpmath.exp(-mpmath.mpf(v))))
-            code = int(made.view(np.uint16))
+            code = int(result.view(np.uint16))
             assert (code >> 15) == (v < 0)
             if code not in ties:
                 ties[code] = [
@@ -84,9 +84,9 @@ def test_float64_is_as_exact_as_the_margin_needs(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges(dtype):
     x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan], np.float32).astype(every_pattern(dtype).dtype)
-    made = swiglu(x, np.ones_like(x)).view(np.uint16).tolist()
+    result = swiglu(x, np.ones_like(x)).view(np.uint16).tolist()
     fmt = FORMATS[dtype]
-    assert made == [0, 0x8000, fmt.infinity_code, 0x8000, fmt.nan_code, fmt.nan_code]
+    assert result == [0, 0x8000, fmt.infinity_code, 0x8000, fmt.nan_code, fmt.nan_code]
     tiny = np.array([1, 3, 0x8001, 0x8003], np.uint16).view(x.dtype)
     # Halves of odd subnormals, tilted upward: 1/2 -> 1, 3/2 -> 2, -1/2 -> -0, -3/2 -> -1.
     assert swiglu(tiny, np.ones_like(tiny)).view(np.uint16).tolist() == [1, 2, 0x8000, 0x8001]
@@ -137,14 +137,14 @@ def test_libraries(dtype):
         gate, up = (fill(kind, (3, 5, 64), dtype=dtype, seed=seed) for seed in (0, 1))
         expected = swiglu(gate, up)
         tensors, arrays = ([convert(a) for a in (gate, up)] for convert in (tensor_of, jnp.asarray))
-        made = [
+        result = [
             swiglu(*tensors),
             swiglu.__wrapped__(*tensors),
             swiglu(*arrays),
             swiglu.__wrapped__(*arrays),
             batched(*arrays),
         ]
-        for got in made:
+        for got in result:
             assert_same_bits(got, expected, inputs=gate)
 
 

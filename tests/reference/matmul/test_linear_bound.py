@@ -17,8 +17,8 @@ KINDS = ("int8_rowwise", "int4_g32", "int4_g64_asymmetric", "mxfp8_e4m3", "fp8_1
 
 def truth(x, w, bias=None):
     """T in float64; its own rounding is 2**-29 of the bound's unit."""
-    made = x.astype(np.float64) @ reference.dequantize(w).astype(np.float64).T
-    return made if bias is None else made + bias.astype(np.float64)
+    result = x.astype(np.float64) @ reference.dequantize(w).astype(np.float64).T
+    return result if bias is None else result + bias.astype(np.float64)
 
 
 def elements(part, w):
@@ -140,9 +140,9 @@ def test_vectors_libraries_and_specials():
     # float64 sums of a vector may be taken in another order.
     assert (np.abs(reference.linear_error_bound(x[0], w) - bound[0]) <= 2.0**-40 * bound[0]).all()
     parts = {name: torch.from_numpy(getattr(w, name)) for name in ("codes", "scale")}
-    made = reference.linear_error_bound(torch.from_numpy(x), replace(w, **parts))
-    assert made.dtype == torch.float64
-    assert (made.numpy() == bound).all()
+    result = reference.linear_error_bound(torch.from_numpy(x), replace(w, **parts))
+    assert result.dtype == torch.float64
+    assert (result.numpy() == bound).all()
     x[0, 5] = np.inf
     bound = reference.linear_error_bound(x, w)
     assert np.isinf(bound[0]).all()

@@ -11,7 +11,7 @@ from reference.matmul.matmul import matmul
 from reference.matmul.operands import operand_of
 from reference.matmul.tensor_core_model import HOPPER_FP8, HOPPER_FP8_PROMOTED, tensor_core_matmul
 from reference.quantize.quantize import dequantize, quantize
-from reference.schemes.schemes import load_schemes, scheme_of
+from reference.schemes.schemes import SCHEMES, scheme_of
 
 
 def block_sum(a, b):
@@ -106,7 +106,7 @@ def test_exact_of_quantized_is_exact_of_dequantized(name):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("name", sorted(load_schemes()))
+@pytest.mark.parametrize("name", sorted(SCHEMES))
 def test_parts_multiply_to_the_dequantized_value(name, axis):
     """For every scheme and both operands: (code - zero) * scale * outer, to the float32 roundings between the two.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from math import floor, trunc
@@ -188,7 +189,8 @@ def test_batches_slabs_and_views(monkeypatch):
     assert got.shape == (3, 2, 5, 4)
     for i, j in np.ndindex(3, 2):
         np.testing.assert_array_equal(got[i, j], tensor_core_matmul(a[i, 0], b[j]))
-    monkeypatch.setattr("reference.matmul.tensor_core_model.SLAB", 300)
+    # `reference.matmul` is the function, so the module has no path of attributes.
+    monkeypatch.setattr(sys.modules["reference.matmul.tensor_core_model"], "SLAB", 300)
     np.testing.assert_array_equal(tensor_core_matmul(a, b), got)
     swapped = tensor_core_matmul(a.swapaxes(-1, -2)[..., ::2].swapaxes(-1, -2), b[..., ::-1])
     np.testing.assert_array_equal(swapped, got[..., ::2, ::-1])

@@ -54,7 +54,7 @@ def both_paths(x, name):
 @pytest.mark.parametrize(
     ("suffix", "element", "largest"), [("", "float8_e4m3fn", 448), ("_e5m2", "float8_e5m2", 57344)]
 )
-def test_house_multiplies_by_one_reciprocal(suffix, element, largest, seed):
+def test_default_multiplies_by_one_reciprocal(suffix, element, largest, seed):
     rng = np.random.default_rng(seed)
     x = near_element_ties(element, random_scales(rng, 500), largest, rng)
     scale = np.abs(x).max(-1, keepdims=True) / np.float32(largest)

@@ -28,10 +28,10 @@ KINDS = [
 def test_value_is_quantize_then_dequantize(name):
     for dtype in ("float32", "bfloat16"):
         x = torch.from_numpy(X).to(getattr(torch, dtype))
-        made = reference.fake_quantize(x, name)
+        result = reference.fake_quantize(x, name)
         stored = reference.dequantize(reference.quantize(x, name), dtype)
-        assert made.dtype == x.dtype
-        assert torch.equal(made.view(torch.uint8), stored.view(torch.uint8))
+        assert result.dtype == x.dtype
+        assert torch.equal(result.view(torch.uint8), stored.view(torch.uint8))
 
 
 def rounded_without_saturation(x, scale, mantissa_bits, emin):
@@ -154,8 +154,8 @@ def test_stochastic_values_are_those_of_storage_in_every_library(name):
     stored = reference.dequantize(reference.quantize(X, record, random_bits=WORDS))
     assert (stored != reference.dequantize(reference.quantize(X, name))).any()
     for convert in (np.asarray, lambda array: torch.from_numpy(array.copy()), jnp.asarray):
-        made = reference.fake_quantize(convert(X), record, random_bits=convert(WORDS))
-        assert np.asarray(made).tobytes() == stored.tobytes()
+        result = reference.fake_quantize(convert(X), record, random_bits=convert(WORDS))
+        assert np.asarray(result).tobytes() == stored.tobytes()
     plain = reference.fake_quantize.__wrapped__(
         torch.from_numpy(X), record, random_bits=torch.from_numpy(WORDS)
     )
@@ -196,8 +196,8 @@ def test_stochastic_gradients_in_every_library(name):
     in_jax = jax.jit(lambda a, b, s, w: reference.fake_quantize_vjp(a, b, record, scales=s, random_bits=w))(
         g, x, jax.tree.map(jnp.asarray, scales), words
     )
-    for made in (in_torch, in_jax):
-        for ours, theirs in zip(made, expected, strict=True):
+    for result in (in_torch, in_jax):
+        for ours, theirs in zip(result, expected, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

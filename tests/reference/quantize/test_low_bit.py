@@ -45,8 +45,8 @@ def test_every_interval_has_one_width(element):
     levels, _ = LEVELS[element]
     grid = (torch.arange(levels * 64, dtype=torch.float32) + 0.5) / (levels * 64) * 2 - 1
     scales = Scales(torch.full((1, 1), 2 / levels))
-    made = fast.fake_quantize(grid[None], SCHEMES[f"{element}_rowwise"], scales=scales)
-    assert made.unique(return_counts=True)[1].tolist() == [64] * levels
+    result = fast.fake_quantize(grid[None], SCHEMES[f"{element}_rowwise"], scales=scales)
+    assert result.unique(return_counts=True)[1].tolist() == [64] * levels
 
 
 @pytest.mark.parametrize("element", LEVELS)
@@ -75,10 +75,10 @@ def test_gradients_of_learned_scales_are_those_of_autograd(element):
 def test_the_outermost_interval_passes_gradients():
     """Beyond the last level, up to the end of its interval, nothing saturates."""
     w, g = torch.tensor([[1.6, -1.9, 2.1, 0.1]]), torch.ones(1, 4)
-    made = fast.fake_quantize_vjp(g, w, "stretched2_rowwise", scales=Scales(torch.ones(1, 1)))[0]
-    assert made.tolist() == [[1, 1, 0, 1]]
-    made = fast.fake_quantize_vjp(g, w, "ternary_rowwise", scales=Scales(torch.ones(1, 1)))[0]
-    assert made.tolist() == [[0, 0, 0, 1]]
+    result = fast.fake_quantize_vjp(g, w, "stretched2_rowwise", scales=Scales(torch.ones(1, 1)))[0]
+    assert result.tolist() == [[1, 1, 0, 1]]
+    result = fast.fake_quantize_vjp(g, w, "ternary_rowwise", scales=Scales(torch.ones(1, 1)))[0]
+    assert result.tolist() == [[0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("element", LEVELS)
@@ -87,11 +87,11 @@ def test_edges(element, dtype):
     """Zeros, NaN, infinities: a block of zeros is zero, or, where there is no zero, as small as its scale."""
     x = torch.ones(4, 32, dtype=dtype)
     x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
-    made = fast.fake_quantize(x, SCHEMES[f"{element}_g32"]).float()
+    result = fast.fake_quantize(x, SCHEMES[f"{element}_g32"]).float()
     least = 0.0 if element == "ternary" else 2.0**-127
-    assert (made[0].abs() <= least).all()
-    assert made[1:3].isnan().all()
-    assert made[3].isfinite().all()
+    assert (result[0].abs() <= least).all()
+    assert result[1:3].isnan().all()
+    assert result[3].isfinite().all()
 
 
 @pytest.mark.parametrize("bits", [1.58, 2, 3, 4])

@@ -94,7 +94,7 @@ def test_dequantize_is_the_rounded_product(x):
 
 @pytest.mark.parametrize("name", sampled(HOUSE_STRUCTURES, HOUSE))
 def test_finite_stays_finite(name):
-    """House rule: no finite input becomes NaN or infinite, in any output dtype."""
+    """Default rule: no finite input becomes NaN or infinite, in any output dtype."""
 
     @settings(max_examples=15)
     @given(

@@ -49,12 +49,12 @@ def test_torch(name):
 def test_jax(name):
     """JAX keeps the flag as a static part."""
     expected = quantize(X, name, packed=True)
-    made = quantize(jnp.asarray(X), name, packed=True)
-    assert_packed(made, expected)
+    result = quantize(jnp.asarray(X), name, packed=True)
+    assert_packed(result, expected)
     assert_packed(jax.jit(lambda x: quantize(x, name, packed=True))(X), expected)
     assert_same_bits(jax.jit(dequantize)(expected), dequantize(expected))
     plain = jax.eval_shape(lambda x: quantize(x, name), X)
-    assert jax.tree.structure(made) != jax.tree.structure(plain)
+    assert jax.tree.structure(result) != jax.tree.structure(plain)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int3_g32"])

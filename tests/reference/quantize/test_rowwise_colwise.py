@@ -34,15 +34,15 @@ def test_rows_and_columns(x, name, packed):
     rows, columns = quantize_both(x, name, packed=packed)
     assert (rows.shape, columns.shape) == ((32, 64), (64, 32))
     assert rows.axis == columns.axis == 1
-    for made, want in zip((rows, columns), expected(x, name, packed=packed), strict=True):
-        assert_same_quantized(made, want, inputs=x)
+    for result, want in zip((rows, columns), expected(x, name, packed=packed), strict=True):
+        assert_same_quantized(result, want, inputs=x)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch(name):
     tensor = torch.from_numpy(X.copy())
-    made = quantize_both(tensor, name)
-    for q, truth in zip(made, expected(X, name), strict=True):
+    result = quantize_both(tensor, name)
+    for q, truth in zip(result, expected(X, name), strict=True):
         assert_same_quantized(q, truth)
         assert isinstance(q.codes, torch.Tensor)
 
@@ -53,8 +53,8 @@ def test_jax(name):
     array = jnp.asarray(X)
     batched = jax.jit(jax.vmap(lambda x: quantize_both(x, name)))(array[None])
     first = jax.tree.map(lambda leaf: leaf[0], batched)
-    for made in (quantize_both(array, name), first):
-        for q, truth in zip(made, expected(X, name), strict=True):
+    for result in (quantize_both(array, name), first):
+        for q, truth in zip(result, expected(X, name), strict=True):
             assert_same_quantized(q, truth)
 
 

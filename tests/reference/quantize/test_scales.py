@@ -1,4 +1,4 @@
-"""`choose_scales`: every rule of a block's scale against exact fractions, and the edges of the house's records."""
+"""`choose_scales`: every rule of a block's scale against exact fractions, and the edges of the default schemes."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -76,42 +76,44 @@ def test_libraries(shape):
     scale = codes(shape)
     expected, tensor, array = tile_scales(scale), torch.from_numpy(scale), jnp.asarray(scale)
     jitted, batched = jax.jit(tile_scales)(array), jax.vmap(tile_scales)(array[None])[0]
-    for made in (tile_scales(tensor), tile_scales.__wrapped__(tensor), tile_scales(array), jitted, batched):
-        assert_same_bits(made, expected)
+    for result in (tile_scales(tensor), tile_scales.__wrapped__(tensor), tile_scales(array), jitted, batched):
+        assert_same_bits(result, expected)
     back = jax.jit(lambda tiled: untile_scales(tiled, shape))(jitted)
-    for made in (untile_scales.__wrapped__(torch.from_numpy(expected), shape), back):
-        assert_same_bits(made, scale)
+    for result in (untile_scales.__wrapped__(torch.from_numpy(expected), shape), back):
+        assert_same_bits(result, scale)
 
 
 NAMES = ["mxfp8_e4m3", "mxfp4", "nvfp4", "torchao.nvfp4"]
 X = np.random.default_rng(1).standard_normal((96, 96)).astype(np.float32)
 
 
-def same_but_tiled(made, plain):
+def same_but_tiled(result, plain):
     """Tiled scales of a `Quantized` that has plain ones; everything else as it is."""
-    assert (made.tiled, plain.tiled) == (True, False)
-    assert_same_bits(made, replace(plain, scale=tile_scales(plain.scale), tiled=True))
-    assert_same_bits(with_plain_scales(made).scale, plain.scale)
-    assert_same_bits(made.scales, plain.scales)
+    assert (result.tiled, plain.tiled) == (True, False)
+    assert_same_bits(result, replace(plain, scale=tile_scales(plain.scale), tiled=True))
+    assert_same_bits(with_plain_scales(result).scale, plain.scale)
+    assert_same_bits(result.scales, plain.scales)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_quantize_tiled(name, packed):
-    plain, made = quantize(X, name, packed=packed), quantize(X, name, packed=packed, tiled=True)
-    same_but_tiled(made, plain)
-    assert_same_bits(dequantize(made), dequantize(plain))
-    assert_same_bits(dequantize(made, "bfloat16"), dequantize(plain, "bfloat16"))
-    assert_same_bits(quantize(X, name, scales=made.scales, tiled=True).scale, made.scale)
-    assert_same_bits(with_tiled_scales(plain), made)
-    assert with_tiled_scales(made) is made
-    assert_same_bits(matmul(made, with_plain_scales(made)), matmul(plain, plain))
+    plain, result = quantize(X, name, packed=packed), quantize(X, name, packed=packed, tiled=True)
+    same_but_tiled(result, plain)
+    assert_same_bits(dequantize(result), dequantize(plain))
+    assert_same_bits(dequantize(result, "bfloat16"), dequantize(plain, "bfloat16"))
+    assert_same_bits(quantize(X, name, scales=result.scales, tiled=True).scale, result.scale)
+    assert_same_bits(with_tiled_scales(plain), result)
+    assert with_tiled_scales(result) is result
+    assert_same_bits(matmul(result, with_plain_scales(result)), matmul(plain, plain))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_copies_tiled(name):
-    for made, plain in zip(quantize_both(X[:64], name, tiled=True), quantize_both(X[:64], name), strict=True):
-        same_but_tiled(made, plain)
+    for result, plain in zip(
+        quantize_both(X[:64], name, tiled=True), quantize_both(X[:64], name), strict=True
+    ):
+        same_but_tiled(result, plain)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,9 +121,9 @@ def test_tiled_in_every_library(name):
     expected = quantize(X, name, tiled=True)
     tensor, array = torch.from_numpy(X.copy()), jnp.asarray(X)
     jitted = jax.jit(lambda x: quantize(x, name, tiled=True))(array)
-    for made in (fast.quantize(tensor, name, tiled=True), quantize(array, name, tiled=True), jitted):
-        assert made.tiled
-        assert_same_bits(made, expected)
+    for result in (fast.quantize(tensor, name, tiled=True), quantize(array, name, tiled=True), jitted):
+        assert result.tiled
+        assert_same_bits(result, expected)
     assert_same_bits(fast.dequantize(fast.quantize(tensor, name, tiled=True)), dequantize(expected))
     assert_same_bits(jax.jit(dequantize)(jitted), dequantize(expected))
     assert_same_bits(fast.quantize_both(tensor, name, tiled=True)[1], quantize_both(X, name, tiled=True)[1])

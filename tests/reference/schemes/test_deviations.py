@@ -1,6 +1,6 @@
 """`Scheme.deviations` against what records do: which finite inputs become infinite or NaN, for every record.
 
-House records keep every finite input finite; another project's record that does not says so, and one that says so does.
+Default records keep every finite input finite; another project's record that does not says so, and one that says so does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from reference.quantize.quantize import dequantize, quantize
-from reference.schemes.schemes import Scheme, load_schemes, scheme_of
+from reference.schemes.schemes import SCHEMES, Scheme, scheme_of
 from reference.schemes.torchao import (
     LARGE_16_OVERFLOWS,
     LARGE_OVERFLOWS,
@@ -22,7 +22,7 @@ from reference.schemes.torchao import (
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SHAPE = (128, 256)
-# Of the patterns that `torchao_integer` makes, one of each kind.
+# Of the patterns that `torchao_integer` knows, one of each kind.
 OTHERS = (
     "intx1_g32_asymmetric",
     "intx7_rowwise_no_clipping",
@@ -31,7 +31,7 @@ OTHERS = (
     "int8_g64",
     "intx4_g64",
 )
-SCHEMES = [*load_schemes(), *(f"torchao.{name}" for name in OTHERS)]
+NAMES = [*SCHEMES, *(f"torchao.{name}" for name in OTHERS)]
 
 
 def scheme(name: str) -> Scheme:
@@ -67,7 +67,7 @@ def finite(x: npt.NDArray[np.float64], record: Scheme, dtype: str, output: str) 
     return bool(np.isfinite(np.asarray(values).astype(np.float64)).all())
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_large_inputs(name: str) -> None:
     record = scheme(name)
     wide = all(finite(x, record, "float32", "float32") for x in large("float32"))
@@ -76,7 +76,7 @@ def test_large_inputs(name: str) -> None:
     assert (LARGE_16_OVERFLOWS in record.deviations) == (wide and not narrow)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_small_inputs(name: str) -> None:
     record = scheme(name)
     good = all(finite(x, record, dtype, "float32") for dtype in DTYPES for x in small(dtype))
@@ -87,9 +87,7 @@ def test_the_largest_range_of_integers_with_zero_points() -> None:
     """max - min beyond the largest float32 makes the scale infinite: of the seven records in question, each says so."""
     x = np.full(SHAPE, 2.0e38, np.float32)
     x[:, ::2] *= -1
-    asymmetric = [
-        name for name in load_schemes() if name.startswith("torchao.int") and name.endswith("_asymmetric")
-    ]
+    asymmetric = [name for name in SCHEMES if name.startswith("torchao.int") and name.endswith("_asymmetric")]
     assert len(asymmetric) >= 7
     for name in asymmetric:
         q = quantize(x, name)

@@ -10,7 +10,7 @@ import ao_lab
 import reference
 from reference import SCHEMES, Scales, Zero
 from reference.formats.rounding import MODES
-from reference.quantize.storage import storage_dtype
+from reference.formats.storage import storage_dtype
 
 X = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
 SCALE_FIELDS = [

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 def test_fields_and_names(name):
     scheme = SCHEMES[name]
-    made = scheme_from(json.loads(json.dumps(scheme_fields(scheme))))
-    assert made == scheme
-    assert (made.key, scheme.key) == (name, name)
+    result = scheme_from(json.loads(json.dumps(scheme_fields(scheme))))
+    assert result == scheme
+    assert (result.key, scheme.key) == (name, name)
     assert record_of(name) == scheme
 
 

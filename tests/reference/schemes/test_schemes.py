@@ -30,7 +30,7 @@ def test_every_scheme_of_the_design_exists(name):
 
 
 @pytest.mark.parametrize("name", HOUSE)
-def test_house_rules(name):
+def test_default_rules(name):
     """No deviations; scales that cannot be zero; reciprocals; specials stay in their block."""
     scheme = SCHEMES[name]
     assert scheme.deviations == ()

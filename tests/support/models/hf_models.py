@@ -22,9 +22,9 @@ MORE = {
 def dense_model(kind, dtype=torch.float32, **fields):
     """A model of a class, with the same numbers each time, and inputs for it."""
     given, inputs = (MORE.get(kind) or MODELS[kind])[:2]
-    made = getattr(transformers, kind)
+    model_class = getattr(transformers, kind)
     torch.manual_seed(0)
-    model = made._from_config(made.config_class(**{**given, **fields}), dtype=dtype).eval()
+    model = model_class._from_config(model_class.config_class(**{**given, **fields}), dtype=dtype).eval()
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
     return model, inputs
 
@@ -67,5 +67,5 @@ def assert_same_weights(one, two):
 def outputs(model, inputs):
     """What a model says, without gradients."""
     with torch.no_grad():
-        made = model(**inputs)
-    return made.logits if hasattr(made, "logits") else made[0]
+        outputs = model(**inputs)
+    return outputs.logits if hasattr(outputs, "logits") else outputs[0]

@@ -9,14 +9,14 @@ def tokenizer():
     """Words of one text, and bytes for the rest."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator([WORDS] * 4, trainer)
-    return made
+    tokenizer.train_from_iterator([WORDS] * 4, trainer)
+    return tokenizer
 
 
 def save_llama(path, *, seed=0, vocabulary=320, with_tokenizer=True, tied=False):

@@ -23,7 +23,8 @@ from ao_lab.quantization.stored_parts import WORD_BYTES, Specs, words
 from reference import FORMATS, SCHEMES, Quantized, Scheme, Zero
 from reference.formats.pack import packed_shape
 from reference.quantize.blocks import Blocks
-from reference.schemes.schemes import Block, mx_name
+from reference.schemes.default_schemes import mx_name
+from reference.schemes.schemes import Block
 
 Tensors = dict[str, torch.Tensor]
 #: Storage of scales by their dtype: its name, and the end of a scheme's name.

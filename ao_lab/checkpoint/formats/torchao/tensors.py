@@ -21,7 +21,8 @@ from ao_lab.quantization.stored_parts import Specs
 from reference import SCHEMES, Quantized, Scales, Scheme, untile_scales
 from reference.quantize.blocks import Blocks
 from reference.quantize.tiled_scales import tiled_size
-from reference.schemes.schemes import Block, mx_name
+from reference.schemes.default_schemes import mx_name
+from reference.schemes.schemes import Block
 from reference.schemes.torchao import integer_record
 
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from reference import SCHEMES
-from reference.quantize.storage import storage_dtype
+from reference.formats.storage import storage_dtype
 
 POINTERS = {
     "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "uint8": "*u8", "int8": "*i8", "uint16": "*u16"

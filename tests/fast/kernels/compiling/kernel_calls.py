@@ -20,9 +20,9 @@ from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.scheme.constants import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
+from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
-from reference.quantize.storage import storage_dtype
 from reference.quantize.tiled_scales import tiled_size
 
 KERNELS = Path(fast.kernels.__file__).parent

@@ -112,10 +112,10 @@ def test_float_input(library, dtype):
     if library == "jax" and dtype == "float64":
         pytest.skip("JAX without x64 has no float64")
     x = np.ones(3, getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
-    made = torch.ones(3, dtype=getattr(torch, dtype)) if library == "torch" else MAKE[library](x)
-    ns, same_array, name = float_input(made, "test")
+    result = torch.ones(3, dtype=getattr(torch, dtype)) if library == "torch" else MAKE[library](x)
+    ns, same_array, name = float_input(result, "test")
     assert (ns.name, name) == (library, dtype)
-    assert same_array is made
+    assert same_array is result
 
 
 @pytest.mark.parametrize("wrong", [1, True, [1, 2], np.int8(3), 1j, np.uint8([1])])

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from reference.arrays.namespace import Array, Namespace
 from reference.arrays.softfloat import add, bits_of, divide, is_nan, multiply, subtract
-from reference.arrays.widen import INFINITY, MANTISSA, NAN, widen_float16
-from reference.formats.encode import encode_bits, round_to_integer
+from reference.arrays.widen import NAN, widen_float16
+from reference.formats.encode_bits import encode_bits, round_to_integer
 from reference.formats.formats import FORMATS
-from reference.schemes.schemes import Scale
 
 
 class Arithmetic:
@@ -51,15 +50,3 @@ class Arithmetic:
     def round_integer(self, bits: Array) -> Array:
         """Nearest int32, ties to even; magnitudes beyond 2**14 are some integer beyond it."""
         return round_to_integer(self.ns, bits, 0, "nearest_even")
-
-    def to_power_of_two(self, bits: Array, record: Scale) -> Array:
-        """The record's power-of-two rounding of a non-negative ratio; other rules pass through."""
-        if record.rule == "ratio_pow2":
-            # One below the next power of two carries into the exponent; an encoding scale drops its mantissa instead.
-            raised = bits if record.stored == "encode" else bits + MANTISSA
-            return self.ns.where(bits < INFINITY, raised & INFINITY, bits)
-        if record.rule == "ratio_pow2_log2":
-            from reference.arrays.log2 import floor_log2_float32
-
-            return floor_log2_float32(self.ns, bits)
-        return bits

@@ -36,7 +36,7 @@ def train(
     x: torch.Tensor, element: str, variant: str, axis: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scale, values in the dtype that torchao gives) of the training cast."""
-    made = hp_tensor_to_float8_dynamic(
+    result = hp_tensor_to_float8_dynamic(
         x,
         getattr(torch, element),
         LinearMMConfig(),
@@ -44,7 +44,7 @@ def train(
         axiswise_dim=axis,
         round_scales_to_power_of_2=variant.endswith("pow2"),
     )
-    return made._data.view(torch.uint8), made._scale, made.to_original_precision()
+    return result._data.view(torch.uint8), result._scale, result.to_original_precision()
 
 
 def infer(x: torch.Tensor, element: str, axis: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What every house scheme promises: finite input stays finite, and a NaN or an infinity stays inside its block."""
+"""What every default scheme promises: finite input stays finite, and a NaN or an infinity stays inside its block."""
 
 from __future__ import annotations
 

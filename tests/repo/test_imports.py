@@ -1,0 +1,131 @@
+"""Imports that import-linter does not see: by a name in a string, of undeclared libraries, of private names of other files."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Each package may import those behind it.
+ORDER = ("experiments", "ao_lab", "fast", "reference")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What `make test` installs; the other extras are for clients whom their users choose.
+INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint")
+# Installed together with another requirement, which chooses the version.
+COMES_WITH = {"jaxlib": "jax"}
+#: Files that import upwards by a string, until commands register with the command line from below.
+UPWARDS = {
+    "ao_lab/cli/bench.py",
+    "ao_lab/cli/doctor/checks.py",
+    "ao_lab/cli/ledger.py",
+    "ao_lab/cli/reproduce.py",
+}
+
+
+def trees(package):
+    """(path from the root, syntax tree) of every module of a package."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def is_module(name):
+    """Whether a dotted name is one of our modules or packages."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def named_modules(tree):
+    """Our modules that strings name: with a dot anywhere, a package alone as what `import_module` is called with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"\w+(\.\w+)+", node.value) and is_module(node.value):
+                yield node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and a.value in ORDER)
+
+
+def test_no_string_names_a_module_above():
+    found = {
+        path: sorted(above)
+        for rank, package in enumerate(ORDER)
+        for path, tree in trees(package)
+        if (above := {name for name in named_modules(tree) if name.split(".")[0] in ORDER[:rank]})
+    }
+    assert {path: names for path, names in found.items() if path not in UPWARDS} == {}
+
+
+def private_imports(tree):
+    """What a file imports from another one of ours under a name that is private there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ORDER:
+            yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
+
+
+def test_no_private_names_are_shared():
+    """What two files use has a public name."""
+    found = {path: list(private_imports(tree)) for package in ORDER for path, tree in trees(package)}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def imported_libraries(tree):
+    """Top-level names of the third-party modules that a file imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - set(ORDER)
+
+
+def test_imports_are_declared():
+    """Every third-party module that a package imports is a requirement, or an extra."""
+    extras = PROJECT["optional-dependencies"].values()
+    declared = [*PROJECT["dependencies"], *(text for extra in extras for text in extra)]
+    allowed = {canonicalize_name(Requirement(text).name) for text in declared} | set(COMES_WITH)
+    undeclared = {
+        f"{path}: {name}"
+        for package in ORDER
+        for path, tree in trees(package)
+        for name in imported_libraries(tree)
+        if canonicalize_name(name) not in allowed
+    }
+    assert sorted(undeclared) == []
+
+
+def requirement_closure(texts):
+    """Names of everything that these requirements bring along on this machine."""
+    closure, queue = set(), [Requirement(text) for text in texts]
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        try:
+            further = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            further = []
+        wanted = [{"extra": extra} for extra in ("", *requirement.extras)]
+        new = [
+            r for r in map(Requirement, further) if r.marker is None or any(map(r.marker.evaluate, wanted))
+        ]
+        if name not in closure:
+            queue += new
+        closure.add(name)
+    return closure
+
+
+def test_constraints_pin_everything():
+    """What make installs is pinned, indirect requirements included; CUDA packages are pinned by torch itself."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    extras = (r for extra in INSTALLED_EXTRAS for r in PROJECT["optional-dependencies"][extra])
+    needed = requirement_closure([*PROJECT["dependencies"], *extras])
+    needed = {name for name in needed if name not in COMES_WITH and not re.match("nvidia-|cuda-", name)}
+    assert sorted(needed - {canonicalize_name(name) for name in pins}) == []
