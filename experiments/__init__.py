@@ -1,16 +1,28 @@
-"""Experiments: one module per table or figure. They measure, and contain no quantization algorithm.
+"""Experiments: a folder for each table or figure. They measure, and contain no quantization algorithm.
 
-`reproduce` runs them, and `python -m experiments` the same from a shell; `ao-lab reproduce` is the comfortable way. Modules
-are imported when an experiment runs, so importing this package is quick.
+`reproduce` runs them, and `python -m experiments` the same from a shell; `ao-lab reproduce` is the comfortable way. A folder
+with an `EXPERIMENT` in its ``__init__`` is one (`experiments.harness.registry`). What it measures is imported when it runs, so
+importing this package is quick.
 """
 
 import os
+from typing import Any
 
 # Threads that wait for each other sleep instead of spinning: on a busy machine torch is several times faster so. It is
 # read when torch's OpenMP library is loaded, so it is set before any experiment imports torch; a user's own value stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from experiments.harness.paths import Places
-from experiments.harness.registry import EXPERIMENTS, reproduce
+from experiments.harness.registry import EXPERIMENTS
+
+
+def __getattr__(name: str) -> Any:
+    """`reproduce`, which needs torch, when it is first used."""
+    if name != "reproduce":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from experiments.harness.run import reproduce
+
+    return reproduce
+
 
 __all__ = ["EXPERIMENTS", "Places", "reproduce"]

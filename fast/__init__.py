@@ -44,18 +44,3 @@ __all__ = [
     "swiglu_quantize",
     "unpack",
 ]
-
-#: Which file holds the kernel of each function, for reports on tests and benchmarks.
-KERNEL_OF = {
-    **dict.fromkeys(
-        ("choose_scales", "quantize", "dequantize", "fake_quantize", "fake_quantize_vjp"),
-        "fast/kernels/quantize/kernel.py",
-    ),
-    **dict.fromkeys(("encode", "decode", "pack", "unpack"), "fast/kernels/encode/pointwise.py"),
-    "linear": "fast/kernels/linear/gemv_any.py",
-    "linear_of_codes": "fast/kernels/linear/gemv_w8a8.py",
-    **dict.fromkeys(("linear_pair", "linear_swiglu"), "fast/kernels/linear/gemv_w4a16.py"),
-    "quantize_both": "fast/kernels/rowwise_colwise/kernel.py",
-    **dict.fromkeys(("rms_norm", "rms_norm_quantize"), "fast/kernels/layers/rms_norm.py"),
-    **dict.fromkeys(("swiglu", "swiglu_quantize"), "fast/kernels/layers/swiglu.py"),
-}

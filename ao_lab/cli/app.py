@@ -5,7 +5,8 @@ code is 0 when all went well, 1 when something failed, 2 for wrong input and for
 SIGTERM. A wrong input, a missing file or a missing library is one clear line; an error that nobody foresaw keeps its traceback,
 because it is a fault to report.
 
-Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX.
+Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX. Packages
+above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `bench` and `ledger` are the experiments'.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Annotated
 
 import typer
 
+from ao_lab.cli.plugins import Commands
 from ao_lab.cli.terminal.interrupt import INTERRUPTED, TERMINATED, Stopped, Terminated, heeding_sigterm, leave
 from ao_lab.cli.terminal.output import WrongInput
 from ao_lab.install.extras import MissingExtra, explained
 
 app = typer.Typer(
     name="ao-lab",
+    cls=Commands,
     help="A laboratory for low-precision deep learning: formats, schemes and the experiments that measure them.",
     no_args_is_help=True,
     add_completion=False,
@@ -32,13 +35,6 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-
-
-class Scale(StrEnum):
-    """How large an experiment is."""
-
-    QUICK = "quick"
-    FULL = "full"
 
 
 class Device(StrEnum):
@@ -80,34 +76,6 @@ def schemes(
     from ao_lab.cli.formats import show_schemes
 
     show_schemes(name, as_json)
-
-
-@app.command()
-def reproduce(
-    tables: Annotated[
-        list[str] | None, typer.Argument(help="Experiments to run; all of them without.")
-    ] = None,
-    scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
-    device: Annotated[
-        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Of decode: methods or makers to measure, such as int8wo or torchao; all without."),
-    ] = None,
-    reports: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to write; without, $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
-    from ao_lab.cli.reproduce import run_experiments
-
-    where = device.value if device else None
-    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports)
 
 
 @app.command()
@@ -200,46 +168,6 @@ def evaluate(
             save=save,
             as_json=as_json,
         )
-
-
-@app.command()
-def bench(
-    kernels: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Kernels, by name or part of it such as mxfp4 or dequantize; all of them without."
-        ),
-    ] = None,
-    shape: Annotated[
-        list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times; all without.")
-    ] = None,
-    no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Only our kernels: no torch, no torchao.")
-    ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Say what can be measured; needs no GPU.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Time the kernels on this GPU against copies and peers; all of them together are written to reports/."""
-    from ao_lab.cli.bench import run_bench
-
-    run_bench(kernels or [], shape or [], not no_peers, listed, as_json)
-
-
-@app.command()
-def ledger(
-    check: Annotated[
-        bool, typer.Option("--check", help="List entries that do not stand; exit code 1 if any.")
-    ] = False,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="On a GPU: run its tests and benchmarks, and write all entries.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """What was tested and measured on a GPU of each kernel file, and whether the file is still the same."""
-    from ao_lab.cli.ledger import run_ledger
-
-    if not run_ledger(check, refresh, as_json):
-        raise typer.Exit(1)
 
 
 @app.command()

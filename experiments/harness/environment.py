@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from experiments.harness.paths import Places
+from experiments.harness.provenance import experiment_hash
 from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.rows import source_hash, write_text
+from experiments.harness.rows import write_text
 from experiments.harness.settings import Settings
 from experiments.harness.workers import cores
 
-LIBRARIES = ("torch", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
+LIBRARIES = ("torch", "triton", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
 
 
 def record_run(
@@ -33,7 +34,7 @@ def record_run(
     runs = read_runs(path)
     trained = EXPERIMENTS[experiment].trained
     name = run_name(experiment, settings.scale, settings.device_name)
-    if rows == resumed and runs.get(name, {}).get("source_hash") == source_hash():
+    if rows == resumed and runs.get(name, {}).get("source_hash") == experiment_hash(experiment):
         return path
     runs[name] = {
         "experiment": experiment,
@@ -44,7 +45,7 @@ def record_run(
         "rows": rows,
         "rows_from_an_interrupted_run": resumed,
         "seed": settings.seed,
-        "source_hash": source_hash(),
+        "source_hash": experiment_hash(experiment),
         "machine": machine(),
         "libraries": libraries(),
         **(about_model(settings) if trained else {"corpus": None}),

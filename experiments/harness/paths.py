@@ -17,6 +17,9 @@ from ao_lab.install.extras import is_clone
 from experiments.harness.lock import alone
 from experiments.harness.rows import PARTIAL, ROOT, library_versions
 
+#: What was written, and where.
+Written = list[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Places:
@@ -68,3 +71,9 @@ class Places:
         parts = (experiment, scale, device, subject, library_versions())
         name = "-".join(part.replace(" ", "_") for part in parts)
         return self.cache / "rows" / f"{name}.csv"
+
+
+def shown(path: Path) -> str:
+    """A path as a user types it: relative to the working folder where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -8,8 +8,9 @@ A row is one number with everything that tells it from other numbers. Rows live 
 * the *published* CSV under ``reports/data/``, which plots and pages read. A complete run replaces its own tables there as a
   whole, so a table never mixes two machines, two corpora or two versions of the code.
 
-Both are replaced atomically, so a run that is killed leaves a whole file. `source_hash` says which code made a row; a page
-marks rows whose hash is not today's. A result that is missing stays missing: nothing here fills a gap.
+Both are replaced atomically, so a run that is killed leaves a whole file. `source_hash` says which code made a row
+(`experiments.harness.provenance`); a page marks rows whose hash is not that of the code as it is. A result that is missing
+stays missing: nothing here fills a gap.
 """
 
 from __future__ import annotations
@@ -22,25 +23,11 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("reference", "fast", "ao_lab", "experiments")
-#: Files of `experiments` that read rows and make none: what they say differently makes no row older.
-READERS = (
-    "page.py",
-    "pages.py",
-    "*_page.py",
-    "*_bars.py",
-    "plots.py",
-    "roofline.py",
-    "results.py",
-    "lines.py",
-)
-
 #: How the names of files end that are being written: where a run was killed, the next one deletes them.
 PARTIAL = ".partial"
 
@@ -106,18 +93,6 @@ def table_parts(table: str) -> tuple[str, str, str]:
     return parts[0], parts[1], parts[2]
 
 
-@lru_cache(maxsize=1)
-def source_hash() -> str:
-    """Hash of the code that rows come from: every .py file of the four packages but `READERS`."""
-    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return hash_files(path for path in paths if not is_reader(path))
-
-
-def is_reader(path: Path) -> bool:
-    """Whether a file of `experiments` reads rows and makes none."""
-    return path.is_relative_to(ROOT / "experiments") and any(path.match(name) for name in READERS)
-
-
 def library_versions() -> str:
     """Versions of the libraries that compute, as part of a name: other versions may give other numbers."""
     return "-".join(name + importlib.metadata.version(name) for name in ("torch", "numpy"))
@@ -175,12 +150,17 @@ class Journal:
     Methods may be called from several threads; two processes must not share a path.
     """
 
-    def __init__(self, path: Path | None = None, current_hash: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        is_current: Callable[[Row], bool] = lambda row: True,
+        known: Iterable[Row] = (),
+    ) -> None:
+        """is_current: whether a row was made by the code as it is now; others are measured again, because a table speaks of one
+        version of the code. known: rows from elsewhere that need not be measured again where they are current."""
         self.path = path
-        self.current_hash = current_hash or source_hash()
-        kept = read(path) if path else []
-        # Rows of older code are measured again rather than kept: a table speaks of one version of the code.
-        self._rows = {row.key: row for row in kept if row.source_hash == self.current_hash}
+        stored = [*known, *(read(path) if path else ())]
+        self._rows = {row.key: row for row in stored if is_current(row)}
         self._lock = threading.Lock()
 
     @property

@@ -11,7 +11,8 @@ import torch
 from experiments.data import corpus
 from experiments.data.corpus import Corpus
 from experiments.data.multiple_choice import MultipleChoiceSettings
-from experiments.harness.rows import Row, source_hash, table_name
+from experiments.harness.provenance import row_hash
+from experiments.harness.rows import Row, table_name
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
 
@@ -81,7 +82,7 @@ class Settings:
             unit=unit,
             device=self.device_name,
             seed=self.seed,
-            source_hash=source_hash(),
+            source_hash=row_hash(experiment, kind, setting, method),
         )
 
 

@@ -4,3 +4,8 @@
 refuses to time what is wrong; `peers` and `expressions` are what others offer for the same work; `run` does it all and makes
 rows; `roofline` and `page` show them. The ledger (`experiments.ledger.ledger`) keeps a summary per kernel file.
 """
+
+from experiments.harness.registry import Experiment
+
+#: Times kernels on a GPU; `ao-lab bench` is the comfortable way.
+EXPERIMENT = Experiment(order=40, always=False, trained=False, page="report.page")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from experiments.harness.paths import Places
-from experiments.harness.registry import Made, shown
+from experiments.harness import provenance
+from experiments.harness.environment import libraries, read_runs, record_run, run_name
+from experiments.harness.paths import Places, Written, shown
 from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
 from experiments.harness.settings import Settings, settings_for
 from experiments.harness.timing import CudaWatch
-from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.baselines.baseline import PEERS, Peer
 from experiments.kernels.cases.all_cases import CASES, chosen
 from experiments.kernels.cases.case import SHAPES
 from experiments.kernels.cases.floors import Shape
@@ -79,28 +81,51 @@ def part(work: Sequence[Any], *, with_peers: bool = True) -> list[Line]:
 
 
 def complete(
-    *, with_peers: bool = True, seconds: float = PEER_SECONDS, places: Places | None = None
-) -> tuple[list[Line], Made]:
-    """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`."""
+    *,
+    with_peers: bool = True,
+    seconds: float = math.inf,
+    peer_seconds: float = PEER_SECONDS,
+    places: Places | None = None,
+    published: bool = False,
+) -> tuple[list[Line], Written]:
+    """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`.
+
+    seconds: after these no case is begun. peer_seconds: the part of it that peers may take. published: published rows of this
+    GPU and of the code as it is now are not measured again.
+    """
     places = places or Places.default()
     with places.alone():
-        return _complete(with_peers, seconds, places)
+        return _complete(places, PEERS if with_peers else (), seconds, peer_seconds, published)
 
 
-def _complete(with_peers: bool, seconds: float, places: Places) -> tuple[list[Line], Made]:
-    from experiments.harness.environment import record_run
+def _complete(
+    places: Places, peers: Sequence[Peer], seconds: float, peer_seconds: float, published: bool
+) -> tuple[list[Line], Written]:
     from experiments.report.pages import write_pages
 
     settings = settings_for(SCALE, "cuda", places.cache)
     started = time.perf_counter()
-    journal = Journal(places.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings)))
-    resumed = len(journal.rows)
-    rows = run(settings, journal, peers=PEERS if with_peers else (), seconds=seconds)
     path = places.data / f"{EXPERIMENT}.csv"
-    published = publish(path, with_unreached(rows, read(path)))
+    known = measured_here(read(path), settings, places) if published else []
+    where = places.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings))
+    journal = Journal(where, provenance.is_current, known)
+    resumed = len(journal.rows)
+    rows = run(settings, journal, peers=peers, peer_seconds=peer_seconds, seconds=seconds)
+    lines = publish(path, with_unreached(rows, read(path)))
     record_run(places, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
     made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(places)]
-    return one_run(published, settings), made
+    return one_run(lines, settings), made
+
+
+def measured_here(rows: Sequence[Row], settings: Settings, places: Places) -> list[Row]:
+    """Published rows of what was measured without fault, on a GPU and with libraries like those of here."""
+    name = run_name(EXPERIMENT, settings.scale, settings.device_name)
+    before = read_runs(places.data / "environment.json").get(name, {}).get("libraries", {})
+    now = libraries()
+    if any(before.get(one) != now.get(one) for one in ("torch", "triton")):
+        return []
+    whole = {row.line for row in rows if row.metric == "status: ok" and row.device == settings.device_name}
+    return [row for row in rows if row.line in whole]
 
 
 def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:
@@ -116,8 +141,8 @@ def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:
 
 def plain(line: Line) -> dict[str, Any]:
     """A line as JSON has it."""
-    made = asdict(replace(line, source_hash=""))
-    del made["source_hash"]
+    made = asdict(line)
+    del made["is_current"]
     return {**made, "missed": line.missed, "slower_than": line.slower_than}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ PEER_PLAN = Plan(rounds=15, warmup=2)
 
 @dataclass(frozen=True)
 class Bench:
-    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which peers and for how long."""
+    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which peers and for how long, and the time
+    for all."""
 
     settings: Settings
     fast: Any
@@ -37,6 +39,8 @@ class Bench:
     peer_plan: Plan = PEER_PLAN
     peers: Sequence[Peer] = PEERS
     peer_seconds: float = PEER_SECONDS
+    #: Seconds after which no further case, and no peer, is begun.
+    seconds: float = math.inf
     clock: Callable[[], float] = time.perf_counter
 
 

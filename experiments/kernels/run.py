@@ -8,7 +8,10 @@ a result differs from the reference, which then gets no time; error, with its te
 from __future__ import annotations
 
 import importlib.metadata
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -64,6 +67,24 @@ def subject(settings: Settings) -> str:
     return "-".join([f"seed{settings.seed}", *versions])
 
 
+def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
+    """What a row's measurement starts from: the functions of `fast` that its case calls, how the case makes inputs, how it is
+    timed, and the peer. None for a case or a peer that does not exist."""
+    import fast
+
+    if kind == jax_calls.KIND:
+        return f"{jax_calls.__name__}.timed", "fast.quantize"
+    case = CASES.get(method if kind == KERNELS else setting.rpartition(", ")[0])
+    if case is None or case.missing(fast):
+        return ()
+    builder = f"{case.call.__module__}.{case.call.__qualname__.partition('.')[0]}"
+    called = tuple(f"fast.{need.partition(':')[0]}" for need in case.needs)
+    if kind == KERNELS:
+        return f"{__name__}.timed", builder, *called
+    found = [f"{peer.find.__module__}.{peer.find.__name__}" for peer in PEERS if peer.name == method]
+    return (f"{__name__}.compared", builder, *called, *found) if found else ()
+
+
 def version(name: str) -> str:
     """The version of a library, or none."""
     try:
@@ -77,15 +98,19 @@ def run(
     journal: Journal | None = None,
     *,
     peers: Sequence[Peer] = PEERS,
-    seconds: float = PEER_SECONDS,
+    peer_seconds: float = PEER_SECONDS,
+    seconds: float = math.inf,
 ) -> list[Row]:
-    """Rows of all cases at their shapes; NoDevice without a GPU. `seconds` is how long peers may take."""
+    """Rows of all cases at their shapes; NoDevice without a GPU. `peer_seconds` is how long peers may take, `seconds` the
+    whole."""
     import fast
 
-    bench = Bench(settings, fast, CudaWatch(), PLAN, PEER_PLAN, peers, seconds)
+    started = time.perf_counter()
+    bench = Bench(settings, fast, CudaWatch(), PLAN, PEER_PLAN, peers, peer_seconds)
     journal = journal if journal is not None else Journal()
     failed = jax_calls.measure(bench, journal)
-    return measure(bench, pairs(list(CASES.values())), journal) + failed
+    left = replace(bench, seconds=seconds - (time.perf_counter() - started))
+    return measure(left, pairs(list(CASES.values())), journal) + failed
 
 
 def pairs(cases: Sequence[Case], shapes: Mapping[str, Shape] = SHAPES) -> list[tuple[Case, str, Shape]]:
@@ -105,16 +130,17 @@ def pairs(cases: Sequence[Case], shapes: Mapping[str, Shape] = SHAPES) -> list[t
 def measure(
     bench: Bench, work: Sequence[tuple[Case, str, Shape]], journal: Journal | None = None
 ) -> list[Row]:
-    """Rows of these cases. Finished ones are taken from the journal; what failed is tried again and not kept there."""
+    """Rows of these cases. Finished ones are taken from the journal; what failed is tried again and not stored there."""
     journal = journal if journal is not None else Journal()
+    end = bench.clock() + bench.seconds
     failed: list[Row] = []
     against = comparisons(bench.peers, work)
     with bar("kernels", len(work) + len(against)) as step:
         for case, name, shape in work:
             if not journal.finished(table(bench, KERNELS), name, case.name):
-                keep(journal, failed, case_rows(bench, case, name, shape))
+                keep(journal, failed, case_rows(bench, case, name, shape, end))
             step(f"{case.name} {name}")
-        deadline = bench.clock() + bench.peer_seconds
+        deadline = min(bench.clock() + bench.peer_seconds, end)
         for peer, case, name, shape in against:
             if not journal.finished(table(bench, PEER_TABLE), f"{case.name}, {name}", peer.name):
                 keep(journal, failed, peer_rows(bench, peer, case, name, shape, deadline))
@@ -130,8 +156,12 @@ def comparisons(
     return [(peer, *one) for one in ordered for peer in peers if offers(peer, one[0])]
 
 
-def case_rows(bench: Bench, case: Case, name: str, shape: Shape) -> list[Row]:
-    """Rows of one case at one shape."""
+def case_rows(bench: Bench, case: Case, name: str, shape: Shape, end: float = math.inf) -> list[Row]:
+    """Rows of one case at one shape; after `end`, one that says that there was no time."""
+    if bench.clock() > end:
+        return rows_of(
+            bench, KERNELS, name, case.name, status(f"not run: the {bench.seconds:.0f} s were over")
+        )
     # Bars are stated for the shapes of the list, and a small tensor has others than a large one.
     asked = case.bars if name in case.shapes and name != HUGE else ()
     bars: Values = {f"bar: {one.metric}": (one.value, unit_of(one.metric)) for one in asked}
@@ -247,7 +277,7 @@ def peer_rows(bench: Bench, peer: Peer, case: Case, name: str, shape: Shape, dea
     """Rows of one peer beside ours, or one that says why there are none."""
     setting = f"{case.name}, {name}"
     if bench.clock() > deadline:
-        values = status(f"not run: the {bench.peer_seconds:.0f} s for peers were over")
+        values = status("not run: the time for peers was over")
     else:
         values = tried(bench, partial(compared, bench, peer, case, shape), case)
     return rows_of(bench, PEER_TABLE, setting, peer.name, values)

@@ -1,1 +1,5 @@
 """Experiment `ptq`: post-training quantization of a trained language model."""
+
+from experiments.harness.registry import Experiment
+
+EXPERIMENT = Experiment(order=20)

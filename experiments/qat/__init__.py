@@ -1,1 +1,5 @@
 """Experiment `qat`: what quantization-aware training recovers."""
+
+from experiments.harness.registry import Experiment
+
+EXPERIMENT = Experiment(order=60)

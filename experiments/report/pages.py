@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.harness import provenance
 from experiments.harness import rows as tidy
 from experiments.harness.environment import read_runs
-from experiments.harness.paths import Places
-from experiments.harness.registry import EXPERIMENTS, Made, shown
+from experiments.harness.paths import Places, Written, shown
+from experiments.harness.registry import EXPERIMENTS
 from experiments.report.plots import svg
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """One experiment: its sections, the runs that they come from, how many rows there are and how many are older."""
+    """One experiment: its sections, the runs that they come from, how many rows there are, how many
+    are older than the code, and the hash of the experiment's code."""
 
     name: str
     title: str
@@ -72,25 +73,25 @@ class Page:
     runs: Sequence[dict[str, Any]]
     rows: int
     older: int
+    source_hash: str
     pictures: dict[str, str] = field(default_factory=dict)
 
 
-def write_pages(places: Places) -> Made:
+def write_pages(places: Places) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
     # The code may have changed while a long run went on: rows are held against what it is now.
-    tidy.source_hash.cache_clear()
+    provenance.forget()
     pages = [page for name in EXPERIMENTS if (page := make_page(places, name))]
-    current = tidy.source_hash()
-    made: Made = []
+    made: Written = []
     for page in pages:
         for name, picture in page.pictures.items():
             tidy.write_text(places.figures / f"{name}.svg", picture)
         path = places.reports / f"{page.name}.md"
-        tidy.write_text(path, render("page.md.j2", page=page, current=current, stale=STALE))
+        tidy.write_text(path, render("page.md.j2", page=page, stale=STALE))
         made.append((f"{page.name}: page", shown(path)))
     for template, name in (("index.html.j2", "index.html"), ("README.md.j2", "README.md")):
         path = places.reports / name
-        tidy.write_text(path, render(template, pages=pages, current=current, stale=STALE))
+        tidy.write_text(path, render(template, pages=pages, stale=STALE))
         made.append(("report", shown(path)))
     return made
 
@@ -100,13 +101,14 @@ def make_page(places: Places, name: str) -> Page | None:
     rows = tidy.read(places.data / f"{name}.csv")
     if not rows:
         return None
-    module = importlib.import_module(EXPERIMENTS[name].page)
+    module = EXPERIMENTS[name].page_module()
     sections = module.sections(rows)
     runs = [run for run in read_runs(places.data / "environment.json").values() if run["experiment"] == name]
-    current = tidy.source_hash()
-    older = sum(row.source_hash != current for row in rows)
+    older = sum(not provenance.is_current(row) for row in rows)
     pictures = {drawing.name: svg(drawing.figure) for section in sections for drawing in section.drawings}
-    return Page(name, module.TITLE, sections, runs, len(rows), older, pictures)
+    return Page(
+        name, module.TITLE, sections, runs, len(rows), older, provenance.experiment_hash(name), pictures
+    )
 
 
 def render(template: str, **values: object) -> str:

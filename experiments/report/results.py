@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ao_lab.config.recipe import INTEGER, named
-from experiments.harness.rows import Row, source_hash, table_parts
+from experiments.harness.provenance import is_current
+from experiments.harness.rows import Row, table_parts
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -63,8 +64,7 @@ class Results:
     @property
     def stale_methods(self) -> frozenset[str]:
         """Methods with rows that are older than the code."""
-        current = source_hash()
-        return frozenset(row.method for row in self.rows if row.source_hash != current)
+        return frozenset(row.method for row in self.rows if not is_current(row))
 
 
 def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -61,7 +62,6 @@ class Test:
     """All checks of one function in one family."""
 
     name: str
-    kernel: str
     status: str = "skipped"
     count: int = 0
     different: int = 0
@@ -87,7 +87,7 @@ class Test:
         """What the terminal shows."""
         return (
             f"{self.status:9} {self.name:28} {self.count:15,} values {self.cases:7,} calls {self.different:10,} different "
-            f"in {self.failed:,} calls, {self.handed_on:,} by the reference {self.seconds:8.1f} s  {self.kernel}"
+            f"in {self.failed:,} calls, {self.handed_on:,} by the reference {self.seconds:8.1f} s"
         )
 
 
@@ -98,6 +98,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--only", default="", help="only jobs whose 'family label' holds this, or one of these: a,b"
+    )
+    parser.add_argument("--families", help="only these families, by name: a,b")
+    parser.add_argument(
+        "--functions", default="", help="and families with a job for one of these functions: a,b"
+    )
+    parser.add_argument(
+        "--journal", type=Path, help="finished jobs, a line each; those that it has are not run"
     )
     parser.add_argument("--quick", action="store_true", help=f"the same as --fraction {QUICK}")
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs and repetitions")
@@ -128,11 +135,17 @@ def main(arguments: list[str] | None = None) -> int:
         for job in all_jobs(settings)
         if any(part in f"{job.family} {job.label}" for part in options.only.split(","))
     ]
+    chosen = of_families(chosen, options.families, options.functions)
+    if options.journal:
+        chosen = unfinished(chosen, options.journal)
+        if not chosen:
+            say("every job is finished")
+            return 0
     say(f"{len(chosen)} jobs on {options.workers} processes, device {options.device}")
     start = time.perf_counter()
     slowest: list[tuple[float, str]] = []
     results = noted(run_jobs(chosen, settings, options.workers, options.seconds), slowest)
-    tests = collect(results, chosen, kernel_files(options.fast))
+    tests = collect(journaled(results, options.journal), chosen)
     report(tests, options, time.perf_counter() - start, sorted(slowest, reverse=True)[:SLOWEST])
     bad = ("error", "different") if options.allow_missing else ("error", "different", "missing")
     return int(not chosen or any(test.status in bad for test in tests))
@@ -150,13 +163,48 @@ def all_jobs(settings: Settings) -> list[Job]:
     return [job for module in FAMILIES for job in module.jobs(settings)]
 
 
-def kernel_files(name: str) -> dict[str, str]:
-    """Which file holds the kernel of a function, if the module says so."""
-    module = __import__(name)
-    return dict(getattr(module, "KERNEL_OF", {}))
+def of_families(jobs: list[Job], families: str | None, functions: str) -> list[Job]:
+    """The jobs of some families: those named, and those with a job for one of some functions; all, if none are named."""
+    if families is None:
+        return jobs
+    wanted = {*families.split(","), *(job.family for job in jobs if job.function in functions.split(","))}
+    return [job for job in jobs if job.family in wanted]
 
 
-def collect(results: Iterable[Done], jobs: list[Job], files: dict[str, str]) -> list[Test]:
+def unfinished(jobs: list[Job], journal: Path) -> list[Job]:
+    """The jobs that a journal lacks; how many there are of each family is written into it."""
+    sizes = dict(Counter(job.family for job in jobs))
+    lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
+    done = {(found.get("family"), found.get("label")) for found in map(parsed, lines)}
+    with journal.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"families": sizes}) + "\n")
+    return [job for job in jobs if (job.family, job.label) not in done]
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """A line of a journal; nothing for one that a kill cut short."""
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return {}
+
+
+def journaled(results: Iterable[Done], journal: Path | None) -> Iterator[Done]:
+    """Pass results on; those of jobs that ran to their end are in the journal when the next one comes."""
+    for done in results:
+        if journal and not done.late:
+            tests = collect([done], [done.job], shows=False)
+            line = {
+                "family": done.job.family,
+                "label": done.job.label,
+                "tests": [vars(test) for test in tests],
+            }
+            with journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        yield done
+
+
+def collect(results: Iterable[Done], jobs: list[Job], shows: bool = True) -> list[Test]:
     """Sum up by family and function; a family's lines appear when its last job is done."""
     left = {family: sum(job.family == family for job in jobs) for family in {job.family for job in jobs}}
     tests: dict[str, Test] = {}
@@ -164,10 +212,10 @@ def collect(results: Iterable[Done], jobs: list[Job], files: dict[str, str]) -> 
         share = done.seconds / max(1, len(done.checks))
         for check in done.checks:
             name = f"{done.job.family}/{check.function}"
-            test = tests.setdefault(name, Test(name, files.get(check.function, "fast")))
+            test = tests.setdefault(name, Test(name))
             test.add(check, share)
         left[done.job.family] -= 1
-        if not left[done.job.family]:
+        if shows and not left[done.job.family]:
             show([test for name, test in tests.items() if name.startswith(f"{done.job.family}/")])
     return list(tests.values())
 

@@ -33,12 +33,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from experiments.harness.rows import Row, hash_files, source_hash, table_name, write, write_text
+from experiments.harness.provenance import experiment_hash
+from experiments.harness.rows import Row, hash_files, table_name, write, write_text
 from reference.formats.encode import encode
 from reference.formats.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "reports" / "data"
+EXPERIMENT = "exhaustive_float32"
 CHUNK = 1 << 24
 CHUNKS = (1 << 32) // CHUNK
 NAMES = ("float8_e4m3fn", "float8_e5m2")
@@ -162,7 +164,7 @@ def summarize(chunks: list[Chunk]) -> tuple[list[Row], list[str]]:
 def row(name: str, policy: str, metric: str, value: float) -> Row:
     """One number of the run."""
     return Row(
-        experiment="exhaustive_float32",
+        experiment=EXPERIMENT,
         table=table_name("float32", "full", f"ml_dtypes-{ml_dtypes.__version__}"),
         setting=policy,
         method=name,
@@ -171,7 +173,7 @@ def row(name: str, policy: str, metric: str, value: float) -> Row:
         unit=UNITS.get(metric, "codes"),
         device=f"cpu {platform.machine()} x{os.cpu_count()}",
         seed=0,
-        source_hash=source_hash(),
+        source_hash=experiment_hash(EXPERIMENT),
     )
 
 
@@ -184,7 +186,7 @@ def main() -> int:
     parser.add_argument("--jax", action="store_true", help="compare JAX under jit as well")
     parser.add_argument("--fresh", action="store_true", help="forget the chunks of earlier runs")
     arguments = parser.parse_args()
-    source_hash()  # of the code that the workers load now, whatever is edited while they work
+    experiment_hash(EXPERIMENT)  # of the code that the workers load now, whatever is edited while they work
     rows, digests = summarize(run(arguments.workers, arguments.jax, arguments.fresh))
     write(DATA / "exhaustive_float32.csv", rows)
     write_text(DATA / "exhaustive_float32.sha256", "\n".join(digests) + "\n")

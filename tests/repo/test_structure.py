@@ -143,12 +143,6 @@ def test_fast_mirrors_reference(name):
     assert positional(ours) == positional(specified)
 
 
-def test_kernels_of_fast_exist():
-    """`fast.KERNEL_OF` names functions of fast, and files that hold kernels."""
-    assert set(fast.KERNEL_OF) <= set(fast.__all__)
-    assert [path for path in fast.KERNEL_OF.values() if ".jit\n" not in (ROOT / path).read_text()] == []
-
-
 def test_reference_is_tested():
     """Every reference/x/y.py has tests/reference/x/test_y.py, or a stated other file; a stand-in only where there is none."""
     tests = ROOT / "tests" / "reference"

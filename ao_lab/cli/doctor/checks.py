@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ao_lab.cli import plugins
 from ao_lab.cli.doctor.devices import cpu_found, gpu_found, limits, torch_of
 from ao_lab.cli.terminal.output import print_json, print_table
-from ao_lab.install import shadowing as neighbours
 from ao_lab.install.extras import is_clone, pip_install
 
 # What a broken or half-installed library raises when it is first used.
@@ -230,11 +230,9 @@ def probe_jit() -> str:
 
 
 def probe_experiments() -> str:
-    """The experiments import, and the text that they train on is here."""
-    neighbours.check("experiments")
-    experiments = importlib.import_module("experiments")
-    if not callable(experiments.reproduce):
-        raise WrongBits("experiments.reproduce is no function")
+    """The commands of the experiments import, and the text that they train on is here."""
+    for target in plugins.registered().values():
+        plugins.load(target)
     if importlib.util.find_spec("sympy") is None:
         raise Unavailable("sympy, whose source is the text to train on, is not installed")
     return "importable, the text to train on is here"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from experiments.harness.provenance import is_current
 from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import PEERS
 from experiments.kernels.cases.all_cases import CASES
@@ -26,7 +27,7 @@ class Against:
     peer: str
     ratio: float | None
     status: str
-    source_hash: str = ""
+    is_current: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Line:
     values: dict[str, float]
     bars: tuple[Bar, ...]
     against: tuple[Against, ...] = ()
-    source_hash: str = ""
+    is_current: bool = True
 
     @property
     def ok(self) -> bool:
@@ -123,7 +124,7 @@ def line(place: tuple[str, str], found: Found, peers: Results | None) -> Line:
         if row.metric.startswith("bar: ")
     )
     beside = against(peers, f"{case}, {shape}") if peers else ()
-    return Line(case, shape, status_of(rows), values, bars, beside, rows[0].source_hash)
+    return Line(case, shape, status_of(rows), values, bars, beside, is_current(rows[0]))
 
 
 def status_of(rows: Sequence[Row]) -> str:
@@ -141,7 +142,7 @@ def against(peers: Results, setting: str) -> tuple[Against, ...]:
     order = [peer.name for peer in PEERS]
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
     return tuple(
-        Against(name, peers.value(setting, name, "ratio"), status_of(rows[name]), rows[name][0].source_hash)
+        Against(name, peers.value(setting, name, "ratio"), status_of(rows[name]), is_current(rows[name][0]))
         for name in names
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from experiments.harness.rows import Row, source_hash
+from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import PEERS
 from experiments.kernels.cases.case import SMALL
 from experiments.kernels.report.jax_page import jax_sections
@@ -181,9 +181,9 @@ def peer_table(lines: Sequence[Line]) -> Table:
 
 
 def compared(line: Line, one: Against) -> str:
-    """A peer's cell: the ratio, or why there is none; marked where it is of another run than its line's own row."""
+    """A peer's cell: the ratio, or why there is none; marked where it is older than the code."""
     words = one.status if one.ratio is None else number(one.ratio, 2)
-    return words if one.source_hash == line.source_hash else f"{words} {STALE}"
+    return words if one.is_current else f"{words} {STALE}"
 
 
 def faster_peers(line: Line) -> str:
@@ -193,5 +193,4 @@ def faster_peers(line: Line) -> str:
 
 def stale(lines: Sequence[Line]) -> frozenset[str]:
     """Cases with rows that are older than the code."""
-    current = source_hash()
-    return frozenset(line.case for line in lines if line.source_hash != current)
+    return frozenset(line.case for line in lines if not line.is_current)

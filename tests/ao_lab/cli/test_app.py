@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from ao_lab import __version__
+from ao_lab.cli import plugins
 from ao_lab.cli.app import main
 from ao_lab.cli.formats import bit_fields
 from ao_lab.cli.terminal.output import number, strict
@@ -161,14 +161,7 @@ def test_strict_json_has_no_nan():
 
 def fake_experiments(monkeypatch, reproduce):
     """Stand in for the experiments, which take minutes."""
-    from experiments import Places
-
-    module = types.ModuleType("experiments")
-    module.__file__ = str(ROOT / "experiments" / "__init__.py")
-    module.EXPERIMENTS = {"formats": None, "ptq": None}
-    module.Places = Places
-    module.reproduce = reproduce
-    monkeypatch.setitem(sys.modules, "experiments", module)
+    monkeypatch.setattr("experiments.harness.run.reproduce", reproduce)
 
 
 def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
@@ -226,11 +219,7 @@ def test_faults_keep_their_traceback(monkeypatch):
 
 def test_reproduce_of_some_configurations(monkeypatch, capsys):
     calls = []
-    import experiments
-
-    monkeypatch.setattr(
-        experiments, "reproduce", lambda names, **options: calls.append(options["only"]) or []
-    )
+    fake_experiments(monkeypatch, lambda names, **options: calls.append(options["only"]) or [])
     assert main(["reproduce", "decode", "--device", "cpu", "--only", "int8wo", "--only", "torchao"]) == 0
     assert calls == [["int8wo", "torchao"]]
     capsys.readouterr()
@@ -241,3 +230,38 @@ def test_reproduce_of_some_configurations(monkeypatch, capsys):
         code, err = complaint(capsys, "reproduce", *arguments)
         assert code == 2
         assert word in err
+
+
+def test_commands_that_other_packages_register_are_listed_and_run(tmp_path, monkeypatch, capsys):
+    """By their entry points: `ao_lab` names none of them, and a clone needs no installation."""
+    assert set(plugins.registered()) >= {"reproduce", "bench", "ledger"}
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in ("formats", "doctor", "reproduce", "bench", "ledger"):
+        assert f" {name} " in out
+    (tmp_path / "my_commands.py").write_text(
+        'def greet(name: str = "you") -> None:\n    """Say hello."""\n    print("hello", name)\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "registered", lambda: {"greet": "my_commands:greet"})
+    assert main(["greet", "--name", "world"]) == 0
+    assert capsys.readouterr().out == "hello world\n"
+    assert main(["--help"]) == 0
+    assert "Say hello." in capsys.readouterr().out
+
+
+def test_a_command_that_cannot_be_imported_stops_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(plugins, "registered", lambda: {"lost": "no_such_package:run"})
+    assert main(["--help"]) == 0
+    assert "no_such_package" in capsys.readouterr().out
+    code, err = complaint(capsys, "lost")
+    assert code == 1
+    assert "no_such_package" in err
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from ao_lab.cli.app import main; main(['--help'])\n"
+    code += "heavy = {'torch', 'jax', 'pandas', 'numpy', 'matplotlib'}\n"
+    code += "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"

@@ -18,7 +18,8 @@ import torch
 from experiments.data import corpus
 from experiments.formats import page as formats_page
 from experiments.formats import run as formats
-from experiments.harness import registry, settings
+from experiments.harness import registry
+from experiments.harness import run as harness_run
 from experiments.harness.paths import Places
 from experiments.harness.rows import PARTIAL, read
 from experiments.harness.settings import Settings
@@ -54,7 +55,7 @@ def run(folder):
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        registry.reproduce(NAMES, places=Places(folder / "cache", folder / "reports"))
+        harness_run.reproduce(NAMES, places=Places(folder / "cache", folder / "reports"))
         code = 0
     finally:
         os._exit(code)
@@ -94,7 +95,7 @@ def length_of(folder):
 def main(folder, kills, seed):
     """Kill so many runs; what was seen."""
     torch.set_num_threads(1)
-    settings.settings_for = tiny_settings
+    harness_run.settings_for = tiny_settings
     # Naming ptq runs its parts as well, which take minutes.
     registry.chosen = lambda tables: list(tables)
     training_checkpoint.Checkpoint.__init__.__defaults__ = (None, 0.0)

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from experiments.harness import registry
 from experiments.harness.environment import record_run, run_name
 from experiments.harness.lock import NAME, Busy
-from experiments.harness.paths import Places
+from experiments.harness.paths import Places, shown
 from experiments.harness.rows import PARTIAL, ROOT
 from tests.experiments.harness import tiny
 
@@ -77,9 +76,9 @@ def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch)
     """All rows were measured, and the record there is of older code."""
     places, settings = Places(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
     name = run_name("formats", "quick", "cpu")
-    monkeypatch.setattr("experiments.harness.environment.source_hash", lambda: "then")
+    monkeypatch.setattr("experiments.harness.environment.experiment_hash", lambda name: "then")
     path = record_run(places, "formats", settings, 1.0, 5, 0)
-    monkeypatch.setattr("experiments.harness.environment.source_hash", lambda: "now")
+    monkeypatch.setattr("experiments.harness.environment.experiment_hash", lambda name: "now")
     record_run(places, "formats", settings, 2.0, 5, 5)
     record = json.loads(path.read_text())[name]
     assert (record["source_hash"], record["rows_from_an_interrupted_run"]) == ("now", 5)
@@ -101,4 +100,4 @@ def test_reports_and_cache_lie_in_the_clone_or_with_the_user(tmp_path, monkeypat
     monkeypatch.setenv("AO_LAB_REPORTS", str(tmp_path / "r"))
     assert Places.default() == Places(tmp_path / "xdg" / "ao_lab", tmp_path / "r")
     assert Places.default(tmp_path / "given").reports == tmp_path / "given"
-    assert registry.shown(tmp_path / "given") == "given"
+    assert shown(tmp_path / "given") == "given"

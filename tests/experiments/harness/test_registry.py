@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+import experiments
 from experiments import EXPERIMENTS
 from experiments.data.errors import Error, mean_and_error
 from experiments.formats import run as formats
-from experiments.harness import registry
+from experiments.harness import provenance, registry
+from experiments.harness import run as harness_run
 from experiments.harness.paths import Places
 from experiments.harness.rows import ROOT, Journal, read
 from experiments.harness.settings import settings_for
@@ -126,7 +128,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
     assert registry.chosen(["decode"]) == ["decode"]
     with pytest.raises(ValueError, match="only the table 'decode'"):
-        registry.reproduce(["ptq"], only=["int8wo"])
+        harness_run.reproduce(["ptq"], only=["int8wo"])
     with pytest.raises(ValueError, match="quick, full"):
         settings_for("medium", "cpu", tmp_path)
     with pytest.raises(ValueError, match="cpu, cuda"):
@@ -135,14 +137,68 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
 
 def test_a_run_is_published_with_its_environment(tmp_path):
     places = Places(tmp_path / "cache", tmp_path / "reports")
-    made = registry.run_one("formats", tiny.settings(tmp_path), places)
+    made = harness_run.run_one("formats", tiny.settings(tmp_path), places)
     assert len(read(places.data / "formats.csv")) > 0
     assert (places.data / f"{tiny.corpus().name}.json").exists()
     assert "environment.json" in made[1][1]
     recorded = (places.data / "environment.json").read_text()
-    again = registry.run_one("formats", tiny.settings(tmp_path), places)
+    again = harness_run.run_one("formats", tiny.settings(tmp_path), places)
     assert "0 of them measured now" in again[0][0]
     assert (places.data / "environment.json").read_text() == recorded
+
+
+FOLDER = {
+    "__init__.py": "from experiments.harness.registry import Experiment\n\nEXPERIMENT = Experiment(order=15, trained=False)\n",
+    "run.py": """
+from experiments.dropped_in.double import double
+
+def subject(settings):
+    return "x"
+
+def run(settings, journal):
+    journal.add([settings.row("dropped_in", "k", "d", "s", "m", "value", double(21), "")])
+    return journal.rows
+""",
+    "double.py": "def double(x):\n    return 2 * x\n",
+    "page.py": """
+from experiments.report.pages import Section
+
+TITLE = "A new experiment"
+
+def sections(rows):
+    return [Section("Found", [f"It is {rows[0].value:.0f}."])]
+""",
+}
+
+
+def test_an_experiment_is_a_folder(tmp_path, monkeypatch):
+    """Dropped in, it is listed, run and shown; what it measures with ages its rows, and nothing else does."""
+    folder = tmp_path / "experiments" / "dropped_in"
+    folder.mkdir(parents=True)
+    for name, text in FOLDER.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder.parent)])
+    for name in ("", ".run", ".double", ".page"):
+        monkeypatch.delitem(sys.modules, f"experiments.dropped_in{name}", raising=False)
+    found = registry.discover()
+    assert list(found)[:3] == ["formats", "dropped_in", "ptq"]
+    monkeypatch.setitem(EXPERIMENTS, "dropped_in", found["dropped_in"])
+    # Its source is looked for in this clone; here it stands in for `experiments`.
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    provenance.forget()
+    places = Places(tmp_path / "cache", tmp_path / "reports")
+    made = dict(harness_run.reproduce(["dropped_in"], device="cpu", places=places))
+    assert "dropped_in: 1 rows, 1 of them measured now, in 0 s" in made
+    assert "It is 42." in (places.reports / "dropped_in.md").read_text()
+    again = dict(harness_run.reproduce(["dropped_in"], device="cpu", places=places))
+    assert "dropped_in: 1 rows, 0 of them measured now, in 0 s" in again
+    (folder / "page.py").write_text(FOLDER["page.py"] + "# a comment\n")
+    (folder / "double.py").write_text("def double(y):\n    return y + y\n")
+    provenance.forget()
+    (row,) = read(places.data / "dropped_in.csv")
+    assert not provenance.is_current(row)
+    monkeypatch.undo()
+    provenance.forget()
 
 
 def test_importing_the_package_is_quick_and_the_command_answers():

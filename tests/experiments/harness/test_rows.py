@@ -1,15 +1,12 @@
 """Rows: nothing lost, nothing doubled, files whole."""
 
-import ast
 import importlib.metadata
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from experiments.harness import provenance
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Places
 from experiments.harness.registry import EXPERIMENTS
@@ -23,6 +20,7 @@ from experiments.harness.rows import (
     with_unreached,
     write,
 )
+from tests.experiments.harness import tiny
 
 
 def row(method="a", value=1.5, table="quality/quick/x", **other):
@@ -39,6 +37,11 @@ def row(method="a", value=1.5, table="quality/quick/x", **other):
         "source_hash": "now",
     }
     return Row(**{**values, **other})
+
+
+def of(code):
+    """Whether a row is of some code."""
+    return lambda row: row.source_hash == code
 
 
 def test_rows_survive_a_round_trip(tmp_path):
@@ -63,9 +66,9 @@ def test_wrong_columns_are_named(tmp_path):
 
 def test_a_journal_resumes_and_doubles_nothing(tmp_path):
     path = tmp_path / "journal.csv"
-    first = Journal(path, "now")
+    first = Journal(path, of("now"))
     first.add([row("a"), row("b")])
-    again = Journal(path, "now")
+    again = Journal(path, of("now"))
     assert again.finished("quality/quick/x", "weights", "a")
     assert not again.finished("quality/quick/x", "weights", "c")
     again.add([row("b", 2.0), row("c")])
@@ -74,9 +77,17 @@ def test_a_journal_resumes_and_doubles_nothing(tmp_path):
 
 def test_rows_of_older_code_are_measured_again(tmp_path):
     path = tmp_path / "journal.csv"
-    Journal(path, "then").add([row("a", source_hash="then")])
-    assert not Journal(path, "now").finished("quality/quick/x", "weights", "a")
-    assert Journal(path, "then").finished("quality/quick/x", "weights", "a")
+    Journal(path, of("then")).add([row("a", source_hash="then")])
+    assert not Journal(path, of("now")).finished("quality/quick/x", "weights", "a")
+    assert Journal(path, of("then")).finished("quality/quick/x", "weights", "a")
+
+
+def test_published_rows_need_not_be_measured_again(tmp_path):
+    """Those of this code; what the journal has of its own comes first."""
+    path = tmp_path / "journal.csv"
+    Journal(path, of("now")).add([row("a", 2.0)])
+    made = Journal(path, of("now"), [row("a"), row("b"), row("c", source_hash="then")])
+    assert [(one.method, one.value) for one in made.rows] == [("a", 2.0), ("b", 1.5)]
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -123,65 +134,47 @@ def test_what_the_time_did_not_reach_keeps_its_rows():
     assert with_unreached([*late, row("c", 2.0)], before) == [late[1], row("c", 2.0), *before[:2]]
 
 
-def test_pages_and_figures_make_no_row_older(monkeypatch):
-    def changed(name):
-        path = tidy.ROOT / name
-        assert path.is_file()
-        asked = []
-        monkeypatch.setattr(tidy, "hash_files", lambda paths: asked.extend(paths) or "hash")
-        tidy.source_hash.__wrapped__()
-        return path in asked
-
-    readers = ("pages.py", "decode_page.py", "kernels/page.py", "kernels/jax_page.py", "kernels/lines.py")
-    assert not any(changed(f"experiments/{name}") for name in (*readers, "plots.py", "decode_bars.py"))
-    for name in (
-        "experiments/decode/run.py",
-        "experiments/harness/timing.py",
-        "fast/formats/pack.py",
-        "ao_lab/cli/app.py",
-    ):
-        assert changed(name), name
-
-
-def test_only_what_publishes_uses_what_reads_rows():
-    """Inside functions, too: the next test sees what is imported at once."""
-    readers = {path.stem for path in (tidy.ROOT / "experiments").rglob("*.py") if tidy.is_reader(path)}
-    found = {}
-    for path in (tidy.ROOT / "experiments").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {part for node in ast.walk(tree) for name in imported(node) for part in name.split(".")}
-        if names & readers and not tidy.is_reader(path):
-            found[path.relative_to(tidy.ROOT / "experiments").as_posix()] = names & readers
-    assert found == {
-        "kernels/bench.py": {"lines", "pages"},
-        "ledger.py": {"lines"},
-        "registry.py": {"pages"},
-    }
-
-
-def imported(node):
-    """Modules, and names from modules of `experiments`, of an import anywhere."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
-
-
-def test_what_makes_rows_uses_nothing_that_reads_them():
-    """Otherwise a change that makes other rows might not make those of before older."""
-    modules = [experiment.measure for experiment in EXPERIMENTS.values()]
-    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
-    script += "for module in list(sys.modules.values()): print(getattr(module, '__file__', ''))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tidy.ROOT
+def test_pages_and_figures_make_no_row_older():
+    """What reads rows, writes files or speaks to a terminal is not in the closure of any experiment; what measures is."""
+    read_only = ("experiments.report", "experiments.commands", "experiments.ledger", "ao_lab.cli")
+    for name in EXPERIMENTS:
+        modules = provenance.closure(provenance.experiment_roots(name)).modules
+        assert f"experiments.{name}.run" in modules
+        assert [module for module in modules if module.startswith(read_only) or module.endswith("page")] == []
+    kernels = provenance.closure(provenance.experiment_roots("kernels")).modules
+    assert {"experiments.harness.timing", "fast.quantize.quantize", "fast.matmul.linear"} <= set(kernels)
+    assert (
+        "ao_lab.tensor.quantized_tensor" in provenance.closure(provenance.experiment_roots("decode")).modules
     )
-    loaded = {Path(line) for line in done.stdout.splitlines() if line.startswith(str(tidy.ROOT))}
-    assert tidy.ROOT / "experiments" / "decode.py" in loaded
-    assert [path for path in loaded if tidy.is_reader(path)] == []
 
 
-def test_the_source_hash_is_of_code_and_nothing_else(tmp_path):
+def test_every_published_row_says_whether_it_is_current():
+    """Rows of no experiment, of a case or of a peer that does not exist are stale."""
+    kernels = {"experiment": "kernels", "table": "kernels/full/random-normal", "setting": "16384x4096"}
+    known = row("quantize.mxfp4", **kernels)
+    right = replace(
+        known, source_hash=provenance.row_hash("kernels", "kernels", "16384x4096", "quantize.mxfp4")
+    )
+    peer = provenance.row_hash("kernels", "peers", "quantize.mxfp4, 16384x4096", "torchao")
+    assert len({right.source_hash, peer, provenance.experiment_hash("kernels")}) == 3
+    assert [provenance.is_current(one) for one in (known, right)] == [False, True]
+    assert provenance.row_hash("kernels", "kernels", "16384x4096", "quantize.gone") == ""
+    assert provenance.row_hash("kernels", "peers", "quantize.mxfp4, 16384x4096", "nobody") == ""
+    assert provenance.row_hash("gone", "kernels", "16384x4096", "quantize.mxfp4") == ""
+
+
+def test_a_row_has_the_hash_of_its_own_code(tmp_path):
+    """Of two kernels, each has that of its own; a scheme of `formats` that of the experiment."""
+    settings = tiny.settings(tmp_path)
+    cases = ("encode.float8_e4m3fn", "linear.int8_rowwise")
+    made = [settings.row("kernels", "kernels", "x", "16384x4096", name, "time", 1.0, "us") for name in cases]
+    assert len({one.source_hash for one in made}) == 2
+    one = settings.row("formats", "synthetic", "x", "normal", "mxfp4", "m", 1.0, "dB")
+    assert one.source_hash == provenance.experiment_hash("formats")
+    assert provenance.is_current(one)
+
+
+def test_files_are_hashed_by_name_and_text(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.py").write_text("y = 1\n")
     files = [tmp_path / "b.py", tmp_path / "a.py"]
@@ -191,8 +184,7 @@ def test_the_source_hash_is_of_code_and_nothing_else(tmp_path):
     assert tidy.hash_files(files, tmp_path) == first
     (tmp_path / "a.py").write_text("x = 2\n")
     assert tidy.hash_files(files, tmp_path) != first
-    assert all((tidy.ROOT / package).is_dir() for package in tidy.PACKAGES)
-    assert isinstance(tidy.ROOT, Path)
+    assert all((tidy.ROOT / package).is_dir() for package in provenance.PACKAGES)
 
 
 def test_table_names_have_three_parts():

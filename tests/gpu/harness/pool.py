@@ -43,6 +43,8 @@ class Done:
     checks: list[Check]
     seconds: float
     lost: bool = False
+    #: Whether the time for all jobs was over before it was done: it says nothing of the job.
+    late: bool = False
 
 
 def perform(job: Job, settings: Settings, fast: Any = None) -> Done:
@@ -106,7 +108,9 @@ class Worker:
             self.process.join()
             return self._failed(f"the process ended with exit code {self.process.exitcode}")
         if time.perf_counter() > min(self.since + TIMEOUT, deadline + GRACE):
-            return self._failed(f"no result after {time.perf_counter() - self.since:.0f} s")
+            done = self._failed(f"no result after {time.perf_counter() - self.since:.0f} s")
+            done.late = time.perf_counter() > deadline
+            return done
         return None
 
     def _failed(self, reason: str) -> Done:
@@ -147,7 +151,8 @@ def run_jobs(jobs: list[Job], settings: Settings, workers: int, seconds: float =
 
 def _not_started(job: Job) -> Done:
     """What is left when the time is over has failed: nobody may take it for tested."""
-    return Done(job, [Check(job.function, job.label, 0, 0, ["not started: the time was over"], "error")], 0.0)
+    check = Check(job.function, job.label, 0, 0, ["not started: the time was over"], "error")
+    return Done(job, [check], 0.0, late=True)
 
 
 def _round(pool: list[Worker], queue: list[Job], settings: Settings, deadline: float) -> Iterator[Done]:

@@ -1,7 +1,6 @@
 """`ao-lab bench`: time the kernels on this GPU, against the fewest bytes that they must move and against peers.
 
-The measuring is the experiments'. Of `experiments.kernels.bench` this uses `listing`, `has_device`, `choose`, `part`,
-`complete` and `plain`.
+`experiments.kernels.bench` measures.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ao_lab.cli.experiments import of_experiments, places
 from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
+from experiments.commands.folders import places
+from experiments.kernels import bench
 
 
 def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as_json: bool) -> None:
     """List the kernels, measure all of them and publish, or measure some and only show them."""
-    bench = of_experiments("experiments.kernels.bench")
     try:
         work = bench.choose(names, shapes)
     except ValueError as error:

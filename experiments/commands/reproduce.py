@@ -1,20 +1,17 @@
-"""`ao-lab reproduce`: hand over to the experiments and list what they wrote.
-
-Of `experiments` this uses `EXPERIMENTS`, a mapping whose keys are the names that users type, `Places`, the folders of a run,
-and `reproduce(names, scale, device, places, only)`, which measures, writes reports and returns what it wrote and where.
-"""
+"""`ao-lab reproduce`: hand over to the experiments and list what they wrote."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ao_lab.cli.experiments import of_experiments, places
 from ao_lab.cli.formats import known
 from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import say
 from ao_lab.cli.terminal.requirements import check_device
+from experiments.commands.folders import places
+from experiments.harness.registry import EXPERIMENTS
 
 
 def run_experiments(
@@ -27,9 +24,10 @@ def run_experiments(
     reports: Path | None = None,
 ) -> None:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout."""
-    experiments = of_experiments()
+    from experiments.harness.run import reproduce
+
     for name in names:
-        known(name, experiments.EXPERIMENTS, "experiment")
+        known(name, EXPERIMENTS, "experiment")
     check_device(device)
     more: dict[str, Any] = partly(names, only)
     folders = places(reports)
@@ -37,7 +35,7 @@ def run_experiments(
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
     ):
-        made = experiments.reproduce(names or None, scale=scale, device=device, places=folders, **more)
+        made = reproduce(names or None, scale=scale, device=device, places=folders, **more)
     if as_json:
         print_json([{"what": what, "where": where} for what, where in made])
     else:
@@ -51,7 +49,9 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
     if names != ["decode"]:
         raise WrongInput("--only names configurations of one experiment: ao-lab reproduce decode --only NAME")
     try:
-        of_experiments("experiments.decode.configs").chosen(tuple(only))
+        from experiments.decode.configs import chosen
+
+        chosen(tuple(only))
     except ValueError as error:
         raise WrongInput(f"--only: {error}") from error
     return {"only": only}

@@ -1,0 +1,81 @@
+"""Commands that packages above `ao_lab` bring: it names none of them and imports them by what they registered.
+
+A package registers a command as an entry point of the group "ao_lab.commands", in its pyproject.toml: ::
+
+    [project.entry-points."ao_lab.commands"]
+    reproduce = "experiments.commands.cli:reproduce"
+
+The value is a function with Typer's annotations. Of installed packages `importlib.metadata` knows the entry points; in a clone
+that is not installed ours are read from the same lines of its pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ao_lab.install import shadowing
+from ao_lab.install.extras import ROOT, is_clone
+
+GROUP = "ao_lab.commands"
+
+
+@cache
+def registered(root: Path = ROOT) -> dict[str, str]:
+    """Commands by name, each with the ``module:function`` that it is."""
+    found = {one.name: one.value for one in importlib.metadata.entry_points(group=GROUP)}
+    if is_clone(root):
+        with (root / "pyproject.toml").open("rb") as file:
+            found |= tomllib.load(file)["project"].get("entry-points", {}).get(GROUP, {})
+    return found
+
+
+def load(target: str) -> Any:
+    """The object of a ``module:function``; ImportError where a user's own file stands in the place of one of our packages."""
+    module, _, name = target.partition(":")
+    package = module.partition(".")[0]
+    if (ROOT / package).is_dir():
+        shadowing.check(package)
+    return getattr(importlib.import_module(module), name)
+
+
+class Commands(TyperGroup):
+    """Commands of `ao_lab`, then those that are registered, which are imported when they are looked at."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in registered() if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name, or None."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in registered():
+            return own
+        try:
+            function = load(registered()[cmd_name])
+        except ImportError as error:
+            function = unavailable(error)
+        made = typer.Typer(add_completion=False)
+        made.command(cmd_name)(function)
+        return typer.main.get_command(made)
+
+
+def unavailable(error: ImportError) -> Any:
+    """A command that says why it cannot be imported when it is called, so that the others can be."""
+
+    def command() -> None:
+        raise error
+
+    command.__doc__ = f"Not available: {error}"
+    return command
+
+
+__all__ = ["GROUP", "Commands", "load", "registered"]

@@ -1,0 +1,66 @@
+"""The one function that runs experiments: measure, resume, publish rows, write pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from experiments.harness import provenance, registry
+from experiments.harness.environment import record_run
+from experiments.harness.paths import Places, Written, shown
+from experiments.harness.rows import Journal, publish, read, with_others
+from experiments.harness.settings import Settings, settings_for
+
+
+def reproduce(
+    tables: Sequence[str] | None = None,
+    scale: str = "quick",
+    device: str | None = None,
+    places: Places | None = None,
+    only: Sequence[str] = (),
+) -> Written:
+    """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
+
+    tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
+    where torch sees one. places: the folders, by default `Places.default()`. only: configurations of `decode` to measure;
+    published rows of the others stay. Rows that an earlier run measured with the same code are not measured again: however a
+    run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.harness.lock.Busy` where
+    another process works in the folders; progress goes to stderr.
+    """
+    from ao_lab.cli.terminal.progress import lines
+    from experiments.report.pages import write_pages
+
+    names = registry.chosen(tables)
+    if only and names != ["decode"]:
+        raise ValueError("only the table 'decode' can be measured in parts; name it alone")
+    places = places or Places.default()
+    settings = replace(settings_for(scale, device, places.cache), only=tuple(only))
+    made: Written = []
+    with places.alone():
+        for name in names:
+            with lines(name):
+                made += run_one(name, settings, places)
+        with lines("pages"):
+            return made + write_pages(places)
+
+
+def run_one(name: str, settings: Settings, places: Places) -> Written:
+    """Measure one experiment, resuming where it broke off, and publish its rows."""
+    # The code as it is before the modules are imported: what is edited while they run is not what ran.
+    provenance.read_sources()
+    module = registry.EXPERIMENTS[name].run_module()
+    started = time.perf_counter()
+    path = places.journal(name, settings.scale, settings.device_name, module.subject(settings))
+    journal = Journal(path, provenance.is_current)
+    resumed = len(journal.rows)
+    rows = module.run(settings, journal)
+    path = places.data / f"{name}.csv"
+    publish(path, with_others(rows, read(path)) if settings.only else rows)
+    seconds = time.perf_counter() - started
+    recorded = record_run(places, name, settings, seconds, len(rows), resumed)
+    done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
+    return [(done, shown(path)), (f"{name}: environment", shown(recorded))]
+
+
+__all__ = ["reproduce", "run_one"]

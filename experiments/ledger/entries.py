@@ -1,0 +1,152 @@
+"""The entries of the ledger: a function with kernels, the code that it reaches, and whether what a GPU said of it still stands.
+
+An entry holds the hash of the definitions that its function reaches (the same rule as that of rows,
+`experiments.source.closure`), a short hash for each module among them (to say what changed), the modules whose kernels it
+launches, the date, the GPU, its driver and the library versions, and the outcome of its GPU tests. Its benchmarks are rows of
+``reports/data/kernels.csv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from experiments.harness import provenance
+from experiments.harness.rows import Row
+from experiments.source.closure import Closure
+
+Entries = dict[str, dict[str, Any]]
+#: What has kernels of its own besides the public functions: its module, and the first word of the families that test it.
+ROOMS = {"jax": ("ao_lab.jax", "jax"), "saturation": ("fast.quantize.saturation", "clipped")}
+#: Modules that are named as changed; of more, the number.
+NAMED = 4
+
+
+@cache
+def functions() -> dict[str, str]:
+    """Entries by name, with the dotted name that their code starts from: public functions that launch kernels, and ROOMS."""
+    import fast
+
+    public = {name: f"fast.{name}" for name in fast.__all__}
+    rooms = {name: module for name, (module, _) in ROOMS.items()}
+    return {name: root for name, root in {**public, **rooms}.items() if kernels_of(closure(root))}
+
+
+def closure(root: str) -> Closure:
+    """What a function reaches, as the code is now."""
+    return provenance.closure((root,))
+
+
+def kernels_of(reached: Closure) -> list[str]:
+    """Modules of the Triton functions among some definitions."""
+    return sorted({module for module, name in reached.numbers if name and is_kernel(reached, module, name)})
+
+
+def is_kernel(reached: Closure, module: str, name: str) -> bool:
+    """Whether a definition stands under a decorator called jit."""
+    found = reached.tree.module(module)
+    decorators = found.definitions[name].decorators if found else []
+    return any(ref.attributes[-1:] == ("jit",) and not ref.module.startswith("jax") for ref in decorators)
+
+
+def code_of(name: str) -> dict[str, Any]:
+    """The part of an entry that says which code it is about."""
+    reached = closure(functions()[name])
+    return {"source_hash": reached.hash, "kernels": kernels_of(reached), "modules": reached.modules}
+
+
+def entry_of(test: str) -> str:
+    """The entry that a test belongs to, by its name: ``family/function``."""
+    family, _, function = test.rpartition("/")
+    first = family.partition(" ")[0]
+    return next((name for name, (_, word) in ROOMS.items() if word == first), function)
+
+
+def is_fresh(name: str, entry: Mapping[str, Any] | None) -> bool:
+    """Whether a GPU tested the code as it is now."""
+    return entry is not None and entry["source_hash"] == closure(functions()[name]).hash
+
+
+def problem(name: str, entry: Mapping[str, Any] | None, benchmarks: Sequence[Row]) -> str:
+    """Why an entry does not stand, or nothing. `benchmarks`: rows of the cases that call the function."""
+    if entry is None:
+        return "missing: never tested on a GPU"
+    if not is_fresh(name, entry):
+        return "stale: " + changed(entry["modules"], closure(functions()[name]).modules)
+    tests = entry["tests"]
+    if tests["failed"]:
+        return f"failed: {len(tests['failed'])} of {tests['run']} tests ({', '.join(tests['failed'][:3])})"
+    if not tests["passed"]:
+        return f"untested: {tests['state']}"
+    return benchmark_problem(benchmarks)
+
+
+def benchmark_problem(rows: Sequence[Row]) -> str:
+    """What is wrong with the benchmarks of a function: results that differ, or rows of other code."""
+    wrong = sorted({row.method for row in rows if row.metric.startswith(("status: wrong", "status: error"))})
+    if wrong:
+        return f"failed: benchmarks {', '.join(wrong[:3])}"
+    stale = sorted({row.method for row in rows if not provenance.is_current(row)})
+    if stale:
+        return f"stale: {len(stale)} of {len({row.method for row in rows})} benchmarks, such as {stale[0]}"
+    return ""
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The modules that differ, in words."""
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    more = f" and {len(names) - NAMED} more modules" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more} changed" if names else "definitions moved"
+
+
+def outcome(tests: Iterable[Mapping[str, Any]], state: str) -> dict[str, Any]:
+    """Counts of some tests, and the names of those that did not pass."""
+    tests = list(tests)
+    ran = [one for one in tests if one["status"] != "skipped"]
+    failed = [one["name"] for one in ran if not passed(one)]
+    return {
+        "state": state if ran else f"no test of it ran ({state})",
+        "run": len(ran),
+        "passed": len(ran) - len(failed),
+        "failed": failed,
+        "compared": sum(int(one.get("count") or 0) for one in tests),
+        "different": sum(int(one.get("different") or 0) for one in tests),
+        # Calls that fast gave to the reference compare it with itself: they say nothing of a kernel.
+        "by_the_reference": sum(int(one.get("handed_on") or 0) for one in tests),
+        "families": sorted({one["name"].rpartition("/")[0] for one in tests}),
+    }
+
+
+def passed(test: Mapping[str, Any]) -> bool:
+    """Whether a test says that it passed and found no difference."""
+    return test["status"] == "ok" and not test.get("different")
+
+
+def benchmarks_of(name: str, rows: Iterable[Row]) -> list[Row]:
+    """Rows of the cases that measure a function: the first that they need."""
+    from experiments.kernels.cases.all_cases import CASES
+    from experiments.kernels.outcome import KERNELS
+
+    kind = "jax" if name == "jax" else KERNELS
+    mine = {case.name for case in CASES.values() if measured(case.needs[0]) == name}
+    return [row for row in rows if row.table.startswith(f"{kind}/") and (name == "jax" or row.method in mine)]
+
+
+def measured(need: str) -> str:
+    """The entry of a function that a case needs: of ``room.function`` the room."""
+    function = need.partition(":")[0]
+    return next((name for name in ROOMS if name in function.split(".")), function)
+
+
+__all__ = [
+    "ROOMS",
+    "Entries",
+    "benchmarks_of",
+    "code_of",
+    "entry_of",
+    "functions",
+    "is_fresh",
+    "outcome",
+    "problem",
+]

@@ -1,0 +1,425 @@
+"""One source file as its top-level definitions, each a text without names of its own; `closure` puts them together.
+
+A text is `ast.dump` in spirit: comments, docstrings, messages of exceptions, annotations of functions and import statements
+are left out, local variables are numbered, and every name from outside is a `Ref` that the reader of the text resolves.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+#: Decorators under which annotations say nothing that runs.
+PLAIN_DECORATORS = {
+    *("cache", "cached_property", "classmethod", "contextmanager", "inference_mode", "lru_cache"),
+    *("no_grad", "overload", "override", "property", "staticmethod", "wraps"),
+}
+#: Fields of syntax nodes that run nothing.
+UNREAD = frozenset(("ctx", "kind", "type_comment", "type_ignores", "type_params", "lineno"))
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+#: Syntax that binds a name which is no `ast.Name`.
+NAMING = (*FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A name from outside of a definition: attributes of a module, by its dotted name."""
+
+    module: str
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass
+class Definition:
+    """The text of one top-level definition in pieces, and the modules that it imports when it runs.
+
+    decorators: what its decorators are; the module itself for torch's table of operators. Other statements have none.
+    """
+
+    module: str
+    pieces: list[str | Ref] = field(default_factory=list)
+    loads: set[str] = field(default_factory=set)
+    decorators: list[Ref] = field(default_factory=list)
+
+    @property
+    def refs(self) -> list[Ref]:
+        """What it uses, in order."""
+        return [piece for piece in self.pieces if isinstance(piece, Ref)]
+
+    def text(self, name: Callable[[Ref], str]) -> str:
+        """The text, with what `name` says for each use."""
+        return "".join(piece if isinstance(piece, str) else f"<{name(piece)}>" for piece in self.pieces)
+
+
+@dataclass
+class FileDefinitions:
+    """What a file defines, runs, imports and loads."""
+
+    definitions: dict[str, Definition] = field(default_factory=dict)
+    effects: list[Definition] = field(default_factory=list)
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    loads: frozenset[str] = frozenset()
+
+
+def definitions_of(source: str, module: str, is_package: bool) -> FileDefinitions:
+    """Read one file. `module` is its dotted name, which relative imports start from."""
+    body = list(top_level(ast.parse(source).body))
+    made = FileDefinitions()
+    loads: set[str] = set()
+    for node in imports_of(body):
+        made.imports.update(bound_by(node, module, is_package))
+        loads.update(loaded_by(node, module, is_package))
+    made.loads = frozenset(loads)
+    by_text = "import_module" in source
+    names = {name for node in body for name in bound_at_top(node)}
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Pass)):
+            continue
+        bound = list(bound_at_top(node))
+        if "__all__" in bound or is_main(node):
+            continue
+        writer = Writer(module, is_package, names, made.imports, by_text)
+        definition = writer.definition(node)
+        for name in bound:
+            known = made.definitions.get(name)
+            made.definitions[name] = joined(known, definition) if known else definition
+        if not bound or definition.decorators:
+            made.effects.append(definition)
+    return made
+
+
+def joined(first: Definition, second: Definition) -> Definition:
+    """Two statements that define one name."""
+    return Definition(first.module, [*first.pieces, ";", *second.pieces], first.loads | second.loads, [])
+
+
+def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import: no docstrings, nothing that only type checkers read."""
+    for node in body:
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            yield from top_level(node.orelse)
+        elif not is_text(node):
+            yield node
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    """Whether a condition is TYPE_CHECKING."""
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a text alone, as docstrings are."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def is_main(node: ast.stmt) -> bool:
+    """Whether a statement is what a module does as a program."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def imports_of(body: Iterable[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run with the module, those of its compound statements too."""
+    pending: list[ast.AST] = list(body)[::-1]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and is_type_checking(node.test):
+            pending += node.orelse[::-1]
+        elif not isinstance(node, SCOPES):
+            pending += list(ast.iter_child_nodes(node))[::-1]
+
+
+def source_of(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The module that ``from ... import`` names, dots resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def bound_by(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> dict[str, tuple[str, str]]:
+    """Names that an import binds, with the module and its attribute ("" for a module itself)."""
+    if isinstance(node, ast.ImportFrom):
+        source = source_of(node, module, is_package)
+        return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+    return {
+        alias.asname or alias.name.partition(".")[0]: (
+            alias.name if alias.asname else alias.name.partition(".")[0],
+            "",
+        )
+        for alias in node.names
+    }
+
+
+def loaded_by(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> set[str]:
+    """Modules that an import may run; names that are no modules among them do no harm."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    source = source_of(node, module, is_package)
+    return {source, *(f"{source}.{alias.name}" for alias in node.names)}
+
+
+def bound_at_top(node: ast.AST) -> Iterator[str]:
+    """Names that a top-level statement defines, but for those that it imports."""
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        yield node.name
+        return
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    if not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        for child in ast.iter_child_nodes(node):
+            yield from bound_at_top(child)
+
+
+def local_names(function: ast.AST) -> tuple[set[str], list[ast.Import | ast.ImportFrom]]:
+    """Variables of a function, and of those inside it, that no caller can name (neither parameters nor members of classes);
+    and the imports inside."""
+    bound: set[str] = set()
+    named: set[str] = set()
+    imports: list[ast.Import | ast.ImportFrom] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Load):
+                bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            named.add(node.arg)
+        elif isinstance(node, NAMING):
+            if node is not function and node.name:
+                bound.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                named.update(name for one in node.body for name in bound_at_top(one))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+        elif isinstance(node, ast.Global):
+            named.update(node.names)
+    return bound - named, imports
+
+
+class Writer:
+    """Writes the text of one top-level statement."""
+
+    def __init__(
+        self,
+        module: str,
+        is_package: bool,
+        names: set[str],
+        imports: dict[str, tuple[str, str]],
+        by_text: bool,
+    ) -> None:
+        self.module, self.is_package, self.by_text = module, is_package, by_text
+        self.names, self.imports = names, dict(imports)
+        self.locals: dict[str, str] = {}
+        self.local: set[str] = set()
+        self.depth, self.annotated = 0, True
+        self.made = Definition(module)
+
+    def definition(self, node: ast.stmt) -> Definition:
+        """The text of a statement, its imports, and the decorators that take it in."""
+        self.write(node)
+        self.made.pieces = list(merged(self.made.pieces))
+        for decorator in getattr(node, "decorator_list", ()):
+            ref, _ = self.lookup(decorator.func if isinstance(decorator, ast.Call) else decorator)
+            if ref is None:
+                continue
+            if ref.module == "torch" and "library" in ref.attributes:
+                self.made.decorators.append(Ref(self.module))
+            else:
+                self.made.decorators.append(ref)
+        return self.made
+
+    def put(self, piece: str | Ref) -> None:
+        """One more piece."""
+        self.made.pieces.append(piece)
+
+    def lookup(self, node: ast.AST) -> tuple[Ref | None, ast.AST]:
+        """What a chain of attributes starts from, if that is a name from outside; else None."""
+        attributes: list[str] = []
+        base = node
+        while isinstance(base, ast.Attribute):
+            attributes.append(base.attr)
+            base = base.value
+        if not isinstance(base, ast.Name) or base.id in self.local:
+            return None, node
+        rest = tuple(reversed(attributes))
+        if base.id in self.imports:
+            module, attribute = self.imports[base.id]
+            return Ref(module, ((attribute,) if attribute else ()) + rest), base
+        if base.id in self.names:
+            return Ref(self.module, (base.id, *rest)), base
+        return None, node
+
+    def write(self, node: object) -> None:
+        """Any part of the syntax."""
+        if isinstance(node, ast.AST):
+            special = getattr(self, f"write_{type(node).__name__}", None)
+            if special:
+                special(node)
+            else:
+                self.fields(node)
+        elif isinstance(node, list):
+            self.put("[")
+            for one in node:
+                if not (isinstance(one, ast.stmt) and (is_text(one) or isinstance(one, ast.Pass))):
+                    self.write(one)
+            self.put("]")
+        else:
+            self.put(f"{node!r},")
+
+    def fields(self, node: ast.AST, **other: object) -> None:
+        """A node's type and fields; `other` has values that stand for a field's own."""
+        self.put(f"{type(node).__name__}(")
+        for name in node._fields:
+            if name not in UNREAD:
+                self.write(other[name] if name in other else getattr(node, name, None))
+        self.put(")")
+
+    def name(self, name: str) -> str:
+        """How a bound name is called here."""
+        if name in self.local:
+            return self.locals.setdefault(name, f"%{len(self.locals)}")
+        return name
+
+    def write_Name(self, node: ast.Name) -> None:
+        """A variable: numbered where it is local, a reference where it is the module's."""
+        ref, _ = self.lookup(node)
+        self.put(ref if ref else f"{self.name(node.id)},")
+
+    def write_Attribute(self, node: ast.Attribute) -> None:
+        """A chain that starts from a module is one reference."""
+        ref, _ = self.lookup(node)
+        if ref:
+            self.put(ref)
+        else:
+            self.fields(node)
+
+    def write_Constant(self, node: ast.Constant) -> None:
+        """A value; the name of a module, where modules are imported by text, is a use of it."""
+        value = node.value
+        if self.by_text and isinstance(value, str) and is_dotted(value):
+            self.made.loads.add(value)
+            self.put(Ref(value))
+        else:
+            self.put(f"{type(value).__name__} {value!r},")
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        """The outermost function decides which names are local."""
+        before = self.locals, self.local, self.imports, self.annotated
+        if not self.depth:
+            local, imports = local_names(node)
+            for one in imports:
+                self.imports = {**self.imports, **bound_by(one, self.module, self.is_package)}
+            self.local, self.locals = local - self.names - set(self.imports), {}
+        self.depth += 1
+        if isinstance(node, ast.Lambda):
+            self.fields(node)
+        else:
+            self.annotated = any(last_name(one) not in PLAIN_DECORATORS for one in node.decorator_list)
+            returns = node.returns if self.annotated else None
+            self.fields(node, name=self.name(node.name) if node.name in self.local else "", returns=returns)
+        self.depth -= 1
+        self.locals, self.local, self.imports, self.annotated = before
+
+    write_FunctionDef = write_AsyncFunctionDef = write_Lambda = function
+
+    def write_ClassDef(self, node: ast.ClassDef) -> None:
+        """Members keep their names: they are called as attributes."""
+        self.put("ClassDef(")
+        self.write([*node.bases, *node.keywords, *node.decorator_list])
+        for one in node.body:
+            if isinstance(one, FUNCTIONS):
+                self.put(f"def {one.name}:")
+            if not is_text(one) and not isinstance(one, ast.Pass):
+                self.write(one)
+        self.put(")")
+
+    def write_arg(self, node: ast.arg) -> None:
+        """A parameter, which callers may name; its annotation where a decorator may read it."""
+        self.put(f"{node.arg}:")
+        if self.annotated and node.annotation:
+            self.write(node.annotation)
+
+    def write_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """In a function, an assignment without annotation; elsewhere the annotation may be a dataclass's."""
+        if not self.depth:
+            self.fields(node)
+        elif node.value is not None:
+            self.put("Assign([")
+            self.write(node.target)
+            self.put("]")
+            self.write(node.value)
+            self.put(")")
+
+    def write_Assign(self, node: ast.Assign) -> None:
+        """Targets, then the value."""
+        self.put("Assign(")
+        self.write(node.targets)
+        self.write(node.value)
+        self.put(")")
+
+    def write_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        """The name of the exception is a local variable."""
+        self.fields(node, name=self.name(node.name) if node.name else None)
+
+    def write_MatchAs(self, node: ast.MatchAs) -> None:
+        """A captured name is a local variable."""
+        self.fields(node, name=self.name(node.name) if node.name else None)
+
+    def write_MatchStar(self, node: ast.MatchStar) -> None:
+        """Likewise."""
+        self.fields(node, name=self.name(node.name) if node.name else None)
+
+    def write_Nonlocal(self, node: ast.Nonlocal) -> None:
+        """Local variables of the function around."""
+        self.put("Nonlocal(" + ",".join(self.name(name) for name in node.names) + ")")
+
+    def write_Raise(self, node: ast.Raise) -> None:
+        """What is raised; what it says is left out."""
+        error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        self.put("Raise(")
+        self.write(error)
+        self.put(")")
+
+    def write_Assert(self, node: ast.Assert) -> None:
+        """What is asserted, without the message."""
+        self.put("Assert(")
+        self.write(node.test)
+        self.put(")")
+
+    def write_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Nothing: the names stand for what they mean. The modules run."""
+        self.made.loads |= loaded_by(node, self.module, self.is_package)
+
+    write_ImportFrom = write_Import
+
+
+def is_dotted(text: str) -> bool:
+    """Whether a text could be the name of a module in a package."""
+    return "." in text and all(part.isidentifier() for part in text.split("."))
+
+
+def last_name(decorator: ast.expr) -> str:
+    """`no_grad` of `torch.no_grad()`."""
+    node = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def merged(pieces: Iterable[str | Ref]) -> Iterator[str | Ref]:
+    """Neighbouring texts as one."""
+    text: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            text.append(piece)
+            continue
+        if text:
+            yield "".join(text)
+            text = []
+        yield piece
+    if text:
+        yield "".join(text)
+
+
+__all__ = ["Definition", "FileDefinitions", "Ref", "definitions_of"]

@@ -1,0 +1,228 @@
+"""What a measurement reaches, and what changes its hash, on a small tree."""
+
+import pytest
+
+from experiments.harness.rows import ROOT
+from experiments.source.closure import Closure, SourceTree
+
+FILES = {
+    "fast/__init__.py": """
+        from fast.quantize.quantize import quantize
+        from fast.sparsity import prune
+        from fast.tables import load
+        load()
+    """,
+    "fast/quantize/__init__.py": "",
+    "fast/quantize/quantize.py": '''
+        """Quantizers."""
+        from __future__ import annotations
+        import torch
+        from typing import TYPE_CHECKING
+        from fast.rules import scale as scale_of, unused
+        if TYPE_CHECKING:
+            from fast.sparsity import Mask
+
+        LIMIT = 448.0
+
+        def quantize(x: torch.Tensor, mask: Mask | None = None) -> torch.Tensor:
+            """Codes."""
+            # A comment.
+            biggest = torch.max(x)
+            if biggest > LIMIT:
+                raise ValueError(f"{biggest} is too large")
+            from .lazy import rounded
+            return rounded(x / scale_of(biggest))
+    ''',
+    "fast/quantize/lazy.py": "import fast.tables as tables\n\ndef rounded(x):\n    return tables.TABLE['round'](x)\n",
+    "fast/rules.py": "FLOOR = 2.0\n\ndef scale(m):\n    return m / FLOOR\n\ndef unused(m):\n    return m\n",
+    "fast/tables.py": """
+        TABLE = {}
+        def enter(function):
+            TABLE[function.__name__] = function
+            return function
+        def load():
+            from fast import entries
+    """,
+    "fast/entries.py": """
+        from fast.tables import enter
+        @enter
+        def round(x):
+            return x + 1
+        def other(x):
+            return x
+    """,
+    "fast/sparsity.py": "class Mask:\n    pass\n\ndef prune(x):\n    return x\n",
+    "run.py": "",
+    "experiments/__init__.py": "",
+    "experiments/run.py": """
+        import fast
+        from experiments.books import note
+        def run(x):
+            note(x)
+            return fast.quantize(x)
+    """,
+    "experiments/books.py": "def note(x):\n    return x\n",
+}
+ROOTS = ("experiments.run.run",)
+
+
+def dedented(text):
+    lines = text.split("\n")
+    indents = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
+    return "\n".join(line[min(indents, default=0) :] for line in lines)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedented(text))
+    return tmp_path
+
+
+def closure(root, roots=ROOTS):
+    return Closure(SourceTree(root, ("fast", "experiments"), ("experiments.books",)), roots)
+
+
+def edit(root, name, before, after):
+    path = root / name
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+
+
+def test_names_are_followed_to_their_definitions(tree):
+    reached = {".".join(node) for node in closure(tree).numbers}
+    assert reached == {
+        "experiments.run.run",
+        "fast.quantize.quantize.quantize",
+        "fast.quantize.quantize.LIMIT",
+        "fast.quantize.lazy.rounded",
+        "fast.rules.scale",
+        "fast.rules.FLOOR",
+        "fast.tables.TABLE",
+        "fast.tables.load",
+        "fast.tables.enter",
+    }
+    assert sorted(closure(tree).modules) == [
+        "experiments.run",
+        "fast",
+        "fast.entries",
+        "fast.quantize.lazy",
+        "fast.quantize.quantize",
+        "fast.rules",
+        "fast.tables",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("fast/quantize/quantize.py", "# A comment.", "# Another."),
+        ("fast/quantize/quantize.py", '"""Codes."""', '"""Other words."""'),
+        ("fast/quantize/quantize.py", "is too large", "exceeds the limit"),
+        ("fast/quantize/quantize.py", "x: torch.Tensor,", "x,"),
+        ("fast/quantize/quantize.py", "biggest", "largest"),
+        ("fast/quantize/quantize.py", "from .lazy import rounded", "from fast.quantize.lazy import rounded"),
+        ("fast/quantize/quantize.py", "scale as scale_of, unused", "scale as scale_of"),
+        ("fast/rules.py", "return m\n", "return 2 * m\n"),
+        ("fast/sparsity.py", "return x", "return 0"),
+        ("fast/entries.py", "def other(x):\n    return x", "def other(x):\n    return 0"),
+        ("experiments/books.py", "return x", "return 0"),
+        ("experiments/run.py", "import fast\n", "import fast\nX = 1\n"),
+    ],
+)
+def test_what_runs_nothing_changes_no_hash(tree, name, before, after):
+    hash_before = closure(tree).hash
+    edit(tree, name, before, after)
+    assert closure(tree).hash == hash_before
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("fast/rules.py", "FLOOR = 2.0", "FLOOR = 4.0"),
+        ("fast/quantize/quantize.py", "448.0", "240.0"),
+        ("fast/quantize/quantize.py", "biggest > LIMIT", "biggest >= LIMIT"),
+        ("fast/quantize/quantize.py", "ValueError", "TypeError"),
+        ("fast/quantize/lazy.py", "'round'", "'floor'"),
+        ("fast/entries.py", "x + 1", "x + 2"),
+        ("fast/tables.py", "__name__", "__qualname__"),
+        ("fast/__init__.py", "load()", "pass"),
+        ("experiments/run.py", "fast.quantize(x)", "fast.prune(x)"),
+    ],
+)
+def test_what_runs_changes_the_hash_and_names_its_module(tree, name, before, after):
+    first = closure(tree)
+    edit(tree, name, before, after)
+    second = closure(tree)
+    assert second.hash != first.hash
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    assert first.modules.get(module) != second.modules.get(module)
+
+
+def test_moves_and_new_names_of_modules_and_functions_change_no_hash(tree):
+    before = closure(tree).hash
+    (tree / "fast/numerics").mkdir()
+    (tree / "fast/rules.py").rename(tree / "fast/numerics/rounding_rules.py")
+    edit(tree, "fast/numerics/rounding_rules.py", "def scale(", "def block_scale(")
+    edit(
+        tree,
+        "fast/quantize/quantize.py",
+        "from fast.rules import scale as scale_of, unused",
+        "from fast.numerics import rounding_rules",
+    )
+    edit(tree, "fast/quantize/quantize.py", "scale_of(", "rounding_rules.block_scale(")
+    assert closure(tree).hash == before
+    # A function in a module of its own.
+    edit(
+        tree,
+        "fast/quantize/lazy.py",
+        "def rounded(x):\n    return tables.TABLE['round'](x)\n",
+        "from fast.again import rounded\n",
+    )
+    (tree / "fast/again.py").write_text(
+        "from fast.tables import TABLE\n\ndef rounded(x):\n    return TABLE['round'](x)\n"
+    )
+    assert closure(tree).hash == before
+
+
+def test_a_module_as_a_value_counts_as_a_whole(tree):
+    edit(tree, "experiments/run.py", "fast.quantize(x)", "getattr(fast, x)(x)")
+    before = closure(tree).hash
+    edit(tree, "fast/sparsity.py", "def prune(x):\n    return x", "def prune(x):\n    return 0")
+    assert closure(tree).hash != before
+
+
+def test_modules_named_by_text_count(tree):
+    edit(
+        tree,
+        "fast/quantize/lazy.py",
+        "def rounded(x):",
+        "from importlib import import_module\n\ndef rounded(x):\n    import_module('fast.sparsity')",
+    )
+    before = closure(tree).hash
+    edit(tree, "fast/sparsity.py", "return x", "return 0")
+    assert closure(tree).hash != before
+
+
+def test_stubs_say_where_names_are(tree):
+    (tree / "fast/__init__.py").write_text("def __getattr__(name):\n    return name\n")
+    (tree / "fast/__init__.pyi").write_text("from fast.quantize.quantize import quantize as quantize\n")
+    assert ("fast.quantize.quantize", "quantize") in closure(tree).numbers
+
+
+def test_unknown_roots_are_named(tree):
+    with pytest.raises(ValueError, match=r"'fast\.nothing'"):
+        closure(tree, ["fast.nothing"])
+
+
+def test_roots_of_this_clone_differ_and_are_stable():
+    packages = ("reference", "fast", "ao_lab", "experiments")
+    found = {}
+    for root in ("reference.encode", "reference.quantize", "fast.encode", "fast.quantize", "fast.linear"):
+        found[root] = Closure(SourceTree(ROOT, packages), [root])
+    assert len({one.hash for one in found.values()}) == len(found)
+    assert Closure(SourceTree(ROOT, packages), ["fast.encode"]).hash == found["fast.encode"].hash
+    assert not any(name.startswith(("experiments", "ao_lab")) for name in found["fast.linear"].modules)
+    assert not any(name.startswith("fast") for name in found["reference.quantize"].modules)
