@@ -12,7 +12,7 @@ from typing import Any
 # read when torch's OpenMP library is loaded, so it is set before any experiment imports torch; a user's own value stands.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS
 
 
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     return reproduce
 
 
-__all__ = ["EXPERIMENTS", "Places", "reproduce"]
+__all__ = ["EXPERIMENTS", "Paths", "reproduce"]

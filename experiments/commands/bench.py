@@ -10,7 +10,7 @@ from typing import Any
 
 from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
-from experiments.commands.folders import places
+from experiments.commands.folders import paths
 from experiments.kernels import bench
 
 
@@ -32,9 +32,9 @@ def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as
         with when_stopped(lambda: "measurements of a part are not kept; the same command starts again"):
             lines = bench.part(work, with_peers=peers)
     else:
-        folders = places()
+        folders = paths()
         with when_stopped(lambda: f"what was measured is kept in {folders.cache}; the same command goes on"):
-            lines, made = bench.complete(with_peers=peers, places=folders)
+            lines, made = bench.complete(with_peers=peers, paths=folders)
     show(lines, [bench.plain(line) for line in lines], made, as_json)
 
 

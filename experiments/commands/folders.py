@@ -7,12 +7,12 @@ from pathlib import Path
 from ao_lab.cli.terminal.output import WrongInput
 from ao_lab.cli.terminal.requirements import check_writable
 from ao_lab.install.extras import is_clone
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 
 
-def places(reports: Path | None = None) -> Places:
+def paths(reports: Path | None = None) -> Paths:
     """Where a run writes, `reports` instead of its default; WrongInput where that cannot be written."""
-    made = Places.default(reports)
+    made = Paths.default(reports)
     check_writable(made.reports, "the folder of reports")
     check_writable(made.cache, "the cache (AO_LAB_CACHE names another)")
     return made
@@ -24,4 +24,4 @@ def check_clone(command: str, why: str) -> None:
         raise WrongInput(f"{command} needs a clone of ao_lab: {why}")
 
 
-__all__ = ["check_clone", "places"]
+__all__ = ["check_clone", "paths"]

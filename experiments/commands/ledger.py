@@ -6,7 +6,7 @@ from typing import Any
 
 from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
-from experiments.commands.folders import check_clone, places
+from experiments.commands.folders import check_clone, paths
 from experiments.ledger import ledger
 from experiments.ledger import refresh as remaking
 
@@ -30,7 +30,7 @@ def run_ledger(
             raise WrongInput(
                 "ledger --refresh runs on a GPU and torch sees none here; ao-lab doctor says why"
             )
-        folders = places()
+        folders = paths()
         with when_stopped(
             lambda: (
                 f"finished tests are in {folders.reports}, measured rows in {folders.cache}; run it again to go on"

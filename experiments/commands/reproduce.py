@@ -10,7 +10,7 @@ from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import say
 from ao_lab.cli.terminal.requirements import check_device
-from experiments.commands.folders import places
+from experiments.commands.folders import paths
 from experiments.harness.registry import EXPERIMENTS
 
 
@@ -30,12 +30,12 @@ def run_experiments(
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
     more: dict[str, Any] = partly(names, only)
-    folders = places(reports)
+    folders = paths(reports)
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
     ):
-        made = reproduce(names or None, scale=scale, device=device, places=folders, **more)
+        made = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
     if as_json:
         print_json([{"what": what, "where": where} for what, where in made])
     else:

@@ -34,8 +34,7 @@ from experiments.decode.model import CachedLlama, random_llama
 from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.scales import published_shapes
-from experiments.harness.settings import Settings
+from experiments.harness.settings import Settings, published_shapes
 from experiments.kernels.gate import Wrong
 from experiments.kernels.outcome import Values, attempt, keep, status
 from experiments.models.llama import LlamaConfig

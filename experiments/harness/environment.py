@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.provenance import experiment_hash
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import write_text
@@ -23,14 +23,14 @@ LIBRARIES = ("torch", "triton", "numpy", "ml_dtypes", "sympy", "jax", "torchao",
 
 
 def record_run(
-    places: Places, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
+    paths: Paths, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
 ) -> Path:
     """Add a run to ``reports/data/environment.json`` and write its corpus, if any, beside it; returns the former.
 
     A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them, if that
     one lived to write it: a record of other code is of another run.
     """
-    path = places.data / "environment.json"
+    path = paths.data / "environment.json"
     runs = read_runs(path)
     trained = EXPERIMENTS[experiment].trained
     name = run_name(experiment, settings.scale, settings.device_name)
@@ -53,7 +53,7 @@ def record_run(
     write_text(path, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
     if trained:
         corpus = settings.corpus.describe()
-        write_text(places.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
+        write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     return path
 
 

@@ -8,28 +8,73 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ao_lab.install.extras import is_clone
-from experiments.harness.lock import alone
 from experiments.harness.rows import PARTIAL, ROOT, library_versions
+
+#: The file by which a folder is locked. The system lets go of the lock when its process ends, however that happens, so a kill
+#: leaves none behind; the file stays, and says nothing where nobody holds it.
+NAME = ".lock"
+#: Where in the file Windows locks a byte: beyond the text, which others read.
+BYTE = 1 << 20
+
+
+class Busy(OSError):
+    """Another process works in the folder."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Work in a folder that no other process works in this way; Busy, which names it and its process, where one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            _lock(handle)
+        except OSError as error:
+            holder = path.read_text(encoding="utf-8").strip() or "another process"
+            raise Busy(f"{holder} works in {folder}; wait for it, or choose another folder") from error
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()}\n".encode())
+        yield
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Take the lock of an open file, or raise OSError at once."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(handle, BYTE, os.SEEK_SET)
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, 0, os.SEEK_SET)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 #: What was written, and where.
 Written = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Places:
+class Paths:
     """The two folders. The cache can be deleted at any time; reports/ is what a run is for."""
 
     cache: Path
     reports: Path
 
     @classmethod
-    def default(cls, reports: Path | None = None) -> Places:
+    def default(cls, reports: Path | None = None) -> Paths:
         """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
         $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches ($XDG_CACHE_HOME, ~/.cache)."""
         cache, chosen = os.environ.get("AO_LAB_CACHE"), reports or os.environ.get("AO_LAB_REPORTS")
@@ -44,8 +89,7 @@ class Places:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other run in these folders, and without what killed runs left half written; `experiments.harness.lock.Busy`
-        else."""
+        """No other run in these folders, and without what killed runs left half written; `Busy` else."""
         folders = dict.fromkeys((self.cache, self.reports))
         with ExitStack() as stack:
             for folder in folders:

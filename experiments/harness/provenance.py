@@ -17,7 +17,7 @@ from experiments.source.closure import Closure, SourceTree
 PACKAGES = ("reference", "fast", "ao_lab", "experiments")
 #: What keeps books, draws pages, names files, installs or speaks to a terminal: it makes no number, whatever it contains.
 BOOKKEEPING = (
-    *(f"experiments.harness.{name}" for name in ("environment", "lock", "paths", "progress", "provenance")),
+    *(f"experiments.harness.{name}" for name in ("environment", "paths", "progress", "provenance")),
     *(f"experiments.harness.{name}" for name in ("registry", "rows", "run")),
     *("experiments.commands", "experiments.ledger", "experiments.report", "experiments.source"),
     *("experiments.models.train.cache_key", "ao_lab.cli", "ao_lab.install", "reference.renamed"),

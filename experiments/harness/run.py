@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from experiments.harness import provenance, registry
 from experiments.harness.environment import record_run
-from experiments.harness.paths import Places, Written, shown
+from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, publish, read, with_others
 from experiments.harness.settings import Settings, settings_for
 
@@ -17,15 +17,15 @@ def reproduce(
     tables: Sequence[str] | None = None,
     scale: str = "quick",
     device: str | None = None,
-    places: Places | None = None,
+    paths: Paths | None = None,
     only: Sequence[str] = (),
 ) -> Written:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. places: the folders, by default `Places.default()`. only: configurations of `decode` to measure;
+    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` to measure;
     published rows of the others stay. Rows that an earlier run measured with the same code are not measured again: however a
-    run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.harness.lock.Busy` where
+    run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where
     another process works in the folders; progress goes to stderr.
     """
     from ao_lab.cli.terminal.progress import lines
@@ -34,31 +34,31 @@ def reproduce(
     names = registry.chosen(tables)
     if only and names != ["decode"]:
         raise ValueError("only the table 'decode' can be measured in parts; name it alone")
-    places = places or Places.default()
-    settings = replace(settings_for(scale, device, places.cache), only=tuple(only))
+    paths = paths or Paths.default()
+    settings = replace(settings_for(scale, device, paths.cache), only=tuple(only))
     made: Written = []
-    with places.alone():
+    with paths.alone():
         for name in names:
             with lines(name):
-                made += run_one(name, settings, places)
+                made += run_one(name, settings, paths)
         with lines("pages"):
-            return made + write_pages(places)
+            return made + write_pages(paths)
 
 
-def run_one(name: str, settings: Settings, places: Places) -> Written:
+def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     """Measure one experiment, resuming where it broke off, and publish its rows."""
     # The code as it is before the modules are imported: what is edited while they run is not what ran.
     provenance.read_sources()
     module = registry.EXPERIMENTS[name].run_module()
     started = time.perf_counter()
-    path = places.journal(name, settings.scale, settings.device_name, module.subject(settings))
+    path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
     journal = Journal(path, provenance.is_current)
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
-    path = places.data / f"{name}.csv"
+    path = paths.data / f"{name}.csv"
     publish(path, with_others(rows, read(path)) if settings.only else rows)
     seconds = time.perf_counter() - started
-    recorded = record_run(places, name, settings, seconds, len(rows), resumed)
+    recorded = record_run(paths, name, settings, seconds, len(rows), resumed)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
     return [(done, shown(path)), (f"{name}: environment", shown(recorded))]
 

@@ -113,3 +113,8 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         exam=exam,
         shape=(2048, 4096),
     )
+
+
+def published_shapes(settings: Settings) -> bool:
+    """Whether a run measures the shapes of published models, at full scale on a GPU, or tiny stand-ins."""
+    return settings.scale == "full" and settings.device == "cuda"

@@ -13,7 +13,7 @@ import torch
 
 from experiments.harness import provenance
 from experiments.harness.environment import libraries, read_runs, record_run, run_name
-from experiments.harness.paths import Places, Written, shown
+from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
 from experiments.harness.settings import Settings, settings_for
 from experiments.harness.timing import CudaWatch
@@ -74,7 +74,7 @@ def part(work: Sequence[Any], *, with_peers: bool = True) -> list[Line]:
     """Measure some cases now; nothing is kept."""
     import fast
 
-    settings = settings_for(SCALE, "cuda", Places.default().cache)
+    settings = settings_for(SCALE, "cuda", Paths.default().cache)
     peers = PEERS if with_peers else ()
     rows = measure(Bench(settings, fast, CudaWatch(), peers=peers), work)
     return one_run(rows, settings)
@@ -85,7 +85,7 @@ def complete(
     with_peers: bool = True,
     seconds: float = math.inf,
     peer_seconds: float = PEER_SECONDS,
-    places: Places | None = None,
+    paths: Paths | None = None,
     published: bool = False,
 ) -> tuple[list[Line], Written]:
     """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`.
@@ -93,34 +93,34 @@ def complete(
     seconds: after these no case is begun. peer_seconds: the part of it that peers may take. published: published rows of this
     GPU and of the code as it is now are not measured again.
     """
-    places = places or Places.default()
-    with places.alone():
-        return _complete(places, PEERS if with_peers else (), seconds, peer_seconds, published)
+    paths = paths or Paths.default()
+    with paths.alone():
+        return _complete(paths, PEERS if with_peers else (), seconds, peer_seconds, published)
 
 
 def _complete(
-    places: Places, peers: Sequence[Peer], seconds: float, peer_seconds: float, published: bool
+    paths: Paths, peers: Sequence[Peer], seconds: float, peer_seconds: float, published: bool
 ) -> tuple[list[Line], Written]:
     from experiments.report.pages import write_pages
 
-    settings = settings_for(SCALE, "cuda", places.cache)
+    settings = settings_for(SCALE, "cuda", paths.cache)
     started = time.perf_counter()
-    path = places.data / f"{EXPERIMENT}.csv"
-    known = measured_here(read(path), settings, places) if published else []
-    where = places.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings))
+    path = paths.data / f"{EXPERIMENT}.csv"
+    known = measured_here(read(path), settings, paths) if published else []
+    where = paths.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings))
     journal = Journal(where, provenance.is_current, known)
     resumed = len(journal.rows)
     rows = run(settings, journal, peers=peers, peer_seconds=peer_seconds, seconds=seconds)
     lines = publish(path, with_unreached(rows, read(path)))
-    record_run(places, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
-    made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(places)]
+    record_run(paths, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
+    made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
     return one_run(lines, settings), made
 
 
-def measured_here(rows: Sequence[Row], settings: Settings, places: Places) -> list[Row]:
+def measured_here(rows: Sequence[Row], settings: Settings, paths: Paths) -> list[Row]:
     """Published rows of what was measured without fault, on a GPU and with libraries like those of here."""
     name = run_name(EXPERIMENT, settings.scale, settings.device_name)
-    before = read_runs(places.data / "environment.json").get(name, {}).get("libraries", {})
+    before = read_runs(paths.data / "environment.json").get(name, {}).get("libraries", {})
     now = libraries()
     if any(before.get(one) != now.get(one) for one in ("torch", "triton")):
         return []

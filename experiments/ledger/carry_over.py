@@ -66,7 +66,7 @@ TRAINED = {
     "experiments.models.train.FULL": "experiments.train.FULL",
     "experiments.models.train.QUICK": "experiments.train.QUICK",
     "experiments.data.corpus.load": "experiments.corpus.load",
-    "experiments.data.multiple_choice.ExamSettings": "experiments.exam.ExamSettings",
+    "experiments.data.multiple_choice.MultipleChoiceSettings": "experiments.exam.ExamSettings",
 }
 
 

@@ -23,8 +23,7 @@ import torch
 from experiments.harness.libraries import TORCHAO, seed_and_libraries
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.scales import published_shapes
-from experiments.harness.settings import Settings
+from experiments.harness.settings import Settings, published_shapes
 from experiments.harness.timing import AGAIN, CudaWatch, Plan, Stopwatch, rounds_of, summary
 from experiments.kernels.outcome import Values, attempt, free, keep, status
 from experiments.models.llama import LlamaConfig

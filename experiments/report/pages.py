@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.harness import provenance
 from experiments.harness import rows as tidy
 from experiments.harness.environment import read_runs
-from experiments.harness.paths import Places, Written, shown
+from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.report.plots import svg
 
@@ -77,7 +77,7 @@ class Page:
     pictures: dict[str, str] = field(default_factory=dict)
 
 
-def write_pages(places: Places) -> Written:
+def write_pages(places: Paths) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
     # The code may have changed while a long run went on: rows are held against what it is now.
     provenance.forget()
@@ -96,7 +96,7 @@ def write_pages(places: Places) -> Written:
     return made
 
 
-def make_page(places: Places, name: str) -> Page | None:
+def make_page(places: Paths, name: str) -> Page | None:
     """The page of one experiment, or None where it has no rows."""
     rows = tidy.read(places.data / f"{name}.csv")
     if not rows:

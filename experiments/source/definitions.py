@@ -60,6 +60,8 @@ class FileDefinitions:
     definitions: dict[str, Definition] = field(default_factory=dict)
     effects: list[Definition] = field(default_factory=list)
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: What an imported name means otherwise, where several imports bind it.
+    alternatives: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     loads: frozenset[str] = frozenset()
 
 
@@ -69,7 +71,9 @@ def definitions_of(source: str, module: str, is_package: bool) -> FileDefinition
     made = FileDefinitions()
     loads: set[str] = set()
     for node in imports_of(body):
-        made.imports.update(bound_by(node, module, is_package))
+        for name, target in bound_by(node, module, is_package).items():
+            if made.imports.setdefault(name, target) != target:
+                made.alternatives.setdefault(name, []).append(target)
         loads.update(loaded_by(node, module, is_package))
     made.loads = frozenset(loads)
     by_text = "import_module" in source
@@ -80,7 +84,7 @@ def definitions_of(source: str, module: str, is_package: bool) -> FileDefinition
         bound = list(bound_at_top(node))
         if "__all__" in bound or is_main(node):
             continue
-        writer = Writer(module, is_package, names, made.imports, by_text)
+        writer = Writer(module, is_package, names, made, by_text)
         definition = writer.definition(node)
         for name in bound:
             known = made.definitions.get(name)
@@ -207,11 +211,11 @@ class Writer:
         module: str,
         is_package: bool,
         names: set[str],
-        imports: dict[str, tuple[str, str]],
+        found: FileDefinitions,
         by_text: bool,
     ) -> None:
         self.module, self.is_package, self.by_text = module, is_package, by_text
-        self.names, self.imports = names, dict(imports)
+        self.names, self.imports, self.alternatives = names, found.imports, found.alternatives
         self.locals: dict[str, str] = {}
         self.local: set[str] = set()
         self.depth, self.annotated = 0, True
@@ -283,16 +287,37 @@ class Writer:
             return self.locals.setdefault(name, f"%{len(self.locals)}")
         return name
 
+    def bind(self, imports: Iterable[ast.Import | ast.ImportFrom]) -> None:
+        """Names that a function imports; one that several imports bind means each."""
+        inside: dict[str, list[tuple[str, str]]] = {}
+        for one in imports:
+            for name, target in bound_by(one, self.module, self.is_package).items():
+                inside.setdefault(name, []).append(target)
+        self.imports = {**self.imports, **{name: targets[0] for name, targets in inside.items()}}
+        self.alternatives = {**self.alternatives, **{name: targets[1:] for name, targets in inside.items()}}
+
+    def use(self, ref: Ref, base: ast.AST) -> None:
+        """A name from outside, and what else it may mean."""
+        self.put(ref)
+        name = base.id if isinstance(base, ast.Name) else ""
+        source, attribute = self.imports.get(name, ("", ""))
+        rest = ref.attributes[bool(attribute) :]
+        for module, other in self.alternatives.get(name, ()) if source else ():
+            self.put(Ref(module, ((other,) if other else ()) + rest))
+
     def write_Name(self, node: ast.Name) -> None:
         """A variable: numbered where it is local, a reference where it is the module's."""
-        ref, _ = self.lookup(node)
-        self.put(ref if ref else f"{self.name(node.id)},")
+        ref, base = self.lookup(node)
+        if ref:
+            self.use(ref, base)
+        else:
+            self.put(f"{self.name(node.id)},")
 
     def write_Attribute(self, node: ast.Attribute) -> None:
         """A chain that starts from a module is one reference."""
-        ref, _ = self.lookup(node)
+        ref, base = self.lookup(node)
         if ref:
-            self.put(ref)
+            self.use(ref, base)
         else:
             self.fields(node)
 
@@ -307,11 +332,10 @@ class Writer:
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         """The outermost function decides which names are local."""
-        before = self.locals, self.local, self.imports, self.annotated
+        before = self.locals, self.local, self.imports, self.alternatives, self.annotated
         if not self.depth:
             local, imports = local_names(node)
-            for one in imports:
-                self.imports = {**self.imports, **bound_by(one, self.module, self.is_package)}
+            self.bind(imports)
             self.local, self.locals = local - self.names - set(self.imports), {}
         self.depth += 1
         if isinstance(node, ast.Lambda):
@@ -321,7 +345,7 @@ class Writer:
             returns = node.returns if self.annotated else None
             self.fields(node, name=self.name(node.name) if node.name in self.local else "", returns=returns)
         self.depth -= 1
-        self.locals, self.local, self.imports, self.annotated = before
+        self.locals, self.local, self.imports, self.alternatives, self.annotated = before
 
     write_FunctionDef = write_AsyncFunctionDef = write_Lambda = function
 
@@ -397,8 +421,8 @@ class Writer:
 
 
 def is_dotted(text: str) -> bool:
-    """Whether a text could be the name of a module in a package."""
-    return "." in text and all(part.isidentifier() for part in text.split("."))
+    """Whether a text could be the name of a module."""
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def last_name(decorator: ast.expr) -> str:

@@ -28,7 +28,7 @@ class Tensor(np.ndarray):
 
 
 class Pointer:
-    """Places in an array."""
+    """Paths in an array."""
 
     def __init__(self, memory, at=0):
         self.memory, self.at = memory, at
@@ -41,7 +41,7 @@ class Pointer:
 
 
 class Either:
-    """Places in two arrays, each element in one of them."""
+    """Paths in two arrays, each element in one of them."""
 
     def __init__(self, which, one, other):
         self.which, self.one, self.other = which, one, other

@@ -39,7 +39,7 @@ def row_of(row, rows, WIDE: gl.constexpr):
 
 @gluon.jit
 def word_of(ALONG: gl.constexpr, TILE: gl.constexpr):
-    """Places of the words of 4 bytes that ALONG warps take of a row at once, four neighbours a lane: (ALONG, 1, 32, 4)."""
+    """Paths of the words of 4 bytes that ALONG warps take of a row at once, four neighbours a lane: (ALONG, 1, 32, 4)."""
     return (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
 
 

@@ -89,7 +89,7 @@ def all_of(SIZE: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TURNED: tl.constexpr):
-    """Places in a block, (1, SIZE), row by row; TURNED: of a rectangle with rows of INNER, column by column."""
+    """Paths in a block, (1, SIZE), row by row; TURNED: of a rectangle with rows of INNER, column by column."""
     i = tl.arange(0, SIZE)[None, :]
     if TURNED:
         HEIGHT: tl.constexpr = SIZE // INNER

@@ -167,8 +167,8 @@ def fake_experiments(monkeypatch, reproduce):
 def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def reproduce(names, *, scale, device, places):
-        calls.append((names, scale, device, places.reports))
+    def reproduce(names, *, scale, device, paths):
+        calls.append((names, scale, device, paths.reports))
         print("progress", file=sys.stderr)
         return [("ptq: 12 rows", "reports/data/ptq.csv")]
 
@@ -191,7 +191,7 @@ def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
 
 
 def test_reproduce_fails_clearly(monkeypatch, capsys):
-    def reproduce(names, *, scale, device, places):
+    def reproduce(names, *, scale, device, paths):
         raise OSError("no space left")
 
     fake_experiments(monkeypatch, reproduce)
@@ -209,7 +209,7 @@ def test_reproduce_fails_clearly(monkeypatch, capsys):
 
 
 def test_faults_keep_their_traceback(monkeypatch):
-    def reproduce(names, *, scale, device, places):
+    def reproduce(names, *, scale, device, paths):
         raise ValueError("a fault of ours")
 
     fake_experiments(monkeypatch, reproduce)

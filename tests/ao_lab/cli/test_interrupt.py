@@ -22,7 +22,8 @@ import signal, sys, time
 # A shell's background jobs ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from experiments import registry, workers
+from experiments.harness import run as harness
+from experiments.harness import workers
 from ao_lab.cli.app import entry
 
 def run_one(name, settings, places):
@@ -32,7 +33,7 @@ def run_one(name, settings, places):
     print("begun", flush=True)
     for _ in workers.measure_all([1, 2, 3], work, "cpu"): pass
 
-registry.run_one = run_one
+harness.run_one = run_one
 sys.argv = ["ao-lab", "reproduce", "formats", "--device", "cpu", "--reports", sys.argv[1]]
 entry()
 """

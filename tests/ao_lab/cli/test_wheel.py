@@ -70,8 +70,8 @@ def test_reports_are_written_where_the_user_is(installed, tmp_path):
     """A run that is cut short as soon as it knows its places."""
     script = START.replace(
         "sys.argv =",
-        "from experiments import registry; from experiments.harness.rows import write_text; "
-        "registry.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
+        "from experiments.harness import run as harness; from experiments.harness.rows import write_text; "
+        "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
         "sys.argv =",
     )
     before = sorted(path for path in installed.rglob("*") if path.suffix != ".pyc")

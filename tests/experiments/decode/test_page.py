@@ -7,9 +7,10 @@ import pytest
 from experiments.decode import page as decode_page
 from experiments.decode.configs import CONFIGS, OUR_CONFIGS
 from experiments.decode.targets import missed, published_speedup
-from experiments.harness import registry
-from experiments.harness.paths import Places
-from experiments.harness.rows import Row, publish, read, source_hash
+from experiments.harness import run as harness
+from experiments.harness.paths import Paths
+from experiments.harness.provenance import experiment_hash
+from experiments.harness.rows import Row, publish, read
 from experiments.report import pages
 from experiments.report.published import decoding, published
 from experiments.report.results import Results
@@ -29,7 +30,7 @@ def row(setting, method, metric, value, data="llama-3.1-8b-random", beside=None)
         published=beside,
         device="a GPU",
         seed=0,
-        source_hash=source_hash(),
+        source_hash=experiment_hash("decode"),
     )
 
 
@@ -147,11 +148,11 @@ def test_a_stand_in_is_beside_no_published_number():
 @pytest.fixture(scope="module")
 def reproduced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
-    places = Places(folder / "cache", folder / "reports")
+    places = Paths(folder / "cache", folder / "reports")
     older = row("ours", "nvfp4wo", "tokens/s", 1.0, "tiny-stand-in-random")
     older = replace(older, table=older.table.replace("full", "quick"), device="cpu", source_hash="older")
     publish(places.data / "decode.csv", [older])
-    made = registry.reproduce(["decode"], "quick", "cpu", places, only=["int8wo", "bfloat16"])
+    made = harness.reproduce(["decode"], "quick", "cpu", places, only=["int8wo", "bfloat16"])
     assert older in read(places.data / "decode.csv")
     return places, made
 

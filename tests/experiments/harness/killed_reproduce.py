@@ -20,7 +20,7 @@ from experiments.formats import page as formats_page
 from experiments.formats import run as formats
 from experiments.harness import registry
 from experiments.harness import run as harness_run
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.rows import PARTIAL, read
 from experiments.harness.settings import Settings
 from experiments.models import training_checkpoint
@@ -55,7 +55,7 @@ def run(folder):
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        harness_run.reproduce(NAMES, places=Places(folder / "cache", folder / "reports"))
+        harness_run.reproduce(NAMES, paths=Paths(folder / "cache", folder / "reports"))
         code = 0
     finally:
         os._exit(code)
@@ -85,7 +85,7 @@ def journals(folder):
 def length_of(folder):
     """Seconds of a whole run, after one that warms up what the first use of a library costs; both give the same rows."""
     assert os.waitpid(run(folder / "whole"), 0)[1] == 0
-    pages.write_pages(Places(folder / "whole" / "cache", folder / "whole" / "reports"))
+    pages.write_pages(Paths(folder / "whole" / "cache", folder / "whole" / "reports"))
     started = time.monotonic()
     assert os.waitpid(run(folder / "timed"), 0)[1] == 0
     assert values(folder / "timed") == values(folder / "whole")

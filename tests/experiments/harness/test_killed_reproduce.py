@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from experiments.harness.environment import record_run, run_name
-from experiments.harness.lock import NAME, Busy
-from experiments.harness.paths import Places, shown
+from experiments.harness.paths import NAME, Busy, Paths, shown
 from experiments.harness.rows import PARTIAL, ROOT
 from tests.experiments.harness import tiny
 
@@ -39,8 +38,8 @@ def test_kills_at_random_moments_lose_and_double_no_row(tmp_path):
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     """The second names the process of the first; when that is over, or killed, the folder is free."""
-    places = Places(tmp_path / "cache", tmp_path / "reports")
-    other = Places(tmp_path / "another cache", tmp_path / "reports")
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    other = Paths(tmp_path / "another cache", tmp_path / "reports")
     with places.alone():
         for taken, name in ((places, "cache"), (other, "reports")):
             with (
@@ -54,7 +53,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
 
 def test_what_killed_runs_left_half_written_is_deleted(tmp_path):
     """And nothing else: neither files of others nor checkpoints."""
-    places = Places(tmp_path / "cache", tmp_path / "reports")
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
     models = places.cache / "models"
     for folder in (models / f".abc.x{PARTIAL}", places.data, places.figures):
         folder.mkdir(parents=True)
@@ -74,7 +73,7 @@ def test_what_killed_runs_left_half_written_is_deleted(tmp_path):
 
 def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch):
     """All rows were measured, and the record there is of older code."""
-    places, settings = Places(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
+    places, settings = Paths(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
     name = run_name("formats", "quick", "cpu")
     monkeypatch.setattr("experiments.harness.environment.experiment_hash", lambda name: "then")
     path = record_run(places, "formats", settings, 1.0, 5, 0)
@@ -91,13 +90,13 @@ def test_reports_and_cache_lie_in_the_clone_or_with_the_user(tmp_path, monkeypat
     """Never beside installed packages."""
     for name in ("AO_LAB_CACHE", "AO_LAB_REPORTS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert Places.default() == Places(ROOT / ".cache" / "ao_lab", ROOT / "reports")
+    assert Paths.default() == Paths(ROOT / ".cache" / "ao_lab", ROOT / "reports")
     monkeypatch.setattr("experiments.harness.paths.is_clone", lambda: False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert Places.default() == Places(tmp_path / "home" / ".cache" / "ao_lab", tmp_path / "reports")
+    assert Paths.default() == Paths(tmp_path / "home" / ".cache" / "ao_lab", tmp_path / "reports")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("AO_LAB_REPORTS", str(tmp_path / "r"))
-    assert Places.default() == Places(tmp_path / "xdg" / "ao_lab", tmp_path / "r")
-    assert Places.default(tmp_path / "given").reports == tmp_path / "given"
+    assert Paths.default() == Paths(tmp_path / "xdg" / "ao_lab", tmp_path / "r")
+    assert Paths.default(tmp_path / "given").reports == tmp_path / "given"
     assert shown(tmp_path / "given") == "given"

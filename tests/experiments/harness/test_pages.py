@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.formats import run as formats
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.rows import publish
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
@@ -23,7 +23,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture
 def places(rows, tmp_path):
-    made = Places(tmp_path / "no cache is needed", tmp_path / "reports")
+    made = Paths(tmp_path / "no cache is needed", tmp_path / "reports")
     for name, measured in rows.items():
         publish(made.data / f"{name}.csv", measured)
     return made
@@ -73,7 +73,7 @@ def test_a_missing_result_stays_missing(places, rows):
 
 
 def test_nothing_measured_makes_an_empty_report(tmp_path):
-    made = pages.write_pages(Places(tmp_path, tmp_path / "reports"))
+    made = pages.write_pages(Paths(tmp_path, tmp_path / "reports"))
     assert [what for what, _ in made] == ["report", "report"]
 
 

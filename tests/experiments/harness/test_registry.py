@@ -13,7 +13,7 @@ from experiments.data.errors import Error, mean_and_error
 from experiments.formats import run as formats
 from experiments.harness import provenance, registry
 from experiments.harness import run as harness_run
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
 from experiments.harness.settings import settings_for
 from experiments.harness.workers import measure_all
@@ -136,7 +136,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
 
 
 def test_a_run_is_published_with_its_environment(tmp_path):
-    places = Places(tmp_path / "cache", tmp_path / "reports")
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
     made = harness_run.run_one("formats", tiny.settings(tmp_path), places)
     assert len(read(places.data / "formats.csv")) > 0
     assert (places.data / f"{tiny.corpus().name}.json").exists()
@@ -186,11 +186,11 @@ def test_an_experiment_is_a_folder(tmp_path, monkeypatch):
     # Its source is looked for in this clone; here it stands in for `experiments`.
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     provenance.forget()
-    places = Places(tmp_path / "cache", tmp_path / "reports")
-    made = dict(harness_run.reproduce(["dropped_in"], device="cpu", places=places))
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    made = dict(harness_run.reproduce(["dropped_in"], device="cpu", paths=places))
     assert "dropped_in: 1 rows, 1 of them measured now, in 0 s" in made
     assert "It is 42." in (places.reports / "dropped_in.md").read_text()
-    again = dict(harness_run.reproduce(["dropped_in"], device="cpu", places=places))
+    again = dict(harness_run.reproduce(["dropped_in"], device="cpu", paths=places))
     assert "dropped_in: 1 rows, 0 of them measured now, in 0 s" in again
     (folder / "page.py").write_text(FOLDER["page.py"] + "# a comment\n")
     (folder / "double.py").write_text("def double(y):\n    return y + y\n")

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.harness import provenance
 from experiments.harness import rows as tidy
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import (
     Journal,
@@ -196,7 +196,7 @@ def test_table_names_have_three_parts():
 
 
 def test_a_journal_is_of_one_version_of_the_libraries(tmp_path, monkeypatch):
-    places = Places(tmp_path, tmp_path)
+    places = Paths(tmp_path, tmp_path)
     before = places.journal("ptq", "quick", "cpu", "model")
     assert importlib.metadata.version("torch") in before.name
     assert importlib.metadata.version("numpy") in before.name

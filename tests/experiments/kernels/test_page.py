@@ -8,7 +8,7 @@ import torch
 
 import reference
 from ao_lab.cli.app import main
-from experiments.harness.paths import Places
+from experiments.harness.paths import Paths
 from experiments.harness.rows import publish, read
 from experiments.kernels import bench as command
 from experiments.kernels import run
@@ -69,7 +69,7 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
         replace(row, value=0.5) if row.metric == "ratio" and row.setting.startswith("quantize.fp8") else row
         for row in slow
     ]
-    places = Places(tmp_path / "cache", tmp_path / "reports")
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
     publish(places.data / "kernels.csv", slow)
     assert len(read(places.data / "kernels.csv")) == len(slow)
     from experiments.report.pages import write_pages
@@ -173,8 +173,8 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     # Calls from JAX have a test of their own, of a size for a CPU.
     monkeypatch.setattr(run.jax_calls, "installed", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "fast", reference)
-    places = Places(tmp_path / "cache", tmp_path / "reports")
-    found, written = command.complete(with_peers=False, places=places)
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    found, written = command.complete(with_peers=False, paths=places)
     assert {line.case for line in found} == {"quantize.mxfp4", "small.fp8_rowwise"}
     assert all(line.ok for line in found)
     assert {row.table for row in read(places.data / "kernels.csv")} == {"kernels/full/random-normal"}

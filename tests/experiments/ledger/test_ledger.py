@@ -240,10 +240,10 @@ def test_benchmarks_are_rows_of_the_cases_that_call_a_function(clone, monkeypatc
 
 
 def test_published_benchmarks_of_this_gpu_and_libraries_are_not_measured_again(tmp_path, monkeypatch):
-    from experiments.harness.paths import Places
+    from experiments.harness.paths import Paths
     from tests.experiments.harness import tiny
 
-    places = Places(tmp_path, tmp_path / "reports")
+    places = Paths(tmp_path, tmp_path / "reports")
     settings = replace(tiny.settings(tmp_path), scale="full")
     rows = [
         benchmark(device="cpu"),

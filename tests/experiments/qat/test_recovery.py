@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ao_lab import IntxWeightOnlyConfig, PerGroup, QATConfig, quantize_
-from experiments.harness import registry
-from experiments.harness.paths import Places
+from experiments.harness import run as harness
+from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, read
 from experiments.models import train
 from experiments.qat import page, run
@@ -289,8 +289,8 @@ def test_journals_are_of_one_training(small):
 
 def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     monkeypatch.setitem(run.PLANS, "quick", PLAN)
-    places = Places(tmp_path / "cache", tmp_path / "reports")
-    registry.run_one("qat", tiny.settings(tmp_path), places)
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    harness.run_one("qat", tiny.settings(tmp_path), places)
     pages.write_pages(places)
     assert "**Bars on the mean recovered part; " in (places.reports / "qat.md").read_text()
     assert "data/qat.csv" in (places.reports / "index.html").read_text()

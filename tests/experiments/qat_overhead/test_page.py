@@ -3,8 +3,9 @@
 import pytest
 
 from experiments.harness import registry
-from experiments.harness.paths import Places
-from experiments.harness.rows import Row, publish, source_hash
+from experiments.harness.paths import Paths
+from experiments.harness.provenance import experiment_hash
+from experiments.harness.rows import Row, publish
 from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
 from experiments.qat_overhead import page as qat_overhead_page
 from experiments.qat_overhead.targets import MEMORY, TIME, missed, overheads, published
@@ -26,7 +27,7 @@ def row(method, metric, value, data=LLAMA_3_8B_TWO_LAYERS.name, setting="eager")
         unit="",
         device="a GPU",
         seed=0,
-        source_hash=source_hash(),
+        source_hash=experiment_hash("qat_overhead"),
     )
 
 
@@ -113,7 +114,7 @@ def test_what_gave_no_numbers_is_said():
 
 
 def test_the_page_is_written(tmp_path):
-    places = Places(tmp_path / "cache", tmp_path / "reports")
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
     publish(
         places.data / "qat_overhead.csv", [*rows(), *rows(LLAMA_3_2_3B.name), *rows(TINY_TWO_LAYERS.name)]
     )

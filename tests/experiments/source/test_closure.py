@@ -206,6 +206,30 @@ def test_modules_named_by_text_count(tree):
     assert closure(tree).hash != before
 
 
+def test_a_name_that_several_imports_bind_means_each(tree):
+    edit(
+        tree,
+        "fast/quantize/lazy.py",
+        "def rounded(x):",
+        "def rounded(x):\n    if x:\n        from fast.sparsity import prune as f\n    else:\n        from torch import f\n    f(x)",
+    )
+    before = closure(tree).hash
+    edit(tree, "fast/sparsity.py", "return x", "return 0")
+    assert closure(tree).hash != before
+
+
+def test_packages_named_by_text_count(tree):
+    edit(
+        tree,
+        "experiments/run.py",
+        "return fast.quantize(x)",
+        "from importlib import import_module\n    return getattr(import_module('fast'), x)(x)",
+    )
+    before = closure(tree).hash
+    edit(tree, "fast/sparsity.py", "def prune(x):\n    return x", "def prune(x):\n    return 0")
+    assert closure(tree).hash != before
+
+
 def test_stubs_say_where_names_are(tree):
     (tree / "fast/__init__.py").write_text("def __getattr__(name):\n    return name\n")
     (tree / "fast/__init__.pyi").write_text("from fast.quantize.quantize import quantize as quantize\n")

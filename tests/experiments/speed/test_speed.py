@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.harness import registry
-from experiments.harness.paths import Places
+from experiments.harness import run as harness
+from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.report.results import Results
 from experiments.speed import cpu_linear, page, run
@@ -84,8 +84,8 @@ def test_speed_is_published_when_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "IMPORTS", {"json": ("sys", "json")})
     monkeypatch.setattr(run, "COMPARISONS", COMPARISONS[:1])
     monkeypatch.setattr(run, "LAYERS", ())
-    places = Places(tmp_path / "cache", tmp_path / "reports")
-    registry.reproduce(["speed"], places=places)
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    harness.reproduce(["speed"], paths=places)
     assert {row.method for row in read(places.data / "speed.csv")} == {COMPARISONS[0].name, "import json"}
     assert COMPARISONS[0].name in (places.reports / "speed.md").read_text()
     assert 'href="#speed"' in (places.reports / "index.html").read_text()
