@@ -92,8 +92,8 @@ def finished(root: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
 
 def open_families(jobs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> set[str]:
     """Families with jobs that are not finished."""
-    done = {(job["family"], job["label"]) for job in jobs}
-    return {family for family, size in sizes.items() if sum(one == family for one, _ in done) < size}
+    done = {(job["family"], job["function"], job["label"]) for job in jobs}
+    return {family for family, size in sizes.items() if sum(one == family for one, *_ in done) < size}
 
 
 def tests_of(jobs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

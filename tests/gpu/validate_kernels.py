@@ -53,6 +53,8 @@ FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows
+#: What tells a job from others.
+KEY = ("family", "function", "label")
 #: From bad to good: a family is as bad as its worst check.
 ORDER = ("error", "different", "missing", "ok", "skipped")
 
@@ -175,10 +177,10 @@ def unfinished(jobs: list[Job], journal: Path) -> list[Job]:
     """The jobs that a journal lacks; how many there are of each family is written into it."""
     sizes = dict(Counter(job.family for job in jobs))
     lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
-    done = {(found.get("family"), found.get("label")) for found in map(parsed, lines)}
+    done = {tuple(found.get(key) for key in KEY) for found in map(parsed, lines)}
     with journal.open("a", encoding="utf-8") as file:
         file.write("\n" + json.dumps({"families": sizes}) + "\n")
-    return [job for job in jobs if (job.family, job.label) not in done]
+    return [job for job in jobs if (job.family, job.function, job.label) not in done]
 
 
 def parsed(line: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from experiments.kernels import bench
 from experiments.kernels.cases.all_cases import CASES
 from experiments.ledger import entries, gpu_tests, ledger, refresh
 from experiments.source.closure import SourceTree
+from tests.gpu import validate_kernels
+from tests.gpu.harness.run import Settings
 
 FILES = {
     "fast/__init__.py": "from fast.cast import cast\nfrom fast.layers import norm\nfrom fast.plain import plain\n",
@@ -35,7 +37,7 @@ if "--families" in given:
     jobs = [job for job in jobs if job[0] in wanted]
 path = given["--journal"]
 lines = [json.loads(line) for line in open(path) if line.strip() and line.endswith("}\\n")]
-done = {(line.get("family"), line.get("label")) for line in lines}
+done = {(line.get("family"), line.get("label")) for line in lines if "tests" in line}
 labels = list(dict.fromkeys((family, label) for family, label, _ in jobs))
 families = [family for family, _ in labels]
 journal = open(path, "a")
@@ -51,7 +53,7 @@ for family, label in labels:
     left -= 1
     tests = [dict(name=f"{family}/{function}", status="ok", count=100, different=0, handed_on=2)
              for one, other, function in jobs if (one, other) == (family, label)]
-    print(json.dumps({"family": family, "label": label, "tests": tests}), file=journal, flush=True)
+    print(json.dumps({"family": family, "function": "f", "label": label, "tests": tests}), file=journal, flush=True)
     open("ran", "a").write(f"{family} {label}\\n")
 """
 
@@ -267,6 +269,44 @@ def test_the_ledger_of_this_clone_is_small():
     code = {name: entries.code_of(name) for name in entries.functions()}
     assert len(json.dumps(code, indent=1)) < 300_000
     assert ledger.path_of(ROOT).stat().st_size < 500_000
+
+
+def test_jobs_of_the_validator_have_names_of_their_own():
+    """By which a journal knows what is finished."""
+    jobs = validate_kernels.all_jobs(Settings(fraction=gpu_tests.FRACTION))
+    assert len({tuple(getattr(job, key) for key in validate_kernels.KEY) for job in jobs}) == len(jobs)
+
+
+def test_the_validator_goes_on_from_its_journal(tmp_path, capsys):
+    """A job whose line was cut short runs again, others do not."""
+    gpu_tests.begin(tmp_path, {"pack": "code"})
+    path = gpu_tests.journal_of(tmp_path)
+    given = [
+        "--device",
+        "cpu",
+        "--fraction",
+        "0.02",
+        "--families",
+        "pack",
+        "--only",
+        "pack int4",
+        "--workers",
+        "0",
+    ]
+    assert validate_kernels.main([*given, "--journal", str(path)]) == 0
+    jobs, sizes = gpu_tests.finished(tmp_path)
+    assert sizes == {"pack": len(jobs)}
+    assert {one["name"] for one in gpu_tests.tests_of(jobs)["pack"]} == {"pack/pack"}
+    assert gpu_tests.open_families(jobs, sizes) == set()
+    path.write_text(path.read_text()[:-9])
+    assert gpu_tests.open_families(*gpu_tests.finished(tmp_path)) == {"pack"}
+    assert validate_kernels.main([*given, "--journal", str(path)]) == 0
+    assert len(gpu_tests.finished(tmp_path)[0]) == len(jobs)
+    gpu_tests.begin(tmp_path, {"pack": "code"})
+    assert gpu_tests.finished(tmp_path)[0]
+    gpu_tests.begin(tmp_path, {"pack": "other code"})
+    assert gpu_tests.finished(tmp_path) == ([], {})
+    assert "every job" not in capsys.readouterr().out
 
 
 def test_tests_of_rooms_beside_the_public_functions():

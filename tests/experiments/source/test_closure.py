@@ -211,7 +211,8 @@ def test_a_name_that_several_imports_bind_means_each(tree):
         tree,
         "fast/quantize/lazy.py",
         "def rounded(x):",
-        "def rounded(x):\n    if x:\n        from fast.sparsity import prune as f\n    else:\n        from torch import f\n    f(x)",
+        "def rounded(x):\n    if x:\n        from fast.sparsity import prune as f\n    else:\n        from torch import f\n"
+        "    f(x)",
     )
     before = closure(tree).hash
     edit(tree, "fast/sparsity.py", "return x", "return 0")
