@@ -197,8 +197,7 @@ def journaled(results: Iterable[Done], journal: Path | None) -> Iterator[Done]:
         if journal and not done.late:
             tests = collect([done], [done.job], shows=False)
             line = {
-                "family": done.job.family,
-                "label": done.job.label,
+                **{key: getattr(done.job, key) for key in KEY},
                 "tests": [vars(test) for test in tests],
             }
             with journal.open("a", encoding="utf-8") as file:
