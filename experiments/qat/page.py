@@ -9,9 +9,11 @@ from experiments.models.activation_schemes import activations_of
 from experiments.models.quantized_model import PLAIN
 from experiments.qat.run import BASELINE, NO_PERCENTAGE, PTQ, QAT, RECOVERY, RUNS, TITLE
 from experiments.qat.summary import DEVIATIONS
+from experiments.qat.targets import targets_of
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import Target
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 
@@ -87,22 +89,22 @@ def methods_of(results: Results) -> list[tuple[str, str]]:
 def verdict(results: Results) -> str:
     """Which methods with a target reach it, miss it, or have no percentage."""
     by_outcome: dict[str, list[str]] = {"reached": [], "missed": [], "without a percentage": []}
-    for setting, method in methods_of(results):
-        target, recovered = (results.value(setting, method, metric) for metric in ("bar", "recovered"))
-        if target is not None:
-            outcome = outcome_of(recovered, target)
-            by_outcome[outcome].append(
-                f"{method} ({'none' if recovered is None else number(recovered, 1)} of {target:.0f}%)"
-            )
+    for target in targets_of(results):
+        value = "none" if target.value is None else number(target.value, 1)
+        by_outcome[outcome_of(target)].append(f"{target.name} ({value} of {target.limit:.0f}%)")
     parts = [f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in by_outcome.items()]
     return f"**Targets of the mean recovered part; {'; '.join(parts)}.**"
 
 
-def outcome_of(recovered: float | None, target: float) -> str:
+def outcome_of(target: Target) -> str:
     """How a mean compares with its target."""
-    if recovered is None:
-        return "without a percentage"
-    return "reached" if recovered >= target else "missed"
+    return {True: "reached", False: "missed", None: "without a percentage"}[target.reached]
+
+
+def target_of(results: Results, setting: str, method: str) -> Target | None:
+    """The target of one method, or None where it has none."""
+    mine = Results(row for row in results.rows if (row.setting, row.method) == (setting, method))
+    return next(iter(targets_of(mine)), None)
 
 
 def baseline_text(results: Results, runs: Results) -> str:
@@ -156,7 +158,7 @@ def recovery_table(results: Results) -> Table:
     ]
     lines = []
     for one in methods_of(results):
-        recovered, target = (results.value(*one, metric) for metric in ("recovered", "bar"))
+        target = target_of(results, *one)
         lines.append(
             [
                 label(*one),
@@ -164,8 +166,8 @@ def recovery_table(results: Results) -> Table:
                 number(results.value(*one, "loss to recover, in seed deviations"), 1),
                 with_interval(results, one, "recovered", 1)
                 or ("none: too small a loss" if results.value(*one, NO_PERCENTAGE) is not None else ""),
-                number(target, 0),
-                "" if target is None else outcome_of(recovered, target),
+                number(target.limit, 0) if target else "",
+                outcome_of(target) if target else "",
             ]
         )
     stale = frozenset(label(*one) for one in methods_of(results) if one[1] in results.stale_methods)

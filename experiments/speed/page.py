@@ -8,7 +8,9 @@ from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import Target
 from experiments.speed.run import TITLE
+from experiments.speed.targets import MISSING, TARGET_METRIC, target_of
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 
@@ -58,7 +60,7 @@ def plot(where: Where, results: Results) -> Drawing:
     labels = [f"{method} / {setting}" for setting, method in pairs]
     series = {
         name: [results.value(*one, metric) for one in pairs]
-        for name, metric in (("ratio", "ratio"), ("target", "bar"))
+        for name, metric in (("ratio", "ratio"), ("target", TARGET_METRIC))
     }
     figure = dots(labels, series, "time of the baseline over ours", base=1.0)
     caption = "Time of the baseline over ours: right of the line ours is faster."
@@ -80,7 +82,8 @@ def ratio_table(results: Results) -> Table:
     for setting, method in pairs_of(results):
         if not method.startswith("import "):
             cells = [
-                results.value(setting, method, name) for name in ("ratio", "ratio, 20%", "ratio, 80%", "bar")
+                results.value(setting, method, name)
+                for name in ("ratio", "ratio, 20%", "ratio, 80%", TARGET_METRIC)
             ]
             times = [number(results.value(setting, method, name), 1) for name in ("ours", "theirs")]
             threads = [
@@ -90,7 +93,7 @@ def ratio_table(results: Results) -> Table:
                     for side in ("ours", "theirs")
                 ),
             ]
-            missing = [name for name in results.of_method(method).metrics if name.startswith("peer missing")]
+            missing = [name for name in results.of_method(method).metrics if name.startswith(MISSING)]
             lines.append(
                 [
                     method,
@@ -98,7 +101,7 @@ def ratio_table(results: Results) -> Table:
                     *(number(cell, 2) for cell in cells),
                     *times,
                     *threads,
-                    verdict(cells[0], cells[3], missing),
+                    verdict(target_of(results, setting, method), missing),
                 ]
             )
     columns = ["ours", "baseline", "ratio", "20%", "80%", "target", "ours (ms)", "baseline (ms)"]
@@ -106,11 +109,11 @@ def ratio_table(results: Results) -> Table:
     return Table("Ratios to baselines", columns, lines, results.stale_methods)
 
 
-def verdict(ratio: float | None, target: float | None, missing: Sequence[str]) -> str:
+def verdict(target: Target | None, missing: Sequence[str]) -> str:
     """Yes, no, or why it is not known."""
-    if ratio is None or target is None:
+    if target is None or target.reached is None:
         return missing[0] if missing else ""
-    return "yes" if ratio >= target else "no"
+    return target.verdict
 
 
 def import_table(results: Results) -> Table:
@@ -119,9 +122,10 @@ def import_table(results: Results) -> Table:
     for setting, method in pairs_of(results):
         if method.startswith("import "):
             time, low, high, target = (
-                results.value(setting, method, name) for name in ("time", "time, 20%", "time, 80%", "bar")
+                results.value(setting, method, name)
+                for name in ("time", "time, 20%", "time, 80%", TARGET_METRIC)
             )
-            reached = "" if time is None or target is None else "yes" if time <= target else "no"
+            reached = verdict(target_of(results, setting, method), ())
             lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, target)), reached])
     columns = ["package", "beyond", "median (ms)", "20%", "80%", "target", "target met"]
     return Table("Import times", columns, lines, results.stale_methods)

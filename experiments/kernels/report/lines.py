@@ -12,12 +12,11 @@ from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, Bar
 from experiments.kernels.outcome import KERNELS, PEER_TABLE
 from experiments.report.results import Results, Where, by_run
 from experiments.report.staleness import is_stale
+from experiments.report.targets import BASELINE_TOLERANCE
 
 STATUS = "status: "
 #: Metrics for which less is better.
 LESS = ("time over elementwise", "host time", "host time, added")
-#: A ratio to a baseline is compared with 1, less what two timings of the same kernel differ by at worst.
-PEER_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Line:
     @property
     def faster_peers(self) -> list[Against]:
         """Baselines that are faster than ours."""
-        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - PEER_TOLERANCE]
+        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - BASELINE_TOLERANCE]
 
     @property
     def slower_than(self) -> list[str]:

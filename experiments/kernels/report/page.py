@@ -10,11 +10,12 @@ from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import PEERS
 from experiments.kernels.cases.case import LARGE, SMALL
 from experiments.kernels.report.jax_page import jax_sections
-from experiments.kernels.report.lines import PEER_TOLERANCE, Against, Line, lines_of, summary
+from experiments.kernels.report.lines import Against, Line, lines_of, summary
 from experiments.kernels.report.roofline import by_operation, operation, roofline
 from experiments.kernels.run import TITLE
 from experiments.report.content import STALE, Drawing, Section, Table
 from experiments.report.results import Where, number
+from experiments.report.targets import BASELINE_TOLERANCE
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 
@@ -38,8 +39,8 @@ TEXT = (
 )
 BASELINE_TEXT = (
     "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
-    f"{1 - PEER_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time for "
-    f"baselines: what it did not reach is of an earlier run, between both as they were then, marked {STALE} in its cell. "
+    f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
+    f"for baselines: what it did not reach is of an earlier run, between both as they were then, marked {STALE} in its cell. "
     + "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS)
     + "."
 )
