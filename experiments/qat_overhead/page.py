@@ -155,7 +155,7 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         one.hardware,
         f"{one.paper}, {one.source}",
         measured,
-        f"{found[0].device}, one step" if found and measured is not None else "",
+        f"{found[0].device}, forward and backward alone" if found and measured is not None else "",
         bool(found and measured is not None and SAME_RECIPE[1] in found[1].stale_methods),
     )
 
