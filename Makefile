@@ -14,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test nightly lint style types contract exhaustive mutation install install-test clean
+.PHONY: help reproduce speed test nightly docs lint style types contract exhaustive mutation install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -34,6 +34,9 @@ test: install-test   ## all tests that need no GPU
 
 nightly: install-test  ## every further record and shape of those tests (half an hour on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(ARGS)
+
+docs: install-test   ## build the API pages into build/docs
+	$(BIN)/python docs/api.py
 
 lint: style types contract ## style, types and the import contract
 

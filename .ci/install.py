@@ -3,7 +3,7 @@
 Needs only Python (3.11 or newer) with pip; the standard library does the rest. The steps: a `.venv` in the
 clone, pip and the build backend at their pinned versions, the CPU or CUDA build of torch (`torch_build.py`
 finds it), then this project and its pinned requirements. Two levels: `run` is what the experiments need,
-`test` adds the test peers and the linters.
+`test` adds the libraries that tests compare with, the linters and the builder of API pages.
 
 A second call is quick: the environment holds a key made from the pins, the Python version and the choice of
 torch, and nothing is done while it is the same. An installation that broke off leaves a mark, and the next
@@ -29,7 +29,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "ao_lab-installed.json"
 BROKEN = VENV / "ao_lab-unfinished"
 INPUTS = ("pyproject.toml", "constraints.txt", ".ci/install.py", ".ci/torch_build.py")
-EXTRAS = {"run": "", "test": "[test,jax,ao,hf,lint]"}
+EXTRAS = {"run": "", "test": "[test,jax,ao,hf,lint,docs]"}
 OLDEST_PYTHON = (3, 11)
 
 

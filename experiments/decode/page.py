@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.decode.configs import BASELINE, BFLOAT16, OURS
+from experiments.decode.configs import BASELINE, BFLOAT16, OURS, WITH_SPEED_TARGET
 from experiments.decode.run import KIND, TITLE
-from experiments.decode.targets import FORMS, RATE, fastest_bfloat16, missed, over_fastest, published_speedup
+from experiments.decode.targets import (
+    FORMS,
+    RATE,
+    fastest_bfloat16,
+    missed,
+    over_fastest,
+    published_speedup,
+    targets_of,
+)
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_1_8B
-from experiments.report.pages import STALE, Drawing, Section, Table
-from experiments.report.plots import Point, scatter_panels
-from experiments.report.published import HARDWARE, MODEL, decoding, published
-from experiments.report.results import Results, Where, by_run, number
+from experiments.report.content import STALE, Comparison, Drawing, Section, Table
+from experiments.report.plots import dots
+from experiments.report.published import HARDWARE, METRICS, MODEL, Published, decoding, published
+from experiments.report.results import Results, Where, best_run, by_run, number
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
+
+ABOUT = (
+    "Exact shapes of Llama-3.1-8B with random weights at batch 1: 200 new tokens after a prompt of 32, in the generation loop "
+    "of this experiment (compiled layer by layer, one CUDA graph a step, its own attention kernel for single tokens).",
+    "Bfloat16, torchao's configurations and ours run in turn in one process. Speedups are over the fastest form of bfloat16.",
+    "Weights are random, so nothing is said here of accuracy. On a CPU a tiny stand-in takes the same path to show that it "
+    "works.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("decode-speed-full",)
 
 TEXT = (
     "Exact shapes of Llama-3.1-8B with random weights, batch 1, 200 new tokens after a prompt of 32, top k 200, temperature "
@@ -27,8 +45,8 @@ TEXT = (
     "tuning, and run with what this library recommends: gate, up and the silu between them are one kernel (the compiler joins "
     "gate and up of plain weights, too), and what the compiler writes may begin while the kernel in front of it ends. torchao "
     "recommends no such dependent launches, and its rows have none. 'Library products' is bfloat16 without tuning, 'dependent "
-    "launches' a second tuning, from nothing and with such launches: what tuning finds differs, and bars are held against the "
-    "fastest form of bfloat16.",
+    "launches' a second tuning, from nothing and with such launches: what tuning finds differs, and targets are compared with "
+    "the fastest form of bfloat16.",
     "Attention of the one token is a kernel of this experiment, the same in all rows; the published runs had torch's. Less "
     "time outside the products raises every ratio.",
     "Sizes are those of the linear layers, in decimal GB, lm_head included and the embedding not. Peak memory is the most that "
@@ -40,18 +58,115 @@ TEXT = (
     "the page of `ptq`.",
 )
 STAND_IN = (
-    "**A stand-in**: a model of two tiny layers, too small for its times to mean anything. It went the way that the real "
-    "shapes go on a GPU, with all checks, so these rows say what works here. They stand beside no published number.",
+    "**A stand-in**: a model of two tiny layers, too small for its times to mean anything. It takes the path that the real "
+    "shapes take on a GPU, with all checks, so these rows say what works here. They stand beside no published value.",
 )
 BESIDE = (
-    f"Published numbers ({MODEL}, {HARDWARE}, PyTorch's TorchAO paper and the README of its release 0.12) were measured with "
+    f"Published values ({MODEL}, {HARDWARE}, PyTorch's TorchAO paper and the README of its release 0.12) were measured with "
     "trained weights on other hardware and by another script: tokens a second do not compare directly, ratios to bfloat16 of "
     "the same table do, and sizes are to agree where storage is the same: the published 4-bit size has zero points in "
-    "bfloat16, as ours of the same name; the house's own take a byte."
+    "bfloat16, as ours of the same name; those of the default schemes take a byte."
 )
-#: Families of colours by method.
-FAMILIES = {"bfloat16": "plain", "int": "integer", "float8": "FP8", "mx": "MX", "nvfp4": "NVFP4"}
 STATUS = "status: "
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """What the run with the real shapes found, in sentences; none without such a run."""
+    found = exact_run(rows)
+    if found is None:
+        return []
+    where, results = found
+    rate = fastest_bfloat16(results)[1]
+    sentences = (
+        [speedup_sentence(where, results, method, rate) for method in WITH_SPEED_TARGET] if rate else []
+    )
+    theirs = [
+        f"{method} {number(results.value(TORCHAO, method, RATE), 0)}"
+        for method in WITH_SPEED_TARGET
+        if results.value(TORCHAO, method, RATE) is not None
+    ]
+    if theirs:
+        sentences.append(f"torchao in the same run: {', '.join(theirs)} tokens/s.")
+    ours = [method for setting, method in lines_of(results) if setting == OURS]
+    late = [method for method in ours if missed(results, method)]
+    held = sum(len(targets_of(results, method)) for method in ours)
+    sentences.append(
+        f"Targets are missed by {', '.join(late)}."
+        if late
+        else f"All {held} targets of our {len(ours)} configurations are met."
+    )
+    return [sentence for sentence in sentences if sentence]
+
+
+def speedup_sentence(where: Where, results: Results, method: str, base: float) -> str:
+    """Tokens a second of one configuration over bfloat16, and what was published; nothing where it was not measured."""
+    rate, times = results.value(OURS, method, RATE), over_fastest(results, OURS, method)
+    if rate is None or times is None:
+        return ""
+    theirs = published_speedup(method)
+    beside = "" if theirs is None else f" (published: {theirs:.2f} times, on an {HARDWARE})"
+    return (
+        f"{method} generates {rate:.0f} tokens/s on an {where.device} where bfloat16 generates {base:.0f}: "
+        f"{times:.2f} times as many{beside}."
+    )
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Every published value, and ours where the run with the real shapes has it."""
+    found = exact_run(rows)
+    listed = [comparison(one, found) for one in decoding()]
+    if found is not None:
+        where, results = found
+        listed += [
+            speedups(method, where, results)
+            for method in WITH_SPEED_TARGET
+            if published_speedup(method) is not None
+        ]
+    return listed
+
+
+def exact_run(rows: Sequence[Row]) -> tuple[Where, Results] | None:
+    """The run with the shapes of Llama-3.1-8B."""
+    runs = {where: found for where, found in by_run(rows, KIND).items() if where.data == LLAMA_3_1_8B.name}
+    return best_run(runs)
+
+
+def comparison(one: Published, found: tuple[Where, Results] | None) -> Comparison:
+    """A published value, beside ours where it is of the table that has the same model and setting."""
+    metric = METRICS.get(one.metric, "")
+    measured = None
+    if found and metric and (one.model, one.hardware) == (MODEL, HARDWARE):
+        measured = found[1].value(BASELINE if one.method == BFLOAT16 else OURS, one.method, metric)
+    old = measured is not None and found is not None and one.method in found[1].stale_methods
+    return Comparison(
+        one.model,
+        one.method,
+        metric or one.metric.replace("_", " "),
+        "tokens/s" if one.unit == "tok/s" else one.unit,
+        one.value,
+        one.hardware,
+        f"{one.paper}, {one.source}",
+        measured,
+        found[0].device if found and measured is not None else "",
+        old,
+    )
+
+
+def speedups(method: str, where: Where, results: Results) -> Comparison:
+    """The published speedup over bfloat16, which follows from two published rates, beside ours over the fastest bfloat16."""
+    source = next(one for one in decoding() if one.method == method)
+    return Comparison(
+        MODEL,
+        method,
+        "tokens/s over bfloat16",
+        "ratio",
+        published_speedup(method) or 0.0,
+        HARDWARE,
+        f"{source.paper}, {source.source}",
+        over_fastest(results, OURS, method),
+        where.device,
+        method in results.stale_methods,
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -73,7 +188,7 @@ def section(where: Where, results: Results) -> Section:
 
 
 def lines_of(results: Results) -> list[tuple[str, str]]:
-    """(setting, method) in the order in which a page lists them: the baselines, then ours and the peer's side by side."""
+    """(setting, method) in the order of the page: the baselines, then ours and torchao's side by side."""
     order = {BASELINE: 0, OURS: 1, TORCHAO: 2}
     found = dict.fromkeys((row.setting, row.method) for row in results.rows)
     methods = list(dict.fromkeys(method for setting, method in found if setting != BASELINE))
@@ -96,7 +211,7 @@ def state(results: Results, setting: str, method: str) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """What gave no numbers, and why."""
+    """What was not measured, and why."""
     found = {one: state(results, *one) for one in lines_of(results)}
     old = results.stale_methods
     failed = [
@@ -104,29 +219,29 @@ def failures(results: Results) -> list[str]:
         for (setting, method), word in found.items()
         if word != "ok"
     ]
-    return [f"**Without numbers: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
+    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
 def verdict(results: Results) -> list[str]:
-    """Which of our configurations miss a bar, and whether bfloat16 was at its best."""
+    """Which of our configurations miss a target, and whether bfloat16 was at its best."""
     ours = [method for setting, method in lines_of(results) if setting == OURS]
     found = {method: missed(results, method) for method in ours}
     late = [f"{method} ({'; '.join(words)})" for method, words in found.items() if words]
-    made = [f"**Missed bars: {len(late)} configurations.** " + ", ".join(late) + "."] if late else []
+    sentences = [f"**Missed targets: {len(late)} configurations.** " + ", ".join(late) + "."] if late else []
     best, rate = fastest_bfloat16(results)
     if rate is not None:
-        made.append(
+        sentences.append(
             f"**The fastest bfloat16 is '{best}', {rate:.1f} tokens/s**, of all its timings, those beside other configurations "
-            "included: published ratios are held against it."
+            "included: published ratios are compared with it."
         )
     if len({row.source_hash for row in results.rows}) > 1:
-        made.append(
-            "**Not all by one version of the code**: 'over bfloat16' is within the run of a line; 'over the fastest' holds "
-            "every line against the fastest bfloat16 of all."
+        sentences.append(
+            "**Not all by one version of the code**: 'over bfloat16' is within the run of a line; 'over the fastest' compares "
+            "every line with the fastest bfloat16 of all."
         )
     if unknown := [form for form in FORMS if results.value(BASELINE, form, RATE) is None]:
-        made.append(f"**Not measured: {', '.join(unknown)}**, which may be faster.")
-    return made
+        sentences.append(f"**Not measured: {', '.join(unknown)}**, which may be faster.")
+    return sentences
 
 
 def speed_table(results: Results, exact: bool) -> Table:
@@ -146,14 +261,14 @@ def speed_table(results: Results, exact: bool) -> Table:
         ("bfloat16 before", 1),
         ("bfloat16 after", 1),
     )
-    made = []
+    lines = []
     for setting, method in lines_of(results):
         line = cells(results, setting, method, metrics)
         line.append(number(over_fastest(results, setting, method), 2))
         if exact:
             line += [number(published(method).get("tokens/s"), 1), number(published_speedup(method), 2)]
-        made.append([method, setting, *line])
-    return Table("Speed", columns, made, results.stale_methods)
+        lines.append([method, setting, *line])
+    return Table("Speed", columns, lines, results.stale_methods)
 
 
 def memory_table(results: Results) -> Table:
@@ -167,7 +282,7 @@ def memory_table(results: Results) -> Table:
         "by compiling",
         "state",
     ]
-    made = []
+    lines = []
     for setting, method in lines_of(results):
         size, peak = (
             [
@@ -185,17 +300,17 @@ def memory_table(results: Results) -> Table:
             ("logits, compiled", 4),
         )
         rest = cells(results, setting, method, metrics)
-        made.append([method, setting, *size, *peak, *rest, state(results, setting, method)])
-    return Table("Size, memory, and checks", columns, made, results.stale_methods)
+        lines.append([method, setting, *size, *peak, *rest, state(results, setting, method)])
+    return Table("Size, memory, and checks", columns, lines, results.stale_methods)
 
 
 def cells(results: Results, setting: str, method: str, metrics: Sequence[tuple[str, int]]) -> list[str]:
-    """Numbers of a line, each with its digits."""
+    """Values of a line, each with its digits."""
     return [number(results.value(setting, method, metric), digits) for metric, digits in metrics]
 
 
 def beside(results: Results, setting: str, method: str, metric: str) -> float | None:
-    """The published number that a row carries."""
+    """The published value that a row carries."""
     for row in results.rows:
         if (row.setting, row.method, row.metric) == (setting, method, metric):
             return row.published
@@ -218,37 +333,18 @@ def published_table() -> Table:
 
 
 def plot(where: Where, results: Results) -> Drawing:
-    """Tokens a second against size: ours, torchao's of the same run, and the published."""
-    panels = {
-        "ours": points(results, OURS),
-        "torchao, same run": points(results, TORCHAO),
-        f"published, {HARDWARE}": published_points(),
+    """Speedups over bfloat16, a line per configuration: ours and torchao's of the same run, and the published."""
+    shown = [
+        method for method in dict.fromkeys(method for _, method in lines_of(results)) if method not in FORMS
+    ]
+    series = {
+        f"ours, {where.device}": [over_fastest(results, OURS, method) for method in shown],
+        f"torchao, same run, {where.device}": [over_fastest(results, TORCHAO, method) for method in shown],
+        f"published (torchao), {HARDWARE}": [published_speedup(method) for method in shown],
     }
-    figure = scatter_panels(panels, "linear weights (GB, decimal)", "tokens/s", columns=3)
-    caption = "Speed against size. The published panel is another GPU: compare its slope, not its height."
-    return Drawing(f"decode-speed-{where.scale}", caption, figure)
-
-
-def points(results: Results, setting: str) -> list[Point]:
-    """A point per configuration of one maker, and bfloat16."""
-    made = []
-    for who, method in lines_of(results):
-        if who == setting or (who, method) == (BASELINE, BFLOAT16):
-            size, rate = (results.value(who, method, metric) for metric in ("model size", "tokens/s"))
-            if size is not None and rate is not None:
-                made.append(Point(size, rate, family(method), method))
-    return made
-
-
-def published_points() -> list[Point]:
-    """The published points of the table that is beside ours."""
-    methods = dict.fromkeys(
-        one.method for one in decoding() if (one.model, one.hardware) == (MODEL, HARDWARE)
+    figure = dots(shown, series, "tokens/s over bfloat16, batch 1, shapes of Llama-3.1-8B", base=1.0)
+    caption = (
+        "Tokens a second over those of bfloat16 of the same source. The published values are of another GPU: their ratios "
+        "compare, their rates do not."
     )
-    values = {method: published(method) for method in methods}
-    return [Point(v["model size"], v["tokens/s"], family(m), m) for m, v in values.items()]
-
-
-def family(method: str) -> str:
-    """The family of a configuration, for colours."""
-    return next(name for start, name in FAMILIES.items() if method.startswith(start))
+    return Drawing(f"decode-speed-{where.scale}", caption, figure)

@@ -1,4 +1,4 @@
-"""The page of experiment `formats`: rate against error, every scheme's signal to noise, and the numbers."""
+"""The page of experiment `formats`: rate against error, every scheme's signal to noise, and the tables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 from experiments.formats.run import BITS, SNR, TITLE
 from experiments.harness.rows import Row
-from experiments.report.pages import Drawing, Section, Table
+from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, scatter_panels
-from experiments.report.results import Results, Where, by_run, family, is_house, number
+from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+
+ABOUT = (
+    "Every scheme quantizes the same float32 tensors along the last axis: synthetic data, and weights and activations of a "
+    "small model trained here. No model is run on the quantized values: that is the page of `ptq`.",
+    "Signal to noise is 10 log10 of the sum of squares over the sum of squared errors; 6 dB are one bit. Bits per element "
+    "count the stored scales and zero points.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("formats-rate-full", "formats-rate-quick")
 
 # Points that carry their name; the others would cover each other.
 LABELLED = (
@@ -33,25 +42,49 @@ TEXT = (
 )
 
 
+def findings(rows: Sequence[Row]) -> list[str]:
+    """The order of well-known schemes on each kind of synthetic data."""
+    found = best_run(by_run(rows, "synthetic"))
+    if found is None:
+        return []
+    where, results = found
+    sentences = [order_sentence(results, setting) for setting in results.settings]
+    default = [method for method in results.methods if is_default(method)]
+    count = f"{len(default)} default schemes and {len(results.methods) - len(default)} conventions of other projects"
+    return [f"{count} were measured ({where.scale} scale, {where.device}).", *filter(None, sentences)]
+
+
+def order_sentence(results: Results, setting: str) -> str:
+    """Signal to noise of the well-known schemes, the best first, with their bits."""
+    known = [(results.value(setting, method, SNR), method) for method in LABELLED]
+    ordered = sorted(((snr, method) for snr, method in known if snr is not None), reverse=True)
+    words = [
+        f"{method} {snr:.1f} dB ({number(results.value(setting, method, BITS), 2)} bits)"
+        for snr, method in ordered
+    ]
+    return f'On data of kind "{setting}": {", ".join(words)}.' if words else ""
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Synthetic and trained tensors, run by run."""
-    made = []
+    found = []
     for where, results in by_run(rows, "synthetic").items():
-        made.append(synthetic(where, results))
+        found.append(synthetic(where, results))
     for where, results in by_run(rows, "trained").items():
-        made.append(trained(where, results))
-    return made
+        found.append(trained(where, results))
+    return found
 
 
 def synthetic(where: Where, results: Results) -> Section:
-    """Rate against error, and all numbers."""
+    """Rate against error, and all tables."""
     data = results.settings
-    house = [method for method in results.methods if is_house(method)]
-    panels = {setting: points(results, setting, house) for setting in data}
+    default = [method for method in results.methods if is_default(method)]
+    panels = {setting: points(results, setting, default) for setting in data}
     rate = Drawing(
         f"formats-rate-{where.scale}",
-        "Signal to noise against bits per element of the same tensors, scales and all. House schemes; a point per block size.",
-        scatter_panels(panels, BITS, "signal to noise (dB)"),
+        "Signal to noise against bits per element of the same tensors, scales included. Default schemes; a point per block "
+        "size.",
+        scatter_panels(panels, BITS, "signal to noise (dB)", columns=3),
     )
     return Section(
         f"Synthetic data ({where})",
@@ -79,20 +112,22 @@ def trained(where: Where, results: Results) -> Section:
 
 def points(results: Results, setting: str, methods: Sequence[str]) -> list[Point]:
     """Bits against signal to noise of those methods that have both."""
-    made = []
+    found = []
     for method in methods:
         bits, snr = results.value(setting, method, BITS), results.value(setting, method, SNR)
         if bits is not None and snr is not None:
-            made.append(Point(bits, snr, family(method), method if method in LABELLED else ""))
-    return made
+            found.append(Point(bits, snr, family(method), method if method in LABELLED else "", method))
+    return found
 
 
 def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str) -> list[Drawing]:
-    """Every scheme, the house's and the other projects', by the bits per element of the first setting."""
-    made = []
+    """Every scheme, default ones and the other projects', by the bits per element of the first setting."""
+    drawings = []
     first = settings[0] if settings else ""
-    for house, title in ((True, "house schemes"), (False, "conventions of other projects")):
-        methods = by_bits(results, first, [method for method in results.methods if is_house(method) == house])
+    for default, title in ((True, "default schemes"), (False, "conventions of other projects")):
+        methods = by_bits(
+            results, first, [method for method in results.methods if is_default(method) == default]
+        )
         if methods:
             series = {
                 setting: [results.value(setting, method, SNR) for method in methods] for setting in settings
@@ -100,13 +135,12 @@ def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str
             labels = [f"{method}  {number(results.value(first, method, BITS), 2)}" for method in methods]
             figure = dots(labels, series, "signal to noise (dB)")
             caption = (
-                f"Signal to noise of the {title}, by bits per element (the number beside the name; that of "
-                f'"{first}").'
+                f'Signal to noise of the {title}, by bits per element (beside the name; that of "{first}").'
             )
-            made.append(
-                Drawing(f"formats-{name}-{'house' if house else 'others'}-{where.scale}", caption, figure)
+            drawings.append(
+                Drawing(f"formats-{name}-{'default' if default else 'others'}-{where.scale}", caption, figure)
             )
-    return made
+    return drawings
 
 
 def tables(results: Results, settings: Sequence[str]) -> list[Table]:

@@ -141,9 +141,7 @@ def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:
 
 def plain(line: Line) -> dict[str, Any]:
     """A line as JSON has it."""
-    made = asdict(line)
-    del made["is_current"]
-    return {**made, "missed": line.missed, "slower_than": line.slower_than}
+    return {**asdict(line), "missed": line.missed, "slower_than": line.slower_than}
 
 
 __all__ = ["choose", "complete", "has_device", "listing", "part", "plain"]

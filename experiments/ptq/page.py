@@ -9,15 +9,26 @@ from experiments.harness.rows import Row
 from experiments.models.activation_schemes import WEIGHTS, activations_of
 from experiments.models.quantized_model import PLAIN
 from experiments.ptq.run import LAYERS, QUALITY, TITLE
-from experiments.report.pages import Drawing, Section, Table
+from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
-from experiments.report.results import Results, Where, by_run, family, is_house, number
+from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+
+ABOUT = (
+    "A stand-in: a small byte-level Llama, trained here from scratch on the source of sympy. It compares formats with each "
+    "other and stands beside no published value.",
+    "Each scheme quantizes the weights of all linear layers, and in a second measurement their inputs too. Products are "
+    "float32, so the loss is that of the format alone, not of a kernel.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("ptq-size-full", "ptq-size-quick")
+#: Bits per weight up to which findings compare schemes.
+WIDTHS = (3.6, 4.6, 6.6, 8.6)
 
 CHANGE, CHANGE_ERROR = "bits per byte, change", "bits per byte, standard error of the change"
 ACCURACY_CHANGE, ACCURACY_ERROR = "accuracy, change", "accuracy, standard error of the change"
-# Below this loss, in bits per byte, plots are linear: smaller ones are noise of this exam.
+# Below this loss, in bits per byte, plots are linear: smaller ones are noise of this evaluation.
 LINEAR = 0.001
 LABELLED = (
     "fp8_tensorwise",
@@ -32,7 +43,7 @@ LABELLED = (
 )
 TEXT = (
     "A stand-in: not one of the models that papers report, but a small byte-level model of the Llama family, trained here from "
-    "scratch on the source of sympy. Its numbers compare formats with each other, and with no published number.",
+    "scratch on the source of sympy. Its results compare formats with each other, and with no published value.",
     "Every scheme quantizes the weights of all linear layers, lm_head included; the embedding and the norms stay float32 and "
     "count as such in the size. Where activations are quantized too, each layer's input goes through the scheme that the line "
     "names, with scales found for each input. Products are float32 throughout, so this is the format's error alone.",
@@ -40,25 +51,73 @@ TEXT = (
     "window apart. Within a window it also sees what attention does not: the false continuations of all questions, and later "
     "text.",
     "Changes are against float32 on the same text and questions, paired by window (each from another held-out file), with the "
-    "standard error over windows behind the sign ±. A change within two standard errors is noise, and stands in brackets; "
-    "among so many lines, one in twenty stands without brackets by chance.",
+    "standard error over windows after the sign ±. A change within two standard errors is noise, and stands in parentheses; "
+    "among so many lines, one in twenty stands without them by chance.",
     "The error is over text, for this one trained model. Another training (another seed, another processor) is another model, "
     "and moved small changes by more than their error; an order among schemes of like size needs several seeds.",
 )
 
 
+def findings(rows: Sequence[Row]) -> list[str]:
+    """The best default scheme of each width, and how many do not differ from float32."""
+    found = best_run(by_run(rows, QUALITY))
+    if found is None:
+        return []
+    where, results = found
+    sentences = [f"Run: {where.scale} scale, {where.device}. {baseline_text(results)}"]
+    for activations, name in ((False, "weights"), (True, "weights and activations")):
+        sentences += [noise_sentence(results, activations, name), width_sentence(results, activations, name)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:
+    """(bits per weight, change, its standard error, method) of the default schemes that have all three."""
+    found = []
+    for setting, method in settings_of(results, activations):
+        if is_default(method) and method not in PLAIN:
+            bits = results.value(WEIGHTS, method, "bits per weight")
+            change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
+            if bits is not None and change is not None and error is not None and math.isfinite(change):
+                found.append((bits, change, error, method))
+    return found
+
+
+def noise_sentence(results: Results, activations: bool, name: str) -> str:
+    """How many schemes change the loss by no more than two standard errors, and the smallest of them."""
+    known = changes(results, activations)
+    within = [one for one in known if abs(one[1]) <= 2 * one[2]]
+    if not within:
+        return ""
+    bits, change, error, method = min(within)
+    return (
+        f"Quantized {name}: {len(within)} of {len(known)} default schemes change bits per byte by no more than two standard "
+        f"errors; the smallest of them is {method} ({bits:.2f} bits per weight, {change:+.4f} ± {error:.4f})."
+    )
+
+
+def width_sentence(results: Results, activations: bool, name: str) -> str:
+    """The scheme with the smallest increase among those of each width."""
+    words = []
+    for low, high in zip((0.0, *WIDTHS), WIDTHS, strict=False):
+        inside = [one for one in changes(results, activations) if low < one[0] <= high]
+        if inside:
+            bits, change, error, method = min(inside, key=lambda one: one[1])
+            words.append(f"{method} up to {high:g} bits ({bits:.2f} bits, {change:+.4f} ± {error:.4f})")
+    return f"Smallest increase in bits per byte, {name}: {'; '.join(words)}." if words else ""
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Quality and size run by run, then the layers."""
-    made = [quality(where, results) for where, results in by_run(rows, QUALITY).items()]
-    return made + [layers(where, results) for where, results in by_run(rows, LAYERS).items()]
+    found = [quality(where, results) for where, results in by_run(rows, QUALITY).items()]
+    return found + [layers(where, results) for where, results in by_run(rows, LAYERS).items()]
 
 
 def quality(where: Where, results: Results) -> Section:
     """Bits per byte, accuracy and size."""
     drawings = [size_plot(where, results), *change_plots(where, results)]
-    house = [method for method in results.methods if is_house(method)]
-    others = [method for method in results.methods if not is_house(method)]
-    tables = [quality_table(results, house, "House schemes and baselines")]
+    default = [method for method in results.methods if is_default(method)]
+    others = [method for method in results.methods if not is_default(method)]
+    tables = [quality_table(results, default, "Default schemes and baselines")]
     if others:
         tables.append(quality_table(results, others, "Conventions of other projects"))
     return Section(
@@ -71,8 +130,8 @@ def baseline_text(results: Results) -> str:
     bits, accuracy = (results.value(WEIGHTS, "float32", metric) for metric in ("bits per byte", "accuracy"))
     spread = results.value(WEIGHTS, "float32", "accuracy, standard error")
     return (
-        f"Unquantized, in float32, it needs {number(bits, 3)} bits per held-out byte and answers {number(accuracy, 1)}% "
-        f"(± {number(spread, 1)}) of the four-way questions rightly; guessing gives 25%."
+        f"Unquantized, in float32, the model has {number(bits, 3)} bits per byte on held-out text and an accuracy of "
+        f"{number(accuracy, 1)}% (± {number(spread, 1)}) on four-way multiple choice, where guessing has 25%."
     )
 
 
@@ -83,29 +142,31 @@ def size_plot(where: Where, results: Results) -> Drawing:
         "weights and activations": size_points(results, True),
     }
     figure = scatter_panels(
-        panels, "size of the model (MB, decimal)", "bits per byte more than float32", symlog=LINEAR
+        panels, "size of the model (MB, decimal)", "increase in bits per byte over float32", symlog=LINEAR
     )
-    caption = f"Loss against size, house schemes; the axis is linear below {LINEAR} and logarithmic above."
+    caption = f"Loss against size, default schemes; the axis is linear below {LINEAR} and logarithmic above."
     return Drawing(f"ptq-size-{where.scale}", caption, figure)
 
 
 def size_points(results: Results, activations: bool) -> list[Point]:
-    """A point per house scheme."""
-    made = []
-    for setting, method in places(results, activations):
+    """A point per default scheme."""
+    found = []
+    for setting, method in settings_of(results, activations):
         size, change = results.value(setting, method, "size"), results.value(setting, method, CHANGE)
         if (
-            is_house(method)
+            is_default(method)
             and method not in PLAIN
             and size is not None
             and change is not None
             and math.isfinite(change)
         ):
-            made.append(Point(size / 1e6, change, family(method), method if method in LABELLED else ""))
-    return made
+            found.append(
+                Point(size / 1e6, change, family(method), method if method in LABELLED else "", method)
+            )
+    return found
 
 
-def places(results: Results, activations: bool) -> list[tuple[str, str]]:
+def settings_of(results: Results, activations: bool) -> list[tuple[str, str]]:
     """(setting, method) of all methods with float32 activations, or with quantized ones."""
     found = dict.fromkeys((row.setting, row.method) for row in results.rows)
     chosen = {
@@ -116,24 +177,28 @@ def places(results: Results, activations: bool) -> list[tuple[str, str]]:
 
 def change_plots(where: Where, results: Results) -> list[Drawing]:
     """The loss of every scheme with two standard errors, by size."""
-    made = []
-    for house, title in ((True, "House schemes"), (False, "Conventions of other projects")):
-        methods = [method for method in by_size(results) if is_house(method) == house and method != "float32"]
+    drawings = []
+    for default, title in ((True, "Default schemes"), (False, "Conventions of other projects")):
+        methods = [
+            method for method in by_size(results) if is_default(method) == default and method != "float32"
+        ]
         if not methods:
             continue
         series, errors = {}, {}
         for activations, name in ((False, "weights"), (True, "weights and activations")):
-            setting_of = {method: setting for setting, method in places(results, activations)}
+            setting_of = {method: setting for setting, method in settings_of(results, activations)}
             series[name] = [results.value(setting_of.get(method, ""), method, CHANGE) for method in methods]
             spreads = [results.value(setting_of.get(method, ""), method, CHANGE_ERROR) for method in methods]
             errors[name] = [None if spread is None else 2 * spread for spread in spreads]
         labels = [
             f"{method}  {number(results.value(WEIGHTS, method, 'bits per weight'), 2)}" for method in methods
         ]
-        figure = dots(labels, series, "bits per byte more than float32", errors=errors, symlog=LINEAR)
-        caption = f"{title}: loss with two standard errors, by bits per weight (the number beside the name)."
-        made.append(Drawing(f"ptq-change-{'house' if house else 'others'}-{where.scale}", caption, figure))
-    return made
+        figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=LINEAR)
+        caption = f"{title}: loss with two standard errors, by bits per weight (beside the name)."
+        drawings.append(
+            Drawing(f"ptq-change-{'default' if default else 'others'}-{where.scale}", caption, figure)
+        )
+    return drawings
 
 
 def by_size(results: Results) -> list[str]:
@@ -157,7 +222,7 @@ def quality_table(results: Results, methods: Sequence[str], caption: str) -> Tab
         "W+A: accuracy (%)",
         "W+A: change",
     ]
-    with_activations = {method: setting for setting, method in places(results, True)}
+    with_activations = {method: setting for setting, method in settings_of(results, True)}
     lines = []
     for method in methods:
         size = results.value(WEIGHTS, method, "size")
@@ -186,7 +251,7 @@ def quality_cells(results: Results, setting: str, method: str) -> list[str]:
 
 
 def change_cell(change: float | None, error: float | None, digits: int) -> str:
-    """The change and its standard error, in brackets where it is noise."""
+    """The change and its standard error, in parentheses where it is noise."""
     if change is None or error is None:
         return ""
     text = f"{number(change, digits)} ± {number(error, digits)}"
@@ -201,22 +266,22 @@ def layers(where: Where, results: Results) -> Section:
     )
     drawings, tables = [], []
     for activations, name in ((False, "weights"), (True, "weights and activations")):
-        chosen = places(results, activations)
+        chosen = settings_of(results, activations)
         columns = layer_names(results)
         values = [[results.value(setting, method, layer) for layer in columns] for setting, method in chosen]
         short = [
             layer.removeprefix("model.layers.").replace("self_attn.", "").replace("mlp.", "")
             for layer in columns
         ]
-        house = [
-            place for place, (_, method) in enumerate(chosen) if is_house(method) and method not in PLAIN
+        default = [
+            index for index, (_, method) in enumerate(chosen) if is_default(method) and method not in PLAIN
         ]
-        grid, names = [values[place] for place in house], [chosen[place][1] for place in house]
+        grid, names = [values[index] for index in default], [chosen[index][1] for index in default]
         if names:
             figure = heatmap(names, short, grid, "signal to noise (dB)")
             tag = "both" if activations else "weights"
             drawings.append(
-                Drawing(f"ptq-layers-{tag}-{where.scale}", f"Quantized {name}, house schemes.", figure)
+                Drawing(f"ptq-layers-{tag}-{where.scale}", f"Quantized {name}, default schemes.", figure)
             )
         lines = [
             [method, *(number(v, 1) for v in line)] for (_, method), line in zip(chosen, values, strict=True)

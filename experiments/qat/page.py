@@ -1,4 +1,4 @@
-"""The page of experiment `qat`: losses without and with training for quantization, and what was recovered."""
+"""The page of experiment `qat`: losses of PTQ and of QAT, and the recovered part."""
 
 from __future__ import annotations
 
@@ -9,28 +9,57 @@ from experiments.models.activation_schemes import activations_of
 from experiments.models.quantized_model import PLAIN
 from experiments.qat.run import BASELINE, NO_PERCENTAGE, PTQ, QAT, RECOVERY, RUNS, TITLE
 from experiments.qat.summary import DEVIATIONS
-from experiments.report.pages import Drawing, Section, Table
+from experiments.qat.targets import targets_of
+from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import Target
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+
+ABOUT = (
+    "A stand-in: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go on training "
+    "as they are and are quantized afterwards (PTQ), others train with fake quantization and are converted (QAT): equally "
+    "long, on the same text, over paired seeds.",
+    "Recovered is the part of the PTQ loss that QAT removes: 100 (PTQ - QAT) / (PTQ - float32), mean over seeds.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("qat-recovery-full-gpu", "qat-recovery-full-cpu", "qat-recovery-quick-cpu")
 
 TEXT = (
     "A stand-in: a small byte-level model of the Llama family, trained here on the source of sympy. All models go on from "
     "one trained model, those of a seed on the same text, for as many steps, with the same optimizer. One trains as it is; "
-    "its loss is the zero of all others, and quantized it is the line PTQ. The others train in QATConfig's step prepare for "
-    "the method of their line, and are measured converted: QAT. Every linear layer is quantized, lm_head too.",
-    "Losses are bits per held-out byte more than float32 trained equally long, means over seeds of differences taken seed by "
-    "seed, behind the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds of "
-    "100 (PTQ - QAT) / (PTQ - float32).",
+    "its loss is the zero of all others, and quantized it is the line PTQ. The others train after QATConfig's step prepare for "
+    "the method of their line, and are measured after step convert: QAT. Every linear layer is quantized, lm_head too.",
+    "Losses are increases in bits per byte on held-out text over float32 trained equally long, means over seeds of differences "
+    "taken seed by seed; after the sign ± half of the 95% interval of a paired t over seeds. Recovered is the mean over seeds "
+    "of 100 (PTQ - QAT) / (PTQ - float32).",
     "Seeds differ in the text of the further training alone: intervals and deviations say nothing about another model to "
-    "begin with. On a GPU the rate (3e-4, not 1e-4) was chosen by one run on other text and another exam (see the log).",
+    "begin with. On a GPU the rate (3e-4, not 1e-4) was chosen by one run on other text and other questions (see the log).",
     f"Where the loss to recover is under {DEVIATIONS} of its own standard deviations over seeds there is no percentage, which "
     "would be a ratio of noise. How many deviations it is stands in its column.",
     "PTQ takes its scales from the largest magnitude of a block, as quantize_ does. Float32 scales are learned in QAT and "
     "start where rounding has the least squared error. PTQ, clipped is the plain model under scales of that kind, and tells "
-    "what training gives back beyond clipping.",
+    "what training recovers beyond clipping.",
 )
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """What QAT recovers of each method's PTQ loss, and targets that are missed."""
+    found = best_run(by_run(rows, RECOVERY))
+    if found is None:
+        return []
+    where, results = found
+    seeds = len({row.seed for row in by_run(rows, RUNS)[where].rows}) if where in by_run(rows, RUNS) else 0
+    words = []
+    for method in methods_of(results):
+        recovered = with_interval(results, method, "recovered", 1)
+        if recovered:
+            words.append(f"{label(*method)} {recovered}%")
+    sentence = [
+        f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
+    ]
+    return [*(sentence if words else []), verdict(results).strip("*")]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -40,43 +69,46 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def section(where: Where, results: Results, runs: Results) -> Section:
-    """What was lost and recovered, bars that are missed, and every seed."""
+    """What was lost and recovered, targets that are missed, and every seed."""
     title = f"Recovery on the stand-in ({where})"
     text = [verdict(results), baseline_text(results, runs), *TEXT]
     return Section(
-        title, text, [loss_plot(where, results)], [recovery_table(results), seed_table(runs, places(results))]
+        title,
+        text,
+        [loss_plot(where, results)],
+        [recovery_table(results), seed_table(runs, methods_of(results))],
     )
 
 
-def places(results: Results) -> list[tuple[str, str]]:
+def methods_of(results: Results) -> list[tuple[str, str]]:
     """(setting, method) of everything that is trained for, in the order of the list of methods."""
     found = dict.fromkeys((row.setting, row.method) for row in results.rows)
-    return [place for place in found if place[0] != BASELINE]
+    return [one for one in found if one[0] != BASELINE]
 
 
 def verdict(results: Results) -> str:
-    """Which methods with a bar reach it, miss it, or have no percentage."""
-    told: dict[str, list[str]] = {"reached": [], "missed": [], "without a percentage": []}
-    for setting, method in places(results):
-        bar, recovered = (results.value(setting, method, metric) for metric in ("bar", "recovered"))
-        if bar is not None:
-            outcome = outcome_of(recovered, bar)
-            told[outcome].append(
-                f"{method} ({'none' if recovered is None else number(recovered, 1)} of {bar:.0f}%)"
-            )
-    parts = [f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in told.items()]
-    return f"**Bars on the mean recovered part; {'; '.join(parts)}.**"
+    """Which methods with a target reach it, miss it, or have no percentage."""
+    by_outcome: dict[str, list[str]] = {"reached": [], "missed": [], "without a percentage": []}
+    for target in targets_of(results):
+        value = "none" if target.value is None else number(target.value, 1)
+        by_outcome[outcome_of(target)].append(f"{target.name} ({value} of {target.limit:.0f}%)")
+    parts = [f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in by_outcome.items()]
+    return f"**Targets of the mean recovered part; {'; '.join(parts)}.**"
 
 
-def outcome_of(recovered: float | None, bar: float) -> str:
-    """How a mean stands against its bar."""
-    if recovered is None:
-        return "without a percentage"
-    return "reached" if recovered >= bar else "missed"
+def outcome_of(target: Target) -> str:
+    """How a mean compares with its target."""
+    return {True: "reached", False: "missed", None: "without a percentage"}[target.reached]
+
+
+def target_of(results: Results, setting: str, method: str) -> Target | None:
+    """The target of one method, or None where it has none."""
+    mine = Results(row for row in results.rows if (row.setting, row.method) == (setting, method))
+    return next(iter(targets_of(mine)), None)
 
 
 def baseline_text(results: Results, runs: Results) -> str:
-    """What the unquantized models need, and how far seeds lie apart."""
+    """Bits per byte of the unquantized models, and how far seeds lie apart."""
     parts = [
         f"{name} {number(results.value(BASELINE, name, 'bits per byte'), 4)}"
         for name in PLAIN
@@ -85,20 +117,20 @@ def baseline_text(results: Results, runs: Results) -> str:
     spread = results.value(BASELINE, "float32", "bits per byte, standard deviation over seeds")
     seeds = len({row.seed for row in runs.rows})
     return (
-        f"Trained equally long without quantization, {seeds} continuations of one model need on average {', '.join(parts)} "
-        f"bits per held-out byte; float32's standard deviation over them is {number(spread, 4)}."
+        f"Trained equally long without quantization, {seeds} continuations of one model have on average {', '.join(parts)} "
+        f"bits per byte on held-out text; float32's standard deviation over them is {number(spread, 4)}."
     )
 
 
 def loss_plot(where: Where, results: Results) -> Drawing:
     """Both losses of every method with their intervals."""
-    found = places(results)
+    found = methods_of(results)
     series, errors = {}, {}
     for name in ("PTQ", "QAT"):
-        series[name] = [results.value(*place, f"loss, {name}") for place in found]
-        errors[name] = [results.value(*place, f"loss, {name}, 95% interval") for place in found]
-    labels = [label(*place) for place in found]
-    figure = dots(labels, series, "bits per byte more than float32", errors=errors, symlog=0.01)
+        series[name] = [results.value(*one, f"loss, {name}") for one in found]
+        errors[name] = [results.value(*one, f"loss, {name}, 95% interval") for one in found]
+    labels = [label(*one) for one in found]
+    figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=0.01)
     caption = (
         "Loss of the model quantized after plain training (PTQ) and trained for quantization (QAT), means over seeds with 95% "
         "intervals; linear below 0.01, logarithmic above."
@@ -121,33 +153,30 @@ def recovery_table(results: Results) -> Table:
         "QAT loss",
         "deviations to recover",
         "recovered (%)",
-        "bar (%)",
-        "bar is",
+        "target (%)",
+        "target is",
     ]
     lines = []
-    for place in places(results):
-        recovered, bar = (results.value(*place, metric) for metric in ("recovered", "bar"))
+    for one in methods_of(results):
+        target = target_of(results, *one)
         lines.append(
             [
-                label(*place),
-                *(
-                    with_interval(results, place, f"loss, {name}", 4)
-                    for name in ("PTQ", "PTQ clipped", "QAT")
-                ),
-                number(results.value(*place, "loss to recover, in seed deviations"), 1),
-                with_interval(results, place, "recovered", 1)
-                or ("none: too small a loss" if results.value(*place, NO_PERCENTAGE) is not None else ""),
-                number(bar, 0),
-                "" if bar is None else outcome_of(recovered, bar),
+                label(*one),
+                *(with_interval(results, one, f"loss, {name}", 4) for name in ("PTQ", "PTQ clipped", "QAT")),
+                number(results.value(*one, "loss to recover, in seed deviations"), 1),
+                with_interval(results, one, "recovered", 1)
+                or ("none: too small a loss" if results.value(*one, NO_PERCENTAGE) is not None else ""),
+                number(target.limit, 0) if target else "",
+                outcome_of(target) if target else "",
             ]
         )
-    stale = frozenset(label(*place) for place in places(results) if place[1] in results.stale_methods)
+    stale = frozenset(label(*one) for one in methods_of(results) if one[1] in results.stale_methods)
     return Table("Losses (bits per byte) and what was recovered", columns, lines, stale)
 
 
-def with_interval(results: Results, place: tuple[str, str], metric: str, digits: int) -> str:
+def with_interval(results: Results, one: tuple[str, str], metric: str, digits: int) -> str:
     """A mean and half of its interval; nothing where there is none."""
-    mean, half = (results.value(*place, name) for name in (metric, f"{metric}, 95% interval"))
+    mean, half = (results.value(*one, name) for name in (metric, f"{metric}, 95% interval"))
     return "" if mean is None else f"{number(mean, digits)} ± {number(half, digits)}"
 
 
@@ -159,8 +188,8 @@ def seed_table(runs: Results, found: Sequence[tuple[str, str]]) -> Table:
         [name, *(number(values.get((BASELINE, name, "bits per byte", seed)), 4) for seed in seeds)]
         for name in PLAIN
     ]
-    for place in found:
+    for one in found:
         for metric, name in ((PTQ, "PTQ"), (QAT, "QAT")):
-            cells = [number(values.get((*place, metric, seed)), 4) for seed in seeds]
-            lines.append([f"{label(*place)}, {name}", *cells])
+            cells = [number(values.get((*one, metric, seed)), 4) for seed in seeds]
+            lines.append([f"{label(*one)}, {name}", *cells])
     return Table("Bits per byte of every seed", ["model", *(f"seed {seed}" for seed in seeds)], lines)

@@ -1,4 +1,4 @@
-"""Means over paired seeds, with intervals, and which part of a loss training gave back.
+"""Means over paired seeds, with intervals, and the part of the PTQ loss that QAT recovers.
 
 Of each seed there are three losses on the same text: of the model trained in full precision (base), of that model quantized
 (ptq), and of the model trained for quantization from the same start, on the same text, for as many steps, then quantized
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-#: A loss of fewer of its own standard deviations over seeds has no percentage: it would be a ratio of noise.
+#: A loss of fewer than this many of its standard deviations over seeds has no percentage: it would be a ratio of noise.
 DEVIATIONS = 10
 #: 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
 STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
@@ -28,7 +28,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What quantization costs without training for it and with it, in bits per byte, and the recovered percentage.
+    """The loss of PTQ and of QAT in bits per byte over float32, and the recovered percentage.
 
     deviations: the loss to recover, in its standard deviations over seeds. recovered: mean over seeds of
     100 (ptq - qat) / (ptq - base); None where `deviations` is under DEVIATIONS, or nothing was lost.

@@ -1,4 +1,4 @@
-"""The page of experiment `qat_overhead`: time and memory of training over plain training, beside bars and published ones."""
+"""The page of experiment `qat_overhead`: time and memory of training over plain training, with targets and published values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,30 @@ from experiments.models.llama_shapes import (
     TINY_TWO_LAYERS,
 )
 from experiments.qat_overhead.run import KIND, TITLE
-from experiments.qat_overhead.targets import MEMORY, TARGETS, TIME, missed, overheads
-from experiments.qat_overhead.variants import OURS
-from experiments.report.pages import Drawing, Section, Table
+from experiments.qat_overhead.targets import MEMORY, TARGETS, TIME, missed, overheads, published
+from experiments.qat_overhead.variants import INT8_INT4, OURS
+from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import dots
-from experiments.report.results import Results, Where, by_run, number
+from experiments.report.published import Published
+from experiments.report.results import Results, Where, best_run, by_run, number
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
+
+ABOUT = (
+    "Time and peak memory of one training step (forward and backward in bfloat16, no optimizer) with fake quantization, over "
+    "plain training of the same model in the same process: two blocks of Llama-3-8B, and the whole of Llama-3.2-3B, random "
+    "weights.",
+    "torchao's QAT runs in turn with ours. On a CPU tiny stand-ins take the same path to show that it works.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = (f"qat-overhead-{LLAMA_3_8B_TWO_LAYERS.name}",)
+#: Published percentages over plain training that ours has too: (metric of the page, name).
+RATIOS = {
+    "training_throughput_change": (TIME, "throughput over plain training"),
+    "training_peak_memory_change": (MEMORY, "peak memory over plain training"),
+}
+#: The published recipe that is ours of this name.
+SAME_RECIPE = ("QAT 8da4w", f"{OURS}, {INT8_INT4}")
 
 #: What runs are called, by their data.
 NAMES = {
@@ -29,20 +46,20 @@ NAMES = {
 }
 STEP = (
     "A step is forward and backward in bfloat16, without optimizer, without recomputation of activations. Random weights, two "
-    "texts of 4096 tokens. All arms run in turn in one process, plain training first and last in each round; each takes two "
-    "steps before the one that is timed, since a GPU at its power limit runs faster after a step that was easy on it. Time is "
-    "the median over rounds with the 20% and 80% quantiles, and 'again' is what the two timings of plain training differ by. "
-    "Compiled models are compiled block by block.",
+    "texts of 4096 tokens. All variants run in turn in one process, plain training first and last in each round; each takes "
+    "two steps before the one that is timed, since a GPU at its power limit runs faster after a step that was easy on it. "
+    "Time is the median over rounds with the 20% and 80% quantiles, and 'again' is what the two timings of plain training "
+    "differ by. Compiled models are compiled block by block.",
     "Peak memory is the most that was allocated in a step, weights, gradients and batch of the model included, those of other "
-    "arms not. Kept for backward are all tensors that autograd holds between forward and backward, each once, without weights "
-    "and batch.",
+    "variants not. Saved for backward are all tensors that autograd holds between forward and backward, each once, without "
+    "weights and batch.",
     "Rounding operands is work that plain training does not have. 'At the copy rate' is what its bytes take at 4.2 TB/s if "
-    "nothing is kept for backward that plain training does not keep: each operand of each linear layer is read and written "
-    "in forward and again in backward. No training that rounds the operands of each layer on its own, and keeps nothing, "
+    "nothing is saved for backward that plain training does not save: each operand of each linear layer is read and written "
+    "in forward and again in backward. No training that rounds the operands of each layer on its own, and saves nothing more, "
     "costs less.",
 )
 BLOCKS = (
-    f"**Bars of ours**: {TARGETS[TIME]:.0f}% time and {TARGETS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
+    f"**Targets of ours**: {TARGETS[TIME]:.0f}% time and {TARGETS[MEMORY]:.0f}% peak memory over plain training, both recipes, "
     "eager and compiled; with adapters beside frozen quantized weights (rank 16, nothing else trained) neither more time nor "
     "more memory than plain training of everything.",
 )
@@ -51,9 +68,9 @@ WHOLE = (
     "quantized; embedding and output layer are not.",
 )
 STAND_IN = (
-    "**A stand-in**: sizes too small for times to mean anything, on a processor where rounding runs the reference. It went the "
-    "way that the real shapes go on a GPU, with all checks, so these rows say what works here. Bytes kept for backward are "
-    "exact, and mean something: ours keeps what plain training keeps.",
+    "**A stand-in**: sizes too small for times to mean anything, on a processor where rounding runs the reference. It takes "
+    "the path that the real shapes take on a GPU, with all checks, so these rows say what works here. Bytes saved for "
+    "backward are exact and do mean something: ours saves what plain training saves.",
 )
 BESIDE = (
     "Published costs of quantization-aware training are of whole runs of fine-tuning, optimizer, data and (where stated) "
@@ -85,13 +102,62 @@ COLUMNS = (
     "rounding at the copy rate (ms)",
     "peak (GB)",
     "over plain (%)",
-    "kept (MB)",
+    "saved for backward (MB)",
     "over plain (%)",
     "change of the result",
     "first step (s)",
     "state",
 )
 STATUS = "status: "
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Overheads of ours and of torchao, eager and compiled, by model."""
+    sentences = []
+    for where, results in by_run(rows, KIND).items():
+        if where.data in (LLAMA_3_8B_TWO_LAYERS.name, LLAMA_3_2_3B.name):
+            sentences += [cost_sentence(where, results, setting) for setting in results.settings]
+            sentences += verdict(results) if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
+    return [sentence for sentence in sentences if sentence]
+
+
+def cost_sentence(where: Where, results: Results, setting: str) -> str:
+    """Time and memory over plain training of each variant of one setting."""
+    words = []
+    for found, method in lines_of(results):
+        time, memory = (results.value(setting, method, metric) for metric in (TIME, MEMORY))
+        if found == setting and None not in (time, memory) and "," in method:
+            words.append(f"{method} {time:+.1f}% time and {memory:+.1f}% memory")
+    return f"{NAMES[where.data]}, {setting}, {where.device}: {'; '.join(words)}." if words else ""
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Every published value; ours beside it where model and recipe are the same."""
+    runs = {where: found for where, found in by_run(rows, KIND).items() if where.data == LLAMA_3_2_3B.name}
+    found = best_run(runs)
+    return [comparison(one, found) for one in published()]
+
+
+def comparison(one: Published, found: tuple[Where, Results] | None) -> Comparison:
+    """A published value; changes in percent as ratios, beside ours for Llama-3.2-3B (eager, forward and backward alone)."""
+    metric, name = RATIOS.get(one.metric, ("", one.metric.replace("_", " ")))
+    same = bool(metric) and one.model == NAMES[LLAMA_3_2_3B.name] and one.method == SAME_RECIPE[0]
+    percent = found[1].value("eager", SAME_RECIPE[1], metric) if found and same else None
+    measured = None
+    if percent is not None:
+        measured = 1 / (1 + percent / 100) if metric == TIME else 1 + percent / 100
+    return Comparison(
+        one.model,
+        one.method,
+        name,
+        "ratio" if metric else "tokens/s" if one.unit == "tok/s" else one.unit,
+        1 + one.value / 100 if metric else one.value,
+        one.hardware,
+        f"{one.paper}, {one.source}",
+        measured,
+        f"{found[0].device}, forward and backward alone" if found and measured is not None else "",
+        bool(found and measured is not None and SAME_RECIPE[1] in found[1].stale_methods),
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -128,19 +194,19 @@ def state(results: Results, setting: str, method: str) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """What gave no numbers, and why."""
+    """What was not measured, and why."""
     states = {one: state(results, *one) for one in lines_of(results)}
     failed = [f"{method}, {setting} ({word})" for (setting, method), word in states.items() if word != "ok"]
-    return [f"**Without numbers: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
+    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
 def verdict(results: Results) -> list[str]:
-    """Which bars are missed, or that none is among those that were measured."""
+    """Which targets are missed, or that none is among those that were measured."""
     late = missed(results)
     if late:
-        return [f"**Missed bars: {len(late)}.** " + "; ".join(late) + "."]
+        return [f"**Missed targets: {len(late)}.** " + "; ".join(late) + "."]
     measured = [row for row in results.rows if row.method.startswith(OURS) and row.metric in TARGETS]
-    return [f"All {len(measured)} figures that have a bar keep it."] if measured else []
+    return [f"All {len(measured)} values that have a target meet it."] if measured else []
 
 
 def again(results: Results) -> list[str]:
@@ -151,12 +217,12 @@ def again(results: Results) -> list[str]:
 
 
 def table(results: Results) -> Table:
-    """A line per arm."""
-    made = []
+    """A line per variant."""
+    lines = []
     for setting, method in lines_of(results):
         cells = [number(results.value(setting, method, metric), digits) for metric, digits in METRICS]
-        made.append([method, setting, *cells, state(results, setting, method)])
-    return Table("Time and memory of a step", COLUMNS, made, results.stale_methods)
+        lines.append([method, setting, *cells, state(results, setting, method)])
+    return Table("Time and memory of a step", COLUMNS, lines, results.stale_methods)
 
 
 def published_table() -> Table:
@@ -170,13 +236,13 @@ def published_table() -> Table:
 
 
 def plot(where: Where, results: Results) -> Drawing:
-    """Overheads of every arm."""
+    """Overheads of every variant."""
     lines = [one for one in lines_of(results) if results.value(*one, "bytes to round") is not None]
     series = {
         name: [results.value(setting, method, metric) for setting, method in lines]
         for name, metric in (("time", TIME), ("peak memory", MEMORY))
     }
     figure = dots(
-        [f"{method}, {setting}" for setting, method in lines], series, "percent over plain training"
+        [f"{method}, {setting}" for setting, method in lines], series, "percent over plain training", base=0.0
     )
     return Drawing(f"qat-overhead-{where.data}", "Time and peak memory over plain training.", figure)

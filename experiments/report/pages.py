@@ -1,99 +1,74 @@
 """Pages: ``reports/index.html``, which needs no other file, and Markdown beside it. They read rows and nothing else.
 
-(The record of what each run ran on, ``environment.json``, counts as part of the rows.) An experiment says what to show as
-`Section`s of plain data; this module turns them into HTML and Markdown. Cells whose rows are older than the code are marked.
+(The record of what each run ran on, ``environment.json``, counts as part of the rows.) The page module of an experiment has
+TITLE, ABOUT (what is measured), FEATURED (names of figures, the first of which heads the page), `findings(rows)` (sentences),
+`sections(rows)` (everything, as plain data of `experiments.report.content`) and perhaps `comparisons(rows)` (published values
+beside measured ones). This module turns them into HTML and Markdown. Lines whose rows are stale are marked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.harness import provenance
 from experiments.harness import rows as tidy
 from experiments.harness.environment import read_runs
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
+from experiments.report.content import STALE, Comparison, Drawing, Section, Table
+from experiments.report.datatables import bundle
 from experiments.report.plots import svg
+from experiments.report.scoreboard import scoreboard
+from experiments.report.staleness import forget, stale_count
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+__all__ = ["STALE", "Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]
 
-STALE = "†"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text. The first column is a name, the others are numbers; `stale` holds the names of older lines."""
-
-    caption: str
-    columns: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    stale: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        """ValueError where a line has more or fewer cells than there are columns: they would stand under other names."""
-        for line in self.lines:
-            if len(line) != len(self.columns):
-                raise ValueError(
-                    f"{self.caption}: {len(line)} cells under {len(self.columns)} columns: {line}"
-                )
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure with the name of its file and its caption."""
-
-    name: str
-    caption: str
-    figure: Figure
-
-
-@dataclass(frozen=True)
-class Section:
-    """Part of an experiment's page: paragraphs, then figures, then tables."""
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    drawings: Sequence[Drawing] = ()
-    tables: Sequence[Table] = ()
+#: The first value in a cell, by which a column is sorted.
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
+#: Cells that are values, perhaps with an error, a mark or parentheses: what else holds digits is a name.
+VALUE = re.compile(rf"\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?( {STALE})?")
 
 
 @dataclass(frozen=True)
 class Page:
-    """One experiment: its sections, the runs that they come from, how many rows there are, how many
-    are older than the code, and the hash of the experiment's code."""
+    """One experiment: what its page says, the runs that it comes from, how many rows there are and how many are stale."""
 
     name: str
     title: str
+    about: Sequence[str]
+    findings: Sequence[str]
+    featured: Drawing | None
     sections: Sequence[Section]
+    comparisons: Sequence[Comparison]
     runs: Sequence[dict[str, Any]]
     rows: int
-    older: int
-    source_hash: str
+    stale: int
     pictures: dict[str, str] = field(default_factory=dict)
 
 
 def write_pages(places: Paths) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
-    # The code may have changed while a long run went on: rows are held against what it is now.
-    provenance.forget()
+    forget()
     pages = [page for name in EXPERIMENTS if (page := make_page(places, name))]
-    made: Written = []
+    board = scoreboard([one for page in pages for one in page.comparisons])
+    written: Written = []
     for page in pages:
         for name, picture in page.pictures.items():
             tidy.write_text(places.figures / f"{name}.svg", picture)
         path = places.reports / f"{page.name}.md"
         tidy.write_text(path, render("page.md.j2", page=page, stale=STALE))
-        made.append((f"{page.name}: page", shown(path)))
+        written.append((f"{page.name}: page", shown(path)))
     for template, name in (("index.html.j2", "index.html"), ("README.md.j2", "README.md")):
         path = places.reports / name
-        tidy.write_text(path, render(template, pages=pages, stale=STALE))
-        made.append(("report", shown(path)))
-    return made
+        scripts = bundle() if template.endswith(".html.j2") else None
+        text = render(template, pages=pages, scoreboard=board, stale=STALE, datatables=scripts)
+        tidy.write_text(path, text)
+        written.append(("report", shown(path)))
+    return written
 
 
 def make_page(places: Paths, name: str) -> Page | None:
@@ -103,12 +78,38 @@ def make_page(places: Paths, name: str) -> Page | None:
         return None
     module = EXPERIMENTS[name].page_module()
     sections = module.sections(rows)
-    runs = [run for run in read_runs(places.data / "environment.json").values() if run["experiment"] == name]
-    older = sum(not provenance.is_current(row) for row in rows)
-    pictures = {drawing.name: svg(drawing.figure) for section in sections for drawing in section.drawings}
+    drawings = {drawing.name: drawing for section in sections for drawing in section.drawings}
     return Page(
-        name, module.TITLE, sections, runs, len(rows), older, provenance.experiment_hash(name), pictures
+        name=name,
+        title=module.TITLE,
+        about=module.ABOUT,
+        findings=module.findings(rows),
+        featured=next((drawings[one] for one in module.FEATURED if one in drawings), None),
+        sections=sections,
+        comparisons=module.comparisons(rows) if hasattr(module, "comparisons") else (),
+        runs=[
+            run for run in read_runs(places.data / "environment.json").values() if run["experiment"] == name
+        ],
+        rows=len(rows),
+        stale=stale_count(rows),
+        pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
     )
+
+
+def order(cell: str) -> str:
+    """What a cell is sorted by, where its text is not a plain number: its first value; infinity after all, nothing before."""
+    if cell == "exact":
+        return "1e99"
+    if NUMBER.fullmatch(cell) or not VALUE.fullmatch(cell):
+        return ""
+    found = NUMBER.search(cell)
+    return found.group() if found else ""
+
+
+def inline(text: str) -> str:
+    """Markdown's bold and code as HTML, of text that is escaped already."""
+    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 
 def render(template: str, **values: object) -> str:
@@ -124,4 +125,6 @@ def render(template: str, **values: object) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["pipes"] = lambda text: text.replace("|", "\\|")
+    environment.filters["order"] = order
+    environment.filters["inline"] = lambda escaped: inline(str(escaped))
     return environment.get_template(template).render(**values)

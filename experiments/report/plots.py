@@ -1,18 +1,24 @@
-"""Drawing: four kinds of figure in one style. Takes numbers, returns matplotlib figures; knows nothing of experiments.
+"""Drawing: four kinds of figure in one style. Takes values, returns matplotlib figures; knows nothing of experiments.
 
-Figures are SVG with their text as text and a fixed hash salt, so that the same rows give the same file.
+Figures are SVG with their text as text and a fixed hash salt, so that the same rows give the same file. Every marker has a
+`<title>`, which browsers show under the pointer, without a script.
 """
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -46,18 +52,31 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 MARKERS = ("o", "D", "s", "^", "v")
 
 
+#: Titles of the markers of each figure, by the group of the SVG that holds them.
+TITLES: WeakKeyDictionary[Figure, dict[str, list[str]]] = WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class Point:
-    """A point of a scatter plot, with its family (colour) and perhaps a label."""
+    """A point of a scatter plot: its family (colour), its name under the pointer, perhaps a label beside it."""
 
     x: float
     y: float
     family: str
     label: str = ""
+    name: str = ""
+
+
+def set_titles(figure: Figure, artist: Artist, titles: Sequence[str]) -> None:
+    """Give each marker of an artist the text that browsers show under the pointer."""
+    groups = TITLES.setdefault(figure, {})
+    group = f"titled-{len(groups)}"
+    groups[group] = list(titles)
+    artist.set_gid(group)
 
 
 def svg(figure: Figure) -> str:
-    """A figure as SVG text, without date, doctype or trailing blanks."""
+    """A figure as SVG text, without date, doctype, comments or indentation; ValueError where titles do not match markers."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -67,7 +86,57 @@ def svg(figure: Figure) -> str:
     body = text[text.index("<svg") :]
     # Coordinates to a hundredth of a point: half the size, and nothing that an eye can see.
     body = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match.group()):.2f}", body)
-    return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
+    for group, titles in TITLES.get(figure, {}).items():
+        body = _titled(body, group, titles)
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    lines = (line.strip() for line in body.splitlines())
+    return _with_classes("\n".join(line for line in lines if line) + "\n")
+
+
+def _titled(body: str, group: str, titles: Sequence[str]) -> str:
+    """The markers (`<use/>`) of one group with their titles inside."""
+    opening = f'<g id="{group}">'
+    start = body.index(opening)
+    end = _end_of_group(body, start)
+    found = body[start + len(opening) : end]
+    if found.count("<use ") != len(titles):
+        raise ValueError(
+            f"{len(titles)} titles for {found.count('<use ')} markers: some lie outside the axes"
+        )
+    left = iter(titles)
+
+    def with_title(match: re.Match[str]) -> str:
+        return f"<use {match.group(1)}><title>{html.escape(next(left))}</title></use>"
+
+    return body[:start] + "<g>" + re.sub(r"<use ([^>]*?)/>", with_title, found) + body[end:]
+
+
+def _end_of_group(body: str, start: int) -> int:
+    """Where the group that begins at `start` is closed."""
+    depth = 0
+    for match in _groups(body, start):
+        depth += 1 if match.group() == "<g" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError("a group of the SVG is not closed")
+
+
+def _groups(body: str, start: int) -> Iterator[re.Match[str]]:
+    return re.compile(r"<g(?=[ >])|</g>").finditer(body, start)
+
+
+def _with_classes(body: str) -> str:
+    """Styles that repeat, as classes: a third of the size. A class is named by its style, so figures of one page agree."""
+    repeated = {style for style, times in Counter(re.findall(r' style="([^"]*)"', body)).items() if times > 3}
+    names = {style: f"s{zlib.crc32(style.encode()):08x}" for style in sorted(repeated)}
+
+    def short(match: re.Match[str]) -> str:
+        return f' class="{names[match.group(1)]}"' if match.group(1) in names else match.group()
+
+    rules = "".join(f".{name}{{{style.replace('&quot;', chr(34))}}}" for style, name in names.items())
+    body = re.sub(r' style="([^"]*)"', short, body)
+    head = body.index(">") + 1
+    return f"{body[:head]}<style>{rules}</style>{body[head:]}" if rules else body
 
 
 def scatter_panels(
@@ -85,7 +154,7 @@ def scatter_panels(
     rows = math.ceil(len(panels) / columns)
     figure, axes = _subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
-        _scatter(axis, points, symlog)
+        _scatter(figure, axis, points, symlog)
         axis.set_title(title, loc="left")
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
@@ -104,50 +173,59 @@ def dots(
     *,
     errors: Mapping[str, Sequence[float | None]] | None = None,
     symlog: float | None = None,
+    base: float | None = None,
 ) -> Figure:
-    """One line per label, one marker per series, bars of plus and minus one error; missing numbers leave a gap.
+    """One line per label, one marker per series, plus and minus one error; missing values leave a gap.
 
+    base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
     """
     figure, (axis,) = _subplots(1, 1, (8.2, 0.7 + 0.175 * len(labels)))
-    places = [-place for place in range(len(labels))]
+    heights = [-height for height in range(len(labels))]
     ends = [0.0]
     for number, (name, values) in enumerate(series.items()):
         spread = (errors or {}).get(name) or [None] * len(values)
         drawn = [
-            (value, place, error or 0.0)
-            for value, place, error in zip(values, places, spread, strict=True)
+            (value, height, error or 0.0)
+            for value, height, error in zip(values, heights, spread, strict=True)
             if value is not None and math.isfinite(value)
         ]
-        x, y, bars = zip(*drawn, strict=True) if drawn else ((), (), ())
+        x, y, widths = zip(*drawn, strict=True) if drawn else ((), (), ())
         ends += [end for value, _, error in drawn for end in (value - error, value + error)]
         color, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
-        axis.errorbar(
+        drawing = axis.errorbar(
             x,
             y,
-            xerr=bars if errors else None,
+            xerr=widths if errors else None,
             fmt=marker,
             color=color,
-            markersize=4,
+            markersize=5,
             elinewidth=1,
             label=name,
         )
-    axis.set_yticks(places, labels, fontsize=7.5)
+        if drawn:
+            titles = [f"{labels[-height]}, {name}: {value:.4g}" for value, height, _ in drawn]
+            set_titles(figure, drawing[0], titles)
+    axis.set_yticks(heights, labels, fontsize=7.5)
     axis.set_ylim(-len(labels) + 0.3, 0.7)
     if symlog is not None:
         axis.set_xscale("symlog", linthresh=symlog)
         axis.axvline(0, color="#888888", linewidth=0.8)
         # Autoscaling a symmetric-log axis reaches far to the side on which there is nothing.
         axis.set_xlim(1.3 * min(-symlog, *ends), 1.3 * max(symlog, *ends))
+    if base is not None:
+        axis.axvline(base, color="#444444", linewidth=0.9)
     axis.set_xlabel(xlabel)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, len(series)))
+    axis.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(3, max(1, len(series))), frameon=False
+    )
     return figure
 
 
 def heatmap(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
 ) -> Figure:
-    """A grid of colours; missing numbers stay white. Infinite ones take the end of the scale."""
+    """A grid of colours; missing values stay white. Infinite ones take the end of the scale."""
     import numpy as np
 
     grid = np.array(
@@ -182,10 +260,15 @@ def _subplots(
     return figure, list(axes.flat)
 
 
-def _scatter(axis: Axes, points: Sequence[Point], symlog: float | None) -> None:
-    for name, color in COLORS.items():
-        mine = [point for point in points if point.family == name]
-        axis.scatter([p.x for p in mine], [p.y for p in mine], s=16, color=color, alpha=0.75, linewidths=0)
+def _scatter(figure: Figure, axis: Axes, points: Sequence[Point], symlog: float | None) -> None:
+    for family, color in COLORS.items():
+        mine = [point for point in points if point.family == family]
+        if not mine:
+            continue
+        x, y = [point.x for point in mine], [point.y for point in mine]
+        artist = axis.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0)
+        titles = [f"{point.name or point.label}: {point.y:.4g} at {point.x:.4g}" for point in mine]
+        set_titles(figure, artist, titles)
     if symlog is not None:
         axis.set_yscale("symlog", linthresh=symlog)
     for number, point in enumerate(sorted((p for p in points if p.label), key=lambda p: (p.x, p.y))):
@@ -206,4 +289,4 @@ def _family_legend(figure: Figure, families: set[str]) -> None:
 
     shown = [name for name in COLORS if name in families]
     handles = [Line2D([], [], marker="o", linestyle="", color=COLORS[name], label=name) for name in shown]
-    figure.legend(handles=handles, loc="upper center", ncols=len(shown))
+    figure.legend(handles=handles, loc="upper center", ncols=max(1, len(shown)), frameon=False)

@@ -1,7 +1,7 @@
-"""Numbers that others published, as the experiments need them: CSV files in ``experiments/published/``, with their sources.
+"""Values that others published: CSV files in ``experiments/published/``, with their sources.
 
-A published number stands beside one of ours where model, setting and method are the same; the hardware may differ, and pages
-say so.
+A published value stands beside one of ours where model, setting and method are the same; the hardware may differ, and pages
+say so. A stand-in never stands beside one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL, HARDWARE = "Llama-3.1-8B", "H100"
 
 @dataclass(frozen=True)
 class Published:
-    """One published number."""
+    """One published value."""
 
     paper: str
     model: str

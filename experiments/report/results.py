@@ -1,4 +1,4 @@
-"""Rows as pages and plots ask for them: one table at a time, by setting, method and metric."""
+"""Rows as pages and plots read them: one table at a time, by setting, method and metric."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ao_lab.config.recipe import INTEGER, named
-from experiments.harness.provenance import is_current
 from experiments.harness.rows import Row, table_parts
+from experiments.report.staleness import is_stale
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -26,14 +26,14 @@ class Where:
 
 
 class Results:
-    """The rows of one kind of table of one run. A number that was not measured is None, and stays so."""
+    """The rows of one kind of table of one run. A value that was not measured is None, and stays so."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
         self._values = {(row.setting, row.method, row.metric): row.value for row in self.rows}
 
     def value(self, setting: str, method: str, metric: str) -> float | None:
-        """One number, or None."""
+        """One value, or None."""
         return self._values.get((setting, method, metric))
 
     @property
@@ -64,7 +64,7 @@ class Results:
     @property
     def stale_methods(self) -> frozenset[str]:
         """Methods with rows that are older than the code."""
-        return frozenset(row.method for row in self.rows if not is_current(row))
+        return frozenset(row.method for row in self.rows if is_stale(row))
 
 
 def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
@@ -78,8 +78,13 @@ def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:
     return {where: Results(groups[where]) for where in ordered}
 
 
-def is_house(method: str) -> bool:
-    """Whether a method is a scheme of the house (or a baseline), not another project's convention."""
+def best_run(runs: dict[Where, Results]) -> tuple[Where, Results] | None:
+    """The run that findings speak of: the last of the largest scale (`by_run` puts quick ones first); None without any."""
+    return list(runs.items())[-1] if runs else None
+
+
+def is_default(method: str) -> bool:
+    """Whether a method is a default scheme (or a baseline), not another project's convention."""
     return "." not in method
 
 
@@ -103,7 +108,7 @@ def family(method: str) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A number for a page: nothing where it is missing, words where it is not finite."""
+    """A value as text for a page: nothing where it is missing, words where it is not finite."""
     if value is None:
         return ""
     if value != value:

@@ -5,38 +5,85 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.report.pages import Section, Table
-from experiments.report.results import Results, by_run, number
+from experiments.report.content import Drawing, Section, Table
+from experiments.report.plots import dots
+from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import Target
 from experiments.speed.run import TITLE
+from experiments.speed.targets import MISSING, TARGET_METRIC, target_of
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+
+ABOUT = (
+    "The functions of `reference` on a CPU beside ml_dtypes, XLA and torchao, called in turn on the same inputs after a check "
+    "of the results; and the time of imports.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("speed-ratios-quick-cpu", "speed-ratios-full-cpu")
 
 TEXT = (
-    "Ours and a peer are called in turn in one process on the same random normal float32 numbers, after a check that the "
-    "results are right. The ratio is the peer's median time over ours, above 1 where ours is faster; behind it the 20 and 80 "
-    "percent quantiles of neighbouring calls.",
+    "Ours and a baseline are called in turn in one process on the same random normal float32 values, after a check that the "
+    "results are right. The ratio is the baseline's median time over ours, above 1 where ours is faster; after it the 20 and "
+    "80 percent quantiles of neighbouring calls.",
     "Threads are left as each runtime sets them, the same for both sides of a pair: NumPy computes on one, torch on its own "
     "number of threads, XLA on a pool over all cores. A line gives how many threads both sides may use, and how many cores "
     "each kept busy (processor time over time passed).",
 )
 
 
+def findings(rows: Sequence[Row]) -> list[str]:
+    """How many targets are met, and the smallest and largest ratio."""
+    found = best_run(by_run(rows, "speed"))
+    if found is None:
+        return []
+    where, results = found
+    table = ratio_table(results)
+    reached = [line[-1] for line in table.lines]
+    ratios = {
+        f"{line[0]} against {line[1]}": float(line[2]) for line in table.lines if line[2] not in ("", "NaN")
+    }
+    sentences = [
+        f"{reached.count('yes')} of {reached.count('yes') + reached.count('no')} ratios with a target meet it "
+        f"({where.scale} scale, {where.device})."
+    ]
+    if ratios:
+        low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        sentences.append(
+            f"The smallest ratio is {ratios[low]:.2f} ({low}), the largest {ratios[high]:.2f} ({high})."
+        )
+    return sentences
+
+
+def plot(where: Where, results: Results) -> Drawing:
+    """Ratios to the baselines, and their targets."""
+    pairs = [one for one in pairs_of(results) if not one[1].startswith("import ")]
+    labels = [f"{method} / {setting}" for setting, method in pairs]
+    series = {
+        name: [results.value(*one, metric) for one in pairs]
+        for name, metric in (("ratio", "ratio"), ("target", TARGET_METRIC))
+    }
+    figure = dots(labels, series, "time of the baseline over ours", base=1.0)
+    caption = "Time of the baseline over ours: right of the line ours is faster."
+    return Drawing(f"speed-ratios-{where.scale}-{where.device.replace(' ', '-')}", caption, figure)
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
     """A table of ratios and one of import times per run."""
-    made = []
+    found = []
     for where, results in by_run(rows, "speed").items():
         tables = [ratio_table(results), import_table(results)]
-        made.append(Section(f"Ratios ({where})", TEXT, [], tables))
-    return made
+        found.append(Section(f"Ratios ({where})", TEXT, [plot(where, results)], tables))
+    return found
 
 
 def ratio_table(results: Results) -> Table:
     """A line per comparison."""
     lines = []
-    for setting, method in places(results):
+    for setting, method in pairs_of(results):
         if not method.startswith("import "):
             cells = [
-                results.value(setting, method, name) for name in ("ratio", "ratio, 20%", "ratio, 80%", "bar")
+                results.value(setting, method, name)
+                for name in ("ratio", "ratio, 20%", "ratio, 80%", TARGET_METRIC)
             ]
             times = [number(results.value(setting, method, name), 1) for name in ("ours", "theirs")]
             threads = [
@@ -46,7 +93,7 @@ def ratio_table(results: Results) -> Table:
                     for side in ("ours", "theirs")
                 ),
             ]
-            missing = [name for name in results.of_method(method).metrics if name.startswith("peer missing")]
+            missing = [name for name in results.of_method(method).metrics if name.startswith(MISSING)]
             lines.append(
                 [
                     method,
@@ -54,35 +101,36 @@ def ratio_table(results: Results) -> Table:
                     *(number(cell, 2) for cell in cells),
                     *times,
                     *threads,
-                    verdict(cells[0], cells[3], missing),
+                    verdict(target_of(results, setting, method), missing),
                 ]
             )
-    columns = ["ours", "peer", "ratio", "20%", "80%", "bar", "ours (ms)", "peer (ms)"]
-    columns += ["threads", "ours: cores busy", "peer: cores busy", "bar reached"]
-    return Table("Ratios to peers", columns, lines, results.stale_methods)
+    columns = ["ours", "baseline", "ratio", "20%", "80%", "target", "ours (ms)", "baseline (ms)"]
+    columns += ["threads", "ours: cores busy", "baseline: cores busy", "target met"]
+    return Table("Ratios to baselines", columns, lines, results.stale_methods)
 
 
-def verdict(ratio: float | None, bar: float | None, missing: Sequence[str]) -> str:
+def verdict(target: Target | None, missing: Sequence[str]) -> str:
     """Yes, no, or why it is not known."""
-    if ratio is None or bar is None:
+    if target is None or target.reached is None:
         return missing[0] if missing else ""
-    return "yes" if ratio >= bar else "no"
+    return target.verdict
 
 
 def import_table(results: Results) -> Table:
     """A line per package."""
     lines = []
-    for setting, method in places(results):
+    for setting, method in pairs_of(results):
         if method.startswith("import "):
-            time, low, high, bar = (
-                results.value(setting, method, name) for name in ("time", "time, 20%", "time, 80%", "bar")
+            time, low, high, target = (
+                results.value(setting, method, name)
+                for name in ("time", "time, 20%", "time, 80%", TARGET_METRIC)
             )
-            reached = "" if time is None or bar is None else "yes" if time <= bar else "no"
-            lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, bar)), reached])
-    columns = ["package", "beyond", "median (ms)", "20%", "80%", "bar", "bar reached"]
+            reached = verdict(target_of(results, setting, method), ())
+            lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, target)), reached])
+    columns = ["package", "beyond", "median (ms)", "20%", "80%", "target", "target met"]
     return Table("Import times", columns, lines, results.stale_methods)
 
 
-def places(results: Results) -> list[tuple[str, str]]:
+def pairs_of(results: Results) -> list[tuple[str, str]]:
     """(setting, method) in the order of measurement."""
     return list(dict.fromkeys((row.setting, row.method) for row in results.rows))

@@ -73,7 +73,10 @@ def encode(
 
 @bridged
 def decode(codes: Any, fmt: str | Format) -> Array:
-    """float32 value of every code, exact; shape and library of `codes` (uint8 or uint16), bits above the format's ignored."""
+    """float32 value of every code, exact; shape and library of `codes` (uint8 or uint16), bits above the format's ignored.
+
+    Raises TypeError for codes of another dtype, ValueError for an unknown name.
+    """
     fmt = format_of(fmt)
     ns, codes = code_input(codes, "decode")
     index = int32_of(ns, codes) & ((1 << fmt.bits) - 1)

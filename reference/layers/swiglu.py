@@ -58,7 +58,7 @@ def swiglu(gate: Any, up: Any) -> Array:
 
 @bridged
 def swiglu_quantize(gate: Any, up: Any, scheme: str | Scheme, *, packed: bool = False) -> Quantized:
-    """quantize(swiglu(gate, up), scheme, packed=packed), blocks along the last axis; errors as in both."""
+    """quantize(swiglu(gate, up), scheme, packed=packed), blocks along the last axis; errors as in `swiglu` and `quantize`."""
     q: Quantized = _quantize(_swiglu(gate, up), scheme, packed=packed)
     return q
 

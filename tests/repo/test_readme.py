@@ -1,5 +1,6 @@
-"""README as a stranger types it: Python blocks, commands about models, and transformers alone on what they leave."""
+"""README and guide as a stranger types them: Python blocks, commands about models, transformers alone on what they leave."""
 
+import importlib.util
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from tests.support.models.small_llama import save_llama
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 ROOT = Path(__file__).parents[2]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "GUIDE.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = ("ao-lab quantize", "ao-lab eval")
 QUIET = "import warnings; warnings.simplefilter('ignore')\n"
-#: Before blocks that speak of a model: a dense one, and inputs.
+#: Before blocks of the guide that speak of a model: a dense one, and inputs.
 DENSE = """
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,10 +29,11 @@ model = AutoModelForCausalLM.from_pretrained("MODEL_DIR").eval()
 tokens = torch.arange(20).reshape(2, 10)
 step = model.forward
 """
-#: After the block that saves: its outputs.
+#: After a block that leaves a model: its outputs.
 KEEP = """
+import torch
 with torch.no_grad():
-    torch.save(model(tokens).logits, "out.pt")
+    torch.save(model.eval()(torch.arange(20).reshape(2, 10)).logits, "out.pt")
 """
 #: After the block of transformers alone.
 COMPARE = """
@@ -42,8 +45,8 @@ assert torch.equal(found, torch.load("out.pt")), "transformers computes another 
 """
 
 
-def blocks(language):
-    return [text for kind, text in BLOCK.findall((ROOT / "README.md").read_text()) if kind == language]
+def blocks(page, language):
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
 def run(arguments, folder, *, with_us=True):
@@ -70,25 +73,29 @@ def folder(tmp_path_factory):
     return where
 
 
-def test_python(folder):
-    """Each block in a process with all before it; the one that is transformers alone without ours, its outputs compared."""
-    found = blocks("python")
-    alone = [text for text in found if "ao_lab" not in text and "transformers" in text]
-    ours = [text for text in found if text not in alone]
-    assert len(ours) >= 6
+def test_readme_blocks(folder):
+    """Both blocks exactly as they stand; transformers alone computes what the loaded model computes."""
+    ours, alone = blocks(README, "python")
+    assert len(ours.strip().splitlines()) <= 10
+    shown = python(ours + KEEP, folder)
+    assert "layers quantized" in shown
+    python(alone + COMPARE, folder, with_us=False)
+
+
+def test_guide_blocks(folder):
+    """Each block in a process with all before it."""
+    found = blocks(GUIDE, "python")
+    assert len(found) >= 6
     script = ""
-    for text in ours:
+    for text in found:
         script += DENSE if re.search(r"\bmodel\b", text) and "from_pretrained" not in text else ""
-        script += "import ao_lab\n" + text + (KEEP if 'save_pretrained(model, "out")' in text else "")
-    shown = python(script, folder)
-    assert "compressed-tensors" in shown
-    assert len(alone) == 1
-    python(alone[0] + COMPARE, folder, with_us=False)
+        script += "import ao_lab\n" + text
+    assert "compressed-tensors" in python(script, folder)
 
 
 def test_commands(folder):
-    """Both commands as they stand, then transformers alone on what they have written."""
-    lines = [line for text in blocks("") for line in text.splitlines() if line.startswith(COMMANDS)]
+    """Both commands of the guide as they stand, then transformers alone on what they have written."""
+    lines = [line for text in blocks(GUIDE, "") for line in text.splitlines() if line.startswith(COMMANDS)]
     assert [shlex.split(line, comments=True)[1] for line in lines] == ["quantize", "eval"]
     shown = ""
     for line in lines:
@@ -96,14 +103,25 @@ def test_commands(folder):
         shown += run([sys.executable, "-P", "-m", "ao_lab", *typed], folder)
     assert "layout: compressed-tensors" in shown
     assert "without dequantize=True" in " ".join(shown.split())
-    python(
-        "import ao_lab, torch\n"
-        'model = ao_lab.load_pretrained("OUT_DIR")\n'
-        "with torch.no_grad():\n"
-        '    torch.save(model(torch.arange(20).reshape(2, 10)).logits, "out.pt")\n',
-        folder,
-    )
+    python('import ao_lab\nmodel = ao_lab.load_pretrained("OUT_DIR")\n' + KEEP, folder)
     read = 'from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained("OUT_DIR")\n'
     python(read + COMPARE, folder, with_us=False)
     config = json.loads((folder / "OUT_DIR" / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] is True
+
+
+def test_readme_table():
+    """What each configuration does is what the code does: `python docs/matrix.py` writes it."""
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / "docs" / "matrix.py")
+    matrix = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    shown = README.read_text().partition(matrix.BEGIN)[2].partition(matrix.END)[0]
+    assert shown == matrix.table()
+
+
+def test_readme_commands_are_targets():
+    """The commands of README are targets of the Makefile."""
+    typed = re.findall(r"^make (\w+)", "\n".join(blocks(README, "")), re.MULTILINE)
+    assert typed == ["reproduce", "test"]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {*typed, "docs"} <= set(targets)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from experiments.harness.rows import Row
 from experiments.kernels.cases.jax_calls import BAR, CAST, KIND, PROGRAM, TORCH, WAYS
-from experiments.report.pages import Section, Table
+from experiments.report.content import Section, Table
 from experiments.report.results import Results, by_run, number
 
 TEXT = (
@@ -25,7 +25,7 @@ def jax_sections(rows: Iterable[Row]) -> list[Section]:
 
 
 def missed(found: Results) -> list[str]:
-    """Which ways to call take longer than the bar allows."""
+    """Which ways to call take longer than the target allows."""
     over = [
         f"{name} of {size} ({way} {ratio:.2f})"
         for size in found.settings

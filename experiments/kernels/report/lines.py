@@ -1,38 +1,37 @@
-"""Rows read back: one line per case and shape, with its bars, whether they were reached, and the best peer."""
+"""Rows read back: one line per case and shape, with its targets, whether they are met, and the fastest baseline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from experiments.harness.provenance import is_current
 from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import PEERS
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, Bar
 from experiments.kernels.outcome import KERNELS, PEER_TABLE
 from experiments.report.results import Results, Where, by_run
+from experiments.report.staleness import is_stale
+from experiments.report.targets import BASELINE_TOLERANCE
 
 STATUS = "status: "
 #: Metrics for which less is better.
 LESS = ("time over elementwise", "host time", "host time, added")
-#: A ratio to a peer is held to 1, less what two timings of the same kernel differ by at worst.
-PEER_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Against:
-    """A peer beside a case: their time over ours, or why there is none."""
+    """A baseline beside a case: its time over ours, or why there is none. `stale`: measured by other code than today's."""
 
     peer: str
     ratio: float | None
     status: str
-    is_current: bool = True
+    stale: bool = False
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is known of one case at one shape."""
+    """What is known of one case at one shape: its values, targets (`bars`) and baselines (`against`)."""
 
     case: str
     shape: str
@@ -40,7 +39,7 @@ class Line:
     values: dict[str, float]
     bars: tuple[Bar, ...]
     against: tuple[Against, ...] = ()
-    is_current: bool = True
+    stale: bool = False
 
     @property
     def ok(self) -> bool:
@@ -49,13 +48,13 @@ class Line:
 
     @property
     def best_peer(self) -> Against | None:
-        """The fastest peer that ran."""
+        """The fastest baseline that ran."""
         ran = [one for one in self.against if one.ratio is not None]
         return min(ran, key=lambda one: one.ratio or 0.0, default=None)
 
     @property
     def missed(self) -> list[str]:
-        """Bars that were not reached, in words; with a bar, a case that was not measured misses."""
+        """Targets that were not met, in words; with a target, a case that was not measured misses."""
         if not self.ok:
             return [self.status] if self.bars else []
         found = [shortfall(one, self.values.get(one.metric)) for one in self.bars]
@@ -63,8 +62,8 @@ class Line:
 
     @property
     def faster_peers(self) -> list[Against]:
-        """Peers that are faster than ours."""
-        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - PEER_TOLERANCE]
+        """Baselines that are faster than ours."""
+        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - BASELINE_TOLERANCE]
 
     @property
     def slower_than(self) -> list[str]:
@@ -73,7 +72,7 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Of the bars: yes, no with the reason, or nothing where there is none."""
+        """Of the targets: yes, no with the reason, or nothing where there is none."""
         if self.missed:
             return "MISSED: " + "; ".join(self.missed)
         if not self.bars:
@@ -82,7 +81,7 @@ class Line:
 
 
 def shortfall(bar: Bar, value: float | None) -> str:
-    """How a value misses a bar, or nothing."""
+    """How a value misses a target, or nothing."""
     if value is None:
         return f"{bar.metric} is not known"
     sign = "<" if bar.at_least else ">"
@@ -94,7 +93,7 @@ def lines_of(rows: Iterable[Row]) -> dict[Where, list[Line]]:
     rows = list(rows)
     peers = by_run(rows, PEER_TABLE)
     return {
-        where: ordered([line(place, found, peers.get(where)) for place in found.places])
+        where: ordered([line(key, found, peers.get(where)) for key in found.keys])
         for where, found in ((where, Found(results)) for where, results in by_run(rows, KERNELS).items())
     }
 
@@ -108,15 +107,15 @@ class Found:
             self.rows.setdefault((row.setting, row.method), []).append(row)
 
     @property
-    def places(self) -> list[tuple[str, str]]:
+    def keys(self) -> list[tuple[str, str]]:
         """(shape, case) in the order of the rows."""
         return list(self.rows)
 
 
-def line(place: tuple[str, str], found: Found, peers: Results | None) -> Line:
-    """One line from its rows and its peers'."""
-    shape, case = place
-    rows = found.rows[place]
+def line(key: tuple[str, str], found: Found, peers: Results | None) -> Line:
+    """One line from its rows and its baselines'."""
+    shape, case = key
+    rows = found.rows[key]
     values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, "bar: "))}
     bars = tuple(
         Bar(row.metric.removeprefix("bar: "), row.value, row.metric.removeprefix("bar: ") not in LESS)
@@ -124,7 +123,7 @@ def line(place: tuple[str, str], found: Found, peers: Results | None) -> Line:
         if row.metric.startswith("bar: ")
     )
     beside = against(peers, f"{case}, {shape}") if peers else ()
-    return Line(case, shape, status_of(rows), values, bars, beside, is_current(rows[0]))
+    return Line(case, shape, status_of(rows), values, bars, beside, is_stale(rows[0]))
 
 
 def status_of(rows: Sequence[Row]) -> str:
@@ -134,7 +133,7 @@ def status_of(rows: Sequence[Row]) -> str:
 
 
 def against(peers: Results, setting: str) -> tuple[Against, ...]:
-    """Peers of one case at one shape, in the order of PEERS."""
+    """Baselines of one case at one shape, in the order of PEERS."""
     rows: dict[str, list[Row]] = {}
     for row in peers.rows:
         if row.setting == setting:
@@ -142,7 +141,12 @@ def against(peers: Results, setting: str) -> tuple[Against, ...]:
     order = [peer.name for peer in PEERS]
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
     return tuple(
-        Against(name, peers.value(setting, name, "ratio"), status_of(rows[name]), is_current(rows[name][0]))
+        Against(
+            name,
+            peers.value(setting, name, "ratio"),
+            status_of(rows[name]),
+            is_stale(rows[name][0]),
+        )
         for name in names
     )
 
@@ -151,20 +155,20 @@ def ordered(lines: Sequence[Line]) -> list[Line]:
     """By shape, then as in the registry; the small and the huge shape come after the others."""
     cases, shapes = list(CASES), [*(name for name in SHAPES if name not in (HUGE, SMALL)), HUGE, SMALL]
 
-    def place(one: Line) -> tuple[int, int]:
+    def key(one: Line) -> tuple[int, int]:
         shape = shapes.index(one.shape) if one.shape in shapes else len(shapes)
         return shape, cases.index(one.case) if one.case in cases else len(cases)
 
-    return sorted(lines, key=place)
+    return sorted(lines, key=key)
 
 
 def summary(lines: Sequence[Line]) -> str:
     """One sentence about a run."""
-    barred = [one for one in lines if one.bars]
-    missed = sum(bool(one.missed) for one in barred)
+    targeted = [one for one in lines if one.bars]
+    missed = sum(bool(one.missed) for one in targeted)
     slower = sum(bool(one.slower_than) for one in lines)
     unmeasured = sum(not one.ok for one in lines)
     return (
-        f"{len(barred) - missed} of {len(barred)} rows with a bar reach it; {slower} rows are slower than a peer; "
+        f"{len(targeted) - missed} of {len(targeted)} rows with a target meet it; {slower} rows are slower than a baseline; "
         f"{unmeasured} of {len(lines)} rows were not measured."
     )

@@ -1,62 +1,115 @@
-"""The page of experiment `kernels`: the roofline, a table per shape, the peers, and what was missed."""
+"""The page of experiment `kernels`: fractions of the copy rate, a table per shape, the baselines, and missed targets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from statistics import median
 
 from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import PEERS
-from experiments.kernels.cases.case import SMALL
+from experiments.kernels.cases.case import LARGE, SMALL
 from experiments.kernels.report.jax_page import jax_sections
-from experiments.kernels.report.lines import PEER_TOLERANCE, Against, Line, lines_of, summary
-from experiments.kernels.report.roofline import roofline
+from experiments.kernels.report.lines import Against, Line, lines_of, summary
+from experiments.kernels.report.roofline import by_operation, operation, roofline
 from experiments.kernels.run import TITLE
-from experiments.report.pages import STALE, Drawing, Section, Table
+from experiments.report.content import STALE, Drawing, Section, Table
 from experiments.report.results import Where, number
+from experiments.report.targets import BASELINE_TOLERANCE
 
-__all__ = ["TITLE", "sections"]
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+
+ABOUT = (
+    "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
+    "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
+    "Baselines (torch, torch.compile, torchao) run in turn on the same inputs.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("kernels-operations",)
 
 TEXT = (
-    "A kernel's floor is every tensor that it needs read once and every tensor that it makes written once (twice read where a "
-    "scale of the whole tensor has to come first). Its fraction is its rate on these bytes over the rate of a copy of as many "
-    "bytes as it reads, timed in turn with it in the same run. Before it is timed, its result is compared with the "
-    "reference bit for bit at both ends of the tensor, a product of stored weights with the exact one within the bound of its "
-    "sums; a wrong one gets no time.",
+    "The floor of a kernel is every input read once and every output written once (inputs twice where a scale of the whole "
+    "tensor has to come first). Its fraction is its rate on these bytes over the rate of a copy of as many bytes as it reads, "
+    "timed in turn with it in the same run. Before it is timed, its result is compared with the reference bit for bit at both "
+    "ends of the tensor, a product of stored weights with the exact one within the bound of its sums; a wrong one gets no "
+    "time.",
     "Times are medians by CUDA graph replay, over inputs that rotate so that the L2 holds none of them; launched one by one "
-    "stands beside them. Repeat is how far a second timing of the same kernel in the same rounds lies from the first. Bars are "
-    "stated for the cases that have one, and what misses one says so.",
+    "stands beside them. Repeat is how far a second timing of the same kernel in the same rounds lies from the first. Targets "
+    "are stated for the cases that have one, and what misses one says so.",
 )
-PEER_TEXT = (
-    "A ratio is the peer's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
-    f"{1 - PEER_TOLERANCE:g}, which no repeat explains, slower. Bars come first, and a run has so much time for peers: what it "
-    f"did not reach keeps what an earlier run found, between both as they were then, marked {STALE} in its cell. "
+BASELINE_TEXT = (
+    "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
+    f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
+    f"for baselines: what it did not reach is of an earlier run, between both as they were then, marked {STALE} in its cell. "
     + "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS)
     + "."
 )
 CAPTION = (
-    "Fraction of the copy rate per kernel, with its bar and its best peer, and the rates reached under the ceiling of copies "
-    "of the same run. Red: below a bar."
+    "Fraction of the copy rate per kernel, with its target and its fastest baseline, and the rates reached under the ceiling "
+    "of copies of the same run. Red: below a target."
+)
+OPERATIONS = (
+    "Fraction of the copy rate of every kernel on large tensors, by operation. Red: below its target."
 )
 
 
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Fractions of the copy rate by operation, products of stored weights, missed targets."""
+    sentences = []
+    for where, lines in lines_of(rows).items():
+        sentences.append(f"{where.device}: {summary(lines)}")
+        sentences.append(fraction_sentence(lines))
+        sentences.append(linear_sentence(lines))
+        missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
+        sentences.append(f"Targets missed: {', '.join(missed)}." if missed else "")
+    return [sentence for sentence in sentences if sentence]
+
+
+def fraction_sentence(lines: Sequence[Line]) -> str:
+    """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line.shape in LARGE and "fraction" in line.values:
+            found.setdefault(operation(line), []).append(line.values["fraction"])
+    words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
+    return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
+
+
+def linear_sentence(lines: Sequence[Line]) -> str:
+    """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
+    words = [
+        f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
+        f"({1 / line.values['time over dense']:.2f} times as fast)"
+        for line in lines
+        if line.case.startswith("linear.")
+        and line.shape == "14336x4096"
+        and line.values.get("time over dense")
+    ]
+    return (
+        f"One row times a stored 14336x4096 weight, over dense bfloat16: {', '.join(words)}." if words else ""
+    )
+
+
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Sections of each run: against the floors, against the peers, calls from JAX."""
-    made = []
+    """Sections of each run: against the floors, against the baselines, calls from JAX."""
+    found = []
     runs = lines_of(rows)
     for where, lines in runs.items():
-        name = "kernels-roofline" if len(runs) == 1 else f"kernels-roofline-{slug(where)}"
-        drawing = Drawing(name, CAPTION, roofline(lines))
+        ending = "" if len(runs) == 1 else f"-{slug(where)}"
+        drawings = [
+            Drawing(f"kernels-operations{ending}", OPERATIONS, by_operation(lines)),
+            Drawing(f"kernels-roofline{ending}", CAPTION, roofline(lines)),
+        ]
         paragraphs = [summary(lines), *missed_paragraphs(lines), *TEXT]
         products = [line for line in lines if line.case.startswith("linear.")]
         large = [line for line in lines if line.shape != SMALL and line not in products]
         small = [line for line in lines if line.shape == SMALL]
         tables = [floor_table(large), *([small_table(small)] if small else [])]
         tables += [product_table(products)] if products else []
-        made.append(Section(f"Against the floors ({where})", paragraphs, [drawing], tables))
+        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
         if any(line.against for line in lines):
-            made.append(Section(f"Against peers ({where})", [PEER_TEXT], [], [peer_table(lines)]))
-    return [*made, *jax_sections(rows)]
+            found.append(Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [peer_table(lines)]))
+    return [*found, *jax_sections(rows)]
 
 
 def slug(where: Where) -> str:
@@ -65,11 +118,13 @@ def slug(where: Where) -> str:
 
 
 def missed_paragraphs(lines: Sequence[Line]) -> list[str]:
-    """What misses a bar, and what is slower than a peer."""
+    """What misses a target, and what is slower than a baseline."""
     missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
     slower = [f"{line.case} at {line.shape} ({faster_peers(line)})" for line in lines if line.faster_peers]
-    made = [f"**Missed bars: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
-    return made + ([f"**Slower than a peer: {len(slower)}.** " + ", ".join(slower) + "."] if slower else [])
+    paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
+    return paragraphs + (
+        [f"**Slower than a baseline: {len(slower)}.** " + ", ".join(slower) + "."] if slower else []
+    )
 
 
 def floor_table(lines: Sequence[Line]) -> Table:
@@ -86,12 +141,12 @@ def floor_table(lines: Sequence[Line]) -> Table:
         "TB/s",
         "copy TB/s",
     ]
-    columns += ["fraction", "eager", "over unfused", "bar reached"]
+    columns += ["fraction", "eager", "over unfused", "target met"]
     metrics = (("time", 1), ("time, 20%", 1), ("time, 80%", 1), ("time, eager", 1), ("repeat", 3))
-    made = []
+    table_lines = []
     for line in lines:
         moved = line.values.get("bytes moved")
-        made.append(
+        table_lines.append(
             [
                 line.case,
                 line.shape,
@@ -103,7 +158,7 @@ def floor_table(lines: Sequence[Line]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Time against the floor", columns, made, stale(lines))
+    return Table("Time against the floor", columns, table_lines, stale(lines))
 
 
 def small_table(lines: Sequence[Line]) -> Table:
@@ -117,7 +172,7 @@ def small_table(lines: Sequence[Line]) -> Table:
         "host (us)",
     ]
     metrics = (("time", 2), ("time over elementwise", 2), ("time, eager", 1), ("host time", 1))
-    made = [
+    table_lines = [
         [
             line.case,
             line.shape,
@@ -126,7 +181,7 @@ def small_table(lines: Sequence[Line]) -> Table:
         ]
         for line in lines
     ]
-    return Table("Small tensors", [*columns, "bar reached"], made, stale(lines))
+    return Table("Small tensors", [*columns, "target met"], table_lines, stale(lines))
 
 
 def product_table(lines: Sequence[Line]) -> Table:
@@ -137,17 +192,17 @@ def product_table(lines: Sequence[Line]) -> Table:
         "time (us)",
         "eager (us)",
         "host (us)",
-        "it adds (us)",
+        "host time it adds (us)",
         "moved (MB)",
         "TB/s",
         "fraction",
     ]
     columns += ["times as fast as dense bfloat16", "as dequantizing first"]
-    made = []
+    table_lines = []
     for line in lines:
         values = line.values
         moved, dense = values.get("bytes moved"), values.get("time over dense")
-        made.append(
+        table_lines.append(
             [
                 line.case,
                 line.shape,
@@ -162,35 +217,35 @@ def product_table(lines: Sequence[Line]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Products of stored weights", [*columns, "bar reached"], made, stale(lines))
+    return Table("Products of stored weights", [*columns, "target met"], table_lines, stale(lines))
 
 
 def peer_table(lines: Sequence[Line]) -> Table:
-    """A line per case and shape, a column per peer: the ratio, or why there is none."""
+    """A line per case and shape, a column per baseline: the ratio, or why there is none."""
     names = [peer.name for peer in PEERS]
-    made = []
+    table_lines = []
     for line in lines:
         if line.against:
             found = {one.peer: compared(line, one) for one in line.against}
             best = line.best_peer
             verdict = "" if best is None else f"SLOWER than {best.peer}" if line.slower_than else "yes"
             cells = [found.get(name, "") for name in names]
-            made.append([line.case, line.shape, *cells, best.peer if best else "", verdict])
-    columns = ["kernel", "shape", *names, "best peer", "as fast as every peer"]
-    return Table("Their time over ours", columns, made, stale(lines))
+            table_lines.append([line.case, line.shape, *cells, best.peer if best else "", verdict])
+    columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
+    return Table("Time of the baseline over ours", columns, table_lines, stale(lines))
 
 
 def compared(line: Line, one: Against) -> str:
-    """A peer's cell: the ratio, or why there is none; marked where it is older than the code."""
+    """A baseline's cell: the ratio, or why there is none; marked where it is stale and the line itself is not."""
     words = one.status if one.ratio is None else number(one.ratio, 2)
-    return words if one.is_current else f"{words} {STALE}"
+    return f"{words} {STALE}" if one.stale and not line.stale else words
 
 
 def faster_peers(line: Line) -> str:
-    """The peers that are faster, with their ratios."""
+    """The baselines that are faster, with their ratios."""
     return ", ".join(f"{one.peer} {compared(line, one)}" for one in line.faster_peers)
 
 
 def stale(lines: Sequence[Line]) -> frozenset[str]:
     """Cases with rows that are older than the code."""
-    return frozenset(line.case for line in lines if not line.is_current)
+    return frozenset(line.case for line in lines if line.stale)

@@ -1,7 +1,7 @@
-"""The roofline picture: every kernel against its floor.
+"""Figures of the kernels: every kernel by operation, and the roofline.
 
-Left, one line per kernel: the fraction of the copy rate at either large shape, its bar as a tick, and the best peer, at the
-fraction that its time would be. Right, the rate that was reached over the bytes that were moved, under the ceiling of
+The roofline has on the left one line per kernel: the fraction of the copy rate at either large shape, its target as a tick, and
+the fastest baseline, at the fraction of its time. On the right is the rate reached over the bytes moved, under the ceiling of
 copies of the same run.
 """
 
@@ -12,16 +12,50 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.kernels.cases.case import LARGE, SMALL
 from experiments.kernels.report.lines import Line
-from experiments.report.plots import MARKERS, SERIES, STYLE
+from experiments.report.plots import MARKERS, SERIES, STYLE, set_titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MISSED = "#cc0000"
-PEER = "#888888"
+BASELINE = "#888888"
 LINE_HEIGHT = 0.19
 ROOF_HEIGHT = 5.0
+
+
+def operation(line: Line) -> str:
+    """The operation of a case: the first part of its name."""
+    return line.case.split(".")[0]
+
+
+def by_operation(lines: Sequence[Line]) -> Figure:
+    """One line per operation, one marker per kernel at either large shape: the fraction of the copy rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [line for line in lines if line.shape in LARGE and "fraction" in line.values]
+    names = list(dict.fromkeys(operation(line) for line in shown))
+    with mpl.rc_context(STYLE):
+        figure, axis = pyplot.subplots(figsize=(8.6, 1.2 + 0.3 * max(len(names), 4)))
+        for number, shape in enumerate(LARGE):
+            for missed in (False, True):
+                mine = [line for line in shown if line.shape == shape and bool(line.missed) == missed]
+                heights = {line.case: 0.12 - 0.24 * number - names.index(operation(line)) for line in mine}
+                color = MISSED if missed else SERIES[number]
+                label = None if missed else shape
+                scatter(axis, mine, heights, color, MARKERS[number], label)
+        axis.axvline(1, color="#444444", linewidth=0.9)
+        axis.set_yticks([-height for height in range(len(names))], names)
+        axis.set_xlim(left=0)
+        axis.set_xlabel("fraction of the copy rate")
+        if names:
+            axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
+        figure.tight_layout()
+    pyplot.close(figure)
+    return figure
 
 
 def roofline(lines: Sequence[Line]) -> Figure:
@@ -48,52 +82,66 @@ def roofline(lines: Sequence[Line]) -> Figure:
 
 
 def draw_fractions(axis: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
-    """Fractions of the copy rate, bars and best peers, a line per kernel."""
+    """Fractions of the copy rate, targets and fastest baselines, a line per kernel."""
     bad = next((line.shape for line in lines if line.missed and "fraction" in line.values), None)
     for number, shape in enumerate(shapes_of(lines)):
         mine = [line for line in lines if line.shape == shape]
-        places = {line.case: -names.index(line.case) - 0.16 * number for line in mine}
+        heights = {line.case: -names.index(line.case) - 0.16 * number for line in mine}
         for missed in (False, True):
             dots = [line for line in mine if "fraction" in line.values and bool(line.missed) == missed]
-            label = ("below a bar" if shape == bad else None) if missed else shape
-            scatter(axis, dots, places, MISSED if missed else SERIES[number % 5], MARKERS[number % 5], label)
-        draw_peers(axis, mine, places, number == 0)
-        draw_bars(axis, mine, places, number == 0)
+            label = ("below a target" if shape == bad else None) if missed else shape
+            scatter(axis, dots, heights, MISSED if missed else SERIES[number % 5], MARKERS[number % 5], label)
+        draw_baselines(axis, mine, heights, number == 0)
+        draw_targets(axis, mine, heights, number == 0)
     axis.axvline(1, color="#888888", linewidth=0.8)
-    axis.set_yticks([-place for place in range(len(names))], names, fontsize=7.5)
+    axis.set_yticks([-height for height in range(len(names))], names, fontsize=7.5)
     axis.set_ylim(-len(names) + 0.3, 0.7)
     axis.set_xlim(left=0)
     axis.set_xlabel("fraction of the copy rate on the fewest bytes")
-    axis.set_title("Kernels against their floors", loc="left", pad=22)
+    axis.set_title("Kernels against their floors", loc="left", pad=34)
     if names:
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, fontsize=7)
 
 
 def scatter(
-    axis: Axes, lines: Sequence[Line], places: dict[str, float], color: str, marker: str, label: str | None
+    axis: Axes, lines: Sequence[Line], heights: dict[str, float], color: str, marker: str, label: str | None
 ) -> None:
     """Dots of some lines; nothing where there are none, so that the legend stays true."""
     if lines:
         x = [line.values["fraction"] for line in lines]
-        axis.scatter(x, [places[line.case] for line in lines], s=18, color=color, marker=marker, label=label)
+        y = [heights[line.case] for line in lines]
+        drawn = axis.scatter(x, y, s=18, color=color, marker=marker, label=label, alpha=0.85)
+        set_titles(
+            axis.figure, drawn, [f"{one.case}, {one.shape}: {one.values['fraction']:.3f}" for one in lines]
+        )
 
 
-def draw_peers(axis: Axes, lines: Sequence[Line], places: dict[str, float], labelled: bool) -> None:
-    """The best peer's fraction: ours, divided by the ratio of the times."""
+def draw_baselines(axis: Axes, lines: Sequence[Line], heights: dict[str, float], labelled: bool) -> None:
+    """The fastest baseline's fraction: ours, divided by the ratio of the times."""
     best = [(line, line.best_peer) for line in lines if "fraction" in line.values]
-    drawn = [(line, peer.ratio) for line, peer in best if peer is not None and peer.ratio]
-    x = [line.values["fraction"] / ratio for line, ratio in drawn]
-    y = [places[line.case] for line, _ in drawn]
-    axis.scatter(x, y, s=18, color=PEER, marker="x", linewidths=1, label="best peer" if labelled else None)
+    drawn = [(line, one.peer, one.ratio) for line, one in best if one is not None and one.ratio]
+    x = [line.values["fraction"] / ratio for line, _, ratio in drawn]
+    y = [heights[line.case] for line, _, _ in drawn]
+    label = "fastest baseline" if labelled else None
+    markers = axis.scatter(x, y, s=18, color=BASELINE, marker="x", linewidths=1, label=label)
+    if drawn:
+        titles = [
+            f"{line.case}, {line.shape}: {name} takes {ratio:.2f} times as long"
+            for line, name, ratio in drawn
+        ]
+        set_titles(axis.figure, markers, titles)
 
 
-def draw_bars(axis: Axes, lines: Sequence[Line], places: dict[str, float], labelled: bool) -> None:
-    """The bar on the fraction as an upright tick, also where nothing was measured."""
-    asked = [
-        (bar.value, places[line.case]) for line in lines for bar in line.bars if bar.metric == "fraction"
+def draw_targets(axis: Axes, lines: Sequence[Line], heights: dict[str, float], labelled: bool) -> None:
+    """The target of the fraction as an upright tick, also where nothing was measured."""
+    targets = [
+        (target.value, heights[line.case])
+        for line in lines
+        for target in line.bars
+        if target.metric == "fraction"
     ]
-    x, y = zip(*asked, strict=True) if asked else ((), ())
-    axis.scatter(x, y, s=45, color="black", marker="|", linewidths=1.2, label="bar" if labelled else None)
+    x, y = zip(*targets, strict=True) if targets else ((), ())
+    axis.scatter(x, y, s=45, color="black", marker="|", linewidths=1.2, label="target" if labelled else None)
 
 
 def draw_roof(axis: Axes, lines: Sequence[Line]) -> None:
@@ -117,11 +165,15 @@ def draw_roof(axis: Axes, lines: Sequence[Line]) -> None:
 
 
 def points(axis: Axes, lines: Sequence[Line], color: str, marker: str, shape: str) -> None:
-    """Dots of the roofline; what lies below a bar is named on the left."""
+    """Dots of the roofline; what lies below a target is red on the left."""
     x = [line.values["bytes moved"] / 1e9 for line in lines]
     y = [line.values["rate"] for line in lines]
     label = None if color == MISSED or not lines else shape
-    axis.scatter(x, y, s=18, color=color, marker=marker, alpha=0.8, label=label)
+    if lines:
+        drawn = axis.scatter(x, y, s=18, color=color, marker=marker, alpha=0.8, label=label)
+        set_titles(
+            axis.figure, drawn, [f"{one.case}, {one.shape}: {one.values['rate']:.2f} TB/s" for one in lines]
+        )
 
 
 def roof_of(lines: Sequence[Line]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""The page of experiment `decode`: published numbers beside the real shapes alone, and bars that are missed."""
+"""The page of experiment `decode`: published values beside the real shapes alone, and missed targets."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def test_published_ratios_are_those_of_the_paper():
     assert all(one.source for one in decoding())
 
 
-def test_missed_bars():
+def test_missed_targets():
     results = Results(rows())
     assert missed(results, "int8wo") == ["torchao's tokens/s 320 of 345"]
     assert missed(results, "float8wo") == ["published speedup 1.3 of 1.41", "torchao's tokens/s 260 of 280"]
@@ -84,8 +84,8 @@ def test_missed_bars():
 def test_the_page_of_the_real_shapes():
     (section,) = decode_page.sections(rows())
     text = " ".join(section.paragraphs)
-    assert text.startswith("**Missed bars: 6 configurations.** int8wo (torchao's")
-    assert "**Without numbers: 2.** nvfp4wo of ours (error: Oops)" in text
+    assert text.startswith("**Missed targets: 6 configurations.** int8wo (torchao's")
+    assert "**Not measured: 2.** nvfp4wo of ours (error: Oops)" in text
     assert "library products**" not in text
     speed, memory, beside = section.tables
     by_name = {tuple(line[:2]): dict(zip(speed.columns, line, strict=True)) for line in speed.lines}
@@ -121,7 +121,7 @@ def with_rates(rates):
     return kept + [row("baseline", form, "tokens/s", rate) for form, rate in rates.items()]
 
 
-def test_bars_are_held_against_the_fastest_bfloat16():
+def test_targets_are_compared_with_the_fastest_bfloat16():
     """Its fastest form, or the baseline as it ran beside any configuration."""
     assert len(missed(Results(with_rates({"bfloat16": 203.0})), "int8wo")) == 1
     for slow in (
@@ -134,7 +134,7 @@ def test_bars_are_held_against_the_fastest_bfloat16():
     assert missed(Results(beside), "int8wo")[0].startswith("published speedup")
 
 
-def test_a_stand_in_is_beside_no_published_number():
+def test_a_stand_in_is_beside_no_published_value():
     (section,) = decode_page.sections(rows("tiny-stand-in-random", beside=False))
     assert "stand-in" in section.title
     assert "**A stand-in**" in section.paragraphs[0]
@@ -178,5 +178,31 @@ def test_rows_of_several_runs_are_told_apart():
 def test_the_figure_is_drawn():
     (section,) = decode_page.sections(rows())
     picture = pages.svg(section.drawings[0].figure)
-    assert "published, H100" in picture
+    assert "published (torchao), H100" in picture
     assert "int4wo-64" in picture
+
+
+def test_comparisons_and_findings():
+    found = decode_page.comparisons(rows())
+    one = next(one for one in found if (one.method, one.metric) == ("int8wo", "tokens/s"))
+    assert (one.model, one.published, one.published_on, one.measured, one.measured_on) == (
+        "Llama-3.1-8B",
+        198.85,
+        "H100",
+        320.0,
+        "a GPU",
+    )
+    assert one.ratio == pytest.approx(320 / 198.85)
+    assert {
+        one.measured
+        for one in found
+        if one.model != "Llama-3.1-8B" or one.metric == "wikitext word perplexity"
+    } == {None}
+    speedup = next(
+        one for one in found if one.metric == "tokens/s over bfloat16" and one.method == "int4wo-64"
+    )
+    assert (round(speedup.published, 2), speedup.measured) == (1.90, 2.0)
+    told = decode_page.findings(rows())
+    assert "int8wo generates 320 tokens/s on an a GPU" in told[0]
+    assert "(published: 1.57 times, on an H100)" in told[0]
+    assert decode_page.findings(rows("tiny-stand-in-random", beside=False)) == []

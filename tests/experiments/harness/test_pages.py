@@ -1,16 +1,20 @@
 """Pages and figures come from rows and nothing else."""
 
+import base64
+import gzip
 import re
 from dataclasses import replace
 
 import pytest
 
 from experiments.formats import run as formats
+from experiments.harness import rows as rows_module
 from experiments.harness.paths import Paths
 from experiments.harness.rows import publish
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
 from experiments.report.results import Results, by_run, family, number
+from experiments.report.scoreboard import scoreboard
 from tests.experiments.harness import tiny
 
 
@@ -33,6 +37,7 @@ def test_the_page_needs_no_other_file(places):
     pages.write_pages(places)
     html = (places.reports / "index.html").read_text()
     assert html.count("<svg") == len(list(places.figures.glob("*.svg")))
+    assert "https://" not in re.sub(r"xmlns\S+|http://www.w3.org\S+", "", html)
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", html)
     assert "stand-in" in html
     assert not places.cache.exists()
@@ -124,7 +129,62 @@ def test_families_and_numbers():
     ]
 
 
-def test_plots_leave_gaps_and_survive_no_numbers():
+def test_cells_sort_by_their_value():
+    cells = [
+        "1.25",
+        "0.0265 ± 0.0044",
+        "(-0.1 ± 0.2)",
+        f"519 {pages.STALE}",
+        "exact",
+        "",
+        "int4_g32",
+        "Llama-3.1-8B",
+    ]
+    assert [pages.order(cell) for cell in cells] == ["", "0.0265", "-0.1", "519", "1e99", "", "", ""]
+
+
+def test_every_marker_has_its_name_under_the_pointer():
+    text = plots.svg(plots.dots(["a & b", "c"], {"s": [1.0, None], "t": [2.0, 3.0]}, "x", base=1.0))
+    assert re.findall(r"<use [^>]*><title>([^<]*)</title></use>", text) == [
+        "a &amp; b, s: 1",
+        "a &amp; b, t: 2",
+        "c, t: 3",
+    ]
+    assert "titled-" not in text
+    wrong = plots.dots(["a"], {"s": [1.0]}, "x")
+    plots.TITLES[wrong]["titled-0"].append("two")
+    with pytest.raises(ValueError, match="2 titles for 1 markers"):
+        plots.svg(wrong)
+
+
+def test_the_scripts_of_the_tables_are_in_the_page(places):
+    (places.data / "formats.csv").unlink()
+    pages.write_pages(places)
+    html = (places.reports / "index.html").read_text()
+    packed = re.search(r'id="datatables-js">([^<]*)<', html).group(1)
+    assert b"DataTable" in gzip.decompress(base64.b64decode(packed))
+
+
+def test_a_stand_in_fills_no_published_cell():
+    """Committed rows: what stands beside a published value is of the real shapes, on a GPU."""
+    from experiments.decode import page as decode
+    from experiments.qat_overhead import page as overhead
+
+    data = rows_module.ROOT / "reports" / "data"
+    found = [*decode.comparisons(rows_module.read(data / "decode.csv"))]
+    found += overhead.comparisons(rows_module.read(data / "qat_overhead.csv"))
+    measured = [one for one in found if one.measured is not None]
+    assert measured
+    assert all("cpu" not in one.measured_on for one in measured)
+    quick = [row for row in rows_module.read(data / "decode.csv") if "stand-in" in row.table]
+    assert quick
+    assert all(one.measured is None for one in decode.comparisons(quick))
+    board = scoreboard(found)
+    assert [len(table.lines) for table in board.tables] == [len(measured), len(found) - len(measured)]
+    assert {one.source for one in found} == set(board.sources)
+
+
+def test_plots_leave_gaps_and_survive_no_values():
     text = plots.svg(plots.dots(["a", "b"], {"s": [1.0, None]}, "x", errors={"s": [0.1, None]}, symlog=0.1))
     assert text.startswith("<svg")
     assert "s</text>" in text.replace("\n", "")

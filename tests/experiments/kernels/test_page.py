@@ -38,13 +38,20 @@ def sample_rows(tmp_path_factory):
 def test_the_roofline_is_drawn_from_rows(sample_rows):
     (found,) = lines.lines_of(sample_rows).values()
     text = plots.svg(roofline(found))
-    for word in ("quantize.fp8_rowwise", "swiglu.fp8_rowwise", "best peer", "bar", "copy", "16384x14336"):
+    for word in (
+        "quantize.fp8_rowwise",
+        "swiglu.fp8_rowwise",
+        "fastest baseline",
+        "target",
+        "copy",
+        "16384x14336",
+    ):
         assert f"{word}</text>" in text.replace("\n", ""), word
     assert "small.fp8_rowwise" not in text
     slow = [replace(row, value=0.2) if row.metric == "fraction" else row for row in sample_rows]
     (below,) = lines.lines_of(slow).values()
-    assert "below a bar" in plots.svg(roofline(below))
-    assert "below a bar" not in text
+    assert "below a target" in plots.svg(roofline(below))
+    assert "below a target" not in text
     plots.svg(roofline([]))
 
 
@@ -76,12 +83,13 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
 
     write_pages(places)
     text = (places.reports / "kernels.md").read_text()
-    assert "**Missed bars: 4.**" in text
+    assert "**Missed targets: 4.**" in text
     assert "quantize.mxfp4.packed at 16384x4096 (fraction 0.2 < 0.9)" in text
     assert "swiglu.fp8_rowwise at 16384x14336 (wrong: codes" in text
-    assert "**Slower than a peer: 2.**" in text
+    assert "**Slower than a baseline: 2.**" in text
     assert "SLOWER than torch eager" in text
     assert "(figures/kernels-roofline.svg)" in text
+    assert "(figures/kernels-operations.svg)" in text
     assert (places.figures / "kernels-roofline.svg").exists()
     assert "(kernels.md)" in (places.reports / "README.md").read_text()
 

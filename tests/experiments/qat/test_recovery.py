@@ -18,6 +18,7 @@ from experiments.qat.summary import STUDENT, Interval, deviations_of, interval, 
 from experiments.qat.targets import TARGETS, targets_of
 from experiments.report import pages
 from experiments.report.results import Results
+from experiments.report.targets import Target
 from tests.experiments.harness import tiny
 
 BASE = [1.00, 1.02, 1.01]
@@ -292,12 +293,12 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     places = Paths(tmp_path / "cache", tmp_path / "reports")
     harness.run_one("qat", tiny.settings(tmp_path), places)
     pages.write_pages(places)
-    assert "**Bars on the mean recovered part; " in (places.reports / "qat.md").read_text()
+    assert "**Targets of the mean recovered part; " in (places.reports / "qat.md").read_text()
     assert "data/qat.csv" in (places.reports / "index.html").read_text()
     made = pages.make_page(places, "qat")
     assert "qat-recovery-quick-cpu" in made.pictures
     (section,) = made.sections
-    assert section.paragraphs[0].startswith("**Bars on the mean recovered part; ")
+    assert section.paragraphs[0].startswith("**Targets of the mean recovered part; ")
     assert "int4_g32" in section.paragraphs[0]
     table, seeds = section.tables
     assert [line[0] for line in table.lines] == ["int4_g32", "int2_g32"]
@@ -307,6 +308,5 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
 
 
 def test_outcomes():
-    assert page.outcome_of(90.0, 90.0) == "reached"
-    assert page.outcome_of(89.9, 90.0) == "missed"
-    assert page.outcome_of(None, 90.0) == "without a percentage"
+    outcomes = {90.0: "reached", 89.9: "missed", None: "without a percentage"}
+    assert {value: page.outcome_of(Target("int4_g32", value, 90.0)) for value in outcomes} == outcomes

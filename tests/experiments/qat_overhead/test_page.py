@@ -1,4 +1,4 @@
-"""The page of experiment `qat_overhead`: bars of the real shapes alone, published numbers, what gave none."""
+"""The page of experiment `qat_overhead`: targets of the real shapes alone, published values, what was not measured."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def text(section):
     return " ".join(section.paragraphs)
 
 
-def test_bars_are_of_ours_alone():
+def test_targets_are_of_ours_alone():
     assert missed(Results(rows())) == []
     late = missed(Results(rows(costs={**COSTS, "ours": (8.04, 5.5)})))
     assert len(late) == 8
@@ -80,8 +80,8 @@ def test_published_costs_follow_from_published_rates():
 def test_sections_of_the_real_shapes():
     (section,) = qat_overhead_page.sections(rows())
     assert section.title == f"Two blocks of Llama-3-8B (full scale, a GPU, {LLAMA_3_8B_TWO_LAYERS.name})"
-    assert "All 12 figures that have a bar keep it." in text(section)
-    assert "**Bars of ours**: 8% time and 5% peak memory" in text(section)
+    assert "All 12 values that have a target meet it." in text(section)
+    assert "**Targets of ours**: 8% time and 5% peak memory" in text(section)
     assert "eager +0.25%, compiled +0.25%" in text(section)
     assert len(section.drawings) == 1
     (table,) = section.tables
@@ -89,26 +89,42 @@ def test_sections_of_the_real_shapes():
     assert all(len(line) == len(table.columns) for line in table.lines)
     (late,) = qat_overhead_page.sections(rows(costs={**COSTS, "ours": (9.0, 1.0)}))
     assert text(late).startswith(
-        "**Missed bars: 4.** ours, int8 dynamic, int4 g32, eager: time over plain 9.0 of 8 %"
+        "**Missed targets: 4.** ours, int8 dynamic, int4 g32, eager: time over plain 9.0 of 8 %"
     )
 
 
-def test_published_numbers_stand_beside_the_whole_model_alone():
+def test_published_values_stand_beside_the_whole_model_alone():
     (whole,) = qat_overhead_page.sections(rows(LLAMA_3_2_3B.name))
     assert [table.caption for table in whole.tables][-1] == "Published, for comparison"
-    assert "bar" not in text(whole)
+    assert "arget" not in text(whole)
     (stand_in,) = qat_overhead_page.sections(rows(TINY_TWO_LAYERS.name, {**COSTS, "ours": (900.0, 0.0)}))
     assert stand_in.paragraphs[0].startswith("**A stand-in**")
     assert len(stand_in.tables) == 1
     assert not stand_in.drawings
-    assert "issed bars" not in text(stand_in)
+    assert "issed targets" not in text(stand_in)
 
 
-def test_what_gave_no_numbers_is_said():
+def test_published_ratios_are_beside_the_same_model_and_recipe():
+    found = [
+        one for one in qat_overhead_page.comparisons(rows(LLAMA_3_2_3B.name)) if one.measured is not None
+    ]
+    assert [(one.model, one.method, one.metric) for one in found] == [
+        ("Llama-3.2-3B", "QAT 8da4w", "throughput over plain training"),
+        ("Llama-3.2-3B", "QAT 8da4w", "peak memory over plain training"),
+    ]
+    assert found[0].published == pytest.approx(0.524)
+    assert found[0].measured == pytest.approx(1 / 1.065)
+    assert found[1].measured == pytest.approx(1.02)
+    others = qat_overhead_page.comparisons([*rows(), *rows(TINY_TWO_LAYERS.name)])
+    assert len(others) == len(published())
+    assert {one.measured for one in others} == {None}
+
+
+def test_what_was_not_measured_is_said():
     made = [one for one in rows() if one.method != f"torchao, {INT4}"]
     made.append(row(f"torchao, {INT4}", "status: missing: torchao is not installed", 0.0))
     (section,) = qat_overhead_page.sections(made)
-    assert f"**Without numbers: 1.** torchao, {INT4}, eager (missing: torchao is not installed)." in text(
+    assert f"**Not measured: 1.** torchao, {INT4}, eager (missing: torchao is not installed)." in text(
         section
     )
 

@@ -1,0 +1,161 @@
+"""The table of README.md: what each configuration does on a CPU, on an H200, when saved, in training and under torch.compile.
+
+``python docs/matrix.py`` writes it between the marks of README.md; a test compares it with what the code does. Every cell is
+found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/kernels.csv``.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ao_lab
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- matrix: python docs/matrix.py -->\n", "<!-- end of matrix -->\n"
+COLUMNS = (
+    "configuration",
+    "weights",
+    "inputs",
+    "CPU",
+    "H200: quantize",
+    "H200: one row",
+    "saved as",
+    "QAT",
+    "compile",
+)
+#: Shapes of the rows of an H200: a tensor to quantize, and a weight of Llama-3.1-8B.
+TENSOR, WEIGHT = "16384x4096", "14336x4096"
+
+
+def main() -> None:
+    """Write the table into README.md."""
+    path = ROOT / "README.md"
+    before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
+    path.write_text(before + BEGIN + table() + END + after.partition(END)[2], encoding="utf-8")
+
+
+def table() -> str:
+    """The table as Markdown."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *map(line, configurations())]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def configurations() -> list[str]:
+    """Names of the configurations of weights, as torchao has them."""
+    return sorted(name for name in ao_lab.__all__ if name.endswith(("WeightConfig", "WeightOnlyConfig")))
+
+
+def line(name: str) -> Sequence[str]:
+    """The cells of one configuration with its default parameters."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(ao_lab, name)()
+        model = quantized(config)
+        recipe = model[0].weight.recipe
+        return (
+            f"`{name}`",
+            f"`{recipe.weight.name}`",
+            f"`{recipe.activation.name}`" if recipe.activation else "",
+            on_cpu(model),
+            quantize_rate(recipe),
+            one_row(recipe),
+            saved(config),
+            answer(trained, config),
+            answer(compiled, model),
+        )
+
+
+def layer() -> nn.Sequential:
+    """A small model of one linear layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+
+
+def run(model: nn.Module, rows: int = 2) -> torch.Tensor:
+    """Outputs of a model for some rows of inputs."""
+    out: torch.Tensor = model(torch.ones(rows, 256, dtype=torch.bfloat16))
+    return out
+
+
+def quantized(config: Any) -> nn.Sequential:
+    """The model under a configuration, calibrated where that has static scales."""
+    model = layer()
+    options = {"forward_loop": run} if "Static" in type(config).__name__ else {}
+    ao_lab.quantize_(model, config, **options)
+    return model
+
+
+def on_cpu(model: nn.Sequential) -> str:
+    """The kernel that `explain` names for a CPU."""
+    (found,) = ao_lab.explain(model).layers
+    return str(found.kernel).replace("fused, up to 1 row", "fused (1 row)")
+
+
+def quantize_rate(recipe: Any) -> str:
+    """The weight scheme's `quantize` as a fraction of the rate of a copy; nothing where it was not measured."""
+    names = (f"quantize.{recipe.weight.name}", f"quantize.{recipe.weight.name}.packed")
+    found = [value for name in names if (value := measured(TENSOR, name, "fraction")) is not None]
+    return f"{found[0]:.2f}" if found else ""
+
+
+def one_row(recipe: Any) -> str:
+    """The speed of one row of inputs over a dense bfloat16 layer; nothing where it was not measured."""
+    case = "linear_of_codes" if recipe.activation else "linear"
+    found = measured(WEIGHT, f"{case}.{recipe.weight.name}", "time over dense")
+    return f"{1 / found:.2f}x" if found else ""
+
+
+def measured(shape: str, case: str, metric: str) -> float | None:
+    """A value of the committed rows of the kernels, or None."""
+    with (ROOT / "reports" / "data" / "kernels.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if (row["setting"], row["method"], row["metric"]) == (shape, case, metric):
+                return float(row["value"])
+    return None
+
+
+def saved(config: Any) -> str:
+    """The layout that transformers and vLLM read where there is one for this configuration, else our own."""
+    try:
+        model = quantized(config.for_layout("compressed-tensors"))
+    except ValueError:
+        return "ao_lab"
+    with tempfile.TemporaryDirectory() as folder:
+        return str(ao_lab.save_pretrained(model, folder).layout)
+
+
+def trained(config: Any) -> None:
+    """QAT: prepare, one step, convert."""
+    model = layer()
+    ao_lab.quantize_(model, ao_lab.QATConfig(config, step="prepare"))
+    run(model).sum().backward()
+    ao_lab.quantize_(model, ao_lab.QATConfig(config, step="convert"))
+
+
+def compiled(model: nn.Module) -> None:
+    """torch.compile of one row and of several, without a graph break."""
+    program = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        run(program, 1), run(program, 4)
+
+
+def answer(work: Any, argument: Any) -> str:
+    """yes where this runs, no where it is refused."""
+    try:
+        work(argument)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError):
+        return "no"
+    return "yes"
+
+
+if __name__ == "__main__":
+    main()
