@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     """`reproduce`, which needs torch, when it is first used."""
     if name != "reproduce":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from experiments.harness.run import reproduce
+    from experiments.runs.run import reproduce
 
     return reproduce
 

@@ -103,7 +103,9 @@ def config_classes() -> dict[str, type[Config]]:
     return {
         name: kind
         for name, kind in named.items()
-        if isinstance(kind, type) and issubclass(kind, Config) and not ao_lab.HOMES[name].startswith("ao_lab.qat.")
+        if isinstance(kind, type)
+        and issubclass(kind, Config)
+        and not ao_lab.HOMES[name].startswith("ao_lab.qat.")
     }
 
 

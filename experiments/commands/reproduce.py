@@ -24,7 +24,7 @@ def run_experiments(
     reports: Path | None = None,
 ) -> None:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout."""
-    from experiments.harness.run import reproduce
+    from experiments.runs.run import reproduce
 
     for name in names:
         known(name, EXPERIMENTS, "experiment")

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+import ao_lab
 from experiments.harness import libraries
 from experiments.harness.libraries import TORCHAO
 
@@ -49,33 +50,26 @@ class Config:
         if self.build is None:
             return
         if self.setting == OURS:
-            from ao_lab import quantize_
-        else:
-            from torchao.quantization import quantize_
+            ao_lab.quantize_(model, self.build())
+            return
+        from torchao.quantization import quantize_
+
         quantize_(model, self.build())
-
-
-def our_config(name: str, granularity: str = "", **options: Any) -> Callable[[], Any]:
-    """A configuration class of ao_lab by name, constructed when it is called; a granularity is named by its class."""
-    return configuration("ao_lab", name, "ao_lab", granularity, options)
 
 
 def torchao_config(
     name: str, module: str = "torchao.quantization", granularity: str = "", **options: Any
 ) -> Callable[[], Any]:
-    """The same of torchao."""
-    return configuration(module, name, "torchao.quantization", granularity, options)
+    """A configuration class of torchao by name, constructed when it is called; a granularity is named by its class.
 
-
-def configuration(
-    module: str, name: str, granularities: str, granularity: str, options: dict[str, Any]
-) -> Callable[[], Any]:
-    """Builds class `name` of a module, with a granularity of the module `granularities` where one is named."""
+    By name, as torchao need not be installed.
+    """
 
     def build() -> Any:
+        """The configuration; torchao is imported only here."""
         arguments = dict(options)
         if granularity:
-            arguments["granularity"] = getattr(import_module(granularities), granularity)()
+            arguments["granularity"] = getattr(import_module("torchao.quantization"), granularity)()
         return getattr(import_module(module), name)(**arguments)
 
     return build
@@ -90,17 +84,19 @@ LIBRARY, DEPENDENT = f"{BFLOAT16}, library products", f"{BFLOAT16}, dependent la
 #: Published configurations whose speedups are targets.
 WITH_SPEED_TARGET = ("int8wo", "float8wo", "int4wo-64")
 BASE = Config(setting=BASELINE, method=BFLOAT16, tuned=True)
-OUR_CONFIGS = {
-    "int8wo": our_config("Int8WeightOnlyConfig"),
-    "float8wo": our_config("Float8WeightOnlyConfig"),
-    "int4wo-64": our_config("Int4WeightOnlyConfig", group_size=64, scheme=TINYGEMM),
-    "int4wo-64, integer zeros": our_config("Int4WeightOnlyConfig", group_size=64, scheme=INT4),
-    "float8dq per-tensor": our_config(FLOAT8_DYNAMIC, "PerTensor"),
-    "float8dq per-row": our_config(FLOAT8_DYNAMIC, "PerRow"),
-    "int8dq": our_config(INT8_DYNAMIC),
-    "mxfp8wo": our_config("MXWeightOnlyConfig", weight_dtype="float8_e4m3fn"),
-    "mxfp4wo": our_config("MXWeightOnlyConfig", weight_dtype="float4_e2m1fn"),
-    "nvfp4wo": our_config("NVFP4WeightOnlyConfig"),
+OUR_CONFIGS: dict[str, Callable[[], Any]] = {
+    "int8wo": lambda: ao_lab.Int8WeightOnlyConfig(),
+    "float8wo": lambda: ao_lab.Float8WeightOnlyConfig(),
+    "int4wo-64": lambda: ao_lab.Int4WeightOnlyConfig(group_size=64, scheme=TINYGEMM),
+    "int4wo-64, integer zeros": lambda: ao_lab.Int4WeightOnlyConfig(group_size=64, scheme=INT4),
+    "float8dq per-tensor": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(
+        granularity=ao_lab.PerTensor()
+    ),
+    "float8dq per-row": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
+    "int8dq": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+    "mxfp8wo": lambda: ao_lab.MXWeightOnlyConfig(weight_dtype="float8_e4m3fn"),
+    "mxfp4wo": lambda: ao_lab.MXWeightOnlyConfig(weight_dtype="float4_e2m1fn"),
+    "nvfp4wo": lambda: ao_lab.NVFP4WeightOnlyConfig(),
 }
 TORCHAO_CONFIGS = {
     "int8wo": torchao_config("Int8WeightOnlyConfig"),

@@ -32,15 +32,14 @@ from experiments.decode.configs import BASE, OURS, Config, chosen, missing
 from experiments.decode.generation import Decoding, Plan
 from experiments.decode.model import CachedLlama, random_llama
 from experiments.harness.libraries import seed_and_libraries
+from experiments.harness.outcome import Values, Wrong, attempt, keep, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.settings import Settings, published_shapes
-from experiments.kernels.gate import Wrong
-from experiments.kernels.outcome import Values, attempt, keep, status
 from experiments.models.llama import LlamaConfig
 from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
 from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 from experiments.report.published import published
+from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = "decode"
 TITLE = "Generating with a quantized Llama-3.1-8B"
@@ -59,7 +58,7 @@ GB = 1e9
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the seed and the libraries that compile or are compared."""
-    return seed_and_libraries(settings)
+    return seed_and_libraries(settings.seed)
 
 
 @dataclass

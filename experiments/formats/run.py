@@ -20,9 +20,9 @@ from experiments.data.multiple_choice import multiple_choice
 from experiments.data.storage import stored
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
-from experiments.harness.settings import Settings
 from experiments.harness.workers import measure_all
 from experiments.models.quantized_model import layer_inputs
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "formats"
 TITLE = "Quantization error of each scheme"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from experiments.harness.settings import Settings
 
 TORCHAO = "torchao"
 #: What `version_of` says of a library that is not installed.
@@ -26,6 +22,6 @@ def missing(library: str) -> str | None:
     return f"missing: {library} is not installed" if version_of(library) == NOT_INSTALLED else None
 
 
-def seed_and_libraries(settings: Settings) -> str:
+def seed_and_libraries(seed: int) -> str:
     """Subject of a journal whose rows depend on the seed and on the libraries that compile or are compared."""
-    return "-".join([f"seed{settings.seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])
+    return "-".join([f"seed{seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])

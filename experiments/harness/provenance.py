@@ -17,13 +17,16 @@ from experiments.source.closure import Closure, SourceTree
 PACKAGES = ("reference", "fast", "ao_lab", "experiments")
 #: What keeps books, draws pages, names files, installs or speaks to a terminal: it makes no number, whatever it contains.
 BOOKKEEPING = (
-    *(f"experiments.harness.{name}" for name in ("environment", "paths", "progress", "provenance")),
-    *(f"experiments.harness.{name}" for name in ("registry", "rows", "run")),
+    *(
+        f"experiments.harness.{name}"
+        for name in ("paths", "progress", "provenance", "registry", "rows", "run_records")
+    ),
+    *(f"experiments.runs.{name}" for name in ("environment", "run")),
     *("experiments.commands", "experiments.ledger", "experiments.report", "experiments.source"),
     *("experiments.models.train.cache_key", "ao_lab.cli", "ao_lab.install", "reference.renamed"),
 )
 #: Where rows of a trained model start from, besides the function that measures.
-TRAINED = ("experiments.harness.settings.settings_for",)
+TRAINED = ("experiments.runs.settings.settings_for",)
 #: Programs outside of the experiments that publish rows, with what their rows start from.
 PROGRAMS = {"exhaustive_float32": ("reference.encode",)}
 #: Digits of a hash in a row.

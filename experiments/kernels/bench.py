@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from experiments.harness import provenance
-from experiments.harness.environment import libraries, read_runs, record_run, run_name
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
-from experiments.harness.settings import Settings, settings_for
+from experiments.harness.run_records import read_runs, run_name
 from experiments.harness.timing import CudaWatch
 from experiments.kernels.baselines.baseline import PEERS, Peer
 from experiments.kernels.cases.all_cases import CASES, chosen
@@ -24,6 +23,8 @@ from experiments.kernels.cases.floors import Shape
 from experiments.kernels.outcome import EXPERIMENT, PEER_SECONDS, Bench
 from experiments.kernels.report.lines import Line, lines_of
 from experiments.kernels.run import measure, pairs, run, subject
+from experiments.runs.environment import libraries, record_run
+from experiments.runs.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
 SCALE = "full"

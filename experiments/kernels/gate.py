@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.harness.outcome import Wrong
 from experiments.kernels.cases.case import Case, Compared, Inputs, Sample
 from experiments.kernels.cases.floors import Shape
 from reference import SCHEMES
 
 #: Rows that are compared at either end of a tensor, if its blocks span one row each.
 ROWS = 32
-
-
-class Wrong(Exception):
-    """A result differs from the reference's."""
 
 
 def samples(case: Case, shape: Shape) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What a run uses, and how a measurement becomes rows: its values with the status ``ok``, or a status that says why not."""
+"""What a run of the benchmark uses, and the tables of its rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from experiments.harness.rows import Journal, Row
-from experiments.harness.settings import Settings
+from experiments.harness.outcome import Values
+from experiments.harness.rows import Row
 from experiments.harness.timing import Plan, Watch
 from experiments.kernels.baselines.baseline import PEERS, Peer
-from experiments.kernels.gate import Wrong
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "kernels"
 KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"
 #: Seconds after which no further peer is begun.
 PEER_SECONDS = 200.0
-Values = dict[str, tuple[float, str]]
 
 
 PLAN = Plan()
@@ -49,40 +46,9 @@ def table(bench: Bench, kind: str) -> str:
     return f"{kind}/{bench.settings.scale}/{DATA}"
 
 
-def keep(journal: Journal, failed: list[Row], rows: list[Row]) -> None:
-    """Rows of what went well into the journal, others beside it."""
-    if any(row.metric == "status: ok" for row in rows):
-        journal.add(rows)
-    else:
-        failed += rows
-
-
 def rows_of(bench: Bench, kind: str, setting: str, method: str, values: Values) -> list[Row]:
     """Tidy rows."""
     return [
         bench.settings.row(EXPERIMENT, kind, DATA, setting, method, metric, value, unit)
         for metric, (value, unit) in values.items()
     ]
-
-
-def status(word: str) -> Values:
-    """The row that says how it went; what it says is in its name, as rows hold numbers."""
-    return {f"status: {' '.join(word.split())[:200]}": (float(word == "ok"), "")}
-
-
-def attempt(work: Callable[[], Values]) -> Values:
-    """What work finds, with a status; of a failure only that."""
-    try:
-        return {**work(), **status("ok")}
-    except Wrong as error:
-        return status(f"wrong: {error}")
-    except Exception as error:  # noqa: BLE001
-        return status(f"error: {type(error).__name__}: {error}")
-    finally:
-        free()
-
-
-def free() -> None:
-    """Give memory back, so that the next case has all of it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
+from experiments.harness.outcome import Values, attempt, keep, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
-from experiments.harness.settings import Settings
 from experiments.harness.timing import (
     AGAIN,
     Call,
@@ -32,8 +32,8 @@ from experiments.harness.timing import (
     spread,
     summary,
 )
+from experiments.kernels import jax_calls
 from experiments.kernels.baselines.baseline import PEERS, Peer, calls_of, offers
-from experiments.kernels.cases import jax_calls
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, Case, Inputs
 from experiments.kernels.cases.floors import Shape, fraction
@@ -45,13 +45,10 @@ from experiments.kernels.outcome import (
     PEER_TABLE,
     PLAN,
     Bench,
-    Values,
-    attempt,
-    keep,
     rows_of,
-    status,
     table,
 )
+from experiments.runs.settings import Settings
 
 TITLE = "Speed of the kernels on a GPU"
 OURS, COPY, WRAPPED = "ours", "copy", "wrapped"

@@ -50,7 +50,7 @@ OLD_BOOKKEEPING = (
     *("experiments.settings", "experiments.train.cache_key"),
 )
 #: Compared by eye, because the hash of a row stands in it: the settings' values are the same in all of these revisions.
-REVIEWED = ("experiments.harness.settings",)
+REVIEWED = ("experiments.runs.settings",)
 #: The function that measures, where it stood in these revisions.
 OLD_RUNS = {
     "formats": "experiments.formats.run",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from experiments.kernels.gate import Wrong
+from experiments.harness.outcome import Wrong
 
 #: Largest relative change of outputs: by a scheme (4 bits change the logits of 32 random layers by 0.46), and by compiling.
 SCHEME_LIMIT, COMPILED_LIMIT = 0.7, 0.3

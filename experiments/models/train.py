@@ -28,13 +28,12 @@ from torch.nn import functional
 
 from experiments.data.corpus import Corpus
 from experiments.harness.progress import bar
-from experiments.harness.rows import PARTIAL, hash_files, library_versions
+from experiments.harness.provenance import source_hash
+from experiments.harness.rows import PARTIAL, library_versions
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.muon import Muon
 from experiments.models.train_steps import Steps
 from experiments.models.training_checkpoint import Checkpoint, Run
-
-CODE = ("language_model.py", "llama.py", "muon.py", "train.py", "train_steps.py", "training_checkpoint.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +105,10 @@ def trained_model(settings: TrainSettings, corpus: Corpus, device: str, cache: P
 
 def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
     """Hash of everything that determines the weights: settings, text, code, libraries and kind of device."""
-    here = Path(__file__).resolve().parent
     parts = [
         json.dumps(asdict(settings), sort_keys=True),
         corpus.sha256,
-        hash_files((here / name for name in CODE), here),
+        source_hash("experiments.models.train.train"),
         library_versions(),
         torch.device(device).type,
     ]

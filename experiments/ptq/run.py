@@ -23,10 +23,10 @@ from experiments.data.errors import Error, mean_and_error
 from experiments.data.multiple_choice import MultipleChoice, Scores, multiple_choice, score
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.settings import Settings
 from experiments.harness.workers import measure_all
 from experiments.models.activation_schemes import activation_scheme, setting_name
 from experiments.models.quantized_model import PLAIN, QuantizedModel, layer_inputs, quantized_model
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "ptq"
 TITLE = "Post-training quantization of a stand-in: a small model trained here on the source of sympy"

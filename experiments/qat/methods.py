@@ -19,11 +19,11 @@ from ao_lab import (
     QATConfig,
 )
 from ao_lab.config.base import Config
-from experiments.harness.settings import Settings
 from experiments.models.activation_schemes import setting_name
 from experiments.models.language_model import ModelSettings
 from experiments.models.train import TrainSettings
 from experiments.qat.targets import TARGETS
+from experiments.runs.settings import Settings
 
 
 @dataclass(frozen=True)

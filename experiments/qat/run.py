@@ -25,7 +25,6 @@ from ao_lab import quantize_
 from experiments.data.multiple_choice import MultipleChoice, multiple_choice, score
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.settings import Settings
 from experiments.harness.workers import measure_all
 from experiments.models.language_model import LanguageModel
 from experiments.models.quantized_model import PLAIN, quantized_model
@@ -33,6 +32,7 @@ from experiments.models.train import cache_key, fit, trainable, trained_model
 from experiments.qat.methods import EVALUATION_SEED, PLANS, Method, Plan
 from experiments.qat.summary import DEVIATIONS, Recovery, interval, recovery
 from experiments.qat.targets import RECOVERED, TARGET_METRIC
+from experiments.runs.settings import Settings
 
 EXPERIMENT = "qat"
 TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"

@@ -21,11 +21,10 @@ from functools import partial
 import torch
 
 from experiments.harness.libraries import TORCHAO, seed_and_libraries
+from experiments.harness.outcome import Values, attempt, free, keep, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.settings import Settings, published_shapes
 from experiments.harness.timing import AGAIN, CudaWatch, Plan, Stopwatch, rounds_of, summary
-from experiments.kernels.outcome import Values, attempt, free, keep, status
 from experiments.models.llama import LlamaConfig
 from experiments.models.llama_shapes import (
     LLAMA_3_2_3B,
@@ -46,6 +45,7 @@ from experiments.qat_overhead.variants import (
     rounding_bytes,
 )
 from experiments.report.targets import percent_over
+from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = KIND = "qat_overhead"
 TITLE = "Time and memory of quantization-aware training"
@@ -105,7 +105,7 @@ TINY_GROUPS = (
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the seed and the libraries that compile or are compared."""
-    return seed_and_libraries(settings)
+    return seed_and_libraries(settings.seed)
 
 
 @dataclass

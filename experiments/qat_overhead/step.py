@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.harness.outcome import Values, Wrong
 from experiments.harness.timing import Call
-from experiments.kernels.gate import Wrong
-from experiments.kernels.outcome import Values
 from experiments.models.llama import LlamaConfig
 from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, layers_of, random_model
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.harness import rows as tidy
-from experiments.harness.environment import read_runs
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.run_records import read_runs
 from experiments.report.content import STALE, Comparison, Drawing, Section, Table
 from experiments.report.datatables import bundle
 from experiments.report.plots import svg
@@ -82,9 +82,9 @@ def make_page(places: Paths, name: str) -> Page | None:
     return Page(
         name=name,
         title=module.TITLE,
-        about=module.ABOUT,
-        findings=module.findings(rows),
-        featured=next((drawings[one] for one in module.FEATURED if one in drawings), None),
+        about=getattr(module, "ABOUT", ()),
+        findings=module.findings(rows) if hasattr(module, "findings") else (),
+        featured=next((drawings[one] for one in getattr(module, "FEATURED", ()) if one in drawings), None),
         sections=sections,
         comparisons=module.comparisons(rows) if hasattr(module, "comparisons") else (),
         runs=[

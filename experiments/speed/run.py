@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.harness.progress import bar
 from experiments.harness.rows import ROOT, Journal, Row
-from experiments.harness.settings import Settings
+from experiments.runs.settings import Settings
 from experiments.speed.baselines import COMPARISONS, THREADS, Comparison, Pair
 from experiments.speed.cpu_linear import LAYERS
 from experiments.speed.targets import IMPORT_TARGET, MISSING, TARGET_METRIC

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from experiments.harness.rows import Row
-from experiments.kernels.cases.jax_calls import BAR, CAST, KIND, PROGRAM, TORCH, WAYS
+from experiments.kernels.jax_calls import BAR, CAST, KIND, PROGRAM, TORCH, WAYS
 from experiments.report.content import Section, Table
 from experiments.report.results import Results, by_run, number
 

@@ -161,7 +161,7 @@ def test_strict_json_has_no_nan():
 
 def fake_experiments(monkeypatch, reproduce):
     """Stand in for the experiments, which take minutes."""
-    monkeypatch.setattr("experiments.harness.run.reproduce", reproduce)
+    monkeypatch.setattr("experiments.runs.run.reproduce", reproduce)
 
 
 def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):

@@ -15,15 +15,15 @@ from experiments.decode.generation import Decoding, Plan, compiled_programs, cud
 from experiments.decode.model import CachedLlama, random_llama
 from experiments.decode.run import Bench, Memory, measure, stored_bytes
 from experiments.harness import libraries
+from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal, read
-from experiments.harness.settings import SERVED, settings_for
-from experiments.kernels.gate import Wrong
 from experiments.models.llama import scaled_frequencies
 from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
 from experiments.models.output_check import relative_change
 from experiments.ptq import run as ptq
 from experiments.ptq.run import all_tasks
 from experiments.report.results import family
+from experiments.runs.settings import SERVED, settings_for
 from tests.experiments.harness import tiny
 
 PLAN = Plan(new=6, rounds=1, backend="aot_eager", graph=False)

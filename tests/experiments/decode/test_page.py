@@ -7,13 +7,13 @@ import pytest
 from experiments.decode import page as decode_page
 from experiments.decode.configs import CONFIGS, OUR_CONFIGS
 from experiments.decode.targets import missed, published_speedup
-from experiments.harness import run as harness
 from experiments.harness.paths import Paths
 from experiments.harness.provenance import experiment_hash
 from experiments.harness.rows import Row, publish, read
 from experiments.report import pages
 from experiments.report.published import decoding, published
 from experiments.report.results import Results
+from experiments.runs import run as harness
 
 SPEEDS = {"int8wo": 1.6, "float8wo": 1.3, "int4wo-64": 2.0}
 

@@ -19,14 +19,14 @@ from experiments.data import corpus
 from experiments.formats import page as formats_page
 from experiments.formats import run as formats
 from experiments.harness import registry
-from experiments.harness import run as harness_run
 from experiments.harness.paths import Paths
 from experiments.harness.rows import PARTIAL, read
-from experiments.harness.settings import Settings
 from experiments.models import training_checkpoint
 from experiments.ptq import page as ptq_page
 from experiments.ptq import run as ptq
 from experiments.report import pages
+from experiments.runs import run as harness_run
+from experiments.runs.settings import Settings
 from tests.experiments.harness import tiny
 
 NAMES = ("formats", "ptq")

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from experiments.harness.environment import record_run, run_name
 from experiments.harness.paths import NAME, Busy, Paths, shown
 from experiments.harness.rows import PARTIAL, ROOT
+from experiments.harness.run_records import run_name
+from experiments.runs.environment import record_run
 from tests.experiments.harness import tiny
 
 #: AO_LAB_KILLS=50 for the number that is promised; fewer keep the suite quick.
@@ -75,9 +76,9 @@ def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch)
     """All rows were measured, and the record there is of older code."""
     places, settings = Paths(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
     name = run_name("formats", "quick", "cpu")
-    monkeypatch.setattr("experiments.harness.environment.experiment_hash", lambda name: "then")
+    monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "then")
     path = record_run(places, "formats", settings, 1.0, 5, 0)
-    monkeypatch.setattr("experiments.harness.environment.experiment_hash", lambda name: "now")
+    monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "now")
     record_run(places, "formats", settings, 2.0, 5, 5)
     record = json.loads(path.read_text())[name]
     assert (record["source_hash"], record["rows_from_an_interrupted_run"]) == ("now", 5)

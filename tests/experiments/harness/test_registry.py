@@ -12,13 +12,13 @@ from experiments import EXPERIMENTS
 from experiments.data.errors import Error, mean_and_error
 from experiments.formats import run as formats
 from experiments.harness import provenance, registry
-from experiments.harness import run as harness_run
 from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
-from experiments.harness.settings import settings_for
 from experiments.harness.workers import measure_all
 from experiments.models import activation_schemes as pairing
 from experiments.ptq import run as ptq
+from experiments.runs import run as harness_run
+from experiments.runs.settings import settings_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 

@@ -7,9 +7,9 @@ import torch
 
 from experiments.data.corpus import Corpus, Document
 from experiments.data.multiple_choice import MultipleChoiceSettings
-from experiments.harness.settings import Settings
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.train import Trained, TrainSettings
+from experiments.runs.settings import Settings
 
 MODEL = ModelSettings(width=256, layers=1, heads=4, kv_heads=2, feed_forward=256, context=64)
 TRAIN = TrainSettings(model=MODEL, batch=2, steps=2, warmup=1)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import reference
+from experiments.harness.outcome import Wrong
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import Sample
-from experiments.kernels.gate import Wrong, check, raw, same, samples
+from experiments.kernels.gate import check, raw, same, samples
 from tests.experiments.harness.fake_watch import SHAPE, broken, flipped, measured, specified, values_of
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fast
+from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal
-from experiments.kernels.cases import jax_calls
-from experiments.kernels.gate import Wrong
+from experiments.kernels import jax_calls
 from experiments.kernels.report import jax_page, page
 from tests.experiments.harness.fake_watch import bench
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ao_lab import IntxWeightOnlyConfig, PerGroup, QATConfig, quantize_
-from experiments.harness import run as harness
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, read
 from experiments.models import train
@@ -19,6 +18,7 @@ from experiments.qat.targets import TARGETS, targets_of
 from experiments.report import pages
 from experiments.report.results import Results
 from experiments.report.targets import Target
+from experiments.runs import run as harness
 from tests.experiments.harness import tiny
 
 BASE = [1.00, 1.02, 1.01]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal
 from experiments.harness.timing import Plan
-from experiments.kernels.gate import Wrong
 from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY, TINY_TWO_LAYERS
 from experiments.qat_overhead import run
 from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, random_model

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.harness import run as harness
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.report.results import Results
+from experiments.runs import run as harness
 from experiments.speed import cpu_linear, page, run
 from experiments.speed.baselines import COMPARISONS, Comparison, Pair
 from experiments.speed.targets import target_of
@@ -76,7 +76,7 @@ def test_speed_is_published_when_it_is_named(tmp_path, monkeypatch):
     def settings_for(scale, device, cache):
         return dataclasses.replace(tiny.settings(cache), text=None)
 
-    monkeypatch.setattr("experiments.harness.settings.settings_for", settings_for)
+    monkeypatch.setattr("experiments.runs.settings.settings_for", settings_for)
     # Neither the corpus nor the model is needed.
     monkeypatch.setattr("experiments.data.corpus.load", lambda: pytest.fail("the corpus was loaded"))
     monkeypatch.setattr(run, "COUNTS", {"quick": 2**16})

@@ -21,7 +21,8 @@ EQUAL = "equal"
 
 
 def check_on_ranks(script, *arguments):
-    """Run SCRIPT of this folder in a process of its own, for two ranks; AssertionError with its last lines where one has raised."""
+    """Run SCRIPT of this folder in a process of its own, for two ranks; AssertionError with its last lines where one has
+    raised."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / script), str(RANKS), *map(str, arguments)],
         cwd=ROOT,

@@ -188,7 +188,11 @@ def public_configs():
         "Float8StaticActivationFloat8WeightConfig": {"act_quant_scale": 0.1},
         "Float8DynamicActivationFloat8WeightConfig": {"granularity": (ao_lab.PerTensor(), ao_lab.PerTensor())},
     }  # fmt: skip
-    names = [n for n, home in ao_lab.HOMES.items() if home.startswith("ao_lab.config.") and n.endswith("Config") and n != "SchemeConfig"]
+    names = [
+        n
+        for n, home in ao_lab.HOMES.items()
+        if home.startswith("ao_lab.config.") and n.endswith("Config") and n != "SchemeConfig"
+    ]
     return [getattr(ao_lab, name)(**given.get(name, {})) for name in names]
 
 

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.harness.outcome import Values, attempt, keep
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
 from experiments.harness.timing import Call
 from experiments.kernels.gate import same
-from experiments.kernels.outcome import Bench, Values, attempt, keep, rows_of, table
+from experiments.kernels.outcome import Bench, rows_of, table
 
 KIND = "jax"
 SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from experiments.harness import provenance, registry
-from experiments.harness.environment import record_run
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, publish, read, with_others
-from experiments.harness.settings import Settings, settings_for
+from experiments.runs.environment import record_run
+from experiments.runs.settings import Settings, settings_for
 
 
 def reproduce(

@@ -16,8 +16,9 @@ from experiments.harness.paths import Paths
 from experiments.harness.provenance import experiment_hash
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import write_text
-from experiments.harness.settings import Settings
+from experiments.harness.run_records import read_runs, run_name
 from experiments.harness.workers import cores
+from experiments.runs.settings import Settings
 
 LIBRARIES = ("torch", "triton", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
 
@@ -55,16 +56,6 @@ def record_run(
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     return path
-
-
-def read_runs(path: Path) -> dict[str, dict[str, Any]]:
-    """All recorded runs by name."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def run_name(experiment: str, scale: str, device: str) -> str:
-    """How a run is called."""
-    return f"{experiment}/{scale}/{device}"
 
 
 def about_model(settings: Settings) -> dict[str, Any]:
