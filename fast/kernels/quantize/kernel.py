@@ -165,7 +165,9 @@ def blocks_kernel(
     elif JOB.pairs and RULE.ranged:
         _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif JOB.pairs:
-        _pairs_tile(x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE, JOB, SIZE)
+        _pairs_tile(
+            x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE, JOB, SIZE
+        )
     elif JOB.clipped == "gradient":
         clip_tile(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
@@ -361,7 +363,17 @@ def _pairs_tile(
         _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE.same, JOB, PARTS)
     else:
         e, s, z, _ = choose(
-            largest, float_of(largest), float_of(largest), g_outer, scale, None, block, exists, stride, RULE, JOB
+            largest,
+            float_of(largest),
+            float_of(largest),
+            g_outer,
+            scale,
+            None,
+            block,
+            exists,
+            stride,
+            RULE,
+            JOB,
         )
         v = widened(read(x + at, inside), RULE.signs_nan)
         _general_tile(

@@ -5,7 +5,14 @@ import triton.language as tl
 
 from fast.kernels.rules.bits import bits_of
 from fast.kernels.rules.scale_swizzle import scale_place
-from fast.kernels.rules.scales import exact_scale, in_storage, power_scale, power_value, stored_scale, zero_point
+from fast.kernels.rules.scales import (
+    exact_scale,
+    in_storage,
+    power_scale,
+    power_value,
+    stored_scale,
+    zero_point,
+)
 from fast.kernels.sm90.int_asymmetric import scale_of_range
 from fast.kernels.sm90.outer_scales import choose_under_outer, ordinary_e4m3_scales
 

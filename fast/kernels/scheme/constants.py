@@ -227,7 +227,13 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
 
 
 def _rule(
-    scheme: Scheme, dtype: str, hardware: bool, marking: bool = False, same: Rule | None = None, *, ordinary: bool = False
+    scheme: Scheme,
+    dtype: str,
+    hardware: bool,
+    marking: bool = False,
+    same: Rule | None = None,
+    *,
+    ordinary: bool = False,
 ) -> Rule:
     """The constants of a scheme. same: those of its ordinary blocks, where these go by a sequence; ordinary: these are they."""
     fmt = scheme.format
@@ -295,7 +301,9 @@ def _has_same_values(scheme: Scheme, dtype: str) -> bool:
     if dtype == "float16" or (scheme.zero is not None and scheme.zero.rule == "value"):
         return False
     short = scheme.scale.power_of_two or scheme.scale.compute == "input" or dtype == "float32"
-    return scheme.dequantize == "ieee" or (short and scheme.outer is None and scheme.format.kind != "codebook")
+    return scheme.dequantize == "ieee" or (
+        short and scheme.outer is None and scheme.format.kind != "codebook"
+    )
 
 
 def is_two_level(scheme: Scheme) -> bool:

@@ -42,7 +42,9 @@ OUTER, SIGNED_OUTER, SIGNED_MOST = (2.0**-60, 2.0**60), (2.0**-12, 2.0**60), 2.0
 def on_ordinary_blocks(scheme: Scheme, dtype: str) -> Scheme | None:
     """The record that makes the same codes, scales and zero points of ordinary blocks by a sequence; None without one."""
     scale = scheme.scale
-    exact = scheme.rounding == "nearest_even" and scheme.overflow == "saturate" and scheme.codes_from == "stored"
+    exact = (
+        scheme.rounding == "nearest_even" and scheme.overflow == "saturate" and scheme.codes_from == "stored"
+    )
     if not exact or scale.stored != "decode" or scheme.apply == "encode":
         return None
     if dtype == "float32":
@@ -162,7 +164,12 @@ def _has_e4m3_scales(scheme: Scheme) -> bool:
         return kind == "scale" and scheme.apply == "reciprocal" and scale.compute == "float32"
     order = scheme.outer_order
     return (
-        (order == "reciprocal_first" and kind == "scale" and scale.compute == "float32" and outer.stored == "decode")
+        (
+            order == "reciprocal_first"
+            and kind == "scale"
+            and scale.compute == "float32"
+            and outer.stored == "decode"
+        )
         or (order == "folded" and kind == "" and scale.compute == "float32" and outer.stored == "encode")
         or (order == "encode" and kind == "zero" and outer.stored == "encode")
     )
@@ -176,7 +183,11 @@ def _has_integers(scheme: Scheme, dtype: str) -> bool:
     if zero.rule == "code":
         return fmt.signed and scale.statistic == "minmax_with_zero" and 1 <= scale.target <= 2**fmt.bits - 1
     small = scale.statistic == "minmax" and not fmt.signed and fmt.fraction_bits == 0
-    same = scale.compute == scheme.arithmetic == "input" and scheme.apply == "divide" and zero.storage == "bfloat16"
+    same = (
+        scale.compute == scheme.arithmetic == "input"
+        and scheme.apply == "divide"
+        and zero.storage == "bfloat16"
+    )
     return small and same and dtype == "bfloat16" and scale.floor is not None
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from fast.kernels.rules.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
 from fast.kernels.rules.packing import store_packed
 from fast.kernels.rules.scaled import power_multiplier
+from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.sm90.bit_tricks import (
     TO_INTEGER,
     bfloat16_of,
@@ -32,7 +33,6 @@ from fast.kernels.sm90.bit_tricks import (
     six_triples,
     six_words,
 )
-from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.sm90.codebook16 import codebook_numbers, codebook_values, codebook_word_values
 from fast.kernels.sm90.pack_32 import integer_quads, load_quads, quad_values, store_quads
 from fast.kernels.sm90.uniform_codebook import stretched_numbers, stretched_values
