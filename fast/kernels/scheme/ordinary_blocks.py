@@ -97,8 +97,8 @@ def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     and quotient are rounded to the same bfloat16.
     "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size. Midpoints
     of float32 have 25 bits, so p-bit significands have quotients 2**-(2 p + 24 - p) or more away: the rounding is that of the
-    quotient up to p = 11. For scales of 24 bits midpoints may be nearer, 2**-49: e2m1 codes of bfloat16 change only where the
-    quotient is rounded to one of 7 ties, and tests try all 8-bit significands beside all such scales.
+    quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with the exact remainder follows
+    (`refined`, Markstein's theorem: right for an estimate less than a unit away and a correctly rounded reciprocal).
     """
     scale = scheme.scale
     if scheme.outer is not None:

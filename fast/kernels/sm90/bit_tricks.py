@@ -67,6 +67,12 @@ def corrected_quotient(v, m, divisor):
 
 
 @triton.jit
+def refined(y, v, m, divisor):
+    """v / divisor, correctly rounded, where y is less than one unit in the last place away and m = 1 / divisor rounded."""
+    return tl.fma(tl.fma(negated(y), divisor, v), m, y)
+
+
+@triton.jit
 def lacking(m, divisor):
     """1 / divisor less m, which is 1 / divisor rounded."""
     return tl.fma(negated(divisor), m, 1.0) * m

@@ -29,6 +29,7 @@ from fast.kernels.sm90.bit_tricks import (
     integer_values,
     inverse,
     nibble_words,
+    refined,
     short,
     six_triples,
     six_words,
@@ -93,6 +94,8 @@ def scaled(v, m, divisor, zero, RULE: tl.constexpr):
         v = rounded_once(v - minimum, RULE.arithmetic, RULE.native)
     if RULE.corrected:
         y = corrected_quotient(v, m, divisor)
+        if RULE.has_outer:
+            y = refined(y, v, m, divisor)
     else:
         y = v * m
     if RULE.arithmetic != "float32":

@@ -8,7 +8,7 @@ numbers are put into place together. Blocks whose scale costs many instructions 
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import lacking, quarters
+from fast.kernels.sm90.bit_tricks import lacking, negated, quarters
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
@@ -31,7 +31,7 @@ lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
 def _words(scaled: str, half: str) -> tl.constexpr:
     """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
 
-    $12: what the factor lacks of a reciprocal.
+    $12, $13: what the factor lacks of a reciprocal, and the divisor with another sign.
     """
     text = ""
     for pair in range(4):
@@ -47,7 +47,7 @@ shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0x
 
 
 def _bytes(scaled: str, half: str) -> tl.constexpr:
-    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $8 for `_words`' $9 to $12."""
+    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
     text = ""
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -57,9 +57,15 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
-# See `bit_tricks.corrected_quotient`.
-CORRECTED = _words("mul.rn.f32 y, x, $12; fma.rn.f32 x, x, $9, y;", "0f3F000000")
-CORRECTED_BYTES = _bytes("mul.rn.f32 y, x, $8; fma.rn.f32 x, x, $5, y;", "0f3F000000")
+# See `bit_tricks.corrected_quotient` and `refined`.
+CORRECTED = _words(
+    "mul.rn.f32 y, x, $12; fma.rn.f32 y, x, $9, y; fma.rn.f32 x, y, $13, x; fma.rn.f32 x, x, $9, y;",
+    "0f3F000000",
+)
+CORRECTED_BYTES = _bytes(
+    "mul.rn.f32 y, x, $8; fma.rn.f32 y, x, $5, y; fma.rn.f32 x, y, $9, x; fma.rn.f32 x, x, $5, y;",
+    "0f3F000000",
+)
 EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
 
 
@@ -128,7 +134,7 @@ def _two_words(pairs, m, divisor, keep, RULE: tl.constexpr):
 def _bytes_of(a, b, p, q, m, divisor, keep, RULE: tl.constexpr):
     if RULE.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f", [a, b, p, q, m, keep, m.to(tl.int32, bitcast=True) >> 31, lacking(m, divisor)],
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, m.to(tl.int32, bitcast=True) >> 31, lacking(m, divisor), negated(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -153,7 +159,7 @@ def _word(pairs, m, divisor, keep, RULE: tl.constexpr):
     flip = m.to(tl.int32, bitcast=True) >> 31
     if RULE.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f", [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor)],
+            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f", [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

@@ -1,6 +1,6 @@
 """Records of other projects on ordinary blocks, by the sequences, and on all blocks, by the sequences or the general rules.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/conventions.py PART/PARTS [NAME...]
+    TRITON_INTERPRET=1 python tests/emulator/programs/conventions.py PART/PARTS [NAME or DTYPE...]
 
 Emulated as in `fast_codes`. Every record whose ordinary blocks go by a sequence (`scheme.ordinary_blocks`) is compared, in every
 dtype for which it does: codes, packed codes, scales, zero points, and fake quantization. PART/PARTS: every PARTS-th record, from
@@ -108,11 +108,12 @@ def main(part: str, names: list[str]) -> None:
     ptx_interpreter.install()
     passes.geometry, passes._place = one_tile(passes.geometry), two_tiles(passes._place)
     first, every = map(int, part.split("/"))
-    chosen = [s for s in SCHEMES.values() if not names or s.name in names]
+    schemes = [name for name in names if name not in DTYPES]
+    chosen = [s for s in SCHEMES.values() if not schemes or s.name in schemes]
     chosen = [s for s in chosen if any(has_same(s, dtype) for dtype in DTYPES)]
     with np.errstate(all="ignore"):
         for scheme in chosen[first::every]:
-            for dtype in DTYPES:
+            for dtype in [d for d in DTYPES if d in names] or DTYPES:
                 if has_same(scheme, dtype):
                     compare_record(scheme, dtype)
     print("agreed", flush=True)
