@@ -1,4 +1,4 @@
-"""Conventions of other projects that checkpoints and configurations of ao_lab mean: which records, and how fast each is quantized.
+"""Records of other projects that checkpoints and configurations of ao_lab mean, and a case for each.
 
 The records come from ao_lab: those of each class of configuration that torchao has as well, with its default parameters, for
 weights and inputs; and every record of the projects whose checkpoints are read (compressed-tensors, Transformer Engine).

@@ -105,7 +105,8 @@ def element_of(
         kind=fmt.kind, bits=fmt.bits, mantissa=fmt.mantissa_bits, emin=fmt.emin, bias=fmt.bias,
         max_code=fmt.max_code, max_bits=bits_of(fmt.max), nan_code=fmt.nan_code or 0, beyond=beyond, sign_mask=fmt.sign_mask,
         negative_zero=fmt.has_negative_zero, specials=fmt.specials, signed=fmt.signed, low=low, high=high,
-        fraction_bits=fmt.fraction_bits, thresholds=_thresholds(fmt) if thresholds is None else thresholds, zero_code=_zero_code(fmt),
+        fraction_bits=fmt.fraction_bits,
+        thresholds=_thresholds(fmt) if thresholds is None else thresholds, zero_code=_zero_code(fmt),
         table=tuple(float(v) for v in fmt.table), values=_values(fmt), rounding=rounding, overflow=overflow,
         hardware=name if fast and name in casts else "", loads=name if hardware and name in HARDWARE else "",
         max_value=fmt.max,
@@ -171,7 +172,8 @@ def level_of(
         even_carry=even_carry(record, element), element_min=_in_dtype(element.min, compute),
         in_dtype=record.storage == dtype and record.compute == "input",
         steps=_runs(record.rule), one_over_target=_in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
-        quick=hardware and (ordinary or (quick and is_quick(record))), ordinary=ordinary, inverse=float(np.float32(1) / np.float32(record.target)),
+        quick=hardware and (ordinary or (quick and is_quick(record))), ordinary=ordinary,
+        inverse=float(np.float32(1) / np.float32(record.target)),
         simple_power=_is_simple(record.rule, (target >> 23) - 127),
         carry=_carry(record.rule, target & 0x7FFFFF, even_carry(record, element)),
         storage_element=None if record.storage == "float32" else _part(_storage(record.storage, hardware), hardware),
@@ -268,9 +270,11 @@ def _rule(
         max_bits=bits_of(fmt.limit),
         native=hardware, signs_nan=scheme.nan == "element", hot=hot,
         digits=digits.get(hot, "") if same is None else same.digits.value,
-        under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme), hot_values=hardware and house
+        under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme),
+        hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),
-        ranged=hot == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary else is_ranged(scheme, hot),
+        ranged=hot == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary
+        else is_ranged(scheme, hot),
         clamps=ordinary or not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)

@@ -1,9 +1,9 @@
 """Records of other projects on ordinary blocks, where they need no rule for NaN, infinity, overflow or underflow.
 
-A block is ordinary if its largest magnitude lies between 2**-64 and 2**64 (`bounds` says it for each record), or if it is zero
-where the record has a scale for that. A kernel looks at the largest magnitudes of its tile. If all are ordinary, the sequences of
-`sm90` make the codes; otherwise the general rules do, in the same launch. So a precondition of a sequence that fails on rare
-blocks alone keeps no record from it.
+A block is ordinary if its largest magnitude lies between 2**-64 and 2**64 (`bounds` says it for each record), or if it is
+zero where the record has a scale for that. A kernel looks at the largest magnitudes of its tile. If all are ordinary, the
+sequences of `sm90` make the codes; otherwise the general rules do, in the same launch. So a precondition of a sequence
+that fails on rare blocks alone keeps no record from it.
 
 `on_ordinary_blocks` gives the record that equals another one there. What it drops, and why:
 
@@ -90,15 +90,16 @@ def has_zero_blocks(scheme: Scheme) -> bool:
 
 
 def quotient_sequence(scheme: Scheme, dtype: str) -> str:
-    """How the sequences divide elements by scales; "" where none is exact. p is how many bits a significand of the dtype has.
+    """How the sequences divide elements by scales; "" where none is exact. p: bits of a significand of the dtype.
 
-    "product": x * (1 / s), rounded to bfloat16. A quotient of two 8-bit significands a / b is no midpoint c of bfloat16 (9 bits,
-    odd): 256 a = b c asks for b = 256. It is at least 2**-17 of its size away from one, and the product 2**-23 from it. So product
-    and quotient are rounded to the same bfloat16.
-    "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size. Midpoints
-    of float32 have 25 bits, so p-bit significands have quotients 2**-(2 p + 24 - p) or more away: the rounding is that of the
-    quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with the exact remainder follows
-    (`refined`, Markstein's theorem: right for an estimate less than a unit away and a correctly rounded reciprocal).
+    "product": x * (1 / s), rounded to bfloat16. A quotient a / b of two 8-bit significands is no midpoint c of bfloat16 (9
+    bits, odd): 256 a = b c asks for b = 256. It is at least 2**-17 of its size away from one, and the product 2**-23 from
+    it. So product and quotient are rounded to the same bfloat16.
+    "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size.
+    Midpoints of float32 have 25 bits, so quotients of p-bit significands lie 2**-(p + 25) or more away from them: the
+    rounding is that of the quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with
+    the exact remainder follows (`refined`, Markstein's theorem: right for an estimate less than a unit away and a correctly
+    rounded reciprocal).
     """
     scale = scheme.scale
     if scheme.outer is not None:
@@ -125,7 +126,9 @@ def log2_is_exact(dtype: str, target: float) -> bool:
 
 @lru_cache(maxsize=64)
 def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
-    """The largest number of the dtype with each code, where the nearest entry by rounded differences decides; None if not in order.
+    """The largest number of the dtype with each code, where the nearest entry by rounded differences decides.
+
+    None where codes do not keep the order of the numbers.
 
     Of every number from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
     """

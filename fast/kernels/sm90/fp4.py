@@ -132,13 +132,13 @@ def _two_words(pairs, m, divisor, keep, RULE: tl.constexpr):
 
 @triton.jit
 def _bytes_of(a, b, p, q, m, divisor, keep, RULE: tl.constexpr):
+    flip = m.to(tl.int32, bitcast=True) >> 31
     if RULE.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, m.to(tl.int32, bitcast=True) >> 31, lacking(m, divisor), negated(divisor)],
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, flip, lacking(m, divisor), negated(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        flip = m.to(tl.int32, bitcast=True) >> 31
         factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
         return tl.inline_asm_elementwise(
             EXACT_BYTES if RULE.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
@@ -159,7 +159,8 @@ def _word(pairs, m, divisor, keep, RULE: tl.constexpr):
     flip = m.to(tl.int32, bitcast=True) >> 31
     if RULE.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f", [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
+            [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

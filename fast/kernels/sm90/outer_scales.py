@@ -1,4 +1,4 @@
-"""e4m3 block scales of 4-bit floats, alone or under a float32 scale over the whole tensor, and what their elements are multiplied by."""
+"""e4m3 block scales of 4-bit floats, alone or under a float32 scale over the tensor, and the multipliers of elements."""
 
 import triton
 import triton.language as tl

@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python tests/emulator/programs/conventions.py PART/PARTS [NAME or DTYPE...]
 
-Emulated as in `fast_codes`. Every record whose ordinary blocks go by a sequence (`scheme.ordinary_blocks`) is compared, in every
-dtype for which it does: codes, packed codes, scales, zero points, and fake quantization. PART/PARTS: every PARTS-th record, from
-the PART-th. It prints what agreed, one line each, and raises at the first difference.
+Emulated as in `fast_codes`. Every record whose ordinary blocks go by a sequence (`scheme.ordinary_blocks`) is compared, in
+every dtype for which it does: codes, packed codes, scales, zero points, and fake quantization. PART/PARTS: every PARTS-th
+record, from the PART-th. It prints what agreed, one line each, and raises at the first difference.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_another_field_takes_another_path():
 
 
 def test_which_records_take_the_general_rules_alone():
-    """Of bfloat16: training scales that multiply elements are ratios of the target and the maximum; NF4's codes have another record."""
+    """Of bfloat16: scales for encoding. The codes of NF4, under exact scales, are those of another record."""
     general = {
         n
         for n, s in SCHEMES.items()
@@ -132,7 +132,8 @@ def test_no_quotient_of_two_bfloat16_numbers_is_near_a_midpoint_of_bfloat16():
 def test_rounded_logarithms_of_16_bit_maxima_are_exact():
     """`log2_is_exact`: then torchao's rceil is the exact one."""
     for target in (448.0, 57344.0, 7.5, 28.0, 6.0):
-        assert log2_is_exact("bfloat16", target) and log2_is_exact("float16", target)
+        assert log2_is_exact("bfloat16", target)
+        assert log2_is_exact("float16", target)
         assert not log2_is_exact("float32", target)
 
 
