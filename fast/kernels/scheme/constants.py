@@ -31,6 +31,7 @@ from fast.kernels.scheme.fast_path_rules import (
 from fast.kernels.scheme.ordinary_blocks import (
     bounds,
     difference_thresholds,
+    has_single_pairs,
     has_zero_blocks,
     on_ordinary_blocks,
     ordinary_sequence,
@@ -280,7 +281,8 @@ def _rule(
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         drawn=hardware and not marking and is_drawn(scheme),
-        pairs=has_pairs(scheme, dtype, hot) if same is None else same.pairs and not same.ranged,
+        pairs=has_pairs(scheme, dtype, hot) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
+        else same.pairs and not same.ranged,
         on_ordinary=ordinary, same=None if same is None else _part(same, hardware), has_same=same is not None,
         corrected=ordinary and scheme.apply == "divide" and quotient_sequence(scheme, dtype) == "corrected",
         e4m3_scales=ordinary and scheme.scale.storage != "float32" and not scheme.scale.power_of_two

@@ -89,6 +89,12 @@ def has_zero_blocks(scheme: Scheme) -> bool:
     return scheme.scale.power_of_two or scheme.scale.floor is not None or scheme.outer_order == "folded"
 
 
+def has_single_pairs(scheme: Scheme, dtype: str) -> bool:
+    """Whether 4-bit floats under e4m3 scales alone are made from pairs of bfloat16, as those under an outer scale are."""
+    single = scheme.outer is None and kept_as(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    return single and dtype == "bfloat16" and ocp_name(scheme.format) == "e2m1"
+
+
 def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     """How the sequences divide elements by scales; "" where none is exact. p: bits of a significand of the dtype.
 
