@@ -37,7 +37,7 @@ def _words(scaled: str, half: str) -> tl.constexpr:
     for pair in range(4):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
         text += _HALVES.format(at=pair + 1, low=low, high=high)
-    registers = ".reg .b32 t, n0, n1, n2, n3, n4, n5, n6, n7; .reg .f32 x, y, g, h, k;"
+    registers = ".reg .b32 t, n0, n1, n2, n3, n4, n5, n6, n7; .reg .f32 x, g, h, k;"
     return tl.constexpr(f"{{ {registers} {text}{_DIGITS}{_SIGNS} }}")
 
 
@@ -52,18 +52,18 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
         text += _HALVES.format(at=pair + 1, low=low, high=high)
-    return tl.constexpr(f"{{ .reg .b32 t, n0, n1, n2, n3; .reg .f32 x, y, g, h, k; {text}{_BYTES} }}")
+    return tl.constexpr(f"{{ .reg .b32 t, n0, n1, n2, n3; .reg .f32 x, g, h, k; {text}{_BYTES} }}")
 
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
 # See `bit_tricks.corrected_quotient` and `refined`.
 CORRECTED = _words(
-    "mul.rn.f32 y, x, $12; fma.rn.f32 y, x, $9, y; fma.rn.f32 x, y, $13, x; fma.rn.f32 x, x, $9, y;",
+    "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
     "0f3F000000",
 )
 CORRECTED_BYTES = _bytes(
-    "mul.rn.f32 y, x, $8; fma.rn.f32 y, x, $5, y; fma.rn.f32 x, y, $9, x; fma.rn.f32 x, x, $5, y;",
+    "mul.rn.f32 g, x, $8; fma.rn.f32 g, x, $5, g; fma.rn.f32 x, g, $9, x; fma.rn.f32 x, x, $5, g;",
     "0f3F000000",
 )
 EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
