@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ao_lab.config.recipe import integer_scheme
 from experiments.kernels.cases.case import HUGE, LARGE, Bar, Case
+from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.cases.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
 from experiments.kernels.cases.linear import linear, linear_of_codes, linear_pair
 from experiments.kernels.cases.operations import (
@@ -61,6 +62,7 @@ def barred() -> list[Case]:
         swiglu("fp8_rowwise", bars=FUSED),
         swiglu("mxfp8_e4m3", bars=FUSED),
         small("fp8_rowwise", SMALL),
+        *convention_cases(),
     ]
 
 

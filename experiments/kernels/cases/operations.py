@@ -27,6 +27,7 @@ from experiments.kernels.cases.inputs import (
     words,
 )
 from reference import FORMATS, SCHEMES, Scheme
+from reference.schemes.schemes import scheme_of
 
 
 def reaches(fraction: float | None, *others: Bar) -> tuple[Bar, ...]:
@@ -42,7 +43,7 @@ def tensor_wide(scheme: Scheme) -> bool:
 
 
 def quantize(
-    name: str,
+    record: str | Scheme,
     *,
     packed: bool = False,
     axis: int = -1,
@@ -51,7 +52,8 @@ def quantize(
     **more: Any,
 ) -> Case:
     """`fast.quantize` of a bfloat16 matrix; given: with the tensor-wide scale at hand, which saves one reading."""
-    scheme = SCHEMES[name]
+    scheme = scheme_of(record)
+    name = scheme.name
     twice = tensor_wide(scheme) and not given
     parts = ["packed"] * packed + ["axis0"] * (axis == 0) + ["given"] * given
 
@@ -105,9 +107,9 @@ def small(name: str, bars: tuple[Bar, ...] = ()) -> Case:
     return replace(case, name=f"small.{name}", operation="small")
 
 
-def whole(name: str) -> Case:
+def whole(name: str, *, bar: float | None = None) -> Case:
     """A scheme whose second level spans the tensor in ways that rows do not show: compared on a tensor of its own."""
-    case = quantize(name)
+    case = quantize(name, bar=bar)
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         part = inputs["x"][sample.start : sample.stop].contiguous()

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fast.kernels.quantize.columns import column_places
 from fast.kernels.quantize.saturation import clip_tile, note_clipped
-from fast.kernels.rules.bits import float_of, narrow, order_key, read, widened
+from fast.kernels.rules.bits import bits_of, float_of, narrow, order_key, read, widened
 from fast.kernels.rules.block_scales import choose
 from fast.kernels.rules.dequantized import dequantize_tile
 from fast.kernels.rules.packing import store_packed
@@ -31,6 +31,7 @@ from fast.kernels.rules.statistics import absmax, block_absmax, bound, value_ran
 from fast.kernels.rules.values import combined, loaded_zero, passed_on, saturated, values
 from fast.kernels.scheme.constants import Constant
 from fast.kernels.sm90.bf16x2 import floats, set_aside
+from fast.kernels.sm90.bit_tricks import inverse
 from fast.kernels.sm90.fast_codes import (
     finished,
     kept_where,
@@ -164,7 +165,9 @@ def blocks_kernel(
     elif JOB.pairs and RULE.ranged:
         _segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
     elif JOB.pairs:
-        _pairs_tile(x, codes, scale, outer, outer_statistic, block, exists, stride, RULE, JOB, SIZE)
+        _pairs_tile(
+            x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE, JOB, SIZE
+        )
     elif JOB.clipped == "gradient":
         clip_tile(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
@@ -227,6 +230,78 @@ def quantize_tile(
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
     """Scales of a tile's blocks as the job says, then what it writes of the tile. g: gradients, where it is about those."""
+    VALUED: tl.constexpr = JOB.output != "" and RULE.same_values
+    if RULE.has_same and JOB.source != "given" and (JOB.codes or VALUED):
+        _tile_of_ordinary_blocks(
+            tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+            RULE, JOB,
+        )  # fmt: skip
+    else:
+        _tile(
+            tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+            RULE, JOB,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_of_ordinary_blocks(
+    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    RULE: tl.constexpr, JOB: tl.constexpr,
+):  # fmt: skip
+    """A tile by the sequences of `RULE.same` where all of its blocks are ordinary, else by the rules of the record."""
+    later = set_aside(tile, RULE.native and RULE.zero != "")
+    g_outer = _outer(outer, outer_statistic, RULE, JOB)
+    largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
+    if are_ordinary(largest, g_outer, exists, RULE):
+        _, s, z, kept = choose(
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE.same, JOB
+        )
+        v = floats(later, RULE.native) if RULE.zero != "" else widened(tile)
+        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, z, kept, RULE.same, JOB)
+    else:
+        e, s, z, kept = choose(
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
+        )
+        v = widened(tile, RULE.signs_nan)
+        _general_tile(v, g, words, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB)
+
+
+@triton.jit
+def are_ordinary(largest, outer, exists, RULE: tl.constexpr):
+    """Whether all blocks of a tile are ordinary (`scheme.ordinary_blocks`), by the patterns of their largest magnitudes."""
+    S: tl.constexpr = RULE.same
+    beyond = largest - S.least
+    if S.zero_blocks:
+        beyond = tl.where(largest == 0, 0, beyond)
+    beyond = tl.where(exists, beyond, 0).to(tl.uint32, bitcast=True)
+    made = tl.max(tl.reshape(beyond, (beyond.numel,)), axis=0) <= S.span
+    if RULE.has_outer:
+        made = made & ((bits_of(outer) - S.outer_least).to(tl.uint32, bitcast=True) <= S.outer_span)
+    return made
+
+
+@triton.jit
+def _store_hot(
+    codes, y, at, inside, block, exists, v, outer, s, z, kept, RULE: tl.constexpr, JOB: tl.constexpr
+):
+    """Codes and values by the sequences of `fast_codes`, under scales that come from the tensor."""
+    divisor, m = s, multiplier(s, kept, z, RULE)
+    if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
+        divisor, m = z, inverse(z)
+    if JOB.codes:
+        store_codes(codes, at, inside, block, exists, v, m, divisor, z, RULE, JOB.packed)
+    if JOB.output != "":
+        c = combined(s, outer, RULE, "float32")
+        value = rounded_values(v, m, divisor, z, RULE)
+        tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+
+
+@triton.jit
+def _tile(
+    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    RULE: tl.constexpr, JOB: tl.constexpr,
+):  # fmt: skip
+    """A tile by the sequences of the record for any block, or by its rules."""
     later = set_aside(tile, RULE.native and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given" and RULE.two_level:
@@ -255,13 +330,7 @@ def quantize_tile(
     # The sequences make values as the house does.
     VALUES: tl.constexpr = JOB.output != "" and RULE.dequantize == "float32"
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or VALUES):
-        if JOB.codes:
-            m = multiplier(s, kept, z, RULE)
-            store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
-        if JOB.output != "":
-            c = combined(s, g_outer, RULE, "float32")
-            value = rounded_values(v, multiplier(s, kept, z, RULE), s, z, RULE)
-            tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, z, kept, RULE, JOB)
     elif RULE.drawn and JOB.source != "given" and JOB.codes:
         m = multiplier(s, kept, z, RULE)
         drawn = read(words + at, inside)
@@ -274,7 +343,7 @@ def quantize_tile(
 
 @triton.jit
 def _pairs_tile(
-    x, codes, scale, outer, outer_statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
+    x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
@@ -286,15 +355,49 @@ def _pairs_tile(
         c, d = load_pairs(x, block, SIZE, 2, PARTS), load_pairs(x, block, SIZE, 3, PARTS)
         top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
     largest = largest_of_block(top)
-    _, s, z, kept = choose(largest, largest, largest, g_outer, scale, None, block, exists, stride, RULE, JOB)
-    m = multiplier(s, kept, z, RULE)
+    if PARTS == 2:
+        c, d = a, b
+    if not RULE.has_same:
+        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE, JOB, PARTS)
+    elif are_ordinary(largest, g_outer, exists, RULE):
+        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE.same, JOB, PARTS)
+    else:
+        e, s, z, _ = choose(
+            largest,
+            float_of(largest),
+            float_of(largest),
+            g_outer,
+            scale,
+            None,
+            block,
+            exists,
+            stride,
+            RULE,
+            JOB,
+        )
+        v = widened(read(x + at, inside), RULE.signs_nan)
+        _general_tile(
+            v, None, None, codes, None, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB
+        )
+
+
+@triton.jit
+def _store_pairs(
+    codes, a, b, c, d, largest, outer, scale, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Codes of the parts of blocks, as words."""
+    _, s, z, kept = choose(largest, largest, largest, outer, scale, None, block, exists, stride, RULE, JOB)
+    divisor, m = s, multiplier(s, kept, z, RULE)
+    if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
+        divisor, m = z, inverse(z)
     if RULE.bits == 6:
         store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
     else:
         keep = kept_where(s, -1)
-        words = words_of_pairs(a, b, m, keep, RULE.power_of_two, JOB.packed)
+        words = words_of_pairs(a, b, m, divisor, keep, RULE, JOB.packed)
         if PARTS == 4:
-            words = side_by_side(words, words_of_pairs(c, d, m, keep, RULE.power_of_two, JOB.packed))
+            words = side_by_side(words, words_of_pairs(c, d, m, divisor, keep, RULE, JOB.packed))
         store_words(codes, words, block, exists)
 
 

@@ -5,9 +5,16 @@ import triton.language as tl
 
 from fast.kernels.rules.bits import bits_of
 from fast.kernels.rules.scale_swizzle import scale_place
-from fast.kernels.rules.scales import exact_scale, power_scale, power_value, stored_scale, zero_point
-from fast.kernels.sm90.fast_codes import choose_under_outer
+from fast.kernels.rules.scales import (
+    exact_scale,
+    in_storage,
+    power_scale,
+    power_value,
+    stored_scale,
+    zero_point,
+)
 from fast.kernels.sm90.int_asymmetric import scale_of_range
+from fast.kernels.sm90.outer_scales import choose_under_outer, ordinary_e4m3_scales
 
 
 @triton.jit
@@ -25,6 +32,9 @@ def choose(
         z = s
     elif RULE.ranged:
         s, kept, z = scale_of_range(largest, low, high, RULE)
+        e = s
+    elif RULE.e4m3_scales:
+        kept, s, z = ordinary_e4m3_scales(largest, outer, RULE)
         e = s
     elif RULE.under_outer:
         kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
@@ -44,6 +54,8 @@ def choose(
     if JOB.tiled:
         at = scale_place(block // stride, block % stride, stride, True)
         tl.store(scale + at, kept.to(tl.uint8), mask=writes)
+    elif JOB.scales and RULE.ranged and RULE.level.in_dtype:
+        tl.store(scale + block, in_storage(s, RULE.level).to(scale.dtype.element_ty), mask=writes)
     elif JOB.scales and RULE.ranged:
         tl.store(scale + block, s, mask=writes)
     elif JOB.scales:

@@ -22,7 +22,7 @@ from fast.kernels.rules.bits import (
     rounded,
 )
 from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
-from fast.kernels.sm90.bit_tricks import quotient
+from fast.kernels.sm90.bit_tricks import quotient, short
 
 
 @triton.jit
@@ -122,13 +122,15 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         # A statistic that is an element, or was rounded as one, is its own quotient.
         made = rounded(statistic, L.compute)
     elif L.quick:
-        made = quotient(statistic, L.target, L.inverse)
+        made = short(quotient(statistic, L.target, L.inverse), L.compute)
     elif L.stored == "encode":
         made = _encoding(statistic, L)
     else:
         made = rounded(tl.div_rn(statistic, L.target), L.compute)
     made = _to_power(made, L)
-    if HOUSE:
+    if L.ordinary:
+        return made
+    elif HOUSE:
         return float_of(tl.where(largest >= INFINITY, NAN, bits_of(made)))
     else:
         return float_of(tl.where(largest > INFINITY, NAN, bits_of(made)))
@@ -152,10 +154,16 @@ def _encoding(statistic, L: tl.constexpr):
 def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     if L.statistic == "absmax" or L.statistic == "absmax_elements":
         return float_of(largest)
+    elif L.statistic == "minmax_split" and L.ordinary:
+        # The smallest integer is a power of two; low <= 0 <= high.
+        a = short(low * (1.0 / L.element_min), L.compute)
+        return tl.maximum(tl.abs(a), short(quotient(tl.abs(high), L.target, L.inverse), L.compute))
     elif L.statistic == "minmax_split":
         a = bits_of(canonical(rounded(tl.div_rn(low, L.element_min), L.compute))) & MAGNITUDE
         b = bits_of(canonical(rounded(tl.div_rn(high, L.target), L.compute))) & MAGNITUDE
         return float_of(tl.maximum(a, b))
+    elif L.ordinary:
+        return short(high - low, L.compute)
     else:
         width = canonical(rounded(high - low, L.compute))
         if HOUSE:
@@ -215,7 +223,13 @@ def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
 def stored_scale(exact, L: tl.constexpr):
     """(what is kept, the scale it stands for): rounded to the storage format, raised to the record's floor."""
     v = raised(exact, "scale", L)
-    if L.storage == "float32":
+    if L.ordinary and L.storage == "float32":
+        v = floored(v, L)
+        return v, v
+    elif L.ordinary and L.in_dtype:
+        v = floored(v, L)
+        return in_storage(v, L), v
+    elif L.storage == "float32":
         v = canonical(floored(v, L))
         return v, v
     elif L.floor_kind == "zero":
@@ -233,6 +247,15 @@ def stored_scale(exact, L: tl.constexpr):
             # Codes of non-negative numbers order as the numbers do, NaN last.
             code = tl.maximum(code, L.floor_code)
         return code, canonical(decode(code, L.storage_element))
+
+
+@triton.jit
+def in_storage(v, L: tl.constexpr):
+    """The 16-bit code of a scale that has been rounded to its storage format."""
+    if L.compute == "bfloat16":
+        return bits_of(v) >> 16
+    else:
+        return v.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
@@ -255,7 +278,9 @@ def zero_point(low, exact, RULE: tl.constexpr):
     """The zero point: int32 codes, or a float32 rounded to its storage."""
     L: tl.constexpr = RULE.level
     scale = raised(raised(exact, "scale", L), "stored", L)
-    if RULE.zero == "value":
+    if RULE.zero == "value" and RULE.on_ordinary:
+        return short(low + short(scale * RULE.middle, L.compute), RULE.zero_storage)
+    elif RULE.zero == "value":
         made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
         return canonical(rounded(made, RULE.zero_storage))
     else:

@@ -28,6 +28,16 @@ from fast.kernels.scheme.fast_path_rules import (
     never_saturates,
     ocp_name,
 )
+from fast.kernels.scheme.ordinary_blocks import (
+    bounds,
+    difference_thresholds,
+    has_single_pairs,
+    has_zero_blocks,
+    on_ordinary_blocks,
+    ordinary_sequence,
+    outer_bounds,
+    quotient_sequence,
+)
 from reference.arrays.log2 import LOWEST, steps_above, steps_below
 from reference.arrays.softfloat import bits_of
 from reference.formats.formats import FORMATS, Format
@@ -80,10 +90,11 @@ def element_of(
     *,
     hardware: bool = True,
     fours: bool = False,
+    thresholds: tuple[float, ...] | None = None,
 ) -> Element:
     """The constants of `encode` and `decode`. hardware: use the conversion instructions (not in the interpreter).
 
-    fours: and the `SEQUENCES`.
+    fours: and the `SEQUENCES`. thresholds: the largest number of each code of a codebook, where that is not the midpoint.
     """
     over = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.infinity_code}.get(overflow, 0)
     beyond = over if over is not None else fmt.nan_code or 0
@@ -95,7 +106,8 @@ def element_of(
         kind=fmt.kind, bits=fmt.bits, mantissa=fmt.mantissa_bits, emin=fmt.emin, bias=fmt.bias,
         max_code=fmt.max_code, max_bits=bits_of(fmt.max), nan_code=fmt.nan_code or 0, beyond=beyond, sign_mask=fmt.sign_mask,
         negative_zero=fmt.has_negative_zero, specials=fmt.specials, signed=fmt.signed, low=low, high=high,
-        fraction_bits=fmt.fraction_bits, thresholds=_thresholds(fmt), zero_code=_zero_code(fmt),
+        fraction_bits=fmt.fraction_bits,
+        thresholds=_thresholds(fmt) if thresholds is None else thresholds, zero_code=_zero_code(fmt),
         table=tuple(float(v) for v in fmt.table), values=_values(fmt), rounding=rounding, overflow=overflow,
         hardware=name if fast and name in casts else "", loads=name if hardware and name in HARDWARE else "",
         max_value=fmt.max,
@@ -128,16 +140,25 @@ def _values(fmt: Format) -> tuple[float, ...]:
 
 
 def level_of(
-    record: Scale, dtype: str, element: Format, *, hardware: bool = True, quick: bool = False
+    record: Scale,
+    dtype: str,
+    element: Format,
+    *,
+    hardware: bool = True,
+    quick: bool = False,
+    ordinary: bool = False,
 ) -> Level:
-    """The constants of one level of scales. quick: see `is_quick`; of records whose exact scales nobody divides by."""
+    """The constants of one level of scales. quick: see `is_quick`; of records whose exact scales nobody divides by.
+
+    ordinary: of ordinary blocks alone, see `ordinary_blocks`.
+    """
     compute = dtype if record.compute == "input" else "float32"
     floor, kind = 0, ""
     if record.floor is not None:
         kind, value = record.floor[0], record.floor[1]
         floor = bits_of(floor_value(value, dtype))
     floor_code = 0
-    if kind == "stored" and record.storage != "float32":
+    if (kind == "stored" or (kind == "zero" and ordinary)) and record.storage != "float32":
         fmt = FORMATS[record.storage]
         floor_code = int(np.flatnonzero(fmt.values.view(np.int32) == floor)[0]) if fmt.kind != "int" else 0
     quotient = None
@@ -150,8 +171,10 @@ def level_of(
         by_reciprocal=record.by_reciprocal, floor_kind=kind, floor=floor, floor_code=floor_code, floor_quotient=quotient,
         nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=kept_as(record.storage),
         even_carry=even_carry(record, element), element_min=_in_dtype(element.min, compute),
+        in_dtype=record.storage == dtype and record.compute == "input",
         steps=_runs(record.rule), one_over_target=_in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
-        quick=hardware and quick and is_quick(record), inverse=float(np.float32(1) / np.float32(record.target)),
+        quick=hardware and (ordinary or (quick and is_quick(record))), ordinary=ordinary,
+        inverse=float(np.float32(1) / np.float32(record.target)),
         simple_power=_is_simple(record.rule, (target >> 23) - 127),
         carry=_carry(record.rule, target & 0x7FFFFF, even_carry(record, element)),
         storage_element=None if record.storage == "float32" else _part(_storage(record.storage, hardware), hardware),
@@ -200,6 +223,22 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
 
     marking: codes only show which elements saturate.
     """
+    same = on_ordinary_blocks(scheme, dtype) if hardware and not marking else None
+    if same is None or hot_sequence(scheme, True):
+        return _rule(scheme, dtype, hardware, marking)
+    return _rule(scheme, dtype, hardware, marking, _rule(same, dtype, hardware, ordinary=True))
+
+
+def _rule(
+    scheme: Scheme,
+    dtype: str,
+    hardware: bool,
+    marking: bool = False,
+    same: Rule | None = None,
+    *,
+    ordinary: bool = False,
+) -> Rule:
+    """The constants of a scheme. same: those of its ordinary blocks, where these go by a sequence; ordinary: these are they."""
     fmt = scheme.format
     outer = scheme.outer
     zero = scheme.zero
@@ -209,11 +248,13 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
     overflow, nan = ("mark", "ieee") if marking else (scheme.overflow, scheme.nan)
     nearest = not marking and scheme.rounding == "nearest_even" and scheme.overflow == "saturate"
     quick = house and scheme.codes_from == "stored"
-    hot = hot_sequence(scheme, nearest and hardware)
+    hot = ordinary_sequence(scheme, dtype) if ordinary else hot_sequence(scheme, nearest and hardware)
+    thresholds = difference_thresholds(fmt, dtype) if ordinary and fmt.kind == "codebook" else None
+    digits = {"int": "signed" if fmt.kind == "int" and fmt.signed else "unsigned", "stretched": "unsigned"}
     return Rule(
         dtype=dtype, kind=fmt.kind, bits=fmt.bits, fraction_bits=fmt.fraction_bits,
-        element=_part(element_of(fmt, scheme.rounding, overflow, hardware=hardware), hardware),
-        level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware, quick=quick), hardware),
+        element=_part(element_of(fmt, scheme.rounding, overflow, hardware=hardware, thresholds=thresholds), hardware),
+        level=_part(level_of(scheme.scale, dtype, fmt, hardware=hardware, quick=quick, ordinary=ordinary), hardware),
         outer=None if outer is None
         else _part(level_of(outer, dtype, fmt, hardware=hardware, quick=quick), hardware),
         has_outer=outer is not None and outer.statistic == "absmax_elements",
@@ -229,17 +270,46 @@ def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = F
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
         max_bits=bits_of(fmt.limit),
         native=hardware, signs_nan=scheme.nan == "element", hot=hot,
-        digits={"int": "signed", "stretched": "unsigned"}.get(hot, ""),
-        under_outer=hardware and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme), hot_values=hardware and house
+        digits=digits.get(hot, "") if same is None else same.digits.value,
+        under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme),
+        hot_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),
-        ranged=is_ranged(scheme, hot),
-        clamps=not never_saturates(scheme), lowest=float(low), highest=float(high),
+        ranged=hot == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary
+        else is_ranged(scheme, hot),
+        clamps=ordinary or not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         drawn=hardware and not marking and is_drawn(scheme),
-        pairs=has_pairs(scheme, dtype, hot),
+        pairs=has_pairs(scheme, dtype, hot) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
+        else same.pairs and not same.ranged,
+        on_ordinary=ordinary, same=None if same is None else _part(same, hardware), has_same=same is not None,
+        corrected=ordinary and scheme.apply == "divide" and quotient_sequence(scheme, dtype) == "corrected",
+        e4m3_scales=ordinary and scheme.scale.storage != "float32" and not scheme.scale.power_of_two
+        and fmt.kind == "float", **_limits(scheme, dtype), same_values=same is not None and _has_same_values(scheme, dtype),
     )  # fmt: skip
+
+
+def _limits(scheme: Scheme, dtype: str) -> dict[str, Any]:
+    """When blocks are ordinary: patterns of the least magnitude, and of how far above it they may lie."""
+    least, most = (bits_of(v) for v in bounds(scheme, dtype))
+    outer_least, outer_most = (bits_of(v) for v in outer_bounds(scheme))
+    return {
+        "least": least, "span": most - least, "outer_least": outer_least, "outer_span": outer_most - outer_least,
+        "zero_blocks": has_zero_blocks(scheme),
+    }  # fmt: skip
+
+
+def _has_same_values(scheme: Scheme, dtype: str) -> bool:
+    """Whether ordinary blocks have the house's values: products with their scales that are rounded once and do not overflow."""
+    if scheme.dequantize == "float32":
+        return True
+    if dtype == "float16" or (scheme.zero is not None and scheme.zero.rule == "value"):
+        return False
+    short = scheme.scale.power_of_two or scheme.scale.compute == "input" or dtype == "float32"
+    return scheme.dequantize == "ieee" or (
+        short and scheme.outer is None and scheme.format.kind != "codebook"
+    )
 
 
 def is_two_level(scheme: Scheme) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import frexp
 
 from fast.kernels.sm90.codebook16 import has_cubic
 from fast.kernels.sm90.uniform_codebook import is_stretched
@@ -27,8 +28,13 @@ HARDWARE = ("e4m3", "e5m2")
 SEQUENCES = (*HARDWARE, "e2m1")
 
 # Targets for which one corrected product is the rounded quotient; tests/gpu/kernels/numerics/quotients.py checks every
-# significand.
+# significand. A power of two times one of them has the same significands.
 QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0, 6.0 * 448.0)
+
+
+def has_quotient(target: float) -> bool:
+    """Whether `quotient` divides by the target exactly: 127.5 is 255 / 2, and its quotients are twice those of 255."""
+    return frexp(target)[0] in {frexp(known)[0] for known in QUOTIENTS}
 
 
 @lru_cache(maxsize=256)

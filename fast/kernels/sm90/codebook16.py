@@ -5,6 +5,8 @@ right or one too low; the midpoint above it, looked up, decides, compared exactl
 holds a number of the table.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import triton
 import triton.language as tl
@@ -22,12 +24,15 @@ SHARP = tl.constexpr(4294967296.0)
 ERROR, GRID = 1e-3, 50_001
 
 
-def has_cubic(fmt: Format) -> bool:
-    """Whether the cubic serves: for y from -1 to 1, and a little beyond, its integer is the code or one below it."""
+def has_cubic(fmt: Format, thresholds: Sequence[float] = ()) -> bool:
+    """Whether the cubic serves: for y from -1 to 1, and a little beyond, its integer is the code or one below it.
+
+    thresholds: the largest number of each code but the last, where that is not the midpoint.
+    """
     if fmt.kind != "codebook" or fmt.bits != 4 or fmt.max > 1 or fmt.min < -1:
         return False
     values = fmt.values.astype(np.float64)
-    middle = (values[1:] + values[:-1]) / 2
+    middle = np.asarray(thresholds) if len(thresholds) else (values[1:] + values[:-1]) / 2
     if np.abs(middle).min() < 2.0**-8:
         return False
     y = np.linspace(-1 - 2.0**-20, 1 + 2.0**-20, GRID)

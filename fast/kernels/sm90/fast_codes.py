@@ -8,15 +8,14 @@ import triton
 import triton.language as tl
 
 from fast.kernels.rules.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
-from fast.kernels.rules.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.rules.packing import store_packed
-from fast.kernels.rules.scaled import bounded, power_multiplier
-from fast.kernels.rules.scales import nonnegative
+from fast.kernels.rules.scaled import power_multiplier
+from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.sm90.bit_tricks import (
     TO_INTEGER,
     bfloat16_of,
     bytes_of,
-    divided,
+    corrected_quotient,
     e2m1_numbers,
     e2m1_values,
     e2m1_words,
@@ -30,7 +29,8 @@ from fast.kernels.sm90.bit_tricks import (
     integer_values,
     inverse,
     nibble_words,
-    quotient,
+    refined,
+    short,
     six_triples,
     six_words,
 )
@@ -54,6 +54,9 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
         return prepared
     elif RULE.ranged:
         return kept
+    elif RULE.on_ordinary:
+        # Far from the ends of the exponent range. A product that replaces a quotient takes the reciprocal as it is.
+        return inverse(scale) if RULE.apply == "divide" else short(inverse(scale), RULE.arithmetic)
     elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
         return inverse(scale)
@@ -74,51 +77,33 @@ def _reciprocals(scale):
 
 
 @triton.jit
-def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
-    """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
-
-    (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
-    brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong
-    lies far below the smallest block scale. COMPUTED: the outer scale comes from a tensor, and of records
-    that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
-    """
-    if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
-    elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
-    else:
-        code, scale, m = _under_any(largest, outer, RULE.level)
-    return code, scale, m
-
-
-@triton.jit
-def _under_ordinary(largest, outer, L: tl.constexpr):
-    power = (254 << 23) - (bits_of(outer) & INFINITY)
-    unit = float_of(power)
-    mantissa = outer * unit
-    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
-    exact = divided(value, mantissa, inverse(mantissa))
-    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
-    # NaN and infinity poison their block.
-    bad = largest >= INFINITY
-    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
-    return tl.where(bad, 127, code), scale, inverse(outer * scale)
-
-
-@triton.jit
-def _under_any(largest, outer, L: tl.constexpr):
-    """The same for an outer scale of any size and sign; NaN poisons every block."""
-    exact = nonnegative(tl.div_rn(tl.div_rn(float_of(largest), L.target), outer))
-    code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
-    bad = (largest >= INFINITY) | is_nan(exact) | is_nan(outer)
-    scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
-    return tl.where(bad, 127, code), scale, bounded(tl.div_rn(1.0, outer * scale))
-
-
-@triton.jit
 def kept_where(scale, MASK: tl.constexpr):
     """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
     return tl.where(is_nan(scale), 0, MASK)
+
+
+@triton.jit
+def scaled(v, m, divisor, zero, RULE: tl.constexpr):
+    """Elements in units of their scale before they are rounded to codes: v * m, or v / divisor, in the record's arithmetic.
+
+    zero: of records with a zero point that is a number, which they subtract.
+    """
+    if RULE.zero == "value":
+        # zero is min + mid * scale, rounded at each step, and the steps back are rounded as well.
+        minimum = short(zero - short(divisor * RULE.middle_input, RULE.arithmetic), RULE.arithmetic)
+        v = rounded_once(v - minimum, RULE.arithmetic, RULE.native)
+    if RULE.corrected:
+        y = corrected_quotient(v, m, divisor)
+        if RULE.has_outer:
+            y = refined(y, v, m, divisor)
+    else:
+        y = v * m
+    if RULE.arithmetic != "float32":
+        y = rounded_once(y, RULE.arithmetic, RULE.native)
+    if RULE.on_ordinary and not RULE.negative_zero and RULE.kind == "float":
+        # -0 becomes +0, any other number stays.
+        y = y + 0.0
+    return y
 
 
 @triton.jit
@@ -127,7 +112,7 @@ def integers(v, m, scale, zero, RULE: tl.constexpr):
 
     In poisoned blocks they are NaN, or 0 where numbers are brought into the range.
     """
-    y = v * m
+    y = scaled(v, m, scale, zero, RULE)
     if RULE.fraction_bits != 0:
         y = y * (1 << RULE.fraction_bits)
     t = y + TO_INTEGER
@@ -164,16 +149,17 @@ def store_codes(
 ):
     """Codes of a tile, packed where the job says so."""
     if RULE.hot == "e4m3":
-        y = v * m
+        y = scaled(v, m, scale, zero, RULE)
         tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
     elif RULE.hot == "e5m2":
-        y = v * m
+        y = scaled(v, m, scale, zero, RULE)
         tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
     elif RULE.digits != "":
         _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
     elif RULE.hot == "codebook":
+        y = scaled(v, m, scale, zero, RULE)
         _store_nibbles(
-            codes, at, inside, block, exists, bits_of(codebook_numbers(v * m, RULE.element)), scale, PACKED
+            codes, at, inside, block, exists, bits_of(codebook_numbers(y, RULE.element)), scale, PACKED
         )
     elif RULE.hot == "e2m1":
         _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
@@ -236,7 +222,7 @@ def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexp
         numbers = bits_of(e2m1_numbers(v, tl.broadcast_to(m * 0.5, v.shape)))
     else:
         # The scaled element is rounded first; a negative outer scale turns its sign.
-        signed = v * m
+        signed = scaled(v, m, scale, None, RULE)
         numbers = bits_of(e2m1_numbers(signed, tl.full(v.shape, 0.5, tl.float32)))
     if PACKED:
         store_words(codes, e2m1_words(numbers, bits_of(signed), kept_where(scale, -1)), block, exists)
@@ -285,11 +271,12 @@ def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
             n = n * (1.0 / (1 << RULE.fraction_bits))
         return n
     elif RULE.hot == "codebook":
-        return codebook_values(bits_of(codebook_numbers(v * m, RULE.element)), RULE.element)
+        y = scaled(v, m, scale, zero, RULE)
+        return codebook_values(bits_of(codebook_numbers(y, RULE.element)), RULE.element)
     elif RULE.hot == "stretched":
         return stretched_values(stretched_numbers(v * m, RULE.element), RULE.element)
     else:
-        y = v * m
+        y = scaled(v, m, scale, zero, RULE)
         if RULE.hot == "e4m3":
             return y.to(tl.float8e4nv).to(tl.float32)
         else:

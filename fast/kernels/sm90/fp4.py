@@ -8,7 +8,7 @@ numbers are put into place together. Blocks whose scale costs many instructions 
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import quarters
+from fast.kernels.sm90.bit_tricks import lacking, negated, quarters
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
@@ -29,7 +29,10 @@ lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
 
 
 def _words(scaled: str, half: str) -> tl.constexpr:
-    """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11."""
+    """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
+
+    $12, $13: what the factor lacks of a reciprocal, and the divisor with another sign.
+    """
     text = ""
     for pair in range(4):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -44,7 +47,7 @@ shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0x
 
 
 def _bytes(scaled: str, half: str) -> tl.constexpr:
-    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $7 for `_words`' $9 to $11."""
+    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
     text = ""
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -54,6 +57,15 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
+# See `bit_tricks.corrected_quotient` and `refined`.
+CORRECTED = _words(
+    "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
+    "0f3F000000",
+)
+CORRECTED_BYTES = _bytes(
+    "mul.rn.f32 g, x, $8; fma.rn.f32 g, x, $5, g; fma.rn.f32 x, g, $9, x; fma.rn.f32 x, x, $5, g;",
+    "0f3F000000",
+)
 EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
 
 
@@ -88,32 +100,50 @@ def largest_of_block(pairs):
 
 
 @triton.jit
-def words_of_pairs(a, b, m, keep, EXACTLY: tl.constexpr, PACKED: tl.constexpr):
-    """Words of pairs (P, 4) each: |x * m| rounded, the sign of the product; keep: a block's mask.
-
-    PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4). EXACTLY: m is a power of two.
-    """
-    if PACKED:
-        return side_by_side(_word(a, m, keep, EXACTLY), _word(b, m, keep, EXACTLY))
-    else:
-        return side_by_side(_two_words(a, m, keep, EXACTLY), _two_words(b, m, keep, EXACTLY))
+def _without_negative_zeros(pairs):
+    """Pairs of bfloat16 with +0 for -0: a sum with +0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 z; mov.b32 z, 0; add.rn.bf16x2 $0, $1, z; }", "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @triton.jit
-def _two_words(pairs, m, keep, EXACTLY: tl.constexpr):
+def words_of_pairs(a, b, m, divisor, keep, RULE: tl.constexpr, PACKED: tl.constexpr):
+    """Words of pairs (P, 4) each: |x * m| (or |x / divisor|) rounded, the sign of the product; keep: a block's mask.
+
+    PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4).
+    """
+    if RULE.on_ordinary and not RULE.negative_zero:
+        a, b = _without_negative_zeros(a), _without_negative_zeros(b)
+    if PACKED:
+        return side_by_side(_word(a, m, divisor, keep, RULE), _word(b, m, divisor, keep, RULE))
+    else:
+        return side_by_side(_two_words(a, m, divisor, keep, RULE), _two_words(b, m, divisor, keep, RULE))
+
+
+@triton.jit
+def _two_words(pairs, m, divisor, keep, RULE: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
-    return side_by_side(_bytes_of(a, b, p, q, m, keep, EXACTLY), _bytes_of(c, d, r, s, m, keep, EXACTLY))
+    return side_by_side(
+        _bytes_of(a, b, p, q, m, divisor, keep, RULE), _bytes_of(c, d, r, s, m, divisor, keep, RULE)
+    )
 
 
 @triton.jit
-def _bytes_of(a, b, p, q, m, keep, EXACTLY: tl.constexpr):
+def _bytes_of(a, b, p, q, m, divisor, keep, RULE: tl.constexpr):
     flip = m.to(tl.int32, bitcast=True) >> 31
-    factor = tl.abs(m * 0.5 if EXACTLY else m)
-    return tl.inline_asm_elementwise(
-        EXACT_BYTES if EXACTLY else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    if RULE.corrected:
+        return tl.inline_asm_elementwise(
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        return tl.inline_asm_elementwise(
+            EXACT_BYTES if RULE.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -123,12 +153,19 @@ def side_by_side(a, b):
 
 
 @triton.jit
-def _word(pairs, m, keep, EXACTLY: tl.constexpr):
+def _word(pairs, m, divisor, keep, RULE: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
     flip = m.to(tl.int32, bitcast=True) >> 31
-    factor = tl.abs(m * 0.5 if EXACTLY else m)
-    return tl.inline_asm_elementwise(
-        EXACT if EXACTLY else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    if RULE.corrected:
+        return tl.inline_asm_elementwise(
+            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
+            [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        return tl.inline_asm_elementwise(
+            EXACT if RULE.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip

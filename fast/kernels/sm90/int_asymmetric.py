@@ -18,7 +18,7 @@ from fast.kernels.rules.bits import (
     is_nan,
     low_float,
 )
-from fast.kernels.sm90.bit_tricks import TO_INTEGER, divided, inverse, negated, quarters, quotient
+from fast.kernels.sm90.bit_tricks import TO_INTEGER, divided, inverse, negated, quarters, quotient, short
 from fast.kernels.sm90.fp4 import side_by_side
 
 # Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.
@@ -120,16 +120,22 @@ def scale_of_range(largest, low, high, RULE: tl.constexpr):
     L: tl.constexpr = RULE.level
     bad = largest >= INFINITY
     below, above = tl.maximum(negated(low), 0.0), tl.maximum(high, 0.0)
-    width = tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32)))
+    width = short(tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32))), L.compute)
     # Below 2**-126, where the product may be wrong, is the floor.
-    scale = tl.maximum(quotient(width, L.target, L.inverse), float_of(tl.full((), L.floor, tl.int32)))
-    scale = tl.where(bad, float("nan"), scale)
+    ratio = short(quotient(width, L.target, L.inverse), L.compute)
+    scale = tl.maximum(ratio, float_of(tl.full((), L.floor, tl.int32)))
+    if not RULE.on_ordinary:
+        scale = tl.where(bad, float("nan"), scale)
     unit = float_of((254 << 23) - (bits_of(scale) & INFINITY))
     mantissa = scale * unit
     inverse_mantissa = inverse(mantissa)
-    steps = divided(below * unit, mantissa, inverse_mantissa)
+    steps = short(divided(below * unit, mantissa, inverse_mantissa), L.compute)
     zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - RULE.low)
-    return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
+    if RULE.on_ordinary:
+        # A scale that was rounded down may leave more steps than there are codes.
+        return scale, short(inverse_mantissa * unit, RULE.arithmetic), tl.minimum(zero, RULE.high)
+    else:
+        return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
 
 
 def _nibbles(low: str, high: str) -> tl.constexpr:

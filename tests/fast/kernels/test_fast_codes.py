@@ -35,3 +35,28 @@ def test_every_group_is_run():
 
 def test_records_at_the_edges_of_the_sequences_agree():
     assert len(lines_of("tests/emulator/programs/records.py")) == 34
+
+
+# One record of each way in which ordinary blocks equal the house's; the program without names tries all, in every dtype.
+CONVENTIONS = (
+    (
+        "torchao.mxfp8_e4m3_floor",
+        "torchao.mxfp4_rceil",
+        "torchao.mxfp6_e2m3_even",
+        "torchao.fp8_1x128_inference",
+    ),
+    ("torchao.int8_g32", "torchao.int4_g32_asymmetric", "torchao.int8_g32_no_clipping", "torchao.intx4_g32"),
+    (
+        "torchao.int4_g32_tinygemm",
+        "torchao.nvfp4_single_level",
+        "torchao.nf4",
+        "compressed_tensors.fp8_channel",
+    ),
+    ("te.nvfp4", "torchao.nvfp4", "compressed_tensors.nvfp4", "compressed_tensors.int4_g128"),
+)
+
+
+@pytest.mark.parametrize("names", CONVENTIONS, ids="-".join)
+def test_conventions_agree_with_the_reference(names):
+    lines = lines_of("tests/emulator/programs/conventions.py", "0/1", "bfloat16", *names)
+    assert {line.split()[0] for line in lines} == set(names)
