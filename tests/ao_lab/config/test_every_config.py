@@ -93,7 +93,11 @@ def network(config):
 
 
 def test_no_class_is_forgotten():
-    classes = {name for name in ao_lab.__all__ if name.endswith("Config") and not ao_lab.HOMES[name].startswith("ao_lab.qat.")}
+    classes = {
+        name
+        for name in ao_lab.__all__
+        if name.endswith("Config") and not ao_lab.HOMES[name].startswith("ao_lab.qat.")
+    }
     assert classes == {*ARGUMENTS, "FqnToConfig", "HfConfig"}
 
 
