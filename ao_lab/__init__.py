@@ -8,6 +8,17 @@ kernels, and the command line `ao-lab`.
 Nothing is imported before it is used: `import ao_lab` takes milliseconds and needs neither torch nor JAX. The public names
 and the modules that define them stand in `__init__.pyi`, which type checkers read, and `__getattr__` when a name is first
 used.
+
+Each folder is one capability, and imports those below it alone (a contract in pyproject.toml sees to that):
+
+    cli            commands; install, testing, eval, compile, jax and interop stand at the side
+    checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
+    qat            quantization-aware training, adapters
+    quantization   `quantize_`: plan, selection of layers, report; a configuration registers its transform
+    calibration    observers of inputs, and the configurations that need them
+    tensor         `QuantizedTensor`: its operations register themselves
+    gemm           which kernel computes a product
+    config         configurations, recipes
 """
 
 from __future__ import annotations
@@ -15,13 +26,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ao_lab.checkpoint.transformers import hook
-from ao_lab.install import renamed, shadowing
+from ao_lab.install import renamed, shadowing, transformers_hook
+from ao_lab.install.version import __version__ as __version__
 
 # Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
 shadowing.check(*shadowing.PACKAGES)
-
-__version__ = "0.1.0"
 
 #: Public submodules, with the library that each needs. `from ao_lab import *` leaves them out: `jax` would hide the library.
 SUBMODULES = {"jax": "jax", "testing": "hypothesis"}
@@ -57,4 +66,4 @@ def __dir__() -> list[str]:
 
 renamed.install()
 # Last: where transformers has been imported before, this imports modules that ask for the names above.
-hook.install()
+transformers_hook.install()

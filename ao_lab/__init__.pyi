@@ -2,33 +2,36 @@
 
 from ao_lab import jax as jax
 from ao_lab import testing as testing
-from ao_lab.calibration.hooks import calibrate as calibrate
 from ao_lab.calibration.observers import AbsMax as AbsMax
 from ao_lab.calibration.observers import MinMax as MinMax
 from ao_lab.calibration.observers import MovingAverage as MovingAverage
 from ao_lab.calibration.observers import Percentile as Percentile
+from ao_lab.calibration.static import (
+    Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+)
+from ao_lab.calibration.static import (
+    Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
+)
 from ao_lab.checkpoint.api import Saved as Saved
 from ao_lab.checkpoint.api import load_pretrained as load_pretrained
 from ao_lab.checkpoint.api import save_pretrained as save_pretrained
 from ao_lab.checkpoint.model_card import write_card as write_card
+from ao_lab.checkpoint.size import LayerSize as LayerSize
+from ao_lab.checkpoint.size import ModelSize as ModelSize
+from ao_lab.checkpoint.size import Size as Size
+from ao_lab.checkpoint.size import model_size as model_size
+from ao_lab.checkpoint.size import weight_size as weight_size
 from ao_lab.checkpoint.streaming.api import quantize_pretrained as quantize_pretrained
 from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
-from ao_lab.compile.joined_linears import compile_options as compile_options
+from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.config.base import SchemeConfig as SchemeConfig
-from ao_lab.config.float import (
+from ao_lab.config.float8 import (
     Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
 )
-from ao_lab.config.float import (
+from ao_lab.config.float8 import (
     Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
 )
-from ao_lab.config.float import Float8WeightOnlyConfig as Float8WeightOnlyConfig
-from ao_lab.config.float import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
-from ao_lab.config.float import MXWeightOnlyConfig as MXWeightOnlyConfig
-from ao_lab.config.float import NF4WeightOnlyConfig as NF4WeightOnlyConfig
-from ao_lab.config.float import (
-    NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
-)
-from ao_lab.config.float import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
+from ao_lab.config.float8 import Float8WeightOnlyConfig as Float8WeightOnlyConfig
 from ao_lab.config.fqn import FqnToConfig as FqnToConfig
 from ao_lab.config.granularity import MappingType as MappingType
 from ao_lab.config.granularity import PerAxis as PerAxis
@@ -47,12 +50,19 @@ from ao_lab.config.integer import (
 from ao_lab.config.integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
 from ao_lab.config.integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
 from ao_lab.config.low_bit import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
-from ao_lab.config.recipe import Recipe as Recipe
-from ao_lab.config.static import (
-    Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
+from ao_lab.config.low_bit import NF4WeightOnlyConfig as NF4WeightOnlyConfig
+from ao_lab.config.mx import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
+from ao_lab.config.mx import MXWeightOnlyConfig as MXWeightOnlyConfig
+from ao_lab.config.mx import (
+    NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
 )
-from ao_lab.config.static import Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig
+from ao_lab.config.mx import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
+from ao_lab.config.recipe import Recipe as Recipe
 from ao_lab.config.torchao import as_torchao as as_torchao
+from ao_lab.interop.torch_dtypes import NativeParts as NativeParts
+from ao_lab.interop.torch_dtypes import from_native as from_native
+from ao_lab.interop.torch_dtypes import native_dtype as native_dtype
+from ao_lab.interop.torch_dtypes import to_native as to_native
 from ao_lab.qat.config import FakeQuantizeConfig as FakeQuantizeConfig
 from ao_lab.qat.config import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig
 from ao_lab.qat.config import (
@@ -60,26 +70,18 @@ from ao_lab.qat.config import (
 )
 from ao_lab.qat.config import IntxFakeQuantizeConfig as IntxFakeQuantizeConfig
 from ao_lab.qat.config import IntXQuantizationAwareTrainingConfig as IntXQuantizationAwareTrainingConfig
+from ao_lab.qat.config import LoRA as LoRA
 from ao_lab.qat.config import QATConfig as QATConfig
 from ao_lab.qat.config import advance_qat as advance_qat
-from ao_lab.qat.lora.layer import LoRA as LoRA
 from ao_lab.qat.lora.layer import lora_state_dict as lora_state_dict
 from ao_lab.qat.presets import llama32_configs as llama32_configs
 from ao_lab.qat.presets import llama32_qat as llama32_qat
 from ao_lab.quantization.api import quantize_ as quantize_
+from ao_lab.quantization.calibrate import calibrate as calibrate
 from ao_lab.quantization.modules import linear_and_experts as linear_and_experts
 from ao_lab.quantization.report import Layer as Layer
 from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
-from ao_lab.quantization.size import LayerSize as LayerSize
-from ao_lab.quantization.size import ModelSize as ModelSize
-from ao_lab.quantization.size import Size as Size
-from ao_lab.quantization.size import model_size as model_size
-from ao_lab.quantization.size import weight_size as weight_size
-from ao_lab.tensor.native import NativeParts as NativeParts
-from ao_lab.tensor.native import from_native as from_native
-from ao_lab.tensor.native import native_dtype as native_dtype
-from ao_lab.tensor.native import to_native as to_native
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from ao_lab.tensor.quantized_tensor import quantized as quantized
 from reference import FORMATS as FORMATS

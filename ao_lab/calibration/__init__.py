@@ -1,16 +1,7 @@
-"""Static activation scales from data."""
+"""Static activation scales from data. Importing any of it registers the configurations that need them."""
 
-from __future__ import annotations
+from ao_lab.calibration import static as static
+from ao_lab.calibration.hooks import Watch
 
-import importlib
-from typing import Any
-
-#: Files written before this was a package ask for these names here.
-MOVED = {"Watch": "hooks"}
-
-
-def __getattr__(name: str) -> Any:
-    """A name of `MOVED`, from the module that defines it now."""
-    if name not in MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{MOVED[name]}"), name)
+# Files written before this was a package ask for `Watch` here.
+__all__ = ["Watch"]

@@ -1,10 +1,10 @@
-"""What watches a layer while data runs through the model, before its weight is quantized.
+"""Observers of the inputs of layers while data runs through the model, before weights are quantized.
 
-An `Observer` belongs to one weight: it sees the inputs of the layers that have it, and makes the quantized weight at the end.
+An `Observer` belongs to one weight: it sees the inputs of the layers that have it, and quantizes the weight at the end.
 `InputScales` is the one for static scales; methods that choose codes from data (GPTQ, AWQ) are others, which a configuration
 names in `Config.observer`.
 
-A `Statistic` is what `InputScales` keeps: a few numbers that run along, never the data. Its `sample` is a small tensor whose
+A `Statistic` is what `InputScales` stores: a few running values, never the data. Its `sample` is a small tensor whose
 scales, by `reference.choose_scales`, are those to be used. For `MinMax` that is exact: the scales, and zero points, of
 everything seen, put together as one tensor.
 """
@@ -19,26 +19,27 @@ import torch
 from torch import nn
 
 import reference
+from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.chunked import quantized_by_rows
+from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scales, Scheme
 from reference.arrays.errors import choice
 
 
 class Statistic(Protocol):
-    """Numbers that run along with data."""
+    """Values that are updated while data runs."""
 
     def update(self, x: torch.Tensor) -> None:
         """Take in a tensor that is not empty."""
 
     def sample(self) -> torch.Tensor:
-        """The numbers whose range is that of what was seen, on its device; asked only after an update."""
+        """Values whose range is that of what was seen, on its device; called only after an update."""
 
 
 @dataclass
 class MinMax:
-    """The least and the greatest number seen."""
+    """The least and the greatest value seen."""
 
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -98,9 +99,9 @@ BINS, MIDDLE, INFINITE = 65536, 32768, 0x7F80
 
 @dataclass
 class Percentile:
-    """The range that holds `percent` of all numbers, equally many outside at either end.
+    """The range that holds `percent` of all values, equally many outside at either end.
 
-    Numbers are counted by their bfloat16 value (others are rounded to it): 65,536 counters, exact for bfloat16. Of n numbers
+    Values are counted as bfloat16 (others are rounded to it): 65,536 counters, exact for bfloat16. Of n values
     floor(n * (100 - percent) / 200) are dropped at each end; the next ones are the range.
     """
 
@@ -152,19 +153,6 @@ def statistic_of(wanted: Any) -> Callable[[], Statistic]:
     return wanted  # type: ignore[no-any-return]
 
 
-class Observer(Protocol):
-    """Sees the inputs of one weight's layers, then makes the quantized weight."""
-
-    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Take in the input of a layer, as its product sees it; `name` is the weight's full name."""
-
-    def obstacle(self) -> str | None:
-        """Why no weight can be made yet; None where it can."""
-
-    def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
-        """The quantized weight of a dense one (out, in)."""
-
-
 @dataclass
 class InputScales:
     """Static scales of a layer's input, for a scheme with one scale for all inputs."""
@@ -183,7 +171,7 @@ class InputScales:
             self.seen += 1
             self.dtype = x.dtype
 
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """No input, or NaN or infinity among them."""
         if not self.seen:
             return "no input was seen"

@@ -1,7 +1,7 @@
 """`save_pretrained` and `load_pretrained`: quantized models as safetensors and config.json, without pickled classes.
 
 Two layouts. "compressed-tensors": every weight in a format that transformers, vLLM and SGLang read
-(`ao_lab.checkpoint.export.compressed_tensors`), its numbers and how inputs are quantized bit for bit. "ao_lab": every part
+(`ao_lab.checkpoint.export.compressed_tensors`), its values and how inputs are quantized bit for bit. "ao_lab": every part
 of every weight as a tensor of its own, NAME.codes, NAME.scale and so on, as `reference.quantize` makes them, for all
 schemes, embeddings and experts; transformers reads it after `import ao_lab`. "auto" takes the first where a plain
 `from_pretrained(folder)` computes the same model, and otherwise the second, with a UserWarning that says why and what to
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.experts.conversion import converted
+from ao_lab.checkpoint.experts.export import TARGET, as_expert, ignored, published
 from ao_lab.checkpoint.export.config import check_groups, quantization_config
-from ao_lab.checkpoint.export.experts import TARGET, as_expert, ignored, published
-from ao_lab.checkpoint.export.loadable import obstacles
+from ao_lab.checkpoint.export.input_rank import flat_inputs
+from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, reading
-from ao_lab.checkpoint.finished import check_finished, unwrapped
-from ao_lab.checkpoint.foreign import foreign_records, tell
-from ao_lab.checkpoint.io.shards import Folder, look_at, write_files
+from ao_lab.checkpoint.io.shards import look_at, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
@@ -40,11 +40,12 @@ from ao_lab.checkpoint.model_builder import (
     fill,
     planned_model,
 )
-from ao_lab.checkpoint.own_layout import OURS, file_of_weights, stem_of, whole_configuration
-from ao_lab.checkpoint.records import KEY, Records, read_records, whole_weights
-from ao_lab.checkpoint.streaming.conversion import converted
-from ao_lab.checkpoint.token_inputs import flat_inputs
-from ao_lab.checkpoint.transformers.spare_biases import without_spare_biases
+from ao_lab.checkpoint.model_card import card_beside
+from ao_lab.checkpoint.native_layout import OURS, file_of_weights, stem_of, whole_configuration
+from ao_lab.checkpoint.records import KEY, Records, whole_weights
+from ao_lab.checkpoint.save_checks import check_finished, unwrapped
+from ao_lab.checkpoint.third_party import records_of, tell
+from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.modules import check_model
 from ao_lab.tensor.metadata import PARTS, described
@@ -123,7 +124,7 @@ def save_pretrained(
     if not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
         raise ValueError("the model has no quantized weights; call quantize_ first")
     if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
-        raise ValueError(f"{empty[:5]} are on the meta device, without numbers; load them first")
+        raise ValueError(f"{empty[:5]} are on the meta device, without values; load them first")
     given = dict(config) if config is not None else _config_of(model)
     stored, reasons = _chosen(model, layout, _dtype_of(given))
     used = stored.config["quant_method"]
@@ -174,8 +175,6 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
 
 def _card(folder: Path, reasons: Sequence[str]) -> tuple[Path, ...]:
     """The model card, where nobody else's is there."""
-    from ao_lab.checkpoint.model_card import card_beside
-
     card = card_beside(folder, reasons)
     return () if card is None else (card,)
 
@@ -190,7 +189,7 @@ def load_pretrained(
     scales of a key-value cache are, is told in a UserWarning.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
-    describes: of the class that it names, or else a language model. `dtype`: what floating-point numbers become, and in what
+    describes: of the class that it names, or else a language model. `dtype`: what floating-point tensors become, and in what
     quantized weights compute; None: as they were saved.
 
     Files, records, configuration and shapes are compared with each other before a tensor is read, and the model is changed at
@@ -215,11 +214,6 @@ def load_pretrained(
     fill(target, state)
     tell(target, records, folder)
     return target
-
-
-def records_of(folder: Folder) -> Records:
-    """What a folder says of its tensors: its own records, or what the reader of its format finds; ValueError for neither."""
-    return read_records(folder) if KEY in folder.metadata else foreign_records(folder)
 
 
 def check_configuration(path: Path, records: Records) -> None:
@@ -285,7 +279,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         _note(stored, read)
     if not reasons:
         packed = [path for path, packed in bare.items() if packed]
-        reasons += obstacles(model, list(bare), packed, is_untied(model))
+        reasons += unsupported_reasons(model, list(bare), packed, is_untied(model))
         reasons += _flat(model, layers, stored)
     if reasons:
         return None
@@ -368,10 +362,10 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
-    made: dict[str, Any] = config.to_dict()
-    made["architectures"] = [type(model).__name__]
-    made["dtype"] = str(model.dtype).removeprefix("torch.")
-    return {**made, "tie_word_embeddings": False} if is_untied(model) else made
+    result: dict[str, Any] = config.to_dict()
+    result["architectures"] = [type(model).__name__]
+    result["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**result, "tie_word_embeddings": False} if is_untied(model) else result
 
 
 def is_untied(model: nn.Module) -> bool:
@@ -385,4 +379,4 @@ def is_untied(model: nn.Module) -> bool:
     return head is not None and table is not None and head.weight is not table.weight
 
 
-__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "records_of", "save_pretrained"]
+__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "save_pretrained"]

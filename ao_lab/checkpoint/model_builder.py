@@ -92,9 +92,9 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
         wanted = dtype or config.dtype or torch.float32
         known = model_class(fields)
         if known is None:
-            made: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
+            result: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
         else:
-            made = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
+            result = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
     except TooManyParameters:
         raise
     except Exception as error:
@@ -103,7 +103,7 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
             f"{path} describes no model that transformers can build: {type(error).__name__}: {shown(str(error))}; give "
             "load_pretrained a model, or fetch the file again"
         ) from error
-    return made
+    return result
 
 
 def model_class(fields: Mapping[str, Any]) -> Any:
@@ -206,10 +206,10 @@ def fill(model: nn.Module, state: Tensors) -> None:
             and not isinstance(value, QuantizedTensor)
             and value.is_floating_point()
         )
-        made = parameters.get(id(value))
-        if made is None:
-            made = parameters[id(value)] = nn.Parameter(value, requires_grad=trains)
-        places.append((owner._parameters, leaf, made))
+        result = parameters.get(id(value))
+        if result is None:
+            result = parameters[id(value)] = nn.Parameter(value, requires_grad=trains)
+        places.append((owner._parameters, leaf, result))
     for table, leaf, value in places:
         table[leaf] = value
 

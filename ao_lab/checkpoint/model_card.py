@@ -14,23 +14,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ao_lab import __version__
-from ao_lab.checkpoint.api import records_of
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
+from ao_lab.checkpoint.model_classes import is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
-from ao_lab.checkpoint.transformers.classes import is_served, loader_of
+from ao_lab.checkpoint.third_party import records_of
+from ao_lab.config.compressed_tensors.formats import FORMATS
+from ao_lab.install.version import __version__
 
 CARD, RESULTS = "README.md", "eval.json"
 #: What the last line of a card of ours begins with.
 WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
-#: Formats of compressed-tensors that vLLM lists, and how many bits its packed integers have.
-SERVED = (
-    "int-quantized", "float-quantized", "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "pack-quantized",
-)  # fmt: skip
-SERVED_BITS = (4, 8)
 MOST_LAYERS = 12
 #: What a card takes over from the card of the model that it was made of.
 KEPT = ("license:", "license_name:", "license_link:", "language:")
@@ -277,13 +273,15 @@ def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
     if not is_served(contents.config):
         kind = (contents.config.get("architectures") or ["this model"])[0]
         return f"{kind} is not among the models that vLLM lists for text generation."
-    if not all(w.format in SERVED and _served_bits(w) for w in weights):
+    if not all(map(_has_served_format, weights)):
         return "vLLM lists no kernels for all of these formats."
     return code("sh", f"vllm serve {name}")
 
 
-def _served_bits(weight: Weight) -> bool:
-    return weight.format != "pack-quantized" or weight.meta.recipe.weight.format.bits in SERVED_BITS
+def _has_served_format(weight: Weight) -> bool:
+    """Whether vLLM lists a kernel for a weight's format."""
+    bits = weight.meta.recipe.weight.format.bits
+    return any(weight.format == known.name and bits in known.served_bits for known in FORMATS)
 
 
 def code(language: str, *lines: str) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from ao_lab.checkpoint.export.compressed_tensors import EXPORTS, export_of
+from ao_lab.checkpoint.io.plain_values import check_scheme_fields, check_value
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import parsed_object, shown
-from ao_lab.config.plain_values import check_scheme_fields, check_value
+from ao_lab.checkpoint.io.weight_specs import INPUT_SPECS, Specs, own_specs
 from ao_lab.config.recipe import Recipe
-from ao_lab.gemm.select import chosen
-from ao_lab.quantization.stored_parts import INPUT_SPECS, Specs, own_specs
+from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference.quantize.quantize import check_quantized
@@ -54,7 +54,7 @@ class Weight:
     #: What these are, by part.
     specs: Specs
     #: The weight of its tensors (by part).
-    made: Callable[[Tensors], QuantizedTensor]
+    build: Callable[[Tensors], QuantizedTensor]
     #: What wrote it, as config.json names it, and compressed-tensors' name of the format.
     method: str = "ao_lab"
     format: str = ""
@@ -68,7 +68,7 @@ class Computed:
     #: The names of the tensors that it is made of in the folder, by part.
     names: Mapping[str, str]
     #: The tensor of these (by part).
-    made: Callable[[Tensors], torch.Tensor]
+    build: Callable[[Tensors], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Records:
 
     def specs(self, folder: Folder) -> dict[str, Spec]:
         """dtype and shape of every tensor of the state that is not quantized."""
-        made = {name: folder.specs[name] for name in self.dense}
-        return made | {name: computed.spec for name, computed in self.computed.items()}
+        result = {name: folder.specs[name] for name in self.dense}
+        return result | {name: computed.spec for name, computed in self.computed.items()}
 
     def shapes(self, folder: Folder) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the state."""
-        made = {name: weight.shape for name, weight in self.weights.items()}
-        made |= {name: spec.shape for name, spec in self.specs(folder).items()}
-        return made | {name: made[other] for name, other in self.shared.items()}
+        result = {name: weight.shape for name, weight in self.weights.items()}
+        result |= {name: spec.shape for name, spec in self.specs(folder).items()}
+        return result | {name: result[other] for name, other in self.shared.items()}
 
 
 def read_records(folder: Folder) -> Records:
@@ -108,10 +108,10 @@ def read_records(folder: Folder) -> Records:
         )
     metas = [_description(index, recipe, folder) for index, recipe in enumerate(recipes)]
     weights = {name: _weight(name, record, metas, folder) for name, record in fields["weights"].items()}
-    made = Records(weights, dense_names(weights, folder), fields["shared"])
-    _check_names(made, where)
-    _check_dense(fields["dense"], made, folder)
-    return made
+    result = Records(weights, dense_names(weights, folder), fields["shared"])
+    _check_names(result, where)
+    _check_dense(fields["dense"], result, folder)
+    return result
 
 
 def whole_weights(folder: Folder, records: Records) -> Tensors:
@@ -119,16 +119,16 @@ def whole_weights(folder: Folder, records: Records) -> Tensors:
     tensors = folder.read(name for name in folder.specs if name not in records.left_out)
     state = {name: tensors[name] for name in records.dense}
     for name, computed in records.computed.items():
-        state[name] = computed.made({part: tensors[full] for part, full in computed.names.items()})
+        state[name] = computed.build({part: tensors[full] for part, full in computed.names.items()})
     for name, weight in records.weights.items():
         try:
-            made = weight.made({part: tensors[full] for part, full in weight.names.items()})
-            check_quantized_tensor(made)
+            result = weight.build({part: tensors[full] for part, full in weight.names.items()})
+            check_quantized_tensor(result)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"weight {shown(name)} of {folder.path}: {error}; fetch or write the folder again"
             ) from error
-        state[name] = made
+        state[name] = result
     return {**state, **{name: state[other] for name, other in records.shared.items()}}
 
 
@@ -137,7 +137,7 @@ def check_quantized_tensor(t: QuantizedTensor) -> None:
     q = t.quantized
     check_quantized(q)
     if t.recipe.kernel != "auto":
-        chosen(t if t.block_axis == -2 else t.turned(), t.dtype)
+        select_kernel(t if t.block_axis == -2 else t.transposed(), t.dtype)
 
 
 def check_recipe(meta: Meta, shape: tuple[int, ...]) -> None:
@@ -260,7 +260,7 @@ def _own(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...
 
 def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:
     """A weight in a format of compressed-tensors: a matrix with blocks along its rows, as `written` makes it."""
-    export = next((export for export in EXPORTS if export.name == record["format"]), None)
+    export = EXPORTS.get(record["format"])
     if export is None or export_of(meta.recipe) is not export:
         raise ValueError(f"format {shown(record['format'])} does not hold {meta.recipe}")
     if (
@@ -285,7 +285,7 @@ def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int
             f"outer is {'none' if scheme.outer is None else 'a number'} in {scheme.name}, got {shown(outer)}"
         )
 
-    def made(tensors: Tensors) -> QuantizedTensor:
+    def build(tensors: Tensors) -> QuantizedTensor:
         _check_said(tensors, shape, outer)
         q = export.read(tensors, scheme, shape)
         parts = from_quantized(q, meta.recipe, meta.dtype).parts
@@ -297,7 +297,7 @@ def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int
 
     path = name.removesuffix("weight")
     return Weight(
-        meta, shape, {key: path + key for key in specs}, specs, made, "compressed-tensors", export.name
+        meta, shape, {key: path + key for key in specs}, specs, build, "compressed-tensors", export.name
     )
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab import __version__
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import model_class
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
-from ao_lab.cli.terminal.progress import bar
+from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
 from ao_lab.eval.perplexity import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
 from ao_lab.eval.texts import text_of
 from ao_lab.install.extras import needed, pip_install
+from ao_lab.install.version import __version__
 
 BYTES = 256
 LENGTH = 512
@@ -132,7 +132,7 @@ def local_results(
     numbers: dict[str, Any] = {}
     if set(tasks) - {"weights"}:
         check_language_model(model, folder)
-        with bar("eval", plain=as_json, transient=True) as work:
+        with track_progress("eval", plain=as_json, transient=True) as work:
             sums = measured(model, windows, base, lambda done, total: work.at(done, "windows", total))
         numbers = dict(results_of(sums, windows, tasks))
     if "weights" in tasks and base is not None:
@@ -176,9 +176,9 @@ def encoder(folder: Path) -> tuple[Any, str]:
 def _encoded(tokenizer: Any, text: str) -> Tokens:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        result = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return Tokens(
-        torch.tensor(made["input_ids"], dtype=torch.int64), [end for _, end in made["offset_mapping"]]
+        torch.tensor(result["input_ids"], dtype=torch.int64), [end for _, end in result["offset_mapping"]]
     )
 
 
@@ -252,8 +252,8 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     hide_progress()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: nn.Module = load(folder, dtype="auto", local_files_only=True, **more)
-    return made.eval()
+        result: nn.Module = load(folder, dtype="auto", local_files_only=True, **more)
+    return result.eval()
 
 
 def with_harness(
@@ -263,14 +263,14 @@ def with_harness(
     harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")
     load: Any = needed("transformers").AutoTokenizer.from_pretrained
     model = models.HFLM(pretrained=loaded(folder, device), tokenizer=load(folder, local_files_only=True))
-    made = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
+    result = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
     numbers = {
         task: {
             key.removesuffix(",none"): value
             for key, value in found.items()
             if isinstance(value, (int, float))
         }
-        for task, found in made.items()
+        for task, found in result.items()
     }
     base = results or {"model": folder.resolve().name, "device": device, "tasks": {}}
     return {**base, "tasks": {**base["tasks"], **numbers}, "harness_limit": limit}

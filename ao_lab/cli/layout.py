@@ -27,7 +27,7 @@ READERS = {
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedLayout:
     """The layout, the configuration for it, and what was changed in that, a sentence each."""
 
     layout: str
@@ -67,9 +67,9 @@ class Sayable:
         import torch
 
         from ao_lab.checkpoint.export.plain_reader import made_in_bfloat16, unread_zero_points
-        from ao_lab.quantization.modules import is_turned
+        from ao_lab.quantization.modules import is_transposed
 
-        if is_turned(module):
+        if is_transposed(module):
             return f"compressed-tensors holds nn.Linear, and this is a {type(module).__name__}"
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
@@ -89,13 +89,13 @@ class Sayable:
         return None
 
 
-def chosen(config: Config, name: str, layout: str) -> Chosen:
+def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
     """The layout of what --layout and --config say; WrongInput where it cannot hold the configuration."""
-    from ao_lab.checkpoint.export.layouts import changes
     from ao_lab.checkpoint.export.plain_reader import check_recipe
+    from ao_lab.config.compressed_tensors.layouts import changes
 
     if layout == OWN:
-        return Chosen(OWN, config)
+        return SelectedLayout(OWN, config)
     try:
         wanted = config if layout == COMPRESSED else config.for_layout(COMPRESSED)
         check_recipe(wanted.recipe())
@@ -106,7 +106,7 @@ def chosen(config: Config, name: str, layout: str) -> Chosen:
             "; --layout auto takes what readers compute" if layout == COMPRESSED and _by_auto(config) else ""
         )
         raise WrongInput(f"--config {name}: {reason}; {ASK}{more}") from error
-    return Chosen(COMPRESSED, wanted, tuple(changes(config.recipe(), wanted.recipe())))
+    return SelectedLayout(COMPRESSED, wanted, tuple(changes(config.recipe(), wanted.recipe())))
 
 
 def _by_auto(config: Config) -> bool:
@@ -131,4 +131,4 @@ def say(told: dict[str, Any]) -> None:
         out.print("  --layout ao_lab keeps the configuration as it was given", markup=False)
 
 
-__all__ = ["Chosen", "Sayable", "chosen", "say"]
+__all__ = ["Sayable", "SelectedLayout", "say", "select_layout"]

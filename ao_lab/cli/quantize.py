@@ -11,9 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.cli.layout import chosen, say
+from ao_lab.cli.layout import say, select_layout
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
-from ao_lab.cli.terminal.progress import bar
+from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_room, check_writable
 from ao_lab.install.extras import needed
 
@@ -46,17 +46,17 @@ def run_quantize(
     `skip`: None leaves the model's head, where it has one.
     """
     check_folders(source, target)
-    plan = chosen(config_of(name, activation, options), name, layout)
+    plan = select_layout(config_of(name, activation, options), name, layout)
     from ao_lab.checkpoint.api import save_pretrained
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 
-    kept_out = KeptOut(["lm_head"] if skip is None else skip)
+    skipped_layers = SkippedLayers(["lm_head"] if skip is None else skip)
     try:
         with progress_bar(as_json) as progress:
-            model = loaded(source, plan.config, plan.accepting(kept_out), progress)
+            model = loaded(source, plan.config, plan.accepting(skipped_layers), progress)
         if skip is not None:
-            kept_out.check()
+            skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
         saved = save_pretrained(model, target, layout=plan.layout)
     except (ValueError, FileNotFoundError) as error:
@@ -70,12 +70,12 @@ def run_quantize(
     )
     told = plan.told(saved.limits)
     write_card(target, base_model=str(source), command=command, notes=(*plan.changes, *saved.limits))
-    show(report, saved, before, kept_out, told, as_json)
+    show(report, saved, before, skipped_layers, told, as_json)
 
 
 def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     """The configuration of a class's name or of a scheme's; WrongInput with what there is."""
-    import ao_lab
+    from ao_lab.config.base import SchemeConfig
     from ao_lab.config.recipe import named
 
     given, classes = dict(map(parsed, options)), config_classes()
@@ -85,7 +85,7 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
         raise WrongInput(
             f"--config {name}: a scheme (ao-lab schemes lists them) or one of {', '.join(classes)}"
         ) from error
-    kind = classes.get(name, ao_lab.SchemeConfig)
+    kind = classes.get(name, SchemeConfig)
     check_options(name, kind, given)
     fixed = {} if scheme is None else {"scheme": scheme}
     try:
@@ -96,17 +96,10 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
 
 def config_classes() -> dict[str, type[Config]]:
     """The configurations of quantized weights by name; without those that hold others, or are for training."""
-    import ao_lab
-    from ao_lab.config.base import Config
+    from ao_lab import calibration as calibration  # registers configurations with static scales
+    from ao_lab.config.base import CONFIGS
 
-    named = {name: getattr(ao_lab, name) for name in sorted(ao_lab.__all__) if name.endswith("Config")}
-    return {
-        name: kind
-        for name, kind in named.items()
-        if isinstance(kind, type)
-        and issubclass(kind, Config)
-        and not ao_lab.HOMES[name].startswith("ao_lab.qat.")
-    }
+    return dict(sorted(CONFIGS.items()))
 
 
 def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
@@ -120,16 +113,16 @@ def check_options(name: str, kind: type[Config], given: Collection[str]) -> None
 
 def parsed(option: str) -> tuple[str, Any]:
     """key=value, the value as JSON where it is that, a granularity where it is called so: PerRow, PerGroup(64)."""
-    import ao_lab.config.granularity
+    from ao_lab.config import granularity
 
     key, equals, value = option.partition("=")
     if not equals or not key.isidentifier():
         raise WrongInput(f"--option {option}: write key=value, for instance group_size=32")
-    if (found := GRANULARITY.fullmatch(value)) and found[1] in ao_lab.config.granularity.NAMES:
+    if (found := GRANULARITY.fullmatch(value)) and found[1] in granularity.NAMES:
         numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
         arguments = (numbers,) if found[1] == "PerBlock" else numbers
         try:
-            return key, getattr(ao_lab.config.granularity, found[1])(*arguments)
+            return key, getattr(granularity, found[1])(*arguments)
         except TypeError as error:
             raise WrongInput(
                 f"--option {option}: write it with its numbers, PerGroup(64) or PerBlock(128, 128)"
@@ -155,7 +148,7 @@ def check_folders(source: Path, target: Path) -> None:
     check_room(target, sum(file.stat().st_size for file in source.glob("*.safetensors")) // 32, "OUT_DIR")
 
 
-def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | None) -> Any:
+def loaded(source: Path, config: Config, accepts: SkippedLayers, progress: Progress | None) -> Any:
     """The quantized model, the rest in the dtype in which it was saved; its dense weights are never all in memory."""
     from ao_lab.checkpoint.streaming.api import quantize_pretrained
 
@@ -169,7 +162,7 @@ def loaded(source: Path, config: Config, accepts: KeptOut, progress: Progress | 
 @contextmanager
 def progress_bar(as_json: bool) -> Iterator[Progress]:
     """Shows weights as they are quantized: a bar on a terminal's stderr, lines elsewhere and beside JSON."""
-    with bar("quantize", plain=as_json, transient=True) as work:
+    with track_progress("quantize", plain=as_json, transient=True) as work:
         yield lambda name, done, total: work.at(done, name, total)
 
 
@@ -183,7 +176,7 @@ def stored_bytes(source: Path, model: Any) -> int:
         return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
-class KeptOut:
+class SkippedLayers:
     """A filter of linear layers and batched experts but those that are named, or end in .NAME; it remembers which names were
     met. Routers stay dense."""
 
@@ -224,7 +217,12 @@ def copy_the_rest(source: Path, target: Path) -> None:
 
 
 def show(
-    report: Report, saved: Saved, before: int, kept_out: KeptOut, told: dict[str, Any], as_json: bool
+    report: Report,
+    saved: Saved,
+    before: int,
+    skipped_layers: SkippedLayers,
+    told: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """The layers, the sizes, and what is to be known of the layout, as tables or as JSON."""
     rows = [
@@ -233,7 +231,7 @@ def show(
             "scheme": layer.scheme,
             "kernel": layer.kernel,
             "bytes": layer.bytes,
-            "reason": kept_out.told(layer),
+            "reason": skipped_layers.told(layer),
         }
         for layer in report.layers
     ]

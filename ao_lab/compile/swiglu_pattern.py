@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
-#: Operators that give the same numbers in the same order another shape.
+#: Operators that give the same elements in the same order another shape.
 SHAPES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims,
@@ -33,8 +33,10 @@ def silu_graph(dtype: torch.dtype) -> Graph:
     from torch._inductor.decomposition import select_decomp_table
 
     # A function of one argument: silu itself has another, whether it writes in place.
-    made = make_fx(lambda v: torch.nn.functional.silu(v), select_decomp_table())(torch.zeros(1, dtype=dtype))
-    graph: Graph = made.graph
+    result = make_fx(lambda v: torch.nn.functional.silu(v), select_decomp_table())(
+        torch.zeros(1, dtype=dtype)
+    )
+    graph: Graph = result.graph
     return graph
 
 

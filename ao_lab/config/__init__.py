@@ -1,1 +1,7 @@
-"""Configurations of `quantize_`, and the recipes that they stand for."""
+"""Configurations of `quantize_`. Importing any of them registers all of them (`ao_lab.config.base.CONFIGS`)."""
+
+from ao_lab.config import float8 as float8
+from ao_lab.config import fqn as fqn
+from ao_lab.config import integer as integer
+from ao_lab.config import low_bit as low_bit
+from ao_lab.config import mx as mx

@@ -4,9 +4,9 @@ A configuration is data. `recipe()` is all that `quantize_` asks of it: the sche
 None) and the kernel; `SchemeConfig` names any two schemes directly, and every other class is a name for some of them. A user
 of torchao changes the import.
 
-The bits are the house's (`reference.schemes.schemes`): correctly rounded scales, no clipping of the largest value, and
-finite input never becomes NaN. Torchao's own bits are records too: `ao_lab.as_torchao(config)` is the configuration in
-them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and
+The bits are those of the default schemes (`reference.schemes.schemes`): correctly rounded scales, no clipping of the largest
+value, and finite input never becomes NaN. Torchao's own bits are records too: `ao_lab.as_torchao(config)` is the configuration
+in them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and
 `activation_scheme=` for the input; `reference.schemes.torchao` says which record is which class's.
 
 Four keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
@@ -19,7 +19,7 @@ ValueError unless they ask for what is done anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ao_lab.config.recipe import Recipe, named
@@ -28,20 +28,35 @@ from reference import Scales, Scheme
 if TYPE_CHECKING:
     from torch import nn
 
-    from ao_lab.calibration.observers import Observer
+    from ao_lab.config.observer import Observer
+
+#: Every configuration that files and the command line may name, by its class's name.
+CONFIGS: dict[str, type[Config]] = {}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What all configurations have. A class says what its schemes are in `_weight` and `_activation`."""
+    """What all configurations have. A class says what its schemes are in `_weight` and `_activation`.
+
+    A subclass is registered under its name (`CONFIGS`) when it is defined: files and `ao-lab quantize` know it from then on.
+    `class Base(Config, registered=False)` is for classes that are no configuration of quantized weights themselves. The first
+    class of a name keeps it.
+    """
 
     scheme: str | Scheme | None = field(default=None, kw_only=True)
     activation_scheme: str | Scheme | None = field(default=None, kw_only=True)
     kernel: str = field(default="auto", kw_only=True)
     axis: int | None = field(default=None, kw_only=True)
 
+    #: The parameters that name the schemes of weight and input.
+    SCHEME_FIELDS: ClassVar[tuple[str, str]] = ("scheme", "activation_scheme")
     #: Parameters that may only have these values.
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __init_subclass__(cls, *, registered: bool = True, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if registered:
+            CONFIGS.setdefault(cls.__name__, cls)
 
     def __post_init__(self) -> None:
         for name, values in self.ONLY.items():
@@ -55,36 +70,57 @@ class Config:
         self.recipe()
 
     def recipe(self) -> Recipe:
-        """How layers of this configuration run; ValueError where the parameters name no scheme."""
-        weight = named(self.scheme) or self._weight()
-        activation = named(self.activation_scheme) or self._activation()
-        return Recipe(weight=weight, activation=activation, kernel=self.kernel)
+        """How layers of this configuration run; ValueError where the parameters name no scheme. Computed once."""
+        known: Recipe | None = self.__dict__.get("_recipe")
+        if known is None:
+            weight = named(self.scheme) or self._weight()
+            activation = named(self.activation_scheme) or self._activation()
+            known = self.__dict__["_recipe"] = Recipe(
+                weight=weight, activation=activation, kernel=self.kernel
+            )
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone, for pickles and copies."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """This configuration with the schemes and the kernel of another recipe; itself where these are its own."""
+        own, (weight, activation) = self.recipe(), self.SCHEME_FIELDS
+        changed: dict[str, Any] = {
+            name: new
+            for name, old, new in (
+                (weight, own.weight, recipe.weight),
+                (activation, own.activation, recipe.activation),
+                ("kernel", own.kernel, recipe.kernel),
+            )
+            if new != old
+        }
+        return replace(self, **changed) if changed else self
 
     def for_layout(self, layout: str) -> Self:
         """This configuration for a layout of `save_pretrained`, so that plain readers of it compute what the model here does.
 
         "compressed-tensors": integers without zero points, scales of weights in the weight's dtype, inputs by the readers' own
-        records (`compressed_tensors.*`); `ao_lab.checkpoint.export.layouts` has the rules. "ao_lab": unchanged.
+        records (`compressed_tensors.*`); `ao_lab.config.compressed_tensors.layouts` has the rules. "ao_lab": unchanged.
         ValueError, with the reason, where the layout has nothing like this configuration (nf4, float8_e5m2, inputs in
         nvfp4 and others).
         """
-        from ao_lab.checkpoint.export.layouts import config_for_layout
+        from ao_lab.config.compressed_tensors.layouts import recipe_for_layout
 
-        return config_for_layout(self, layout)
+        return self.with_recipe(recipe_for_layout(self.recipe(), layout))
 
     def input_scales(self) -> Scales | None:
         """Static scales of the input that are given; None where there are none."""
         return None
 
     def observer(self) -> Observer | None:
-        """A new observer that has to see a layer's inputs before its weight is made; None where nothing has to."""
+        """A new observer that has to see a layer's inputs before its weight is quantized; None where nothing has to."""
         return None
 
-    def refuses(self, module: nn.Module) -> str | None:
-        """Why a module is nothing for this configuration, whatever its weight; None where it is."""
-        from ao_lab.qat.layers import QATModule, refusal
-
-        return refusal(module) if isinstance(module, QATModule) else None
+    def unsupported_reason(self, module: nn.Module) -> str | None:
+        """Why this configuration does not apply to a module, whatever its weight; None where it does."""
+        return None
 
     @property
     def prepares(self) -> bool:
@@ -104,7 +140,7 @@ class SchemeConfig(Config):
 
 
 def dtype_name(dtype: Any) -> str:
-    """A torch dtype's name; torchao's "fp6_e2m3" and torch's float4 pairs as the house's formats are called."""
+    """A torch dtype's name; torchao's "fp6_e2m3" and torch's float4 pairs by the names of `reference.FORMATS`."""
     name = str(dtype).removeprefix("torch.")
     return {
         "fp6_e2m3": "float6_e2m3fn",
@@ -124,7 +160,7 @@ def operands(granularity: Any) -> tuple[Any, Any]:
 
 
 def static_scales(scale: Any, zero: Any = None) -> Scales:
-    """One scale for every input, and a zero point, as `reference` keeps them; ValueError where there are more."""
+    """One scale for every input, and a zero point, as `reference` stores them; ValueError where there are more."""
     import torch
 
     parts = []
@@ -149,6 +185,7 @@ def static_scales(scale: Any, zero: Any = None) -> Scales:
 
 
 __all__ = [
+    "CONFIGS",
     "Config",
     "SchemeConfig",
     "dtype_name",

@@ -1,4 +1,4 @@
-"""Which elements share a scale, and how a range is mapped to integers: the words of torchao's configurations.
+"""Which elements share a scale, and how a range is mapped to integers: the classes of torchao's configurations.
 
 Objects of torchao with these names are understood too; what counts is the name and its numbers.
 """
@@ -52,7 +52,7 @@ class PerBlock:
 
 
 class MappingType(StrEnum):
-    """How a range of numbers is mapped to integers."""
+    """How a range of values is mapped to integers."""
 
     SYMMETRIC = "SYMMETRIC"
     SYMMETRIC_NO_CLIPPING_ERR = "SYMMETRIC_NO_CLIPPING_ERR"
@@ -65,7 +65,7 @@ NAMES = ("PerTensor", "PerRow", "PerToken", "PerAxis", "PerGroup", "PerBlock")
 
 
 def block_of(granularity: Any) -> Block:
-    """The block of a `Scale` record; ValueError for a granularity that house schemes do not have."""
+    """The block of a `Scale` record; ValueError for a granularity that no default scheme has."""
     kind = choice(type(granularity).__name__, NAMES, "granularity")
     if kind == "PerTensor":
         return "tensor"
@@ -89,10 +89,10 @@ def _block_of_sizes(sizes: tuple[int, ...]) -> Block:
 
 
 def is_asymmetric(mapping: Any) -> bool:
-    """Whether a mapping type (ours, torchao's, or a name) has a zero point; ValueError for one that the house does not have."""
+    """Whether a mapping type (ours, torchao's, or a name) has a zero point; ValueError for one that no default scheme has."""
     name = str(getattr(mapping, "name", mapping)).upper()
     choice(name, tuple(MappingType), "mapping type")
-    # The house's symmetric integers map the largest magnitude onto qmax: nothing clips in either of the two.
+    # The default symmetric integers map the largest magnitude onto qmax: nothing clips in either of the two.
     return name == MappingType.ASYMMETRIC
 
 

@@ -118,7 +118,7 @@ class Int8DynamicActivationIntxWeightConfig(Config):
 
 
 def scale_storage(dtype: Any) -> str:
-    """How scales are kept; None: in float32."""
+    """How scales are stored; None: in float32."""
     return choice(dtype_name(dtype or "float32"), ("float32", "bfloat16"), "the scales' dtype")
 
 

@@ -1,10 +1,12 @@
-"""`LowBitWeightOnlyConfig`: the levels that ParetoQ trains (Liu et al., arXiv 2502.02631), one scale per row or group.
+"""Configurations with few levels: `NF4WeightOnlyConfig`, and `LowBitWeightOnlyConfig` for the levels that ParetoQ trains.
+
+Those (Liu et al., arXiv 2502.02631) have one scale per row or group:
 
     quantize_(model, QATConfig(LowBitWeightOnlyConfig(bits=1.58), step="prepare", learn_scales=True))
 
 Below 3 bits levels are stretched: 3 or 4 of them, balanced, each the middle of an interval of one width, and the largest
 magnitude is the end of the outermost interval (`ternary`: -1, 0, 1; `stretched2`: -1.5, -0.5, 0.5, 1.5). From 3 bits on they
-are the house's symmetric integers, trained by learned step sizes. Learned scales start where the paper's do, at the largest
+are the default symmetric integers, trained by learned step sizes. Learned scales start where the paper's do, at the largest
 magnitude of their row; their gradient is that of `reference.fake_quantize_vjp`, the derivative of what was computed.
 
 Where this is not the authors' program: an element exactly at zero takes -0.5 in `stretched2` (there +0.5); elements saturate
@@ -15,12 +17,12 @@ beyond the end of the outermost interval (there from 0.99 of it on); a saturated
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ao_lab.config.base import Config
 from ao_lab.config.granularity import ROWS, block_of
 from ao_lab.config.recipe import integer_scheme, stretched
-from reference import Scheme
+from reference import SCHEMES, Scheme
 
 #: Elements of fewer than 3 bits; log2(3) is 1.58.
 STRETCHED = {1.58: "ternary", 2: "stretched2"}
@@ -44,4 +46,16 @@ class LowBitWeightOnlyConfig(Config):
         return integer_scheme(int(self.bits), block, asymmetric=False)
 
 
-__all__ = ["LowBitWeightOnlyConfig"]
+@dataclass(frozen=True)
+class NF4WeightOnlyConfig(Config):
+    """NF4 with double quantization (QLoRA) for the weight."""
+
+    block_size: int = 64
+    scaler_block_size: int = 256
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"block_size": (64,), "scaler_block_size": (256,)}
+
+    def _weight(self) -> Scheme:
+        return SCHEMES["nf4"]
+
+
+__all__ = ["LowBitWeightOnlyConfig", "NF4WeightOnlyConfig"]

@@ -8,7 +8,9 @@ computes the product (`ao_lab.gemm.select`). Configurations (`ao_lab.config.base
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
 from reference.arrays.errors import choice
 from reference.schemes.default_schemes import stretched_scheme
@@ -41,6 +43,20 @@ class Recipe:
         return self.weight.name + inputs
 
 
+def registered(scheme: Scheme) -> Scheme:
+    """The record of `SCHEMES` that computes the same, whatever its name; the given one where there is none."""
+    wanted = numerics(scheme)
+    return next((known for known in SCHEMES.values() if numerics(known) == wanted), scheme)
+
+
+@lru_cache(maxsize=4096)
+def numerics(scheme: Scheme) -> tuple[Any, ...]:
+    """The fields of a record that decide bits: all but its name and what is said of it."""
+    return tuple(getattr(scheme, f.name) for f in fields(scheme) if f.name not in ("name", "deviations"))
+
+
+# What users type as a scheme's name, beside the names of records. Nothing here reads the name of a record.
+
 #: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
 INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
 #: int8_rowwise_cast: scales rounded to the dtype of the tensor that is quantized.
@@ -52,21 +68,19 @@ STRETCHED = re.compile(r"(ternary|stretched2)_(?:g([1-9]\d*)|(rowwise)|(tensorwi
 
 
 def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "float32") -> Scheme:
-    """The house's integers of `bits` bits in any block: the record that has this name, or a new one by the same rules.
+    """The default integers of `bits` bits in any block: the record of them, or a new one by the same rules.
 
-    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" keeps
+    One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" stores
     scales in bfloat16, as other programs do that load a checkpoint in bfloat16.
     """
     choice(storage, ("float32", "bfloat16"), "storage of scales")
     ends = ("_asymmetric" if asymmetric and bits > 1 else "") + ("_bf16" if storage == "bfloat16" else "")
     name = f"int{bits}_{block_name(block)}{ends}"
-    if name in SCHEMES:
-        return SCHEMES[name]
     model = SCHEMES["int4_g32_asymmetric" if asymmetric or bits == 1 else "int4_g32"]
     target = 2.0**bits - 1 if model.zero is not None else 2.0 ** (bits - 1) - 1
     scale = replace(model.scale, block=block, target=target, storage=storage)
     if bits > 1:
-        return replace(model, name=name, element=f"int{bits}", scale=scale)
+        return registered(replace(model, name=name, element=f"int{bits}", scale=scale))
     # Two levels, the block's minimum and maximum: code * (max - min) + min.
     ends_of_range = replace(scale, statistic="minmax")
     return replace(
@@ -75,13 +89,13 @@ def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "fl
 
 
 def cast_scales(scheme: Scheme) -> Scheme:
-    """The scheme with scales rounded to the dtype of what is quantized, still kept in float32; itself where they are already.
+    """The scheme with scales rounded to the dtype of what is quantized, still stored in float32; itself where they are already.
 
-    Programs that hold scales in a model's own dtype read these unchanged. ValueError for scales that are kept otherwise.
+    Programs that hold scales in a model's own dtype read these unchanged. ValueError for scales that are stored otherwise.
     """
     if scheme.scale.storage != "float32" or scheme.outer is not None:
         raise ValueError(
-            f"scales of {scheme.name} are kept as {scheme.scale.storage}, which no dtype of a model changes"
+            f"scales of {scheme.name} are stored as {scheme.scale.storage}, which no dtype of a model changes"
         )
     if scheme.scale.compute == "input":
         return scheme
@@ -102,13 +116,12 @@ def power_of_two_outer(scheme: Scheme) -> Scheme:
 
 
 def stretched(element: str, block: Block) -> Scheme:
-    """Stretched levels in any block: the record that has this name, or a new one by the same rules."""
-    name = f"{element}_{block_name(block)}"
-    return SCHEMES[name] if name in SCHEMES else stretched_scheme(element, block, name)
+    """Stretched levels in any block: the record of them, or a new one by the same rules."""
+    return registered(stretched_scheme(element, block, f"{element}_{block_name(block)}"))
 
 
 def block_name(block: Block) -> str:
-    """How the names of house schemes call a block."""
+    """How the names of the default schemes call a block."""
     if isinstance(block, tuple):
         return "x".join(map(str, block))
     return {"-1": "rowwise", "tensor": "tensorwise"}.get(str(block), f"g{block}")
@@ -148,6 +161,8 @@ __all__ = [
     "cast_scales",
     "integer_scheme",
     "named",
+    "numerics",
     "power_of_two_outer",
+    "registered",
     "stretched",
 ]

@@ -1,6 +1,6 @@
-"""`as_torchao`: a configuration in torchao's own bits instead of the house's.
+"""`as_torchao`: a configuration in torchao's own bits instead of the default ones.
 
-A configuration of ao_lab means the house's records. Torchao's public classes compute otherwise: symmetric integers clip the
+A configuration of ao_lab means the default schemes. Torchao's public classes compute otherwise: symmetric integers clip the
 largest positive value, `Int8Tensor` has a smallest scale, `IntxUnpackedToInt8Tensor` computes in the weight's dtype, float8
 scales are rounded to it. Which record of `reference.schemes.torchao` each class means is the table here.
 """
@@ -14,12 +14,16 @@ from typing import Any
 from ao_lab.config.base import Config, SchemeConfig, dtype_name, operands
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.granularity import MappingType, PerRow, PerTensor, block_of
+from ao_lab.config.integer import integer_bits
 from ao_lab.config.recipe import block_name, named
+from reference import SCHEMES, Scheme
 from reference.arrays.errors import choice
 from reference.schemes.default_schemes import mx_name
+from reference.schemes.schemes import Block
+from reference.schemes.torchao import integer_record
 
-#: Names of the records of weight and input; None: inputs are not quantized.
-Names = tuple[str, str | None]
+#: The records of weight and input, by name where torchao has only those that are named; None: inputs are not quantized.
+Records = tuple[str | Scheme, str | Scheme | None]
 MAPPINGS = {"SYMMETRIC": "", "ASYMMETRIC": "_asymmetric", "SYMMETRIC_NO_CLIPPING_ERR": "_no_clipping"}
 SCALE_DTYPES = {"None": "", "float32": "_f32", "bfloat16": "_bf16", "float16": "_f16"}
 
@@ -46,10 +50,46 @@ def as_torchao(config: Any) -> Any:
             f"as_torchao: no record says what {kind} of torchao computes; those of {known} are known"
         )
     weight, activation = RECORDS_OF[kind](config)
-    made, inputs = named(weight), named(activation)
+    result, inputs = named(weight), named(activation)
     if ours:
-        return replace(config, scheme=made, activation_scheme=inputs)
-    return SchemeConfig(scheme=made, activation_scheme=inputs)
+        return replace(config, scheme=result, activation_scheme=inputs)
+    return SchemeConfig(scheme=result, activation_scheme=inputs)
+
+
+def int8_record(block: Block, mapping: str = "") -> Scheme:
+    """torchao's Int8Tensor in any block; `mapping` is one of `MAPPINGS`' values."""
+    name = f"torchao.int8_{block_name(block)}{mapping}"
+    return SCHEMES.get(name) or integer_record(name, 8, block, mapping, False, None)
+
+
+def intx_record(bits: int, block: Block, mapping: str = "", storage: str = "") -> Scheme:
+    """torchao's IntxUnpackedToInt8Tensor in any block; `storage`, one of `SCALE_DTYPES`' values, is the dtype of its scales.
+
+    ValueError for symmetric integers of one bit: torchao's map every weight to 0.
+    """
+    name = f"torchao.intx{bits}_{block_name(block)}{mapping}{storage}"
+    if bits == 1 and mapping != "_asymmetric":
+        raise ValueError(
+            f"{name}: torchao's symmetric integers of one bit are 0 for every weight; add _asymmetric, or use 2 bits"
+        )
+    return SCHEMES.get(name) or integer_record(name, bits, block, mapping, True, storage.lstrip("_") or None)
+
+
+def float8_record(element: str, block: Block) -> Scheme:
+    """torchao's float8 of its inference path in any block; ValueError for another element."""
+    choice(element, ("float8_e4m3fn", "float8_e5m2"), "a float8 dtype")
+    suffix = "_e5m2" if element == "float8_e5m2" else ""
+    name = f"torchao.fp8_{'1x128' if block == 128 else block_name(block)}_inference{suffix}"
+    model = SCHEMES[f"torchao.fp8_rowwise_inference{suffix}"]
+    return SCHEMES.get(name) or replace(model, name=name, scale=replace(model.scale, block=block))
+
+
+def mx_record(element: str, rule: str) -> Scheme:
+    """torchao's MX record of an element and a rule of scales; ValueError for others."""
+    found = named(f"torchao.{mx_name(element)}_{rule}")
+    if found is None:
+        raise ValueError(f"torchao has no MX floats {element} with scales by {rule}")
+    return found
 
 
 def _mapping(value: Any) -> str:
@@ -57,39 +97,41 @@ def _mapping(value: Any) -> str:
     return MAPPINGS[choice(name, tuple(MappingType), "mapping type")]
 
 
-def _int8(config: Any) -> Names:
+def _int8(config: Any) -> Records:
     group = getattr(config, "group_size", None)
-    return f"torchao.int8_{block_name(group or block_of(config.granularity))}", None
+    return int8_record(group or block_of(config.granularity)).name, None
 
 
-def _int8_int8(config: Any) -> Names:
+def _int8_int8(config: Any) -> Records:
     given = PerRow() if config.granularity is None else config.granularity
-    inputs, weight = (block_name(block_of(one)) for one in operands(given))
-    return f"torchao.int8_{weight}", f"torchao.int8_{inputs}{_mapping(config.act_mapping_type)}"
+    inputs, weight = map(block_of, operands(given))
+    return int8_record(weight).name, int8_record(inputs, _mapping(config.act_mapping_type)).name
 
 
-def _static_int8(config: Any) -> Names:
+def _static_int8(config: Any) -> Records:
     """One scale for all inputs, whatever the weight's granularity is."""
-    weight = block_name(block_of(operands(config.granularity)[1]))
-    return f"torchao.int8_{weight}", f"torchao.int8_tensorwise{_mapping(config.act_mapping_type)}"
+    weight = block_of(operands(config.granularity)[1])
+    return int8_record(weight).name, int8_record("tensor", _mapping(config.act_mapping_type)).name
 
 
-def _intx_name(dtype: Any, granularity: Any, mapping: Any, scale_dtype: Any) -> str:
+def _intx_of(dtype: Any, granularity: Any, mapping: Any, scale_dtype: Any) -> str:
+    """The name of a record: torchao's configurations have rows and groups alone."""
     stored = choice(str(dtype_name(scale_dtype)), tuple(SCALE_DTYPES), "scale_dtype")
-    block = block_name(block_of(granularity))
-    return f"torchao.intx{dtype_name(dtype).removeprefix('int')}_{block}{_mapping(mapping)}{SCALE_DTYPES[stored]}"
+    return intx_record(
+        integer_bits(dtype), block_of(granularity), _mapping(mapping), SCALE_DTYPES[stored]
+    ).name
 
 
-def _intx(config: Any) -> Names:
+def _intx(config: Any) -> Records:
     _check_algorithm(config)
-    return _intx_name(config.weight_dtype, config.granularity, config.mapping_type, config.scale_dtype), None
+    return _intx_of(config.weight_dtype, config.granularity, config.mapping_type, config.scale_dtype), None
 
 
-def _int8_intx(config: Any) -> Names:
+def _int8_intx(config: Any) -> Records:
     _check_algorithm(config)
     if _mapping(config.act_mapping_type) != "_asymmetric":
         raise ValueError("torchao's Int8DynamicActivationIntxWeightConfig has asymmetric inputs alone")
-    weight = _intx_name(
+    weight = _intx_of(
         config.weight_dtype, config.weight_granularity, config.weight_mapping_type, config.weight_scale_dtype
     )
     return weight, "torchao.intx8_rowwise_asymmetric"
@@ -100,62 +142,61 @@ def _check_algorithm(config: Any) -> None:
     choice(str(getattr(algorithm, "value", algorithm)), ("affine",), "intx_choose_qparams_algorithm")
 
 
-def _int4(config: Any) -> Names:
+def _int4(config: Any) -> Records:
     algorithm = config.int4_choose_qparams_algorithm
     choice(str(getattr(algorithm, "value", algorithm)), ("tinygemm",), "int4_choose_qparams_algorithm")
     return f"torchao.int4_g{config.group_size}_tinygemm", None
 
 
-def _float8_name(dtype: Any, granularity: Any) -> str:
-    block = block_name(block_of(granularity))
-    suffix = "_e5m2" if dtype_name(dtype) == "float8_e5m2" else ""
-    return f"torchao.fp8_{'1x128' if block == 'g128' else block}_inference{suffix}"
+def _float8_of(dtype: Any, granularity: Any) -> str:
+    """The name of a record: torchao has no kernels for other blocks."""
+    return float8_record(dtype_name(dtype), block_of(granularity)).name
 
 
-def _float8(config: Any) -> Names:
-    return _float8_name(config.weight_dtype, config.granularity or PerRow()), None
+def _float8(config: Any) -> Records:
+    return _float8_of(config.weight_dtype, config.granularity or PerRow()), None
 
 
-def _float8_float8(config: Any) -> Names:
+def _float8_float8(config: Any) -> Records:
     for bound in ("activation_value_lb", "activation_value_ub"):
         if getattr(config, bound, None) is not None:
             raise ValueError(f"{bound} is in no record; leave it out")
     inputs, weight = operands(config.granularity or PerTensor())
-    return _float8_name(config.weight_dtype, weight), _float8_name(config.activation_dtype, inputs)
+    return _float8_of(config.weight_dtype, weight), _float8_of(config.activation_dtype, inputs)
 
 
-def _static_float8(config: Any) -> Names:
+def _static_float8(config: Any) -> Records:
     weight = operands(config.granularity or PerTensor())[1]
-    return _float8_name(config.weight_dtype, weight), _float8_name(config.activation_dtype, PerTensor())
+    return _float8_of(config.weight_dtype, weight), _float8_of(config.activation_dtype, PerTensor())
 
 
-def _mx_name(dtype: Any, mode: Any) -> str:
+def _mx_of(dtype: Any, mode: Any) -> Scheme:
     rule = choice(
         str(getattr(mode, "value", mode)).lower(), ("rceil", "floor", "ceil", "even"), "scaling_mode"
     )
-    return f"torchao.{mx_name(dtype_name(dtype))}_{rule}"
+    return mx_record(dtype_name(dtype), rule)
 
 
-def _mx(config: Any) -> Names:
-    return _mx_name(config.weight_dtype, config.scaling_mode), None
+def _mx(config: Any) -> Records:
+    return _mx_of(config.weight_dtype, config.scaling_mode), None
 
 
-def _mx_mx(config: Any) -> Names:
+def _mx_mx(config: Any) -> Records:
     mode = config.scaling_mode
-    return _mx_name(config.weight_dtype, mode), _mx_name(config.activation_dtype, mode)
+    return _mx_of(config.weight_dtype, mode), _mx_of(config.activation_dtype, mode)
 
 
-def _nvfp4(config: Any) -> Names:
+def _nvfp4(config: Any) -> Records:
     return "torchao.nvfp4" if config.use_dynamic_per_tensor_scale else "torchao.nvfp4_single_level", None
 
 
-def _nvfp4_nvfp4(config: Any) -> Names:
-    name = _nvfp4(config)[0]
-    return name, name
+def _nvfp4_nvfp4(config: Any) -> Records:
+    record = _nvfp4(config)[0]
+    return record, record
 
 
 #: The records of each class, from its parameters.
-RECORDS_OF: dict[str, Callable[[Any], Names]] = {
+RECORDS_OF: dict[str, Callable[[Any], Records]] = {
     "Float8DynamicActivationFloat8WeightConfig": _float8_float8,
     "Float8StaticActivationFloat8WeightConfig": _static_float8,
     "Float8WeightOnlyConfig": _float8,
@@ -172,4 +213,4 @@ RECORDS_OF: dict[str, Callable[[Any], Names]] = {
     "NVFP4WeightOnlyConfig": _nvfp4,
 }
 
-__all__ = ["RECORDS_OF", "as_torchao"]
+__all__ = ["RECORDS_OF", "as_torchao", "float8_record", "int8_record", "intx_record", "mx_record"]

@@ -108,8 +108,8 @@ def _compare(
 
 def log_probabilities(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Of each next token, in float32: (tokens - 1, vocabulary)."""
-    made: Any = model(ids)
-    logits: torch.Tensor = getattr(made, "logits", made)
+    result: Any = model(ids)
+    logits: torch.Tensor = getattr(result, "logits", result)
     return torch.log_softmax(logits[0, :-1].float(), dim=-1)
 
 
@@ -117,11 +117,11 @@ def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str
     """The numbers of each task."""
     count, n = windows.predicted, len(windows.ids)
     loss = sum(sums.losses) / n
-    made: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     if "perplexity" in tasks:
         # Tokens that begin a window are not predicted; text counts in proportion.
         share = (windows.ids.shape[1] - 1) / windows.ids.shape[1]
-        made["perplexity"] = {
+        result["perplexity"] = {
             "token_perplexity": exponential(loss),
             "word_perplexity": exponential(loss * count / max(windows.words * share, 1.0)),
             "bits_per_byte": loss * count / (windows.bytes * share * math.log(2)),
@@ -129,18 +129,18 @@ def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str
             "loss_stderr": standard_error(sums.losses),
         }
     if "accuracy" in tasks:
-        made["accuracy"] = {"accuracy": sums.right / count}
+        result["accuracy"] = {"accuracy": sums.right / count}
     if "agreement" in tasks:
         base = sum(sums.base_losses) / n
         differences = [a - b for a, b in zip(sums.losses, sums.base_losses, strict=True)]
-        made["agreement"] = {
+        result["agreement"] = {
             "agreement": sums.agreed / count,
             "kl": sums.kl / count,
             "base_token_perplexity": exponential(base),
             "loss_difference": loss - base,
             "loss_difference_stderr": standard_error(differences),
         }
-    return made
+    return result
 
 
 def exponential(value: float) -> float:

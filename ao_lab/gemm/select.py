@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.tensor.native import FLOAT8
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.int8 import integer_sums
 from fast.cpu.linear import takes as takes_one_row
 from fast.cpu.ops import linear as cpu_linear
@@ -41,9 +40,11 @@ from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
 
-Product = Callable[[torch.Tensor, QuantizedTensor, torch.Tensor | None], torch.Tensor]
-Refusal = Callable[[QuantizedTensor, torch.dtype], str | None]
+Product = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor]
+UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
 
+#: Formats that `torch._scaled_mm` multiplies, and torch's dtypes of them.
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
@@ -56,56 +57,58 @@ class Kernel:
     """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
 
     run: Product
-    refuses: Refusal
+    unsupported_reason: UnsupportedReason
 
 
-def product(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
-    return PRODUCTS[chosen(w, x.dtype)].run(x, w, bias)
+    return PRODUCTS[select_kernel(w, x.dtype)].run(x, w, bias)
 
 
 def grouped_product(
-    x: torch.Tensor, w: QuantizedTensor, func: Any, *args: Any, **kwargs: Any
+    x: torch.Tensor, w: QuantizedWeight, func: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N): kernel "dequantize"."""
     if sums_along_blocks(w) and w.recipe.kernel not in ("auto", "dequantize"):
         raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
-    made: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
-    return made
+    result: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return result
 
 
-def chosen(w: QuantizedTensor, dtype: torch.dtype) -> str:
+def select_kernel(w: QuantizedWeight, dtype: torch.dtype) -> str:
     """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot."""
     if not sums_along_blocks(w):
         return "dequantize"
     wanted = w.recipe.kernel
     if wanted != "auto":
-        reason = PRODUCTS[wanted].refuses(w, dtype)
+        reason = PRODUCTS[wanted].unsupported_reason(w, dtype)
         if reason is not None:
-            able = ", ".join(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+            able = ", ".join(
+                name for name, kernel in PRODUCTS.items() if kernel.unsupported_reason(w, dtype) is None
+            )
             raise ValueError(f"kernel {wanted!r} does not take {w.recipe}: {reason}; these do: {able}")
         return wanted
-    return next(name for name, kernel in PRODUCTS.items() if kernel.refuses(w, dtype) is None)
+    return next(name for name, kernel in PRODUCTS.items() if kernel.unsupported_reason(w, dtype) is None)
 
 
-def sums_along_blocks(w: QuantizedTensor) -> bool:
+def sums_along_blocks(w: QuantizedWeight) -> bool:
     """Whether the product's sum, over the axis before the last, runs along the blocks."""
     return w.block_axis == -2
 
 
-def quantized_input(x: torch.Tensor, w: QuantizedTensor, scheme: Scheme) -> Quantized:
+def quantized_input(x: torch.Tensor, w: QuantizedWeight, scheme: Scheme) -> Quantized:
     """The input in its scheme: static scales where the weight brings them, else found anew."""
     return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
 
 
-def _dequantized(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     x, dense = _rounded(x, w), w.dequantize(x.dtype)
     if x.dim() == 2:
         return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
     return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
 
 
-def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
+def _rounded(x: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
     """The input as its scheme represents it; itself where it has none."""
     scheme = w.recipe.activation
     if scheme is None or not sums_along_blocks(w):
@@ -113,7 +116,7 @@ def _rounded(x: torch.Tensor, w: QuantizedTensor) -> torch.Tensor:
     return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
 
 
-def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
     if isinstance(x.shape[0], int) and x.shape[0] == 1:
@@ -121,7 +124,7 @@ def _fused(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> to
     return _dequantized(x, w, bias)
 
 
-def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     if w.recipe.activation is not None:
         return "its inputs must not be quantized"
     device = w.device.type
@@ -140,7 +143,7 @@ def _refuses_fused(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     )
 
 
-def most_fused_rows(w: QuantizedTensor, dtype: torch.dtype) -> int:
+def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
     if w.is_cuda:
         return rows_fused(w.quantized, dtype)
@@ -148,11 +151,11 @@ def most_fused_rows(w: QuantizedTensor, dtype: torch.dtype) -> int:
     return int(q.axis == 1 and takes_one_row(q.scheme, tuple(q.shape), dtype))
 
 
-def _refuses_nothing(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     inputs = quantized_input(x, w, _activation(w))
     if _is_one_row(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
@@ -165,7 +168,7 @@ def _int8(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> tor
     return total.to(x.dtype)
 
 
-def _is_one_row(x: torch.Tensor, w: QuantizedTensor) -> bool:
+def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
     """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
     if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
         return False
@@ -188,7 +191,7 @@ def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(a, b)[:count]
 
 
-def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+def _int8_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     scheme = w.recipe.activation
     if scheme is None or scheme.element != "int8" or w.scheme.element != "int8":
         return "both operands must be int8"
@@ -203,7 +206,7 @@ def _refuses_int8(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return _dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
@@ -219,7 +222,7 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
 
 
-def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
+def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     scheme = w.recipe.activation
     if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
         return "both operands must be float8_e4m3fn or float8_e5m2"
@@ -230,13 +233,13 @@ def _refuses_scaled_mm(w: QuantizedTensor, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it does not write {dtype}"
     if w.is_cuda:
-        return _refuses_scaled_mm_on_gpu(w, scheme, dtype)
+        return _scaled_mm_unsupported_on_gpu(w, scheme, dtype)
     if -1 in (scheme.scale.block, w.scheme.scale.block) and not _cpu_scales_rows():
         return f"torch {torch.__version__} takes one scale for each operand on a CPU, 2.13 one for each row"
     return None
 
 
-def _refuses_scaled_mm_on_gpu(w: QuantizedTensor, scheme: Scheme, dtype: torch.dtype) -> str | None:
+def _scaled_mm_unsupported_on_gpu(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
     if (capability := _capability(w.device.index or 0)) < (8, 9):
         return f"compute capability {capability[0]}.{capability[1]} has no float8 product, 8.9 has"
     if any(length % STEP_FLOAT8 for length in w.shape):
@@ -265,7 +268,7 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _reference(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _reference(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
         raise ValueError("kernel 'reference' runs on the host and cannot be traced; use kernel='dequantize'")
     scheme = w.recipe.activation
@@ -274,12 +277,12 @@ def _reference(x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -
     return fast.matmul(left, as_right_operand(w), **options)
 
 
-def as_right_operand(w: QuantizedTensor) -> Any:
+def as_right_operand(w: QuantizedWeight) -> Any:
     """The weight (K, N) as `reference.matmul` takes it: a `Quantized` of that shape, or dense float32 where there is none."""
     return transposed(w.quantized) if w.meta.transposed else unpacked(with_plain_scales(w.quantized))
 
 
-def _activation(w: QuantizedTensor) -> Scheme:
+def _activation(w: QuantizedWeight) -> Scheme:
     scheme = w.recipe.activation
     if scheme is None:
         raise ValueError(f"{w.recipe} has no scheme for its input")
@@ -293,11 +296,11 @@ def _row(scale: torch.Tensor) -> torch.Tensor:
 
 #: Every kernel by name, the preferred first.
 PRODUCTS = {
-    "int8": Kernel(_int8, _refuses_int8),
-    "scaled_mm": Kernel(_scaled_mm, _refuses_scaled_mm),
-    "fused": Kernel(_fused, _refuses_fused),
-    "dequantize": Kernel(_dequantized, _refuses_nothing),
-    "reference": Kernel(_reference, _refuses_nothing),
+    "int8": Kernel(_int8, _int8_unsupported),
+    "scaled_mm": Kernel(_scaled_mm, _scaled_mm_unsupported),
+    "fused": Kernel(_fused, _fused_unsupported),
+    "dequantize": Kernel(_dequantized, _supports_all),
+    "reference": Kernel(_reference, _supports_all),
 }
 
 __all__ = [
@@ -305,9 +308,9 @@ __all__ = [
     "Kernel",
     "Scales",
     "as_right_operand",
-    "chosen",
     "grouped_product",
     "most_fused_rows",
     "product",
+    "select_kernel",
     "sums_along_blocks",
 ]

@@ -1,16 +1,7 @@
-"""Quantization-aware training."""
+"""Quantization-aware training. Importing any of it registers what `quantize_` does for a `QATConfig`."""
 
-from __future__ import annotations
+from ao_lab.qat import api as api
+from ao_lab.qat.config import QATConfig
 
-import importlib
-from typing import Any
-
-#: Files written before this was a package ask for these names here.
-MOVED = {"QATConfig": "config"}
-
-
-def __getattr__(name: str) -> Any:
-    """A name of `MOVED`, from the module that defines it now."""
-    if name not in MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{MOVED[name]}"), name)
+# Files written before this was a package ask for `QATConfig` here.
+__all__ = ["QATConfig"]

@@ -14,39 +14,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.hooks import ForwardLoop, calibrated, unwatch
-from ao_lab.calibration.observers import InputScales, Observer
+from ao_lab.calibration.hooks import unwatch
+from ao_lab.calibration.observers import InputScales
 from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig, Patterns
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
 from ao_lab.qat.layers import QATLinear, QATModule, Training, plain_again, train_as
 from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
-from ao_lab.qat.lora.model import check_mergeable, merge
+from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
 from ao_lab.qat.scale_init import first_scales
-from ao_lab.quantization.api import Progress, keep_report, report_of, required_observers
-from ao_lab.quantization.modules import candidates
-from ao_lab.quantization.plan import ALREADY, Change, Device, Filter, Plan, planned
+from ao_lab.quantization.api import Call, keep_report, report_of, transform
+from ao_lab.quantization.calibrate import calibrated, required_observers
+from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.quantization.selection import Filter, selection
 from reference import Scales
 
 
-def prepare_qat(
-    model: nn.Module,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    forward_loop: ForwardLoop | None,
-    observers: Mapping[str, Observer] | None,
-) -> Report:
+@transform(QATConfig)
+def train_quantized(call: Call) -> Report:
+    """Both steps of `QATConfig`: prepare layers for training, or convert what was trained."""
+    configs = configs_of(call.config)
+    if len({one.step for one in configs}) > 1:
+        raise ValueError("FqnToConfig: QATConfigs of one step; call quantize_ for each step")
+    if configs[0].step == "convert":
+        return convert_qat(call)
+    rounds = {None if one.lora is None else one.lora.rounds for one in configs}
+    if len(rounds) > 1:
+        raise ValueError(
+            "FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), rounding the same, or in none"
+        )
+    return prepare_lora(call) if rounds == {"base"} else prepare_qat(call)
+
+
+def configs_of(config: Config | FqnToConfig) -> list[QATConfig]:
+    """A QATConfig, or those that FqnToConfig names."""
+    inner = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]
+    return [one for one in inner if isinstance(one, QATConfig)]
+
+
+def prepare_qat(call: Call) -> Report:
     """Step "prepare"."""
-    plan = planned(model, config, filter_fn, device)
+    model, device, observers = call.model, call.device, call.observers
+    plan = planned(model, call.config, call.filter_fn, device)
     _check_untouched(plan)
     _check_called(model, plan)
-    if forward_loop is not None and observers is not None:
+    if call.forward_loop is not None and observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
-    if forward_loop is not None:
-        observers = calibrated(plan, model, forward_loop)
+    if call.forward_loop is not None:
+        observers = calibrated(plan, model, call.forward_loop)
     known = required_observers(plan, observers)
     undo: list[nn.Module] = []
     try:
@@ -121,28 +140,28 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Mo
 def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
     """Parameters and buffers that the layers of a weight get."""
     weight = change.parameter
-    made: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     frozen = not weight.requires_grad
     if config.learn_scales:
         if weight.is_meta:
             raise ValueError(
-                "learned scales start from the weight's numbers; on the meta device there are none"
+                "learned scales start from the weight's values; on the meta device there are none"
             )
         start = first_scales(weight, change.recipe.weight, change.axis, config.scale_start)
-        made["qat_scale"] = _parameter(start.scale, frozen)
+        result["qat_scale"] = _parameter(start.scale, frozen)
         if start.zero is not None:
-            made["qat_zero"] = (
+            result["qat_zero"] = (
                 _parameter(start.zero, frozen) if start.zero.is_floating_point() else start.zero
             )
     inputs = _input_scales(change, config, known)
     if inputs is not None:
         scale = inputs.scale.to(weight.device)
-        made["qat_input_scale"] = _parameter(scale, frozen) if config.learn_scales else scale
+        result["qat_input_scale"] = _parameter(scale, frozen) if config.learn_scales else scale
         if inputs.zero is not None:
-            made["qat_input_zero"] = inputs.zero.to(weight.device)
+            result["qat_input_zero"] = inputs.zero.to(weight.device)
     if config.start_step:
-        made["qat_step"] = torch.zeros((), dtype=torch.int64, device=weight.device)
-    return made
+        result["qat_step"] = torch.zeros((), dtype=torch.int64, device=weight.device)
+    return result
 
 
 def _parameter(x: torch.Tensor, frozen: bool) -> nn.Parameter:
@@ -161,24 +180,19 @@ def _input_scales(change: Change, config: QATConfig, known: Mapping[str, Observe
     return observer.scales()
 
 
-def convert_qat(
-    model: nn.Module,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    progress: Progress | None,
-) -> Report:
+def convert_qat(call: Call) -> Report:
     """Step "convert"."""
-    chosen, reasons = _chosen(model, config, filter_fn)
+    model, device, progress = call.model, call.device, call.progress
+    selected, reasons = _select_layers(model, call.config, call.filter_fn)
     weights: dict[int, list[tuple[str, QATModule, QATConfig]]] = {}
     adapted: list[tuple[str, LoRALinear, QATConfig]] = []
-    for name, module, wanted in chosen:
+    for name, module, wanted in selected:
         if isinstance(module, LoRALinear):
             check_mergeable(name, module, wanted)
             adapted.append((name, module, wanted))
         else:
             _check_convertible(name, module, wanted)
-    for name, module, wanted in chosen:
+    for name, module, wanted in selected:
         if isinstance(module, LoRASumLinear):
             fold(module)
         if isinstance(module, QATModule):
@@ -202,40 +216,40 @@ def convert_qat(
     return report_of(model)
 
 
-def _chosen(
+def _select_layers(
     model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
 ) -> tuple[list[tuple[str, QATModule | LoRALinear, QATConfig]], dict[str, str]]:
     """The layers in training that a configuration means (all, without a filter), and why each layer is as it will be."""
-    if isinstance(config, FqnToConfig) and filter_fn is not None:
-        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    patterns = Patterns(config) if isinstance(config, FqnToConfig) else None
-    chosen: list[tuple[str, QATModule | LoRALinear, QATConfig]] = []
+    if filter_fn is None and not isinstance(config, FqnToConfig):
+        filter_fn = every_layer
+    select = selection(config, filter_fn)
+    selected: list[tuple[str, QATModule | LoRALinear, QATConfig]] = []
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     plain: list[str] = []
-    for path, module, name, _ in candidates(model):
+    for path, module, name, _ in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
-        wanted: Any = config
-        if patterns is not None:
-            wanted, _ = patterns(path, module, full)
-        elif filter_fn is not None:
-            wanted = config if filter_fn(module, path) else None
+        wanted: Any = select(path, module, full)[0]
         if not isinstance(module, (QATModule, LoRALinear)):
             plain += [full] if wanted is not None else []
             continue
         if wanted is not None and name == "weight":
-            chosen.append((full, module, wanted))
+            selected.append((full, module, wanted))
             ended = "QAT ended; dense again" if wanted.base_config is None else "trained by QAT"
             reasons[full] = (
                 f"{ended}, adapters merged" if isinstance(module, (LoRALinear, LoRASumLinear)) else ended
             )
-    if patterns is not None:
-        patterns.check_all_matched(model)
-    if not chosen:
+    select.check_all_matched(model)
+    if not selected:
         raise ValueError(
             f"step='convert': none of the layers meant is in training ({', '.join(plain[:5]) or 'none is meant'}); "
             f"call quantize_ with QATConfig(..., step='prepare') first, and train"
         )
-    return chosen, reasons
+    return selected, reasons
+
+
+def every_layer(module: nn.Module, name: str) -> bool:
+    """The filter of step "convert" where none is given."""
+    return True
 
 
 def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
@@ -274,16 +288,16 @@ def _convert_one(places: list[tuple[str, QATModule, QATConfig]], device: Device)
     """The quantized weight of one dense weight in every place, and plain layers around it."""
     linear = [place for place in places if isinstance(place[1], QATLinear)]
     _, module, config = (linear or places)[0]
-    made: nn.Parameter | None = None
+    result: nn.Parameter | None = None
     if config.base_config is not None:
         given, weight = module.given(), module.weight.detach()
         recipe = module.qat.recipe if not linear else config.recipe()
         stored = weight_as_stored(weight, recipe, module.qat.axis, given)
-        made = nn.Parameter(stored if device is None else stored.to(device), requires_grad=False)
+        result = nn.Parameter(stored if device is None else stored.to(device), requires_grad=False)
     for _, place, _ in places:
         plain_again(place)
-        if made is not None:
-            place._parameters["weight"] = made
+        if result is not None:
+            place._parameters["weight"] = result
 
 
-__all__ = ["convert_qat", "prepare_qat"]
+__all__ = ["convert_qat", "prepare_qat", "train_quantized"]

@@ -43,8 +43,8 @@ class QATLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """`gradients`, at the places of forward's arguments."""
         x, weight, *tensors = ctx.saved_tensors
-        made = gradients(grads[0], x, weight, Given(*tensors), ctx.rule, _wanted(ctx.needs_input_grad, 4))
-        dx, dw, db, dscale, dzero, dinput = made
+        result = gradients(grads[0], x, weight, Given(*tensors), ctx.rule, _wanted(ctx.needs_input_grad, 4))
+        dx, dw, db, dscale, dzero, dinput = result
         return dx, dw, db, None, dscale, dzero, dinput, None, None
 
 
@@ -89,8 +89,8 @@ def qat_linear_backward_op(
 ) -> list[torch.Tensor]:
     """`gradients` as an operator: those that are wanted."""
     given = Given(scale, zero, input_scale, input_zero, started)
-    made = gradients(g, x, weight, given, rule_of(rule), tuple(wanted))
-    return [part for part in made if part is not None]
+    result = gradients(g, x, weight, given, rule_of(rule), tuple(wanted))
+    return [part for part in result if part is not None]
 
 
 @qat_linear_backward_op.register_fake
@@ -128,8 +128,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     x, weight, *tensors = ctx.saved_tensors
     wanted = list(_wanted(ctx.needs_input_grad, 3))
-    made = iter(torch.ops.ao_lab.qat_linear_backward(g, x, weight, *tensors, ctx.rule, wanted))
-    found = [next(made) if want else None for want in wanted]
+    result = iter(torch.ops.ao_lab.qat_linear_backward(g, x, weight, *tensors, ctx.rule, wanted))
+    found = [next(result) if want else None for want in wanted]
     return (*found, None, None, None)
 
 

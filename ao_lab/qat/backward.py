@@ -17,7 +17,7 @@ import torch
 import fast
 from ao_lab.qat.forward import Given, Rule, cannot_saturate, own, rounded
 from fast.device import has_kernels
-from fast.quantize import saturation as clipped
+from fast.quantize import saturation
 from reference import Scales, Scheme
 
 
@@ -49,14 +49,14 @@ def gradients(
             dx = torch.mm(g, operand)
             del operand
     if dx is not None and x is not None and recipe.activation is not None:
-        dx, dinput, _ = straight(dx, x, recipe.activation, -1, given.of_input, given.started, x_notes)
+        dx, dinput, _ = straight_through(dx, x, recipe.activation, -1, given.of_input, given.started, x_notes)
     if dw is not None:
-        dw, dscale, dzero = straight(
+        dw, dscale, dzero = straight_through(
             dw, weight, recipe.weight, rule.axis, given.of_weight, given.started, w_notes
         )
     db = g.sum(0) if wanted[2] else None
-    made = (dx, dw, db, dscale, dzero, dinput)
-    return tuple(part if want else None for part, want in zip(made, wanted, strict=True))
+    result = (dx, dw, db, dscale, dzero, dinput)
+    return tuple(part if want else None for part, want in zip(result, wanted, strict=True))
 
 
 def again(
@@ -67,13 +67,13 @@ def again(
         return x.detach(), None
     if not has_kernels(x) or scales is not None or x.dtype != dtype or cannot_saturate(scheme):
         return rounded(x, scheme, axis, scales, dtype, started), None
-    made, notes = clipped.noted(own(x), scheme, axis)
+    result, notes = saturation.noted(own(x), scheme, axis)
     if started is not None:
-        made, notes = torch.where(started, made, x), None if notes is None else notes * started
-    return made, notes
+        result, notes = torch.where(started, result, x), None if notes is None else notes * started
+    return result, notes
 
 
-def straight(
+def straight_through(
     g: torch.Tensor,
     x: torch.Tensor,
     scheme: Scheme,
@@ -86,7 +86,7 @@ def straight(
     if scales is None and cannot_saturate(scheme):
         return g, None, None
     if notes is not None:
-        return clipped.clip(g, own(x), notes, scheme, axis), None, None
+        return saturation.clip(g, own(x), notes, scheme, axis), None, None
     dx, dscale, dzero = fast.fake_quantize_vjp(g, own(x), scheme, axis=axis, scales=scales)
     if started is None:
         return dx, dscale, dzero
@@ -94,4 +94,4 @@ def straight(
     return torch.where(started, dx, g), late[0], late[1]
 
 
-__all__ = ["again", "gradients", "straight"]
+__all__ = ["again", "gradients", "straight_through"]

@@ -20,31 +20,67 @@ times; the count is in the state_dict. With `lora` weights are quantized and fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
 
 from ao_lab.config.base import Config, SchemeConfig
-from ao_lab.config.float import float8_scheme
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.float8 import float8_scheme
 from ao_lab.config.granularity import PerGroup, PerRow, PerTensor, block_of
 from ao_lab.config.integer import integer_bits
+from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe, integer_scheme
+from ao_lab.qat.layers import unsupported_reason
 from ao_lab.quantization.modules import check_model
 from reference import Scales, Scheme
 from reference.arrays.errors import choice
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ao_lab.calibration.observers import Observer
-    from ao_lab.qat.lora.layer import LoRA
 
 STEPS = ("prepare", "convert")
 STARTS = ("rule", "error")
 
 
 @dataclass(frozen=True)
-class QATConfig(Config):
+class LoRA:
+    """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
+
+    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.bfloat16
+    rounds: str = "base"
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 0:
+            raise ValueError(f"LoRA: rank is an integer, 0 or more, got {self.rank!r}")
+        if not isfinite(self.alpha) or self.alpha <= 0:
+            raise ValueError(f"LoRA: alpha is a positive number, got {self.alpha!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA: dropout is a probability below 1, got {self.dropout!r}")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"LoRA: adapters are bfloat16, float16 or float32, got {self.dtype}")
+        choice(self.rounds, ("base", "sum"), "LoRA: rounds")
+        if self.rounds == "sum" and self.dropout:
+            raise ValueError("LoRA: dropout is of the adapters' own input; under rounds='sum' they have none")
+
+    @property
+    def factor(self) -> float:
+        """alpha / rank."""
+        return self.alpha / max(self.rank, 1)
+
+    def __str__(self) -> str:
+        more = f", dropout {self.dropout:g}" if self.dropout else ""
+        more += ", the sum is rounded" if self.rounds == "sum" else ""
+        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{more}; frozen; step='convert' merges it"
+
+
+@dataclass(frozen=True)
+class QATConfig(Config, registered=False):
     """Train for a configuration, or end the training; see the module text.
 
     In place of base_config step "prepare" takes weight_config and activation_config: schemes, by name or record.
@@ -63,6 +99,7 @@ class QATConfig(Config):
     lora: LoRA | None = field(default=None, kw_only=True)
     #: Where learned scales start: "rule", at those of the scheme; "error", at those with the least squared error of rounding.
     scale_start: str = field(default="rule", kw_only=True)
+    SCHEME_FIELDS: ClassVar[tuple[str, str]] = ("weight_config", "activation_config")
 
     def __post_init__(self) -> None:
         choice(self.step, STEPS, "QATConfig: step")
@@ -104,7 +141,7 @@ class QATConfig(Config):
 
     def _check_lora(self, lora: LoRA) -> None:
         """What does not go with a frozen base."""
-        if type(lora).__name__ != "LoRA":
+        if not isinstance(lora, LoRA):
             raise TypeError(f"QATConfig: lora is an ao_lab.LoRA, got {type(lora).__name__}")
         if self.learn_scales or self.start_step or self.base_config is None:
             raise ValueError(
@@ -150,11 +187,15 @@ class QATConfig(Config):
         """What finds the static scales of inputs before training."""
         return self._base.observer()
 
-    def refuses(self, module: nn.Module) -> str | None:
+    def unsupported_reason(self, module: nn.Module) -> str | None:
         """Why a module cannot train; None where it can."""
-        from ao_lab.qat.layers import refusal
+        return unsupported_reason(module)
 
-        return refusal(module)
+    def for_layout(self, layout: str) -> Self:
+        """See `Config.for_layout`: that of the base configuration."""
+        if self.base_config is None:
+            return super().for_layout(layout)
+        return replace(self, base_config=self.base_config.for_layout(layout))
 
 
 def has_learnable_scales(scheme: Scheme) -> bool:
@@ -193,30 +234,6 @@ def FromIntXQuantizationAwareTrainingConfig() -> QATConfig:
 FakeQuantizeConfig = IntxFakeQuantizeConfig
 
 
-def qat_step(config: Any) -> str | None:
-    """The step of a QATConfig, or of those that FqnToConfig names; None where there is none. ValueError for a mixture."""
-    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    steps = {one.step if isinstance(one, QATConfig) else None for one in configs if one is not None}
-    if len(steps) > 1:
-        raise ValueError("FqnToConfig: QATConfigs of one step, or none of them; call quantize_ for each")
-    return next(iter(steps), None)
-
-
-def lora_mode(config: Any) -> str | None:
-    """What a QATConfig with adapters rounds, or those that FqnToConfig names; None where there are none.
-
-    ValueError for a mixture.
-    """
-    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    adapters = [getattr(one, "lora", None) for one in configs if one is not None]
-    found = {None if one is None else one.rounds for one in adapters}
-    if len(found) > 1:
-        raise ValueError(
-            "FqnToConfig: lora in every QATConfig (LoRA(rank=0) freezes alone), rounding the same, or in none"
-        )
-    return next(iter(found), None)
-
-
 def advance_qat(model: nn.Module) -> None:
     """Count one step for layers with a delayed start: call it after optimizer.step().
 
@@ -237,8 +254,7 @@ __all__ = [
     "FromIntXQuantizationAwareTrainingConfig",
     "IntXQuantizationAwareTrainingConfig",
     "IntxFakeQuantizeConfig",
+    "LoRA",
     "QATConfig",
     "advance_qat",
-    "lora_mode",
-    "qat_step",
 ]

@@ -18,7 +18,7 @@ import torch
 import fast
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import product
-from ao_lab.quantization.chunked import PIECE, quantized_by_rows
+from ao_lab.tensor.chunked import PIECE, quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from fast.ops import record_name
 from reference import Scales, Scheme
@@ -120,12 +120,12 @@ def rounded(
     """x as its scheme represents it, in a dtype; x itself before the start."""
     x = own(x)
     if x.device.type == "cpu" and x.numel() > PIECE and scales is None and axis == -1:
-        made = quantized_by_rows(x, Recipe(weight=scheme)).dequantize(dtype)
+        result = quantized_by_rows(x, Recipe(weight=scheme)).dequantize(dtype)
     elif x.dtype == dtype:
-        made = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
+        result = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
     else:
-        made = fast.dequantize(fast.quantize(x, scheme, axis=axis, scales=scales), dtype)
-    return made if started is None else torch.where(started, made, x.to(dtype))
+        result = fast.dequantize(fast.quantize(x, scheme, axis=axis, scales=scales), dtype)
+    return result if started is None else torch.where(started, result, x.to(dtype))
 
 
 def values(
@@ -134,11 +134,11 @@ def values(
     """y of rows x (M, K)."""
     recipe = rule.recipe
     if rule.kernel != "auto":
-        stored = weight_as_stored(own(weight), recipe, rule.axis, given).turned()
-        made = product(x.detach(), stored, None if bias is None else bias.detach())
+        stored = weight_as_stored(own(weight), recipe, rule.axis, given).transposed()
+        result = product(x.detach(), stored, None if bias is None else bias.detach())
         if given.started is None:
-            return made
-        return torch.where(given.started, made, torch.nn.functional.linear(x, weight.to(x.dtype), bias))
+            return result
+        return torch.where(given.started, result, torch.nn.functional.linear(x, weight.to(x.dtype), bias))
     dense = rounded(weight, recipe.weight, rule.axis, given.of_weight, x.dtype, given.started)
     return torch.nn.functional.linear(rounded_input(x, recipe, given), dense, bias)
 

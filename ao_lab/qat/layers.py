@@ -23,6 +23,7 @@ from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
 
 NOTHING = Given()
+PREPARED = "it is prepared for QAT; QATConfig(..., step='convert') quantizes it"
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
 #: Names of adapters (`ao_lab.qat.lora.layer`).
@@ -108,6 +109,16 @@ class QATModule(nn.Module):
         started = None if step is None else step >= training.start_step
         return Given(scale, zero, input_scale, input_zero, started)
 
+    def unsupported_reason(self) -> str | None:
+        """Why `quantize_` leaves the layer as it is."""
+        return PREPARED
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        if name == "weight":
+            return str(self.qat)
+        return "learned by QAT beside the weight" if name in ADDED else None
+
     def extra_repr(self) -> str:
         """torch's own, and the recipe."""
         return f"{super().extra_repr()}, {self.qat.recipe}"
@@ -150,19 +161,19 @@ class QATEmbedding(QATModule, nn.Embedding):
     def rounded(self, x: torch.Tensor, given: Given) -> torch.Tensor:
         """The table, or rows of it, as the scheme represents them."""
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
-        made = fast.fake_quantize(x, self.qat.recipe.weight, axis=self.qat.axis, scales=scales)
-        return made if given.started is None else torch.where(given.started, made, x)
+        result = fast.fake_quantize(x, self.qat.recipe.weight, axis=self.qat.axis, scales=scales)
+        return result if given.started is None else torch.where(given.started, result, x)
 
 
 #: The class of a layer, and the one that it trains as.
 CLASSES: dict[type[nn.Module], type[QATModule]] = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
 
 
-def refusal(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Why a module cannot train as one of these classes; None where it can."""
     kind = type(module).__name__
     if isinstance(module, QATModule):
-        return "it is prepared for QAT; QATConfig(..., step='convert') quantizes it"
+        return PREPARED
     if type(module) not in CLASSES:
         return f"QAT trains nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
@@ -197,6 +208,6 @@ __all__ = [
     "QATModule",
     "Training",
     "plain_again",
-    "refusal",
     "train_as",
+    "unsupported_reason",
 ]

@@ -14,7 +14,7 @@ from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
 
-#: The smallest scale of the house's records.
+#: The smallest scale of the default schemes.
 SMALLEST = 2.0**-126
 #: Parts of the rule's scale that are tried, down to a tenth: two bits go to a quarter, more bits stay far above.
 PARTS = tuple(1 - number / 40 for number in range(37))
@@ -54,8 +54,8 @@ def closest_scales(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scal
 
 def squared_error(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> torch.Tensor:
     """Of every block, in the shape of the scales."""
-    made = fast.fake_quantize(weight, scheme, axis=axis, scales=scales)
-    error = (made.to(torch.float32) - weight.to(torch.float32)).square()
+    result = fast.fake_quantize(weight, scheme, axis=axis, scales=scales)
+    error = (result.to(torch.float32) - weight.to(torch.float32)).square()
     blocks, ns = Blocks.of(tuple(weight.shape), scheme.scale, axis), namespace_of(weight)
     summed: torch.Tensor = blocks.expose(blocks.split(ns, error, zeros=True).sum(-1)[..., None], ns)
     return summed

@@ -14,23 +14,72 @@ calibrates: with the same `observers`; a forward_loop would see the inputs that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ao_lab.calibration.hooks import ForwardLoop, calibrated, prepare, prepared, unwatch
-from ao_lab.calibration.observers import Observer
+from ao_lab.calibration.hooks import unwatch
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.qat.config import lora_mode, qat_step
-from ao_lab.quantization.chunked import quantized_by_rows
-from ao_lab.quantization.modules import candidates
-from ao_lab.quantization.plan import ALREADY, Change, Device, Filter, Plan, planned
+from ao_lab.config.observer import Observer
+from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
+from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import ATTRIBUTE, Report, described_layer
+from ao_lab.quantization.selection import Filter
+from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `quantize_`, for the transform of its configuration."""
+
+    model: nn.Module
+    config: Config | FqnToConfig
+    filter_fn: Filter | None = None
+    device: Device = None
+    forward_loop: ForwardLoop | None = None
+    observers: Mapping[str, Observer] | None = None
+    progress: Progress | None = None
+
+
+#: What a configuration does with a model. It leaves a report with the model (`keep_report`), and returns it.
+Transform = Callable[[Call], Report]
+_TRANSFORMS: dict[type[Config], Transform] = {}
+
+
+def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
+    """Register what `quantize_` does for a class of configurations, and for its subclasses; ValueError for a second one.
+
+    A class without a transform of its own has its weights quantized as its recipe says (`quantize_weights`).
+    """
+
+    def register(function: Transform) -> Transform:
+        if _TRANSFORMS.setdefault(kind, function) is not function:
+            raise ValueError(f"{kind.__name__} has a transform already: {_TRANSFORMS[kind]}")
+        return function
+
+    return register
+
+
+def transform_of(config: object) -> Transform:
+    """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
+    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    found = {
+        next((_TRANSFORMS[kind] for kind in type(one).__mro__ if kind in _TRANSFORMS), quantize_weights): one
+        for one in configs
+        if one is not None
+    }
+    if len(found) > 1:
+        names = " and ".join(sorted(type(one).__name__ for one in found.values()))
+        raise ValueError(f"FqnToConfig: {names} do different things to a model; call quantize_ for each")
+    return next(iter(found), quantize_weights)
 
 
 def quantize_(
@@ -57,125 +106,88 @@ def quantize_(
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
-    if (step := qat_step(config)) is not None:
-        from ao_lab.qat.api import convert_qat, prepare_qat
-        from ao_lab.qat.lora.model import prepare_lora
+    call = Call(model, config, filter_fn, device, forward_loop, observers, progress)
+    return transform_of(config)(call)
 
-        if step == "prepare" and lora_mode(config) == "base":
-            return prepare_lora(model, config, filter_fn, device, forward_loop, observers)
-        if step == "prepare":
-            return prepare_qat(model, config, filter_fn, device, forward_loop, observers)
-        return convert_qat(model, config, filter_fn, device, progress)
-    plan = planned(model, config, filter_fn, device)
-    making = {key: change for key, change in plan.changes.items() if not change.config.prepares}
-    known = _observers(plan, making, model, forward_loop, observers)
-    _prepare(plan, making)
+
+def quantize_weights(call: Call) -> Report:
+    """Quantize the weights that a plan names; what `quantize_` does for configurations without a transform of their own."""
+    model = call.model
+    plan = planned(model, call.config, call.filter_fn, call.device)
+    quantizing = {key: change for key, change in plan.changes.items() if not change.config.prepares}
+    known = _observers(plan, quantizing, call)
+    _prepare(plan, quantizing)
     try:
-        _make_all(making, known, device, progress)
-        if device is not None and making:
-            model.to(device)
+        _quantize_all(quantizing, known, call.device, call.progress)
+        if call.device is not None and quantizing:
+            model.to(call.device)
     finally:
         keep_report(model, plan)
     return report_of(model)
 
 
-def _make_all(
-    making: dict[int, Change], known: Mapping[str, Observer], device: Device, progress: Progress | None
+def _quantize_all(
+    quantizing: dict[int, Change], known: Mapping[str, Observer], device: Device, progress: Progress | None
 ) -> None:
-    """Make and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
+    """Quantize and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
     done = 0
-    made: tuple[Change, nn.Parameter] | None = None
+    placing: tuple[Change, nn.Parameter] | None = None
     try:
-        for change in making.values():
+        for change in quantizing.values():
             observer = next((known[name] for name in change.layers if name in known), None)
-            made = change, made_parameter(change, device, observer)
-            change.put(made[1])
+            placing = change, quantize_parameter(change, device, observer)
+            change.put(placing[1])
             for module in change.layers.values():
                 unwatch(module)
             done += 1
             if progress is not None:
-                progress(next(iter(change.places)), done, len(making))
+                progress(next(iter(change.places)), done, len(quantizing))
     except BaseException as error:
-        if made is not None:
-            made[0].put(made[1])
+        if placing is not None:
+            placing[0].put(placing[1])
         error.add_note(
-            f"quantize_ stopped with {done} of {len(making)} weights quantized; the others are as they were. "
+            f"quantize_ stopped with {done} of {len(quantizing)} weights quantized; the others are as they were. "
             f"ao_lab.explain(model) lists both, and the same call goes on where this one stopped"
         )
         raise
 
 
-def made_parameter(change: Change, device: Device, observer: Observer | None = None) -> nn.Parameter:
-    """The quantized weight; `observer`, where there is one, makes it."""
-    return nn.Parameter(made_weight(change, change.parameter, device, observer), requires_grad=False)
+def quantize_parameter(change: Change, device: Device, observer: Observer | None = None) -> nn.Parameter:
+    """The quantized weight; `observer`, where there is one, quantizes it."""
+    return nn.Parameter(quantize_weight(change, change.parameter, device, observer), requires_grad=False)
 
 
-def made_weight(
+def quantize_weight(
     change: Change, parameter: torch.Tensor, device: Device, observer: Observer | None = None
 ) -> QuantizedTensor:
     """The quantized weight of a dense one that belongs where `change` says."""
     dense = parameter.detach()
     dense = dense if device is None else dense.to(device)
-    dense = dense.transpose(-2, -1).contiguous() if change.turned else dense
+    dense = dense.transpose(-2, -1).contiguous() if change.transposed else dense
     if observer is not None:
-        made = observer.weight(dense, change.recipe, change.axis)
+        weight: Any = observer.weight(dense, change.recipe, change.axis)
     else:
         static = change.config.input_scales() if change.recipe.activation is not None else None
-        made = quantized_by_rows(dense, change.recipe, axis=change.axis, input_scales=static)
-    return made.turned() if change.turned else made
+        weight = quantized_by_rows(dense, change.recipe, axis=change.axis, input_scales=static)
+    return weight.transposed() if change.transposed else weight  # type: ignore[no-any-return]
 
 
-def _observers(
-    plan: Plan,
-    making: dict[int, Change],
-    model: nn.Module,
-    forward_loop: ForwardLoop | None,
-    given: Mapping[str, Observer] | None,
-) -> Mapping[str, Observer]:
+def _observers(plan: Plan, quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:
     """`required_observers`, after the data have run where there is a loop."""
-    if forward_loop is not None and given is not None:
+    if call.forward_loop is not None and call.observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
-    if forward_loop is not None:
-        given = calibrated(Plan(making), model, forward_loop)
-    return required_observers(Plan(making), given)
+    given, changes = call.observers, quantizing.values()
+    if call.forward_loop is None and given is None and not any(c.config.observer() for c in changes):
+        return {}
+    if call.forward_loop is not None:
+        given = calibrated(Plan(quantizing), call.model, call.forward_loop)
+    return required_observers(Plan(quantizing), given)
 
 
-def required_observers(plan: Plan, given: Mapping[str, Observer] | None = None) -> Mapping[str, Observer]:
-    """The observer of each weight that needs one: of those given, or of those that step "prepare" has left with the model.
-
-    By the full names of its layers; ValueError where one is missing, or has not seen enough.
-    """
-    waiting = [c for c in plan.changes.values() if c.layers and c.config.observer() is not None]
-    known = given or {name: watch for change in waiting for name, watch in prepared(change).items()}
-    missing = [name for change in waiting for name in change.layers if name not in known]
-    if missing:
-        raise ValueError(
-            f"{_some(missing)} needs calibration: give act_quant_scale, or forward_loop=, a function that runs data through "
-            f"the model, or call quantize_ with step='prepare', run data, and call it again with step='convert'"
-        )
-    needed = {name: known[name] for change in waiting for name in change.layers}
-    _check_seen(needed)
-    return needed
-
-
-def _check_seen(observers: Mapping[str, Observer]) -> None:
-    """ValueError where an observer cannot make a weight yet."""
-    obstacles: dict[str, list[str]] = {}
-    for name, observer in observers.items():
-        if (obstacle := observer.obstacle()) is not None:
-            obstacles.setdefault(obstacle, []).append(name)
-    if obstacles:
-        told = "; ".join(f"{reason} by {_some(names)}" for reason, names in obstacles.items())
-        raise ValueError(
-            f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
-            f"outside of compiled programs), or leave them out by filter_fn"
-        )
-
-
-def _prepare(plan: Plan, making: dict[int, Change]) -> None:
+def _prepare(plan: Plan, quantizing: dict[int, Change]) -> None:
     """Watch the layers of step "prepare"."""
     for key, change in plan.changes.items():
-        if key not in making:
+        if key not in quantizing:
             prepare(change)
             plan.reasons.update(
                 dict.fromkeys(change.layers, "inputs are watched; step='convert' quantizes it")
@@ -187,7 +199,7 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     quantized = {
         f"{path}.{leaf}" if path else leaf
-        for path, _, leaf, parameter in candidates(model)
+        for path, _, leaf, parameter in quantizable_parameters(model)
         if isinstance(parameter, QuantizedTensor)
     }
     # What was quantized before is as it is for the reason of that time, whatever the filter says now.
@@ -199,7 +211,7 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
         stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)
         for name in change.places if stopped else ():
             reasons[name] = "quantize_ stopped before it; call it again"
-    report = Report(tuple(described_layer(*found, reasons) for found in candidates(model)))
+    report = Report(tuple(described_layer(*found, reasons) for found in quantizable_parameters(model)))
     object.__setattr__(model, ATTRIBUTE, report)
 
 
@@ -209,16 +221,16 @@ def report_of(model: nn.Module) -> Report:
     return report
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 __all__ = [
+    "Call",
     "Progress",
+    "Transform",
     "keep_report",
-    "made_parameter",
-    "made_weight",
     "quantize_",
+    "quantize_parameter",
+    "quantize_weight",
+    "quantize_weights",
     "report_of",
-    "required_observers",
+    "transform",
+    "transform_of",
 ]

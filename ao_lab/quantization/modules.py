@@ -8,14 +8,15 @@ from where they stand and how many outputs they have (`routers`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-#: A linear layer of transformers (GPT-2 and its relatives) that keeps its weight as (in, out); known by name, not imported.
+#: A linear layer of transformers (GPT-2 and its relatives) that stores its weight as (in, out); known by name, not imported.
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
@@ -25,21 +26,21 @@ def check_model(model: object) -> None:
         raise TypeError(f"the model is a torch.nn.Module, got {type(model).__name__}: {model!r:.60}")
 
 
-def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+def quantizable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """(module's name, module, parameter's name, parameter) of all that could be quantized, or that one would expect to be.
 
-    Matrices of nn.Linear, transformers' Conv1D and nn.Embedding (subclasses too), those that a parametrization keeps instead,
-    and floating-point parameters with three axes: batched experts. `unusable` says which of them cannot be.
+    Matrices of nn.Linear, transformers' Conv1D and nn.Embedding (subclasses too), those that a parametrization holds instead,
+    and floating-point parameters with three axes: batched experts. `unsupported_reason` says which of them cannot be.
     """
     for path, module in model.named_modules():
-        layer = isinstance(module, (nn.Linear, nn.Embedding, ParametrizationList)) or is_turned(module)
+        layer = isinstance(module, (nn.Linear, nn.Embedding, ParametrizationList)) or is_transposed(module)
         for name, parameter in module.named_parameters(recurse=False):
             experts = parameter.dim() == 3 and parameter.is_floating_point() and not is_no_batch(module)
             if experts or (layer and parameter.dim() >= 2):
                 yield path, module, name, parameter
 
 
-def unusable(module: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
+def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
     """Why a candidate cannot be quantized, from what its module does with it; None where it can."""
     if isinstance(module, ParametrizationList):
         return "a parametrization computes the layer's weight from it; remove_parametrizations makes it a plain weight"
@@ -51,7 +52,24 @@ def unusable(module: nn.Module, name: str, parameter: torch.Tensor) -> str | Non
         return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
     if isinstance(module, nn.Embedding) and not looks_up(module):
         return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
-    return None
+    state = training_state(module)
+    return None if state is None else state.unsupported_reason()
+
+
+class TrainingState(Protocol):
+    """A layer in a state of its own, such as quantization-aware training, which says so itself."""
+
+    def unsupported_reason(self) -> str | None:
+        """Why its weight cannot be quantized as it is; None where the weight alone decides."""
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why one of its parameters is as it is, for a report; None where nothing is to be said."""
+
+
+def training_state(module: nn.Module) -> TrainingState | None:
+    """The module as a `TrainingState`; None where it is a plain one."""
+    kind: Any = type(module)
+    return module if hasattr(kind, "parameter_reason") else None  # type: ignore[return-value]
 
 
 def looks_up(table: nn.Embedding) -> bool:
@@ -66,8 +84,8 @@ def is_no_batch(module: nn.Module) -> bool:
     return isinstance(module, (nn.modules.conv._ConvNd, nn.Bilinear))
 
 
-def is_turned(module: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight as (in, out), the other way round than nn.Linear: transformers' Conv1D."""
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer stores its weight as (in, out), the other way round than nn.Linear: transformers' Conv1D."""
     return any((kind.__module__, kind.__name__) == CONV1D for kind in type(module).__mro__)
 
 
@@ -155,27 +173,34 @@ def routers(model: nn.Module) -> frozenset[str]:
 def _outputs(layer: nn.Module) -> int | None:
     """How many outputs a linear layer has."""
     weight = getattr(layer, "weight", None)
-    return None if weight is None else int(weight.shape[-1 if is_turned(layer) else 0])
+    return None if weight is None else int(weight.shape[-1 if is_transposed(layer) else 0])
 
 
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear and transformers' Conv1D; not the output of nn.MultiheadAttention, whose fast path reads its weight as plain
     memory."""
     inside = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return (isinstance(module, nn.Linear) and not inside) or is_turned(module)
+    return (isinstance(module, nn.Linear) and not inside) or is_transposed(module)
+
+
+def shorten(names: Sequence[str], most: int = 5) -> str:
+    """Names in a row, and how many more there are than `most`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 #: `quantize_` leaves routers dense under a filter that has this attribute, and without a filter.
 linear_and_experts.leaves_routers = True  # type: ignore[attr-defined]
 
 __all__ = [
-    "candidates",
     "check_model",
     "contraction_axis",
     "is_experts",
     "is_linear",
-    "is_turned",
+    "is_transposed",
     "linear_and_experts",
+    "quantizable_parameters",
     "routers",
-    "unusable",
+    "shorten",
+    "training_state",
+    "unsupported_reason",
 ]

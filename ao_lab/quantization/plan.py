@@ -7,7 +7,6 @@ does not take a weight raises, as do filters and patterns that match nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,27 +15,25 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig, Patterns
+from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe
-from ao_lab.gemm.select import chosen
+from ao_lab.gemm.select import select_kernel
 from ao_lab.quantization.modules import (
-    candidates,
     check_model,
     contraction_axis,
-    is_linear,
-    is_turned,
+    is_transposed,
+    quantizable_parameters,
     routers,
-    unusable,
+    unsupported_reason,
 )
+from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
 from reference.quantize.blocks import Blocks
 
-Filter = Callable[[nn.Module, str], bool]
 Device = torch.device | str | int | None
 
 ALREADY = "already quantized"
-ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
 
 
 @dataclass
@@ -46,7 +43,7 @@ class Change:
     config: Config
     recipe: Recipe
     #: Whether it is stored (in, out), so that it is quantized the other way round, as nn.Linear has it.
-    turned: bool
+    transposed: bool
     #: Along which its blocks run: the configuration's axis, or else the contraction axis.
     axis: int = -1
     #: (module, parameter's name) of every place that has it, by full name.
@@ -68,10 +65,10 @@ class Change:
             name: module for name, (module, _) in self.places.items() if not isinstance(module, nn.Embedding)
         }
 
-    def put(self, made: nn.Parameter) -> None:
+    def put(self, result: nn.Parameter) -> None:
         """The new weight in every place."""
         for module, name in self.places.values():
-            module._parameters[name] = made
+            module._parameters[name] = result
 
 
 @dataclass
@@ -93,20 +90,16 @@ def planned(
     *,
     streamed: bool = False,
 ) -> Plan:
-    """The plan; raises as `quantize_` says. `streamed`: numbers for weights on the meta device are to come."""
+    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
             f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
             f"ao_lab has torchao's under the same names"
         )
-    if isinstance(config, FqnToConfig) and filter_fn is not None:
-        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    decide = (
-        Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn, routers(model))
-    )
+    decide = selection(config, filter_fn, routers(model))
     plan, matched, check = Plan(), 0, Checks(device, streamed)
-    for path, module, name, parameter in candidates(model):
+    for path, module, name, parameter in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
         matched += wanted is not None
@@ -122,34 +115,8 @@ def planned(
     return plan
 
 
-@dataclass
-class Filtered:
-    """One configuration for the modules that a function accepts."""
-
-    config: Config
-    filter_fn: Filter | None
-    #: Names of layers that route tokens to experts.
-    routers: frozenset[str] = frozenset()
-
-    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
-        """The configuration of a parameter (None: it stays) and the reason."""
-        kind = type(module).__name__
-        if path in self.routers and (
-            self.filter_fn is None or getattr(self.filter_fn, "leaves_routers", False)
-        ):
-            return None, ROUTES
-        if self.filter_fn is None:
-            good = is_linear(module)
-            return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
-        good = self.filter_fn(module, path)
-        return (self.config, "accepted by filter_fn") if good else (None, "refused by filter_fn")
-
-    def check_all_matched(self, model: nn.Module) -> None:
-        """A filter that accepts nothing is found by the caller, which counts."""
-
-
 class Checks:
-    """What shapes, dtypes and devices say about a weight, asked once for all weights that are alike."""
+    """What shapes, dtypes and devices say about a weight, found once for all weights that are alike."""
 
     def __init__(self, device: Device, streamed: bool) -> None:
         self.device = "cpu" if streamed and device is None else device
@@ -157,10 +124,12 @@ class Checks:
         self.mode = detect_fake_mode() or FakeTensorMode()
         self.known: dict[tuple[object, ...], str | None] = {}
 
-    def obstacle(self, parameter: torch.Tensor, recipe: Recipe, axis: int, turned: bool) -> str | None:
+    def unsupported_reason(
+        self, parameter: torch.Tensor, recipe: Recipe, axis: int, transposed: bool
+    ) -> str | None:
         """Why a parameter cannot be quantized by a recipe; None where it can.
 
-        ValueError where the recipe names a kernel that does not take it, or where numbers would have to leave the meta device.
+        ValueError where the recipe names a kernel that does not take it, or where values would have to leave the meta device.
         """
         if isinstance(parameter, QuantizedTensor):
             return ALREADY
@@ -169,27 +138,29 @@ class Checks:
         device = parameter.device if self.device is None else torch.device(self.device)
         if parameter.is_meta and device.type != "meta" and not self.streamed:
             raise ValueError(
-                f"on the meta device there are no numbers to quantize on {device}; leave device out, or load the weights "
+                f"on the meta device there are no values to quantize on {device}; leave device out, or load the weights "
                 f"first (ao_lab.quantize_pretrained does both)"
             )
-        key = (recipe, axis, turned, tuple(parameter.shape), parameter.dtype, device)
+        key = (recipe, axis, transposed, tuple(parameter.shape), parameter.dtype, device)
         if key not in self.known:
-            self.known[key] = self._found(parameter, recipe, axis, turned, device)
+            self.known[key] = self._found(parameter, recipe, axis, transposed, device)
         return self.known[key]
 
     def _found(
-        self, parameter: torch.Tensor, recipe: Recipe, axis: int, turned: bool, device: torch.device
+        self, parameter: torch.Tensor, recipe: Recipe, axis: int, transposed: bool, device: torch.device
     ) -> str | None:
         shape = tuple(parameter.shape)
-        shape = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         try:
             Blocks.of(shape, recipe.weight.scale, axis)
             with self.mode:
-                made = quantized(torch.empty(shape, dtype=parameter.dtype, device=device), recipe, axis=axis)
+                result = quantized(
+                    torch.empty(shape, dtype=parameter.dtype, device=device), recipe, axis=axis
+                )
         except ValueError as error:
             return str(error)
         if recipe.kernel != "auto":
-            chosen(made if made.block_axis == -2 else made.turned(), made.dtype)
+            select_kernel(result if result.block_axis == -2 else result.transposed(), result.dtype)
         return None
 
 
@@ -198,20 +169,22 @@ def _entered(
 ) -> str | None:
     """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
     full, module, name = place
-    recipe, turned = config.recipe(), is_turned(module)
+    recipe, transposed = config.recipe(), is_transposed(module)
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
-    obstacle = unusable(module, name, parameter) or (
+    reason = unsupported_reason(module, name, parameter) or (
         ALREADY if isinstance(parameter, QuantizedTensor) else None
     )
-    if obstacle is not None:
-        return obstacle
+    if reason is not None:
+        return reason
     axis = _axis(config, module, full, parameter)
-    obstacle = check.obstacle(parameter, recipe, axis, turned) or config.refuses(module)
-    if obstacle is not None:
-        return obstacle
-    change = plan.changes.setdefault(id(parameter), Change(config, recipe, turned, axis))
-    if (change.recipe.weight, change.axis, change.turned) != (recipe.weight, axis, turned):
+    reason = check.unsupported_reason(parameter, recipe, axis, transposed) or config.unsupported_reason(
+        module
+    )
+    if reason is not None:
+        return reason
+    change = plan.changes.setdefault(id(parameter), Change(config, recipe, transposed, axis))
+    if (change.recipe.weight, change.axis, change.transposed) != (recipe.weight, axis, transposed):
         names = " and ".join([*change.places, full])
         raise ValueError(
             f"{names} share one weight, but are to have {change.recipe} and {recipe}; give them one scheme"

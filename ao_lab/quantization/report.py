@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.gemm.select import chosen, most_fused_rows
-from ao_lab.qat.layers import ADAPTERS, ADDED, QATModule
-from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear
-from ao_lab.quantization.modules import candidates, check_model
+from ao_lab.gemm.select import most_fused_rows, select_kernel
+from ao_lab.quantization.modules import check_model, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Where a model keeps its report.
@@ -72,7 +70,7 @@ def explain(model: nn.Module) -> Report:
     """
     check_model(model)
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    return Report(tuple(described_layer(*found, known) for found in candidates(model)))
+    return Report(tuple(described_layer(*found, known) for found in quantizable_parameters(model)))
 
 
 def described_layer(
@@ -81,12 +79,8 @@ def described_layer(
     """One line of a report."""
     full = f"{path}.{name}" if path else name
     reason = reasons.get(full, "never given to quantize_")
-    if isinstance(module, QATModule) and name == "weight":
-        reason = str(module.qat)
-    if isinstance(module, QATModule) and name in ADDED:
-        reason = "learned by QAT beside the weight"
-    if isinstance(module, (LoRALinear, LoRASumLinear)) and name in ("weight", *ADAPTERS):
-        reason = str(module.lora) if name == "weight" else "an adapter; it trains"
+    if (state := training_state(module)) is not None:
+        reason = state.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason)
@@ -98,11 +92,11 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     """The function that computes with a weight; experts and linear layers sum along their blocks."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    turned = weight if weight.block_axis == -2 else weight.turned()
-    name = chosen(turned, weight.dtype)
+    transposed = weight if weight.block_axis == -2 else weight.transposed()
+    name = select_kernel(transposed, weight.dtype)
     if name != "fused":
         return name
-    count = most_fused_rows(turned, weight.dtype)
+    count = most_fused_rows(transposed, weight.dtype)
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 

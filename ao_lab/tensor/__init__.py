@@ -1,16 +1,18 @@
-"""`QuantizedTensor`, the one tensor subclass for every scheme, and its operations."""
+"""`QuantizedTensor`, the one tensor subclass for every scheme, and its operations.
 
-from __future__ import annotations
+Importing any of it registers all operations and the hooks of FSDP2, so that a tensor has them wherever it comes from.
+"""
 
-import importlib
-from typing import Any
+import torch.distributed
 
-#: Files written before this was a package ask for these names here.
-MOVED = {"QuantizedTensor": "quantized_tensor", "rebuilt": "quantized_tensor"}
+from ao_lab.tensor import fsdp as fsdp
+from ao_lab.tensor import matmul_ops as matmul_ops
+from ao_lab.tensor import scaling as scaling
+from ao_lab.tensor import view_ops as view_ops
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, rebuilt
 
+if torch.distributed.is_available():
+    from ao_lab.tensor import collectives as collectives
 
-def __getattr__(name: str) -> Any:
-    """A name of `MOVED`, from the module that defines it now."""
-    if name not in MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{MOVED[name]}"), name)
+# Files written before this was a package ask for these two names here.
+__all__ = ["QuantizedTensor", "rebuilt"]

@@ -5,7 +5,7 @@ and one shape, as collectives of torch want them of one dtype and one shape; tor
 tensors on the other ranks, is not for quantized weights: give every rank the state, or load it by torch.distributed.checkpoint.
 A reduction of codes means nothing: there is none.
 
-A gathered weight is its pieces put together (`ao_lab.tensor.slicing.joined`), so scales that hold for every piece have to
+A gathered weight is its pieces put together (`ao_lab.tensor.slicing.concatenate`), so scales that hold for every piece have to
 be the same on every rank: ValueError, on every rank, where they are not. Tracers have no values; they take them to be the
 same.
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
 from torch._C._distributed_c10d import _resolve_process_group
 
-from ao_lab.tensor import slicing as pieces
+from ao_lab.tensor import slicing
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -37,16 +37,16 @@ c10d = torch.ops.c10d
 def _all_gather(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """The pieces of all ranks along axis 0, already waited for."""
     t, ranks, group = args
-    return pieces.joined(_everywhere(t, ranks, group), stored_dim(t, 0))
+    return slicing.concatenate(_everywhere(t, ranks, group), stored_dim(t, 0))
 
 
 @operation(torch.ops._dtensor.shard_dim_alltoall.default)
 def _other_axis(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """From a shard of one axis to a shard of another: what gloo does everywhere, gather and cut."""
+    """From a shard of one axis to a shard of another: what gloo does everywhere, gather and slice."""
     t, gathered, sharded, group = args
     group = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
     ranks, rank = group.size(), group.rank()
-    whole = pieces.joined(_everywhere(t, ranks, group.group_name), stored_dim(t, gathered))
+    whole = slicing.concatenate(_everywhere(t, ranks, group.group_name), stored_dim(t, gathered))
     return whole.chunk(ranks, sharded)[rank].clone()  # type: ignore[return-value]
 
 

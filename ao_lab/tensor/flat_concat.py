@@ -26,11 +26,11 @@ class Bundle(torch.Tensor):
         """The pieces in their order; all have one axis, one dtype and one device."""
         first = pieces[0]
         length = sum(piece.shape[0] for piece in pieces)
-        made: Bundle = torch.Tensor._make_wrapper_subclass(
+        result: Bundle = torch.Tensor._make_wrapper_subclass(
             cls, (length,), dtype=first.dtype, device=first.device
         )
-        made.pieces = tuple(pieces)
-        return made
+        result.pieces = tuple(pieces)
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -43,8 +43,8 @@ class Bundle(torch.Tensor):
             return Bundle([piece.detach() for piece in args[0].pieces])
         if func is aten.slice.Tensor:
             return args[0].piece(*args[1:])
-        if (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-            return made
+        if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return result
         raise NotImplementedError(
             f"{func} of flattened weights with a quantized one among them; they can be broadcast and cut, or dequantize() first"
         )

@@ -1,6 +1,6 @@
 """`QuantizedTensor` under FSDP2: a shard is rows of the weight with the scales of their blocks, gathered as they are stored.
 
-FSDP2 cuts a parameter along axis 0 (`chunk`), keeps the piece, and before a layer runs gathers what `gathered_parts` names:
+FSDP2 slices a parameter along axis 0 (`chunk`), keeps the piece, and before a layer runs gathers what `gathered_parts` names:
 codes and scales, never a dense weight. Scales over the whole weight (0-d) and static scales of inputs are the same on every
 rank and stay where they are. Weights are frozen; what trains beside them (adapters, norms) is FSDP2's as always.
 
@@ -76,6 +76,32 @@ def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> N
         part = getattr(t, name)
         if part.data_ptr() != gathered.data_ptr():
             part.copy_(gathered)
+
+
+def fsdp_pre_all_gather(
+    self: QuantizedTensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[tuple[torch.Tensor, ...], Metadata]:
+    """What FSDP2 gathers of a shard: a method of `QuantizedTensor`."""
+    return gathered_parts(self, mesh, tuple(outer_size))
+
+
+def fsdp_post_all_gather(
+    self: QuantizedTensor,
+    outputs: tuple[torch.Tensor, ...],
+    metadata: Metadata,
+    param_dtype: torch.dtype,
+    *,
+    out: Any = None,
+) -> Any:
+    """The whole weight of what was gathered, or `out` brought up to date: a method of `QuantizedTensor`."""
+    if out is not None:
+        return refill(out, outputs, metadata)
+    return whole_weight(self, outputs, metadata, param_dtype)
+
+
+# FSDP2 asks a parameter for these two methods.
+for hook in (fsdp_pre_all_gather, fsdp_post_all_gather):
+    setattr(QuantizedTensor, hook.__name__, hook)
 
 
 def _check_rows(t: QuantizedTensor, ranks: int, whole: tuple[int, ...]) -> None:

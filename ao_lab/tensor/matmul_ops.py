@@ -1,4 +1,4 @@
-"""Operations of `QuantizedTensor` that layers are made of: products, chosen in `ao_lab.gemm.select`, and lookups."""
+"""Operations of `QuantizedTensor` that layers are made of: products, selected in `ao_lab.gemm.select`, and lookups."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ao_lab.gemm.select import PRODUCTS, chosen, grouped_product, product
-from ao_lab.tensor import slicing as pieces
-from ao_lab.tensor.op_registry import operation
+from ao_lab.gemm.select import PRODUCTS, grouped_product, product, select_kernel
+from ao_lab.tensor import slicing
+from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN
 
@@ -32,9 +32,9 @@ def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if isinstance(right, QuantizedTensor):
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:
-        return product(right.transpose(-2, -1).contiguous(), left.turned()).transpose(-2, -1)
-    made: torch.Tensor = func(left.dequantize(), right)
-    return made
+        return product(right.transpose(-2, -1).contiguous(), left.transposed()).transpose(-2, -1)
+    result: torch.Tensor = func(left.dequantize(), right)
+    return result
 
 
 @operation(aten.mv.default)
@@ -44,9 +44,9 @@ def _mv(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if not isinstance(left, QuantizedTensor):
         raise TypeError(f"mv of a dense matrix and {right!r}; dequantize() it first")
     if left.recipe.activation is not None and left.block_axis == -1:
-        return product(right[None], left.turned())[0]
-    made: torch.Tensor = func(left.dequantize(), right)
-    return made
+        return product(right[None], left.transposed())[0]
+    result: torch.Tensor = func(left.dequantize(), right)
+    return result
 
 
 @operation(aten.addmm.default, aten.baddbmm.default)
@@ -67,7 +67,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     x, weight = _dense(args[0]), args[1]
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    y = product(_rows(x), weight.turned(), bias)
+    y = product(_rows(x), weight.transposed(), bias)
     return y.reshape((*x.shape[:-1], weight.shape[0]))
 
 
@@ -76,7 +76,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def straight_linear(
+@eager_function(torch.nn.functional.linear)
+def eager_linear(
     input: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """F.linear outside of the dispatcher; None where that has something to say.
@@ -93,13 +94,13 @@ def straight_linear(
             known = _settled(weight, input.dtype)
         if known is None:
             return None
-        run, turned = known
-        made: torch.Tensor = run(input if input.dim() == 2 else _rows(input), turned, bias)
-        return made if input.dim() == 2 else made.reshape((*input.shape[:-1], turned.shape[1]))
+        run, transposed = known
+        result: torch.Tensor = run(input if input.dim() == 2 else _rows(input), transposed, bias)
+        return result if input.dim() == 2 else result.reshape((*input.shape[:-1], transposed.shape[1]))
 
 
 def watched(x: torch.Tensor) -> bool:
-    """Whether somebody listens to the dispatcher, or would change the inputs there, or x is none that has rows of numbers.
+    """Whether somebody listens to the dispatcher, or would change the inputs there, or x is none that has rows of elements.
 
     Forward-mode derivatives are taken outside of grad mode, too.
     """
@@ -120,8 +121,8 @@ def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
     """
     if len(weight.shape) != 2 or weight.meta.flat is not None or type(weight.codes) is not torch.Tensor:
         return None
-    turned = weight.turned()
-    known = PRODUCTS[chosen(turned, dtype)].run, turned
+    transposed = weight.transposed()
+    known = PRODUCTS[select_kernel(transposed, dtype)].run, transposed
     weight.__dict__.setdefault("_settled", {})[dtype] = known
     return known
 
@@ -130,7 +131,7 @@ def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
 def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Only the rows that are asked for are dequantized, where a row can be."""
     weight, index = args[0], args[1]
-    found = pieces.rows(weight, index, counted=True)
+    found = slicing.select_rows(weight, index, counted=True)
     if found is None:
         return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
     return found.dequantize().reshape((*index.shape, weight.shape[1]))

@@ -49,7 +49,7 @@ class Meta:
     flat: tuple[int, ...] | None = None
 
     @cached_property
-    def turned(self) -> Meta:
+    def swapped_axes(self) -> Meta:
         """Of the transposed tensor; made once, since every linear layer asks for it in every call."""
         return replace(self, transposed=not self.transposed)
 

@@ -1,16 +1,15 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
-`ao_lab.tensor.view_ops` enters what moves, cuts and copies, `ao_lab.tensor.matmul_ops` what multiplies and looks up,
-`ao_lab.tensor.scaling` powers of two, `ao_lab.tensor.collectives` what sends to other processes. A function takes the operator,
-its arguments and its keyword arguments. Whatever changes values otherwise (arithmetic, activation functions) is not here:
-dequantize first.
+`ao_lab.tensor.view_ops` registers what moves, slices and copies, `ao_lab.tensor.matmul_ops` what multiplies and looks up,
+`ao_lab.tensor.scaling` powers of two, `ao_lab.tensor.collectives` what sends to other processes; importing the package imports
+them. The tensor class knows this table alone. A function takes the operator, its arguments and its keyword arguments.
+
+Whatever changes values otherwise (arithmetic, activation functions) is not here: dequantize first.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,44 +19,49 @@ Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPERATIONS: dict[Any, Operation] = {}
 
 
-@lru_cache(maxsize=1)
-def operations() -> dict[Any, Operation]:
-    """The table, filled."""
-    for name in ("ao_lab.tensor.view_ops", "ao_lab.tensor.matmul_ops", "ao_lab.tensor.scaling"):
-        importlib.import_module(name)
-    if torch.distributed.is_available():
-        importlib.import_module("ao_lab.tensor.collectives")
-    return OPERATIONS
+#: Functions of torch that are computed before the dispatcher, in eager inference, by the function. It returns None where the
+#: dispatcher has to decide.
+EAGER_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def eager_function(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what computes a function of torch without the dispatcher, where nothing differentiates or traces it."""
+
+    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
+        EAGER_FUNCTIONS[function] = compute
+        return compute
+
+    return register
 
 
 def operation(*operators: Any) -> Callable[[Operation], Operation]:
-    """Enter a function into the table."""
+    """Register a function for operators of ATen."""
 
-    def enter(function: Operation) -> Operation:
+    def register(function: Operation) -> Operation:
         OPERATIONS.update(dict.fromkeys(operators, function))
         return function
 
-    return enter
+    return register
 
 
 def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter a function of the tensor and the other arguments whose results share its memory."""
+    """Register a function of the tensor and the other arguments whose results share its memory."""
 
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Torch fails to make views of an outer tensor where the subclass makes them of inference mode's kind.
             if torch.is_inference_mode_enabled() and not args[0].is_inference():
                 with torch.inference_mode(False):
                     return run(func, args, kwargs)
-            made = function(*args, **kwargs)
-            if type(made) is torch.Tensor:  # dense: a copy, which shares nothing
-                return made
-            return return_and_correct_aliasing(func, args, kwargs, made)  # type: ignore[no-untyped-call]
+            result = function(*args, **kwargs)
+            if type(result) is torch.Tensor:  # dense: a copy, which shares nothing
+                return result
+            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
 
         operation(*operators)(run)
         return function
 
-    return enter
+    return register
 
 
-__all__ = ["OPERATIONS", "operation", "operations", "view"]
+__all__ = ["EAGER_FUNCTIONS", "OPERATIONS", "eager_function", "operation", "view"]

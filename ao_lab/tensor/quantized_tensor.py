@@ -5,7 +5,7 @@ them a `Recipe`, static scales of the layer's input if there are any, and where 
 tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor.op_registry`), and
 what is not in the table raises and says what is.
 
-The parts are kept as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
+The parts stay as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
 moves nothing, and packed codes can be transposed. `axis` (negative) is the blocks' axis in the stored orientation.
 """
 
@@ -24,10 +24,11 @@ from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.dtensor_cache import hash_local_tensors
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
 from ao_lab.tensor.metadata import swapped as swapped
+from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
-LINEAR, SET_DATA = torch.nn.functional.linear, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -53,28 +54,26 @@ class QuantizedTensor(torch.Tensor):
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
         shape = tuple(shape)
-        made: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=_strides(shape, meta.transposed), dtype=meta.dtype, device=codes.device
         )
         for name in PARTS:
-            setattr(made, name, parts.get(name))
-        made.meta = meta
-        return made
+            setattr(result, name, parts.get(name))
+        result.meta = meta
+        return result
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """F.linear goes straight to its product where nothing differentiates or traces it; all else goes the ordinary way.
+        """In eager inference F.linear is computed at once (`EAGER_FUNCTIONS`); all else goes through the dispatcher.
 
         Through the dispatcher a linear layer is a transposition and a product, each longer than a small kernel.
         """
-        if func is LINEAR and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            from ao_lab.tensor.matmul_ops import straight_linear
-
-            made = straight_linear(*args, **(kwargs or {}))
-            if made is not None:
-                return made
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and func in EAGER_FUNCTIONS:
+            y = EAGER_FUNCTIONS[func](*args, **(kwargs or {}))
+            if y is not None:
+                return y
         with torch._C.DisableTorchFunctionSubclass():
             if func == SET_DATA and isinstance(args[0], QuantizedTensor):
                 return args[0].adopt(args[1])
@@ -209,28 +208,10 @@ class QuantizedTensor(torch.Tensor):
                 f"{self!r} shows one axis of a tensor of shape {self.meta.flat}; view() it as that first"
             )
 
-    def turned(self) -> QuantizedTensor:
+    def transposed(self) -> QuantizedTensor:
         """The last two axes the other way round, over the same parts: what `transpose(-2, -1)` gives, outside of dispatch."""
         self.check_shaped()
-        return QuantizedTensor(self.parts, self.meta.turned, swapped(tuple(self.shape)))
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers of a shard; see `ao_lab.tensor.fsdp`."""
-        from ao_lab.tensor.fsdp import gathered_parts
-
-        return gathered_parts(self, mesh, tuple(outer_size))
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """The whole weight of what was gathered; see `ao_lab.tensor.fsdp`."""
-        from ao_lab.tensor.fsdp import refill, whole_weight
-
-        if out is not None:
-            return refill(out, outputs, metadata)
-        return whole_weight(self, outputs, metadata, param_dtype)
+        return QuantizedTensor(self.parts, self.meta.swapped_axes, swapped(tuple(self.shape)))
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
         if "torch.distributed.tensor" in sys.modules:
@@ -247,16 +228,13 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from ao_lab.tensor.op_registry import operations
-
-        table = operations()
-        function = table.get(func)
-        if function is None and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-            return made  # inference mode sends operations that are made of others
+        function = OPERATIONS.get(func)
+        if function is None and (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return result  # inference mode sends operations that are made of others
         if function is None:
             raise NotImplementedError(
                 f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
-                f"looked up in, cut along blocks, viewed, moved and copied; ao_lab.tensor.op_registry.operations() lists it all"
+                f"looked up in, sliced along blocks, viewed, moved and copied; ao_lab.tensor.op_registry.OPERATIONS has it all"
             )
         return function(func, args, kwargs or {})
 
@@ -331,8 +309,8 @@ def rebuilt(
     requires_grad: bool,
 ) -> Any:
     """What `QuantizedTensor.__reduce_ex__` took apart."""
-    made = QuantizedTensor(parts, meta_from(fields), shape)
-    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+    result = QuantizedTensor(parts, meta_from(fields), shape)
+    return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
 
 
 def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
@@ -341,8 +319,8 @@ def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
     strides: list[int] = [1]
     for length in reversed((swapped(shape) if transposed else shape)[1:]):
         strides.insert(0, strides[0] * length)
-    made = tuple(strides) if shape else ()
-    return swapped(made) if transposed else made
+    result = tuple(strides) if shape else ()
+    return swapped(result) if transposed else result
 
 
 def _first(args: Any) -> QuantizedTensor:

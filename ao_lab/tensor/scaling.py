@@ -80,7 +80,7 @@ def _moved(t: QuantizedTensor, name: str, exponent: int) -> torch.Tensor:
         return moved.to(part.dtype)
     if storage not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"scales of {scheme.name} are kept as {storage}, which powers of two do not leave exact; dequantize() it"
+            f"scales of {scheme.name} are stored as {storage}, which powers of two do not leave exact; dequantize() it"
         )
     numbers = part if storage == "float32" else part.view(getattr(torch, storage))
     moved = torch.ldexp(numbers.double(), torch.tensor(exponent, device=part.device)).to(numbers.dtype)

@@ -1,8 +1,8 @@
 """Pieces of a `QuantizedTensor`: slices, single experts, rows, other shapes, and pieces put together again.
 
 A piece keeps its codes and the scales of its blocks, so it dequantizes to the same bits as the same piece of the dense tensor.
-That is possible where no block (and no byte of packed codes) is cut in two; everywhere else ValueError says where the next cut
-may be. Axes here are those of the stored orientation.
+That is possible where no block (and no byte of packed codes) is cut in two; everywhere else ValueError says where it may be
+sliced. Axes here are those of the stored orientation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor, swapped
 Part = torch.Tensor | None
 
 
-def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+def slice_axis(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     """Elements start to end (excluded) of an axis."""
     t.check_shaped()
     t = t.to_layout("plain") if t.meta.layout != "plain" else t
@@ -26,18 +26,18 @@ def cut(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     start, end = _clamped(start, length), max(_clamped(end, length), _clamped(start, length))
     shape = _with(t.stored_shape, dim, end - start)
     if is_flat(t):
-        return _cut_flat(t, dim, start, end, shape)
-    _check_cut(t, dim, start, end)
+        return _slice_flat(t, dim, start, end, shape)
+    _check_slice(t, dim, start, end)
     parts = {
         **t.parts,
-        "codes": _cut_codes(t, dim, start, end),
-        "scale": _cut_scale(t, "scale", dim, start, end),
-        "zero": _cut_scale(t, "zero", dim, start, end),
+        "codes": _slice_codes(t, dim, start, end),
+        "scale": _slice_scale(t, "scale", dim, start, end),
+        "zero": _slice_scale(t, "zero", dim, start, end),
     }
     return _stored(t, parts, shape)
 
 
-def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+def select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     """One entry of an axis in front of the matrix (an expert), without that axis."""
     if dim >= len(t.shape) - 2:
         raise ValueError(
@@ -48,12 +48,12 @@ def picked(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if not -length <= index < length:
         raise IndexError(f"entry {index} of axis {dim} with {length} entries")
     index = index % length
-    one = cut(t, dim, index, index + 1)
+    one = slice_axis(t, dim, index, index + 1)
     parts = {name: _without(part, dim, name, one) for name, part in one.parts.items()}
     return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
 
 
-def rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) -> QuantizedTensor | None:
+def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) -> QuantizedTensor | None:
     """The entries of the first axis that `index` names, one after the other; None where blocks span that axis.
 
     counted: indices are integers from 0, and others raise what they raise for a dense tensor; else they are those of t[index].
@@ -69,17 +69,17 @@ def rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) -> Quan
         part = parts[name]
         # A scale over the whole tensor has no axes.
         if part is not None and part.dim():
-            parts[name] = _selected(part, flat) if counted else part[flat]
+            parts[name] = _index_select(part, flat) if counted else part[flat]
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
 
 
-def _selected(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _index_select(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Entries as `torch.embedding` picks them; torch picks none of uint16, so these go as int16."""
     signed = part.view(torch.int16) if part.dtype == torch.uint16 else part
     return signed.index_select(0, index).view(part.dtype)
 
 
-def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
+def concatenate(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
     """Tensors of one recipe put together along an axis; ValueError where their blocks or scales do not go together."""
     first = tensors[0]
     first.check_shaped()
@@ -89,12 +89,12 @@ def joined(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
         )
     size, inner = block_sizes(first)[dim], [t.stored_shape[dim] for t in tensors[:-1]]
     if is_flat(first):
-        _check_flat_joined(first, tensors, dim)
+        _check_flat_concatenate(first, tensors, dim)
     elif any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner):
         raise ValueError(
             f"cat along axis {dim} in {first.scheme.name} cuts blocks of {size}; dequantize() first"
         )
-    parts = {name: _joined_part(tensors, name, dim) for name in PARTS}
+    parts = {name: _concatenate_part(tensors, name, dim) for name in PARTS}
     shape = _with(first.stored_shape, dim, sum(t.stored_shape[dim] for t in tensors))
     return _stored(first, parts, shape)
 
@@ -111,8 +111,8 @@ def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
     return {name: part for name, part in found.items() if part is not None}
 
 
-def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """One axis, as FSDP2 keeps shards, and back; or another shape with the same last axis, if blocks lie along it."""
+def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """One axis, as FSDP2 stores shards, and back; or another shape with the same last axis, if blocks lie along it."""
     wanted = _inferred(shape, prod(t.shape))
     if wanted == tuple(t.shape):
         return t.remade(t.parts)
@@ -136,7 +136,7 @@ def viewed(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     return t.remade(parts, wanted)
 
 
-def repeated(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
+def expand(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
     """A batch of the same matrix, over the same parts; where its blocks are of the flattened tensor, a batch of its values."""
     t.check_shaped()
     t = t.to_layout("plain") if t.meta.layout != "plain" else t
@@ -182,8 +182,8 @@ def block_sizes(t: QuantizedTensor) -> list[int]:
     return sizes
 
 
-def _check_cut(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
-    """ValueError where a cut falls inside a block or a byte."""
+def _check_slice(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
+    """ValueError where a slice begins or ends inside a block or a byte."""
     length, size = t.stored_shape[dim], block_sizes(t)[dim]
     ends = end == length or t.scheme.scale.partial or end % size == 0
     whole_bytes = start * _bits(t, dim) % 8 == 0 and (end == length or end * _bits(t, dim) % 8 == 0)
@@ -202,13 +202,13 @@ def _bits(t: QuantizedTensor, dim: int) -> int:
     return bits if bits < 8 and dim == len(t.shape) - 1 else 8
 
 
-def _cut_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tensor:
+def _slice_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tensor:
     bits = _bits(t, dim)
     return t.codes.narrow(dim, start * bits // 8, -(-end * bits // 8) - start * bits // 8)
 
 
-def _cut_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
-    """Scales or zero points of a cut; those of a whole axis or tensor hold for every piece."""
+def _slice_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
+    """Scales or zero points of a slice; those of a whole axis or tensor hold for every piece."""
     part, size = t.parts[name], block_sizes(t)[dim]
     if part is None or not has_pieces(t, name, dim):
         return part
@@ -219,8 +219,10 @@ def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tenso
     return part.narrow(dim, start, end - start)
 
 
-def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]) -> QuantizedTensor:
-    """A cut of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
+def _slice_flat(
+    t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[int, ...]
+) -> QuantizedTensor:
+    """A slice of leading entries where blocks, and blocks of scales, are of the flattened tensor."""
     row, size = prod(t.stored_shape[dim + 1 :]), t.scheme.scale.flat_size
     step = _flat_step(t)
     first, last, total = start * row, end * row, prod(t.stored_shape)
@@ -231,7 +233,7 @@ def _cut_flat(t: QuantizedTensor, dim: int, start: int, end: int, shape: tuple[i
             f"entries {start} to {end} of axis {dim} in {t.scheme.name}: pieces hold a multiple of {step} elements of the "
             f"flattened tensor of shape {t.stored_shape}; dequantize() first"
         )
-    parts = {**t.parts, "codes": _cut_codes(t, dim, start, end)}
+    parts = {**t.parts, "codes": _slice_codes(t, dim, start, end)}
     parts["scale"] = _narrowed(t.scale, 0, first // size, -(-last // size))
     if t.outer is not None and t.outer.dim():
         parts["outer"] = _narrowed(t.outer, 0, first // step, -(-last // step))
@@ -250,7 +252,7 @@ def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) 
     return t.remade(parts, swapped(shape) if t.meta.transposed else shape)
 
 
-def _joined_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
+def _concatenate_part(tensors: Sequence[QuantizedTensor], name: str, dim: int) -> Part:
     """A part of tensors put together: in a row where each has its own, else the one that they share."""
     first: Part = getattr(tensors[0], name)
     if first is not None and has_pieces(tensors[0], name, dim):
@@ -270,7 +272,7 @@ def _is_same(first: Part, other: Part) -> bool:
     return type(first) is torch.Tensor and first.shape == other.shape and torch.equal(first, other)
 
 
-def _check_flat_joined(first: QuantizedTensor, tensors: Sequence[QuantizedTensor], dim: int) -> None:
+def _check_flat_concatenate(first: QuantizedTensor, tensors: Sequence[QuantizedTensor], dim: int) -> None:
     """ValueError where blocks of the flattened tensor are not those of the pieces, one after the other."""
     step = _flat_step(first)
     if any(prod(t.stored_shape[:dim]) != 1 or prod(t.stored_shape) % step for t in tensors[:-1]):
@@ -307,13 +309,13 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
 __all__ = [
     "axis_scales",
     "block_sizes",
-    "cut",
+    "concatenate",
+    "expand",
     "has_pieces",
     "is_flat",
-    "joined",
-    "picked",
-    "repeated",
-    "rows",
     "scalars",
-    "viewed",
+    "select",
+    "select_rows",
+    "slice_axis",
+    "view",
 ]

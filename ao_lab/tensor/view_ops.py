@@ -1,4 +1,4 @@
-"""Operations of `QuantizedTensor` that move, cut, copy and view it. Views share the parts."""
+"""Operations of `QuantizedTensor` that move, slice, copy and view it. Views share the parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.tensor import slicing as pieces
+from ao_lab.tensor import slicing
 from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.metadata import DTYPES, PARTS
 from ao_lab.tensor.op_registry import operation, view
@@ -36,7 +36,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     dtype = kwargs.get("dtype") or t.dtype
     if dtype not in DTYPES:
         raise TypeError(
-            f"a QuantizedTensor stands for floating-point numbers of 16 bits or more, not {dtype}; dequantize() first"
+            f"a QuantizedTensor stands for floating-point values of 16 bits or more, not {dtype}; dequantize() first"
         )
     blocking = kwargs.get("non_blocking", False)
     return t.mapped(  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @view(aten.t.default)
 def _t(t: QuantizedTensor) -> QuantizedTensor:
-    return t.turned() if len(t.shape) == 2 else t.remade(t.parts)
+    return t.transposed() if len(t.shape) == 2 else t.remade(t.parts)
 
 
 @view(aten.transpose.int)
@@ -90,7 +90,7 @@ def _transpose(t: QuantizedTensor, first: int, second: int) -> QuantizedTensor:
         raise ValueError(
             f"transpose of axes {first} and {second} of {t!r}: only the last two; dequantize() first"
         )
-    return t.turned()
+    return t.transposed()
 
 
 @view(aten.permute.default)
@@ -100,13 +100,13 @@ def _permute(t: QuantizedTensor, order: Any) -> QuantizedTensor:
     if places == list(range(rank)):
         return t.remade(t.parts)
     if places == [*range(rank - 2), rank - 1, rank - 2]:
-        return t.turned()
+        return t.transposed()
     raise ValueError(f"permute of {t!r} to {places}: only the last two axes; dequantize() first")
 
 
 @view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(t: QuantizedTensor, shape: Any) -> QuantizedTensor:
-    return pieces.viewed(t, shape)
+    return slicing.view(t, shape)
 
 
 @view(aten.as_strided.default)
@@ -124,7 +124,7 @@ def _expand(t: QuantizedTensor, shape: Any, implicit: bool = False) -> torch.Ten
     wanted = tuple(n if want == -1 else want for n, want in zip(t.shape, shape[-rank:], strict=False))
     if wanted != tuple(t.shape):
         raise ValueError(f"expand of {t!r} to {tuple(shape)}: only to its own shape; dequantize() first")
-    return pieces.repeated(t, tuple(shape[:-rank])) if len(shape) > rank else t.remade(t.parts)
+    return slicing.expand(t, tuple(shape[:-rank])) if len(shape) > rank else t.remade(t.parts)
 
 
 @view(aten.slice.Tensor)
@@ -135,7 +135,7 @@ def _slice(
         raise ValueError(f"slice of {t!r} with step {step}: only step 1; dequantize() first")
     dim = stored_dim(t, dim)
     length = t.stored_shape[dim]
-    return pieces.cut(t, dim, 0 if start is None else start, length if end is None else end)
+    return slicing.slice_axis(t, dim, 0 if start is None else start, length if end is None else end)
 
 
 @view(aten.split.Tensor)
@@ -156,12 +156,12 @@ def _split_sizes(t: QuantizedTensor, sizes: Any, dim: int = 0) -> list[Quantized
 
 @view(aten.select.int)
 def _select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
-    return pieces.picked(t, dim % len(t.shape), index)
+    return slicing.select(t, dim % len(t.shape), index)
 
 
 @view(aten.unbind.int)
 def _unbind(t: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
-    return [pieces.picked(t, dim % len(t.shape), index) for index in range(t.shape[dim])]
+    return [slicing.select(t, dim % len(t.shape), index) for index in range(t.shape[dim])]
 
 
 @operation(aten.cat.default)
@@ -172,7 +172,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         return Bundle(tensors)
     if not all(isinstance(t, QuantizedTensor) for t in tensors):
         raise TypeError("cat of a QuantizedTensor and a dense tensor; dequantize() first")
-    return pieces.joined([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
+    return slicing.concatenate([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
 
 
 @operation(aten.constant_pad_nd.default)
@@ -189,31 +189,31 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     dim = len(t.shape) - 1 - places[0] // 2
     shape = [*t.shape[:dim], added[places[0]], *t.shape[dim + 1 :]]
     plain = t.to_layout("plain")
-    zeros = _zeros(plain, shape, {}, pieces.axis_scales(plain, stored_dim(t, dim)))
-    return pieces.joined([plain, zeros], stored_dim(t, dim))
+    zeros = _zeros(plain, shape, {}, slicing.axis_scales(plain, stored_dim(t, dim)))
+    return slicing.concatenate([plain, zeros], stored_dim(t, dim))
 
 
 @operation(aten.index_select.default)
 def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     t, dim, index = args
-    made = pieces.rows(t, index, counted=True) if dim % len(t.shape) == 0 else None
-    if made is None:
+    result = slicing.select_rows(t, index, counted=True) if dim % len(t.shape) == 0 else None
+    if result is None:
         raise ValueError(f"index_select along axis {dim} of {t!r}: blocks span it; dequantize() first")
-    return made
+    return result
 
 
 @operation(aten.index.Tensor)
 def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Experts by number: t[numbers]."""
     t, places = args
-    made = None
+    result = None
     if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
-        made = pieces.rows(t, places[0])
-    if made is None:
+        result = slicing.select_rows(t, places[0])
+    if result is None:
         raise ValueError(
             f"indexing of {t!r}: a vector of numbers along axis 0, where no block spans it; dequantize() first"
         )
-    return made
+    return result
 
 
 @operation(aten.is_pinned.default)
@@ -245,11 +245,11 @@ def _zeros(
     zeros = torch.zeros(
         tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
     )
-    held = pieces.scalars(t) if held is None else held
+    held = slicing.scalars(t) if held is None else held
     copies = {name: part.to(zeros.device, copy=True) for name, part in held.items()}
     scale, outer = copies.get("scale"), copies.get("outer")
-    made = _like(t, zeros, None if scale is outer is None else Scales(scale, outer, copies.get("zero")))
-    return made.remade({**made.parts, **copies})
+    result = _like(t, zeros, None if scale is outer is None else Scales(scale, outer, copies.get("zero")))
+    return result.remade({**result.parts, **copies})
 
 
 def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None) -> QuantizedTensor:
@@ -257,8 +257,8 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
     turned = dense.transpose(-2, -1) if t.meta.transposed else dense
     packed = t.scheme.format.bits < 8
     q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
-    made = from_quantized(q, t.recipe, dense.dtype, t.input_scales).to_layout(t.meta.layout)
-    return made.turned() if t.meta.transposed else made
+    result = from_quantized(q, t.recipe, dense.dtype, t.input_scales).to_layout(t.meta.layout)
+    return result.transposed() if t.meta.transposed else result
 
 
 def stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
@@ -275,4 +275,4 @@ def stored_dim(t: QuantizedTensor, dim: int) -> int:
 
 def _pieces(t: QuantizedTensor, dim: int, cuts: list[int]) -> list[QuantizedTensor]:
     place = stored_dim(t, dim)
-    return [pieces.cut(t, place, start, end) for start, end in pairwise(cuts)]
+    return [slicing.slice_axis(t, place, start, end) for start, end in pairwise(cuts)]

@@ -132,8 +132,8 @@ def fill(
 ) -> Array:
     """An array of one kind (see `KINDS`), the same for the same seed. fmt: the format whose ties are meant."""
     layout = Layout.of(dtype)
-    made = FILLS[kind](np.random.default_rng(seed), shape, layout, format_of(fmt))
-    return np.asarray(made).view(layout.dtype)
+    result = FILLS[kind](np.random.default_rng(seed), shape, layout, format_of(fmt))
+    return np.asarray(result).view(layout.dtype)
 
 
 __all__ = ["FILLS", "FINITE_KINDS", "KINDS", "Layout", "fill", "ties"]

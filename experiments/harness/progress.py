@@ -11,5 +11,5 @@ from ao_lab.cli.terminal import progress
 @contextmanager
 def bar(description: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar of `total` steps; each call of the given function is one step, with a word about it."""
-    with progress.bar(description, total) as work:
+    with progress.track_progress(description, total) as work:
         yield work.step

@@ -1,10 +1,10 @@
-"""The trained model with quantized linear layers: a copy whose weights went through a scheme, and whose inputs may.
+"""The trained model with quantized linear layers: a copy whose weights `quantize_` has quantized, and whose inputs may be too.
 
 Every linear layer is quantized, the ones inside the blocks and lm_head; the embedding and the norms stay as they are. Weight
 blocks run along the input features (the last axis of ``nn.Linear.weight``), activation blocks along the features of each
 token, so both run along the axis that the matmul sums over. Activation scales are dynamic: found anew for each input, and
-where one scale is over a whole tensor, for each sequence of a batch. The matmul itself is float32, so that what is measured
-is the format and not an accumulator.
+where one scale is over a whole tensor, for each sequence of a batch. The matmul itself is in float32 with the
+dequantized weight, so that what is measured is the format and not an accumulator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import fast
+from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import named
+from ao_lab.quantization.api import quantize_
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.storage import Stored, stored, stored_plain
 from experiments.models.language_model import LanguageModel
 from reference import Scheme
@@ -41,11 +44,7 @@ class QuantizedModel:
 def quantized_model(model: LanguageModel, weights: str, activations: str | None) -> QuantizedModel:
     """A copy of the model in a scheme (or a plain format of PLAIN); the original stays as it is."""
     made = copy.deepcopy(model)
-    sizes = Stored(0)
-    for layer in made.linears().values():
-        value, size = quantized_weight(layer.weight.detach(), weights)
-        layer.weight = nn.Parameter(value, requires_grad=False)
-        sizes += size
+    sizes = cast_linears(made, PLAIN[weights]) if weights in PLAIN else quantize_linears(made, weights)
     round_input = None if activations is None else rounding(activations)
     if round_input is not None:
         shared = OncePerInput(round_input)
@@ -56,13 +55,30 @@ def quantized_model(model: LanguageModel, weights: str, activations: str | None)
     return QuantizedModel(made, sizes, sum(rest, Stored(0)), round_input)
 
 
-def quantized_weight(weight: Tensor, scheme: str) -> tuple[Tensor, Stored]:
-    """The weight after storage, as float32, and the bytes that it took."""
-    if scheme in PLAIN:
-        cast = weight.to(PLAIN[scheme])
-        return cast.float(), stored_plain(cast)
-    q = fast.quantize(weight, named(scheme))
-    return fast.dequantize(q), stored(q)
+def quantize_linears(model: LanguageModel, scheme: str) -> Stored:
+    """`quantize_` of every linear layer, then dense float32 weights again of what was stored; the bytes that are stored.
+
+    ValueError where a scheme's blocks do not divide a layer.
+    """
+    quantize_(model, SchemeConfig(scheme=scheme))
+    sizes = Stored(0)
+    for name, layer in model.linears().items():
+        weight = layer.weight
+        if not isinstance(weight, QuantizedTensor):
+            raise ValueError(f"{name} of shape {tuple(weight.shape)} cannot be quantized in {scheme}")
+        sizes += stored(weight.quantized)
+        layer.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+    return sizes
+
+
+def cast_linears(model: LanguageModel, dtype: torch.dtype) -> Stored:
+    """Every linear layer's weight rounded to a dtype, as float32; the bytes that it takes."""
+    sizes = Stored(0)
+    for layer in model.linears().values():
+        cast = layer.weight.detach().to(dtype)
+        layer.weight = nn.Parameter(cast.float(), requires_grad=False)
+        sizes += stored_plain(cast)
+    return sizes
 
 
 def rounding(scheme: str) -> Round:

@@ -11,7 +11,7 @@ from torch import nn
 
 import ao_lab
 import fast
-from ao_lab.tensor.op_registry import operations
+from ao_lab.tensor.op_registry import OPERATIONS
 
 X = np.ones((4, 32, 64), np.float32)
 ROW = np.ones(32, np.float32)
@@ -108,7 +108,7 @@ def test_a_quantized_tensor_has_its_own():
 def test_a_batch_that_vmap_made(packed):
     """The codes have an axis more than the shape says; the message says how both ways end."""
     batch = jax.vmap(lambda x: ao_lab.quantize(x, "mxfp4", packed=packed))(jnp.asarray(X))
-    with pytest.raises(ValueError, match=r"a batch \(4,\) of them, as jax.vmap.quantize. makes it") as error:
+    with pytest.raises(ValueError, match=r"a batch \(4,\) of them, as jax.vmap.quantize. returns it") as error:
         ao_lab.dequantize(batch)
     assert "packed=" not in str(error.value)
     whole = ao_lab.dequantize(ao_lab.quantize(jnp.asarray(X), "mxfp4", packed=packed))
@@ -163,4 +163,4 @@ def test_operations_that_there_are_not(operation):
     ) as error:
         operation(weight)
     assert len(str(error.value)) < 300
-    assert len(operations()) > 30
+    assert len(OPERATIONS) > 30

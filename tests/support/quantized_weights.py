@@ -6,7 +6,7 @@ import torch
 import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
 
 import reference
-from ao_lab.tensor.op_registry import operations
+from ao_lab.tensor.op_registry import OPERATIONS
 
 # One of each kind: groups, rows, tensor, two-dimensional blocks, zero points, two levels, flat blocks, odd bits.
 KINDS = (
@@ -79,6 +79,6 @@ def recorded_operations(monkeypatch, used):
             used.add(op)
             return super().get(op, default)
 
-    recorded = Recorded(operations())
-    monkeypatch.setattr("ao_lab.tensor.op_registry.operations", lambda: recorded)
+    recorded = Recorded(OPERATIONS)
+    monkeypatch.setattr("ao_lab.tensor.quantized_tensor.OPERATIONS", recorded)
     yield

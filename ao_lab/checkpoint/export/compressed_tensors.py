@@ -1,8 +1,9 @@
 """Quantized weights as compressed-tensors stores them, so that transformers and vLLM read them without this library.
 
-An `Export` is one format of compressed-tensors 0.20: which recipes it holds, the tensors that stand for a weight (by what
-follows the module's name), the way back, and what its reader makes of them. `ao_lab.checkpoint.export.plain_reader`
-compares that with the model and refuses where a bit differs: a file either means what the model means, or is not written.
+An `Export` is one format of compressed-tensors 0.20: the tensors that stand for a weight (by what follows the module's name),
+the way back, and what its reader makes of them (`ao_lab.config.compressed_tensors.formats` says which recipes it stores).
+`ao_lab.checkpoint.export.plain_reader` compares that with the model and raises where a bit differs: a file either means what
+the model means, or is not written.
 
 Integers are offset by 2**(bits - 1) and packed little-endian into int32 words; e8m0 scales are bytes; the outer scale of NVFP4
 is stored as its reciprocal, by which the reader divides. The reader's rounding of that quotient may differ from one product,
@@ -17,9 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 
 import fast
+from ao_lab.checkpoint.io.weight_specs import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
+from ao_lab.config.compressed_tensors.formats import format_of, plain_scales
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.stored_parts import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
-from ao_lab.tensor.native import native_dtype
+from ao_lab.interop.torch_dtypes import native_dtype
 from reference import Quantized, Scheme
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import unpacked
@@ -29,10 +31,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Export:
-    """One format: whether it holds a recipe's weight, the tensors of one, and the stored weight of tensors."""
+    """One format: the tensors of a weight, and the stored weight of tensors."""
 
     name: str
-    holds: Callable[[Recipe], bool]
     write: Callable[[Quantized], Tensors]
     #: Of tensors, the scheme and the weight's shape.
     read: Callable[[Tensors, Scheme, tuple[int, ...]], Quantized]
@@ -41,13 +42,9 @@ class Export:
 
 
 def export_of(recipe: Recipe) -> Export | None:
-    """The format that holds a recipe's weight, or None."""
-    scale, zero = recipe.weight.scale, recipe.weight.zero
-    if scale.stored != "decode" or (scale.partial and isinstance(scale.block, int) and scale.block > 0):
-        return None
-    if zero is not None and zero.rule != "code":
-        return None
-    return next((export for export in EXPORTS if export.holds(recipe)), None)
+    """The export in whose format a recipe's weight is stored, or None."""
+    found = format_of(recipe)
+    return None if found is None else EXPORTS[found.name]
 
 
 def value_read(
@@ -97,47 +94,6 @@ def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
     return full[: q.shape[0], : q.shape[1]]
 
 
-# What the formats hold.
-
-
-def _plain_scales(scheme: Scheme) -> bool:
-    return scheme.scale.storage in ("float32", "bfloat16") and scheme.outer is None
-
-
-def _holds_int(recipe: Recipe) -> bool:
-    """8-bit integers beside quantized inputs, as int8 products read them."""
-    scheme = recipe.weight
-    rows = scheme.scale.block in (-1, "tensor")
-    return recipe.activation is not None and scheme.element == "int8" and rows and _plain_scales(scheme)
-
-
-def _holds_packed(recipe: Recipe) -> bool:
-    scheme = recipe.weight
-    groups = isinstance(scheme.scale.block, int)
-    signed = scheme.format.kind == "int" and scheme.format.signed and scheme.format.fraction_bits == 0
-    floats = recipe.activation is not None and recipe.activation.format.kind == "float"
-    return signed and groups and _plain_scales(scheme) and not floats and scheme.format.specials == "none"
-
-
-def _holds_float(recipe: Recipe) -> bool:
-    return recipe.weight.element == "float8_e4m3fn" and _plain_scales(recipe.weight)
-
-
-def _holds_mx(element: str) -> Callable[[Recipe], bool]:
-    def holds(recipe: Recipe) -> bool:
-        scale = recipe.weight.scale
-        return recipe.weight.element == element and scale.power_of_two and scale.block == 32
-
-    return holds
-
-
-def _holds_nvfp4(recipe: Recipe) -> bool:
-    scheme = recipe.weight
-    two_levels = scheme.outer is not None and scheme.outer.statistic == "absmax_elements"
-    block = scheme.scale.storage == "float8_e4m3fn" and scheme.scale.block == 16
-    return scheme.element == "float4_e2m1fn" and block and two_levels and scheme.outer_order != "folded"
-
-
 # Tensors of weights, and back.
 
 
@@ -167,7 +123,7 @@ def _kept(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The inverse of `_scale`, whatever the dtype that a program gave them in between."""
     if scheme.scale.storage == "bfloat16":
         return scale.to(torch.bfloat16).view(torch.uint16)
-    return scale.to(torch.float32) if _plain_scales(scheme) else scale
+    return scale.to(torch.float32) if plain_scales(scheme) else scale
 
 
 def _channels(scale: torch.Tensor) -> torch.Tensor:
@@ -207,7 +163,7 @@ def _read_words(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Qua
 
 
 def _packed(q: Quantized) -> Quantized:
-    """q as `QuantizedTensor` keeps it."""
+    """q as `QuantizedTensor` stores it."""
     if q.scheme.format.bits == 8:
         return q
     return replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
@@ -233,11 +189,11 @@ def _write_packed(q: Quantized) -> Tensors:
     # Readers expect e4m3 scales in their dtype and e8m0 scales as bytes.
     storage = q.scheme.scale.storage
     scale = q.scale if storage == "float8_e8m0fnu" else q.scale.view(native_dtype(storage) or q.scale.dtype)
-    made = {"weight_packed": q.codes, "weight_scale": scale}
+    result = {"weight_packed": q.codes, "weight_scale": scale}
     if q.outer is None:
-        return made
+        return result
     inverted = q.outer if q.scheme.outer_order == "encode" else 1.0 / q.outer
-    return {**made, "weight_global_scale": inverted.reshape(1)}
+    return {**result, "weight_global_scale": inverted.reshape(1)}
 
 
 def _read_packed(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Quantized:
@@ -249,14 +205,17 @@ def _read_packed(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Qu
     return Quantized(tensors["weight_packed"], scale, outer, None, shape, 1, scheme, packed=True)
 
 
-EXPORTS = (
-    Export("int-quantized", _holds_int, _write_bytes, _read_bytes, byte_specs),
-    Export("pack-quantized", _holds_packed, _write_words, _read_words, word_specs),
-    Export("float-quantized", _holds_float, _write_bytes, _read_bytes, byte_specs),
-    Export("mxfp8-quantized", _holds_mx("float8_e4m3fn"), _write_bytes, _read_bytes, byte_specs),
-    Export("mxfp6-pack-quantized", _holds_mx("float6_e2m3fn"), _write_packed, _read_packed, packed_specs),
-    Export("mxfp4-pack-quantized", _holds_mx("float4_e2m1fn"), _write_packed, _read_packed, packed_specs),
-    Export("nvfp4-pack-quantized", _holds_nvfp4, _write_packed, _read_packed, packed_specs),
-)
+EXPORTS = {
+    export.name: export
+    for export in (
+        Export("int-quantized", _write_bytes, _read_bytes, byte_specs),
+        Export("pack-quantized", _write_words, _read_words, word_specs),
+        Export("float-quantized", _write_bytes, _read_bytes, byte_specs),
+        Export("mxfp8-quantized", _write_bytes, _read_bytes, byte_specs),
+        Export("mxfp6-pack-quantized", _write_packed, _read_packed, packed_specs),
+        Export("mxfp4-pack-quantized", _write_packed, _read_packed, packed_specs),
+        Export("nvfp4-pack-quantized", _write_packed, _read_packed, packed_specs),
+    )
+}
 
 __all__ = ["EXPORTS", "Export", "Tensors", "export_of", "same_bits", "value_read", "variants"]

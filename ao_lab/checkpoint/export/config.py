@@ -6,11 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.config.compressed_tensors.arguments import input_arguments, weight_arguments
 from ao_lab.config.recipe import Recipe
-from reference import Scheme
-
-#: Storage of scales as compressed-tensors names it; float32 is its default.
-SCALE_DTYPES = {"float8_e8m0fnu": "torch.uint8", "float8_e4m3fn": "torch.float8_e4m3fn"}
 
 
 def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: list[str]) -> dict[str, Any]:
@@ -22,9 +19,9 @@ def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: l
     groups: dict[tuple[str, Recipe, bool], list[str]] = {}
     for name, how in layers.items():
         groups.setdefault(how, []).append(name)
-    made = {}
+    result = {}
     for index, ((name, recipe, static), members) in enumerate(groups.items()):
-        made[f"group_{index}"] = {
+        result[f"group_{index}"] = {
             "targets": ["Linear"] if len(groups) == 1 else members,
             "weights": weight_arguments(recipe.weight),
             "input_activations": None
@@ -38,7 +35,7 @@ def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: l
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "config_groups": made,
+        "config_groups": result,
         "ignore": sorted(dense),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -79,38 +76,4 @@ def check_groups(given: Mapping[str, Any], weights: Iterable[tuple[str, Recipe]]
             )
 
 
-def weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    """QuantizationArgs of a weight."""
-    return {**_arguments(scheme, "channel"), "dynamic": False}
-
-
-def input_arguments(scheme: Scheme, static: bool) -> dict[str, Any]:
-    """QuantizationArgs of an input; ValueError for a scheme that compressed-tensors' readers do not compute."""
-    scale = scheme.scale
-    if scheme.outer is not None or isinstance(scale.block, tuple) or scale.flat_size:
-        raise ValueError(f"compressed-tensors does not quantize inputs in {scheme.name} as they come")
-    return {**_arguments(scheme, "token"), "dynamic": not static}
-
-
-def _arguments(scheme: Scheme, row: str) -> dict[str, Any]:
-    block, fmt = scheme.scale.block, scheme.format
-    if fmt.kind not in ("int", "float") or fmt.fraction_bits:
-        raise ValueError(f"compressed-tensors has no elements {fmt.name}")
-    if fmt.kind == "float" and fmt.name not in ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"):
-        raise ValueError(f"compressed-tensors has no elements {fmt.name}")
-    strategy = {"-1": row, "tensor": "tensor"}.get(
-        str(block), "block" if isinstance(block, tuple) else "group"
-    )
-    made: dict[str, Any] = {
-        "num_bits": fmt.bits,
-        "type": fmt.kind,
-        "symmetric": scheme.zero is None,
-        "strategy": "tensor_group" if scheme.outer is not None else strategy,
-        "group_size": block if strategy == "group" else None,
-        "block_structure": list(block) if isinstance(block, tuple) else None,
-    }
-    storage = SCALE_DTYPES.get(scheme.scale.storage)
-    return made if storage is None else {**made, "scale_dtype": storage, "zp_dtype": storage}
-
-
-__all__ = ["check_groups", "input_arguments", "quantization_config", "weight_arguments"]
+__all__ = ["check_groups", "quantization_config"]

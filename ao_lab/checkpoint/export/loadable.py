@@ -16,7 +16,7 @@ from torch import nn
 WHY = "so that from_pretrained fails in transformers 5.23; leave these layers dense, or use layout='ao_lab'"
 
 
-def obstacles(
+def unsupported_reasons(
     model: nn.Module, quantized: Collection[str], packed: Collection[str], untied: bool
 ) -> list[str]:
     """Why transformers fails to load a model of its own with these quantized (and packed) layers; none for other models."""
@@ -53,4 +53,4 @@ def _initialized(skeleton: Any, packed: Collection[str]) -> list[str]:
     return found
 
 
-__all__ = ["obstacles"]
+__all__ = ["unsupported_reasons"]

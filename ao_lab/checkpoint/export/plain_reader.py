@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ao_lab.checkpoint.export.activations import is_as_read
 from ao_lab.checkpoint.export.compressed_tensors import (
     EXPORTS,
     Export,
@@ -28,8 +27,9 @@ from ao_lab.checkpoint.export.compressed_tensors import (
     value_read,
     variants,
 )
+from ao_lab.checkpoint.io.weight_specs import WORD_BYTES
+from ao_lab.config.compressed_tensors.activations import is_as_read
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.stored_parts import WORD_BYTES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scheme
 from reference.quantize.blocks import Blocks
@@ -38,8 +38,8 @@ from reference.quantize.blocks import Blocks
 DEQUANTIZE = "from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True))"
 WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or save with layout="ao_lab"'
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Formats whose zero points are packed like their codes.
-PACKED = tuple(export for export in EXPORTS if export.name == "pack-quantized")
+#: The format whose zero points are packed like its codes.
+PACKED = EXPORTS["pack-quantized"]
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
 
 
 def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
-    """The tensors that stand for a weight; ValueError where no reader would get its numbers."""
+    """The tensors that stand for a weight; ValueError where no reader would get its values."""
     q, wanted = t.quantized, t.dequantize(dtype)
     for tensors in variants(export.write(q)):
         if same_bits(value_read(export, tensors, q, dtype), wanted):
             static = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
             return {**tensors, **static}
     raise ValueError(
-        f"{t!r}: a reader of compressed-tensors would see other numbers (NaN blocks, extreme scales, or an outer scale without "
+        f"{t!r}: a reader of compressed-tensors would see other values (NaN blocks, extreme scales, or an outer scale without "
         f"an exact reciprocal); {WAY_OUT}"
     )
 
@@ -97,7 +97,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"readers of compressed-tensors quantize inputs by other rules than {inputs.name}, and would compute another "
             f"model; {WAY_OUT}"
         )
-    if weight.zero is not None and export_of(recipe) in PACKED:
+    if weight.zero is not None and export_of(recipe) is PACKED:
         raise ValueError(
             f"transformers 5.23 reads packed zero points of {weight.name} with dequantize=True alone, which leaves inputs as "
             f"they are; {WAY_OUT}"
@@ -118,7 +118,7 @@ def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:
     4-bit ones are unpacked by a view of the transposed words as bytes. With a single row of words its stride is not 1.
     """
     scheme = recipe.weight
-    if scheme.zero is None or scheme.format.bits != 4 or export_of(recipe) not in PACKED:
+    if scheme.zero is None or scheme.format.bits != 4 or export_of(recipe) is not PACKED:
         return None
     rows, groups = Blocks.of(shape, scheme.scale, -1).scale_shape
     if rows * scheme.format.bits > 8 * WORD_BYTES or groups == 1:

@@ -26,17 +26,17 @@ from typing import Any
 import torch
 
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.formats.gptq_integers import (
+from ao_lab.checkpoint.formats.group_integers import (
     Found,
     Integers,
     Models,
-    integer,
     layers,
     records_of,
     row_bytes,
     scale_dtype,
     spec_of,
     unpacked_rows,
+    width_and_group,
 )
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
@@ -76,9 +76,7 @@ def read_awq_records(folder: Folder, config: Mapping[str, Any]) -> Records:
         raise ValueError(
             f"version {shown(version)} of {folder.path} cannot be read, these can: {', '.join(VERSIONS)}; {WAY_OUT}"
         )
-    where = f"{folder.path} ({BITS} bits; groups of n > 0, or -1; {WAY_OUT})"
-    integer(config, ("bits", "w_bit"), BITS.__eq__, where)
-    group = integer(config, ("group_size", "q_group_size"), lambda n: n > 0 or n == -1, where)
+    _, group = width_and_group(config, folder, (BITS,), WAY_OUT)
     found = {path: VERSIONS[version](path, folder, group) for path in layers(folder, LIBRARY)}
     for path, layer in found.items():
         inputs = layer.integers.shape[1]

@@ -30,13 +30,13 @@ import torch
 
 import fast
 from ao_lab.checkpoint.formats import reader
+from ao_lab.checkpoint.io.plain_values import check_value
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import parsed_object, shown
+from ao_lab.checkpoint.io.weight_specs import Specs
 from ao_lab.checkpoint.records import Records, Tensors, Weight
-from ao_lab.config.plain_values import check_value
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.stored_parts import Specs
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scale, Scheme
@@ -54,7 +54,7 @@ NESTED: dict[str, Any] = {"nested_blocksize": int, "nested_offset": float, "nest
 LARGEST_STATE = 4096
 WAY_OUT = "load the folder with bitsandbytes, or quantize the original model with ao_lab"
 
-#: backends/default/ops.py, quantize_4bit; a block of zeros has the smallest scale of the house here, and 0 there.
+#: backends/default/ops.py, quantize_4bit; a block of zeros has the smallest scale of the default schemes here, and 0 there.
 RECORD = Scheme(
     name="bitsandbytes.nf4", element="nf4", nan="ieee", dequantize="ieee",
     scale=Scale(block="flat:64", target=1.0, floor=FLOOR, partial=True),
@@ -165,7 +165,7 @@ def _specs(name: str, full: str, state: State, folder: Folder) -> Specs:
     stored = folder.specs[name].dtype if name in folder.specs else torch.uint8
     if stored not in STORAGE:
         raise ValueError(
-            f"{shown(name)} of {folder.places[name]} keeps codes in one of {', '.join(map(str, STORAGE))}, got "
+            f"{shown(name)} of {folder.places[name]} stores codes in one of {', '.join(map(str, STORAGE))}, got "
             f"{stored}; fetch it again"
         )
     pairs = math.ceil(math.prod(state.shape) / 2)
@@ -174,17 +174,17 @@ def _specs(name: str, full: str, state: State, folder: Folder) -> Specs:
             f"{shown(name)} of {folder.places[name]} has {pairs} bytes of codes, no whole numbers of {stored}; "
             "fetch it again"
         )
-    made = {
+    result = {
         "": Spec(stored, (pairs // stored.itemsize, 1)),
         ".absmax": Spec(torch.float32 if state.nested is None else torch.uint8, (state.blocks,)),
         ".quant_map": Spec(torch.float32, (16,)),
         full.removeprefix(name): folder.specs[full],
     }
     if state.nested is None:
-        return made
+        return result
     groups = math.ceil(state.blocks / state.nested[0])
     return {
-        **made,
+        **result,
         ".nested_absmax": Spec(torch.float32, (groups,)),
         ".nested_quant_map": Spec(torch.float32, (256,)),
     }
@@ -216,7 +216,7 @@ def maxima(tensors: Tensors, state: State) -> torch.Tensor:
 
 
 def packed_codes(stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Codes as `reference.pack` keeps them, of pairs whose first is in the high nibble."""
+    """Codes as `reference.pack` stores them, of pairs whose first is in the high nibble."""
     pairs = stored.contiguous().view(torch.uint8).reshape(-1)
     if shape[1] % 2 == 0:
         return (pairs >> 4 | pairs << 4).reshape(shape[0], shape[1] // 2)

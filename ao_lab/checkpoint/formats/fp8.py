@@ -8,7 +8,7 @@ which does not read short last blocks (it refuses them, or divides the axis even
 
 Inputs stay as they are, whatever `activation_scheme` says: DeepSeek's own code multiplies so by default (`gemm_impl = "bf16"`
 in inference/model.py), and so does transformers where it dequantizes, as it does without a GPU. Kernels that round inputs as
-well, for each 128 of a row or by a static `activation_scale`, give other numbers; nothing in the files says which kernel is
+well, for each 128 of a row or by a static `activation_scale`, give other values; nothing in the files says which kernel is
 meant.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.foreign import model_dtype
+from ao_lab.checkpoint.dense_tensors import model_dtype
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
@@ -37,7 +37,7 @@ METHOD, SCALE, INPUT = "fp8", "_scale_inv", "activation_scale"
 INPUTS = "scales of inputs, which stay as they are"
 ELEMENT = torch.float8_e4m3fn
 E8M0, NAN_SCALE = "float8_e8m0fnu", 255
-#: How scales are kept, by the dtype of their tensor.
+#: How scales are stored, by the dtype of their tensor.
 STORAGE = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -87,10 +87,10 @@ def _weight(name: str, folder: Folder, block: Block, dtype: torch.dtype) -> Weig
     scheme = weight_scheme(block, STORAGE[found.dtype])
     blocks = Blocks.of(spec.shape, scheme.scale, -1).scale_shape
     # One number is written with or without an axis.
-    kept = Spec(found.dtype, (1,) if blocks == () and found.shape == (1,) else blocks)
+    stored = Spec(found.dtype, (1,) if blocks == () and found.shape == (1,) else blocks)
     recipe = Recipe(weight=scheme)
 
-    def made(tensors: Tensors) -> QuantizedTensor:
+    def build(tensors: Tensors) -> QuantizedTensor:
         scale = tensors["scale"]
         if scale.dtype == torch.uint8 and bool((scale == NAN_SCALE).any()):
             raise ValueError(f"a scale is {NAN_SCALE}, which is no number in e8m0")
@@ -100,14 +100,16 @@ def _weight(name: str, folder: Folder, block: Block, dtype: torch.dtype) -> Weig
         return from_quantized(q, recipe, dtype)
 
     names = {"weight": name, "scale": name + SCALE}
-    return Weight(Meta(recipe, -1, dtype), spec.shape, names, {"weight": spec, "scale": kept}, made, METHOD)
+    return Weight(
+        Meta(recipe, -1, dtype), spec.shape, names, {"weight": spec, "scale": stored}, build, METHOD
+    )
 
 
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 def weight_scheme(block: Block, storage: str) -> Scheme:
-    """e4m3 in these blocks, a short last one allowed, with scales kept as `storage`; products that overflow become infinite."""
+    """e4m3 in these blocks, a short last one allowed, scales stored as `storage`; products that overflow become infinite."""
     base = SCHEMES["fp8_128x128"]
     scale = replace(base.scale, block=block, storage=storage)
     if storage == E8M0:

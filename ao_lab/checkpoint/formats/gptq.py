@@ -9,7 +9,7 @@ A layer of K inputs and N outputs with b bits in groups of g (-1: K) has
 
 Where act-order (desc_act) has scattered the groups, scales are stored again for runs of neighbours of a group, where these are.
 
-Version 1 keeps zero points less one. One is added to them as GPTQModel does: to all fields of a word in one addition (for 3
+Version 1 stores zero points less one. One is added to them as GPTQModel does: to all fields of a word in one addition (for 3
 bits to each field, modulo 8), so that its own files, which it wrote by one subtraction, give their zero points back; AutoGPTQ
 adds it to each field, which is the same wherever no stored field is 2**b - 1.
 
@@ -27,17 +27,17 @@ from typing import Any
 import torch
 
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.formats.gptq_integers import (
+from ao_lab.checkpoint.formats.group_integers import (
     Found,
     Integers,
     Models,
-    integer,
     layers,
     records_of,
     row_bytes,
     scale_dtype,
     spec_of,
     unpacked_rows,
+    width_and_group,
     words_of,
 )
 from ao_lab.checkpoint.formats.grouping import regrouped, run_length
@@ -50,7 +50,7 @@ from reference import Scale, Scheme, Zero
 
 LIBRARY = "GPTQModel"
 BITS = (2, 3, 4, 8)
-#: By checkpoint_format: whether zero points are kept less one, and for which bits.
+#: By checkpoint_format: whether zero points are stored less one, and for which bits.
 FORMATS = {"gptq": (True, BITS), "gptq_v2": (False, BITS), "gptq_p": (False, (2, 4, 8))}
 #: What version 1 adds to a word of zero points; 3 bits cross words and go field by field.
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -89,7 +89,7 @@ def read_gptq_records(folder: Folder, config: Mapping[str, Any]) -> Records:
 
 
 def _format(folder: Folder, config: Mapping[str, Any]) -> tuple[bool, tuple[int, ...]]:
-    """Whether zero points are kept less one, and which bits there may be."""
+    """Whether zero points are stored less one, and which bits there may be."""
     name = config.get("checkpoint_format") or config.get("format") or "gptq"
     name = "marlin" if config.get("is_marlin_format") is True else str(name).lower()
     if name not in FORMATS:
@@ -119,21 +119,19 @@ def _integers(path: str, folder: Folder, config: Mapping[str, Any], able: tuple[
             )
         bits, group = fitting[0], inputs // groups
     else:
-        where = f"{folder.path} ({', '.join(map(str, able))} bits; groups of n > 0, or -1; {WAY_OUT})"
-        bits = integer(config, ("bits",), able.__contains__, where)
-        group = integer(config, ("group_size",), lambda n: n > 0 or n == -1, where)
+        bits, group = width_and_group(config, folder, able, WAY_OUT)
     shape = (outputs, inputs or words * 32 // bits)
     return Integers(RECORDS, bits, group, shape, scale_dtype(folder, f"{path}scales"))
 
 
 def _specs(integers: Integers, listed: bool) -> dict[str, Spec]:
     (outputs, inputs), bits, groups = integers.shape, integers.bits, integers.groups
-    made = {
+    result = {
         "qweight": Spec(torch.int32, (words_of(inputs, bits), outputs)),
         "qzeros": Spec(torch.int32, (groups, words_of(outputs, bits))),
         "scales": Spec(integers.dtype, (groups, outputs)),
     }
-    return {**made, "g_idx": Spec(torch.int32, (inputs,))} if listed else made
+    return {**result, "g_idx": Spec(torch.int32, (inputs,))} if listed else result
 
 
 def _grouped(path: str, integers: Integers, folder: Folder) -> Integers:

@@ -3,7 +3,7 @@
 A quantizer that went through the columns in another order than they are stored has groups of columns that lie apart, and
 `g_idx` names the group of each. Schemes have blocks of neighbours alone, so the scales are stored again for the longest aligned
 runs of columns that lie in one group: the same length as before where the groups are runs, 1 (a scale for each column) where
-they are scattered. The numbers are the same to the bit; scattered groups take more memory for their scales.
+they are scattered. The values are the same to the bit; scattered groups take more memory for their scales.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def run_length(g_idx: torch.Tensor, groups: int) -> int:
     return gcd(g_idx.numel(), *changes.tolist())
 
 
-def regrouped(g_idx: torch.Tensor, length: int, *kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def regrouped(g_idx: torch.Tensor, length: int, *stored: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Scales and zero points (..., groups), stored again for runs of `length` columns: (..., columns / length)."""
     groups = g_idx[::length].to(torch.int64)
-    return tuple(part.index_select(-1, groups).contiguous() for part in kept)
+    return tuple(part.index_select(-1, groups).contiguous() for part in stored)
 
 
 __all__ = ["regrouped", "run_length"]

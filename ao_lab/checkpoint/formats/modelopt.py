@@ -10,7 +10,7 @@ For a linear layer T (nvidia-modelopt 0.47, torch/export/unified_export_hf.py, q
 
 A weight of NVFP4 is code * (scale * scale_2) in float32, rounded once, and +0 for the code of -0; of FP8 code and scale are
 rounded to the output's dtype and multiplied in it (torch/quantization/qtensor/nvfp4_tensor.py, fp8_tensor.py, `dequantize`).
-Inputs are quantized with the folder's static scales by the house's rules: which of NVIDIA's kernels computes them is not said
+Inputs are quantized with the folder's static scales by the default rules: which of NVIDIA's kernels computes them is not said
 in a folder.
 
 Which layers are quantized the files say; patterns of `exclude_modules` are not matched. What smooths inputs
@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.foreign import model_dtype
+from ao_lab.checkpoint.dense_tensors import model_dtype
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.io.weight_specs import Specs
 from ao_lab.checkpoint.records import Records, Tensors, Weight
 from ao_lab.config.recipe import Recipe, block_name
-from ao_lab.quantization.stored_parts import Specs
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import SCHEMES, Quantized, Scales, Scheme
@@ -54,7 +54,7 @@ CACHE_REASON = "scales of a quantized key-value cache, which ao_lab computes in 
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights of a quant_algo are kept: the house's record whose elements and levels they have, blocks, and inputs."""
+    """How weights of a quant_algo are stored: the default scheme whose elements and levels they have, blocks, and inputs."""
 
     record: str
     block: Block
@@ -98,7 +98,7 @@ def read(folder: Folder, given: Mapping[str, Any]) -> Records:
 
 
 def layout_of(path: str, details: Mapping[str, Any]) -> Layout:
-    """How a layer's weight is kept: by the folder's quant_algo, or by its own in a folder of several."""
+    """How a layer's weight is stored: by the folder's quant_algo, or by its own in a folder of several."""
     algorithm, group = details.get("quant_algo"), _group_size(details)
     if algorithm == MIXED:
         layers = details.get("quantized_layers")
@@ -162,29 +162,29 @@ def _weight(path: str, folder: Folder, layout: Layout, dtype: torch.dtype) -> We
         Blocks.of((1, shape[1]), inputs.scale, -1)
     recipe = Recipe(weight=scheme, activation=inputs)
     names = {part: f"{path}.{part}" for part in specs}
-    made = partial(_made, recipe, shape, dtype)
+    result = partial(_made, recipe, shape, dtype)
     return Weight(
-        Meta(recipe, -1, dtype), shape, names, specs, made, "modelopt", scheme.name.partition(".")[2]
+        Meta(recipe, -1, dtype), shape, names, specs, result, "modelopt", scheme.name.partition(".")[2]
     )
 
 
 def _specs(layout: Layout, scheme: Scheme, found: Specs) -> tuple[Specs, tuple[int, int]]:
     """What a weight's tensors are, and its shape."""
     fmt = scheme.format
-    kept = found["weight"].shape if "weight" in found else ()
-    if len(kept) != 2:
-        raise ValueError(f"weight is a matrix, got shape {kept}; fetch the folder again")
-    shape = (kept[0], kept[1] * 8 // fmt.bits)
+    stored = found["weight"].shape if "weight" in found else ()
+    if len(stored) != 2:
+        raise ValueError(f"weight is a matrix, got shape {stored}; fetch the folder again")
+    shape = (stored[0], stored[1] * 8 // fmt.bits)
     narrow = torch.uint8 if fmt.bits < 8 else torch.float8_e4m3fn
-    made = {"weight": Spec(narrow, packed_shape(shape, fmt) if fmt.bits < 8 else shape)}
+    result = {"weight": Spec(narrow, packed_shape(shape, fmt) if fmt.bits < 8 else shape)}
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
     kind = torch.float32 if scheme.outer is None else torch.float8_e4m3fn
-    made[SCALE] = Spec(kind, _like(found[SCALE].shape, blocks))
+    result[SCALE] = Spec(kind, _like(found[SCALE].shape, blocks))
     if scheme.outer is not None:
-        made[OUTER] = Spec(torch.float32, _like(found[OUTER].shape if OUTER in found else (), ()))
+        result[OUTER] = Spec(torch.float32, _like(found[OUTER].shape if OUTER in found else (), ()))
     if layout.static:
-        made[INPUT] = Spec(torch.float32, _like(found[INPUT].shape if INPUT in found else (), ()))
-    return made, shape
+        result[INPUT] = Spec(torch.float32, _like(found[INPUT].shape if INPUT in found else (), ()))
+    return result, shape
 
 
 def _like(found: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -199,10 +199,10 @@ def _made(recipe: Recipe, shape: tuple[int, int], dtype: torch.dtype, tensors: T
     scale = tensors[SCALE].reshape(Blocks.of(shape, scheme.scale, -1).scale_shape)
     packed = scheme.format.bits < 8
     outer = tensors[OUTER].reshape(()) if OUTER in tensors else None
-    kept = scale if scheme.outer is None else scale.view(torch.uint8)
+    stored = scale if scheme.outer is None else scale.view(torch.uint8)
     codes = tensors["weight"].view(torch.uint8)
     codes = _without_negative_zeros(codes) if packed else codes
-    q = Quantized(codes, kept, outer, None, shape, 1, scheme, packed)
+    q = Quantized(codes, stored, outer, None, shape, 1, scheme, packed)
     return from_quantized(q, recipe, dtype, _static(recipe.activation, tensors))
 
 

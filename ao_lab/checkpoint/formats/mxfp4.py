@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.foreign import model_dtype
+from ao_lab.checkpoint.dense_tensors import model_dtype
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
@@ -58,13 +58,13 @@ def _weight(name: str, folder: Folder, dtype: torch.dtype) -> Weight:
     shape = (experts, groups * 2 * BLOCK_BYTES, out)
     specs = {"codes": blocks, "scale": Spec(torch.uint8, (experts, out, groups))}
 
-    def made(tensors: Tensors) -> QuantizedTensor:
+    def build(tensors: Tensors) -> QuantizedTensor:
         if bool((tensors["scale"] == NAN_SCALE).any()):
             raise ValueError(f"a scale is {NAN_SCALE}, which is no number in e8m0")
         codes = tensors["codes"].reshape(experts, out, groups * BLOCK_BYTES)
         return QuantizedTensor({"codes": codes, "scale": tensors["scale"]}, meta, shape)
 
-    return Weight(meta, shape, {"codes": name + BLOCKS, "scale": name + SCALES}, specs, made, METHOD)
+    return Weight(meta, shape, {"codes": name + BLOCKS, "scale": name + SCALES}, specs, build, METHOD)
 
 
 __all__ = ["read"]

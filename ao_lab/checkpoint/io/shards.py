@@ -159,25 +159,25 @@ def _check_index(index: Mapping[str, str], places: Mapping[str, Path], path: Pat
 
 def _joined(headers: Mapping[Path, Header]) -> dict[str, str]:
     """The metadata of all files; ValueError where two say different things."""
-    made: dict[str, str] = {}
+    result: dict[str, str] = {}
     for path, header in headers.items():
         for key, value in header.metadata.items():
-            if made.setdefault(key, value) != value:
+            if result.setdefault(key, value) != value:
                 raise ValueError(
                     f"{path}: metadata {shown(key)} is another than in the other files; fetch them again"
                 )
-    return made
+    return result
 
 
 def _apart(tensors: Tensors) -> Tensors:
     """The tensors on the host, none in another's memory, which safetensors refuses: pieces of a weight share its scale."""
-    made: Tensors = {}
+    result: Tensors = {}
     places: set[int] = set()
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        made[name] = plain.clone() if plain.data_ptr() in places else plain
+        result[name] = plain.clone() if plain.data_ptr() in places else plain
         places.add(plain.data_ptr())
-    return made
+    return result
 
 
 def _shards(tensors: Tensors, limit: int) -> list[Tensors]:

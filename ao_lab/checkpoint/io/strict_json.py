@@ -76,20 +76,20 @@ def parsed(text: bytes | str, where: str, *, nonfinite: bool = False) -> Any:
 
 
 def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {shown(twice)} is there twice")
-    return made
+    return result
 
 
 def _integer(digits: str) -> int:
     # Python's own limit of 4,300 digits is an error too, but a message about sys.set_int_max_str_digits.
-    made = int(digits) if len(digits) <= len(str(LARGEST_INTEGER)) + 1 else LARGEST_INTEGER + 1
-    if abs(made) > LARGEST_INTEGER:
+    result = int(digits) if len(digits) <= len(str(LARGEST_INTEGER)) + 1 else LARGEST_INTEGER + 1
+    if abs(result) > LARGEST_INTEGER:
         raise ValueError(f"the integer {shown(digits)} is beyond 64 bits")
-    return made
+    return result
 
 
 def _no_constant(name: str) -> float:

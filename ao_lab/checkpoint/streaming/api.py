@@ -5,7 +5,7 @@ says what becomes of each parameter, and each tensor is read, quantized and let 
 layer. The result is that of loading the folder and calling `quantize_`, bit for bit.
 
 Models of transformers are read by transformers itself, with a quantizer of ours
-(`ao_lab.checkpoint.streaming.transformers`): what it renames, merges into batched experts, ties or casts, and buffers that
+(`ao_lab.checkpoint.transformers.streaming`): what it renames, merges into batched experts, ties or casts, and buffers that
 no file has, are its affair. Any other model is built by the caller's function; its folder holds safetensors under the
 names of its state_dict.
 """
@@ -22,12 +22,17 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ao_lab.calibration.observers import Observer
 from ao_lab.checkpoint.io.shards import Folder, look_at
+from ao_lab.checkpoint.streaming.quantized_folder import is_quantized, quantized_further
+from ao_lab.checkpoint.transformers.streaming import read_by_transformers
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.quantization.api import Progress, keep_report, made_weight, required_observers
-from ao_lab.quantization.plan import Change, Device, Filter, Plan, planned
+from ao_lab.config.observer import Observer
+from ao_lab.quantization.api import Progress, keep_report
+from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.plan import Device, planned
+from ao_lab.quantization.selection import Filter
+from ao_lab.quantization.streamed import StreamedWeights
 
 
 def quantize_pretrained(
@@ -55,18 +60,14 @@ def quantize_pretrained(
     folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
     """
     folder = Path(directory)
-    from ao_lab.checkpoint.streaming.quantized_folder import is_quantized, quantized_further
-
     if is_quantized(folder):
-        made = None if build is None else partial(_on_meta, build, dtype)
-        return quantized_further(folder, config, filter_fn, device, made, dtype, observers, progress)
+        result = None if build is None else partial(_on_meta, build, dtype)
+        return quantized_further(folder, config, filter_fn, device, result, dtype, observers, progress)
     if build is None:
-        from ao_lab.checkpoint.streaming.transformers import read_by_transformers
-
         return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
     model = _on_meta(build, dtype)
     plan = planned(model, config, filter_fn, device, streamed=True)
-    loading = Loading(plan, required_observers(plan, observers), device, progress)
+    loading = StreamedWeights(plan, required_observers(plan, observers), device, progress)
     fill(model, folder, loading)
     keep_report(model, plan)
     return model
@@ -79,32 +80,6 @@ def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Mo
     if dtype is not None:
         model.to(dtype=dtype)
     return model
-
-
-class Loading:
-    """What becomes of each tensor as it arrives."""
-
-    def __init__(
-        self, plan: Plan, observers: Mapping[str, Observer], device: Device, progress: Progress | None
-    ) -> None:
-        self.plan, self.observers, self.device, self.progress = plan, observers, device, progress
-        self.changes = {name: change for change in plan.changes.values() for name in change.places}
-        self.done, self.total = 0, len(plan.changes)
-
-    def go_on(self, plan: Plan) -> None:
-        """With the changes of another plan, which are the last."""
-        self.changes = {name: change for change in plan.changes.values() for name in change.places}
-        self.total = self.done + len(plan.changes)
-
-    def parameter(self, name: str, dense: torch.Tensor) -> nn.Parameter:
-        """The quantized weight of a parameter that the plan changes."""
-        change: Change = self.changes[name]
-        observer = next((self.observers[place] for place in change.layers if place in self.observers), None)
-        made = nn.Parameter(made_weight(change, dense, self.device, observer), requires_grad=False)
-        self.done += 1
-        if self.progress is not None:
-            self.progress(name, self.done, self.total)
-        return made
 
 
 @contextmanager
@@ -126,7 +101,7 @@ def parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def fill(model: nn.Module, folder: Path, loading: Loading) -> None:
+def fill(model: nn.Module, folder: Path, loading: StreamedWeights) -> None:
     """Give every parameter and buffer of a model its tensor, quantized where the plan says so."""
     found = look_at(folder)
     owners = owners_of(model)
@@ -138,16 +113,16 @@ def fill(model: nn.Module, folder: Path, loading: Loading) -> None:
 def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """For each name of the state_dict every place that has its tensor."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    made: dict[str, list[tuple[nn.Module, str]]] = {}
+    result: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         path, _, leaf = name.rpartition(".")
-        made[name] = places.setdefault(id(value), [])
-        made[name].append((model.get_submodule(path), leaf))
-    return made
+        result[name] = places.setdefault(id(value), [])
+        result[name].append((model.get_submodule(path), leaf))
+    return result
 
 
 def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], model: nn.Module) -> None:
-    """ValueError where the files' names or shapes are not the model's, or where something stays without numbers."""
+    """ValueError where the files' names or shapes are not the model's, or where something stays without values."""
     for name, spec in folder.specs.items():
         if name in owners:
             owner, leaf = owners[name][0]
@@ -162,10 +137,12 @@ def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], 
         raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in folder.specs]
     if empty:
-        raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with numbers")
+        raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with values")
 
 
-def place(places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, loading: Loading) -> None:
+def place(
+    places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, loading: StreamedWeights
+) -> None:
     """Put a tensor of a file where it belongs, cast as load_state_dict casts."""
     owner, leaf = places[0]
     wanted: torch.Tensor = getattr(owner, leaf)
@@ -181,4 +158,4 @@ def place(places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, l
         (module._buffers if key in module._buffers else module._parameters)[key] = value  # type: ignore[assignment]
 
 
-__all__ = ["Loading", "parameters_on_meta", "quantize_pretrained"]
+__all__ = ["parameters_on_meta", "quantize_pretrained"]

@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ao_lab.calibration.observers import Observer
 from ao_lab.checkpoint.api import load_pretrained
-from ao_lab.checkpoint.foreign import TORCHAO_KEY, quantization_of
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.records import KEY
+from ao_lab.checkpoint.third_party import TORCHAO_KEY, quantization_of
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.observer import Observer
 from ao_lab.quantization.api import Progress, quantize_
-from ao_lab.quantization.plan import Device, Filter
+from ao_lab.quantization.plan import Device
 from ao_lab.quantization.report import explain
+from ao_lab.quantization.selection import Filter
 
 
 def is_quantized(folder: Path) -> bool:

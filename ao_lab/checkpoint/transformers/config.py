@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint.config_values import config_from, config_values
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.own_layout import METHOD, OURS, file_of_weights
+from ao_lab.checkpoint.native_layout import METHOD, OURS, file_of_weights
+from ao_lab.checkpoint.transformers.config_values import config_from, config_values
 from ao_lab.config.base import Config, SchemeConfig
 from ao_lab.config.fqn import FqnToConfig
 
@@ -83,10 +83,10 @@ class HfConfig:
             raise ValueError(f"quant_method is {METHOD}, got {shown(config_dict['quant_method'])}")
         if asked:
             names, experts = config_dict.get("modules_to_not_convert"), config_dict.get("experts", True)
-            made = cls(config_from(config_dict["config"]), names, experts)
+            result = cls(config_from(config_dict["config"]), names, experts)
         else:
-            made = cls(weights=file_of_weights(config_dict, "quantization_config"))
-        return (made, kwargs) if return_unused_kwargs else made
+            result = cls(weights=file_of_weights(config_dict, "quantization_config"))
+        return (result, kwargs) if return_unused_kwargs else result
 
     def to_diff_dict(self) -> dict[str, Any]:
         """`to_dict`: nothing is left out."""

@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from ao_lab.calibration.observers import Observer
-from ao_lab.checkpoint.streaming.api import Loading
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.quantization.api import Progress, keep_report, required_observers
-from ao_lab.quantization.plan import ALREADY, Device, Filter, planned
+from ao_lab.config.observer import Observer
+from ao_lab.quantization.api import Progress, keep_report
+from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.plan import ALREADY, Device, planned
+from ao_lab.quantization.selection import Filter
+from ao_lab.quantization.streamed import StreamedWeights
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
-#: What quantizing a weight may raise: it does not fit into memory, or its recipe refuses its numbers.
+#: What quantizing a weight may raise: it does not fit into memory, or its recipe rejects its values.
 EXPECTED = (ValueError, TypeError, RuntimeError, MemoryError)
 
 
@@ -32,7 +34,7 @@ class Job:
     ) -> None:
         self.config, self.filter_fn, self.device = config, filter_fn, device
         self.observers, self.progress = observers, progress
-        self.loading: Loading | None = None
+        self.loading: StreamedWeights | None = None
         self.error: Exception | None = None
         self.tied: set[str] = set()
 
@@ -43,7 +45,9 @@ class Job:
     def start(self, model: Any) -> None:
         """Plan, on the model without weights."""
         plan = planned(model, self.config, self.filter_fn, self.device, streamed=True)
-        self.loading = Loading(plan, required_observers(plan, self.observers), self.device, self.progress)
+        self.loading = StreamedWeights(
+            plan, required_observers(plan, self.observers), self.device, self.progress
+        )
         ties = model.get_expanded_tied_weights_keys(all_submodels=True)
         self.tied = {*ties, *ties.values()}
 

@@ -2,7 +2,7 @@
 
 `HfQuantizer` is transformers' seam for both. It is asked about each parameter while a model is read, and stays with the model
 (`model.hf_quantizer`, `model.is_quantized`). This module imports transformers, and is imported when transformers is
-(`ao_lab.checkpoint.transformers.hook`): the classes stand at its top, so that models that carry them can be copied and pickled.
+(`ao_lab.install.transformers_hook`): the classes stand at its top, so that models that carry them can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
-from ao_lab.checkpoint.own_layout import METHOD
+from ao_lab.checkpoint.native_layout import METHOD
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.checkpoint.transformers.saving import put_in
 from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.quantization.modules import is_linear, linear_and_experts
-from ao_lab.quantization.plan import Filter
+from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -148,8 +148,8 @@ class Quantizer(HfQuantizer):
             pattern.rpartition(".")[2].removesuffix("$"): value[0] if isinstance(value, list) else value
             for pattern, value in tensors.items()
         }
-        made = None if self.stored is None else self.stored.made(name, parts)
-        return {} if made is None else {name: made}
+        result = None if self.stored is None else self.stored.build(name, parts)
+        return {} if result is None else {name: result}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         job, stored = self.job, self.stored
@@ -163,7 +163,7 @@ class Quantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """The model with dense weights in place of quantized ones, each the numbers that it stood for."""
+        """The model with dense weights in place of quantized ones, each the values that it stood for."""
         known: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, value in list(module._parameters.items()):

@@ -48,7 +48,7 @@ def put_in() -> None:
 
 
 def warn_of_training(model: Any) -> None:
-    """A UserWarning where dense weights are written of layers in training, which compute with other numbers."""
+    """A UserWarning where dense weights are written of layers in training, which compute with other values."""
     prepared = [name for name, m in model.named_modules() if isinstance(m, (QATModule, LoRALinear))]
     if prepared:
         warnings.warn(

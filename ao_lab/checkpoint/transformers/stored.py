@@ -19,7 +19,7 @@ from torch import nn
 from ao_lab.checkpoint.api import check_configuration
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.own_layout import saved_dtype
+from ao_lab.checkpoint.native_layout import saved_dtype
 from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records
 
 
@@ -71,17 +71,17 @@ class Stored:
     @property
     def parts(self) -> dict[str, list[str]]:
         """The last words of the weights' names, and what the names of their parts add."""
-        made: dict[str, dict[str, None]] = {}
+        result: dict[str, dict[str, None]] = {}
         for name, weight in self.weights.items():
-            made.setdefault(name.rpartition(".")[2], {}).update(dict.fromkeys(weight.specs))
-        return {leaf: list(parts) for leaf, parts in made.items()}
+            result.setdefault(name.rpartition(".")[2], {}).update(dict.fromkeys(weight.specs))
+        return {leaf: list(parts) for leaf, parts in result.items()}
 
-    def made(self, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
+    def build(self, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
         """A weight of its tensors. None where these are wrong: transformers goes on after an error, `finish` does not."""
         weight = self.weights[name]
         try:
-            made = weight.made(dict(parts))
-            check_quantized_tensor(made)
+            result = weight.build(dict(parts))
+            check_quantized_tensor(result)
         except (ValueError, TypeError) as error:
             told = ValueError(
                 f"weight {shown(name)} of {self.folder}: {error}; fetch or write the folder again"
@@ -89,7 +89,7 @@ class Stored:
             told.__cause__ = error
             self.errors.append(told)
             return None
-        return nn.Parameter(made if self.dtype is None else made.to(self.dtype), requires_grad=False)
+        return nn.Parameter(result if self.dtype is None else result.to(self.dtype), requires_grad=False)
 
     def finish(self) -> None:
         """Raise the first error that there was."""

@@ -1,4 +1,4 @@
-"""What every command that takes long does: says that it goes on, and when it is stopped, what was kept."""
+"""What every long command does: says that it goes on, and when it is stopped, what was saved."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def lines(name: str, total: int | None = None, *, always: bool = False) -> Itera
 
 
 @contextmanager
-def bar(
+def track_progress(
     name: str, total: int | None = None, *, plain: bool = False, transient: bool = False
 ) -> Iterator[Work]:
     """A bar on a terminal, else lines. The yielded work's `step(word)` and `at(done, word, total)` move it.
@@ -153,4 +153,4 @@ def bar(
         yield Shown(name, total)
 
 
-__all__ = ["Work", "bar", "is_live", "lines", "say"]
+__all__ = ["Work", "is_live", "lines", "say", "track_progress"]

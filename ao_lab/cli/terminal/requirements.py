@@ -31,8 +31,8 @@ def check_writable(folder: Path, what: str) -> None:
     if not place.is_dir():
         raise WrongInput(f"{what} {folder}: {place} is a file, and a folder is needed there; choose another")
     try:
-        with tempfile.TemporaryDirectory(dir=place, prefix=".ao_lab-") as made:
-            (Path(made) / "written").write_bytes(b"x")
+        with tempfile.TemporaryDirectory(dir=place, prefix=".ao_lab-") as result:
+            (Path(result) / "written").write_bytes(b"x")
     except OSError as error:
         raise WrongInput(
             f"{what} {folder} cannot be written: {error.strerror or error}; choose another folder"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.select import product
-from ao_lab.qat.backward import straight
+from ao_lab.qat.backward import straight_through
 from ao_lab.qat.forward import cannot_saturate
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
@@ -37,7 +37,9 @@ def input_gradient(g: torch.Tensor, x: torch.Tensor | None, weight: QuantizedTen
     dx = torch.mm(g.contiguous(), weight.dequantize(g.dtype))
     scheme = weight.recipe.activation
     return (
-        dx if x is None or scheme is None else straight(dx, x, scheme, -1, weight.input_scales, None, None)[0]
+        dx
+        if x is None or scheme is None
+        else straight_through(dx, x, scheme, -1, weight.input_scales, None, None)[0]
     )
 
 
@@ -52,7 +54,7 @@ class FrozenLinear(torch.autograd.Function):
         ctx.save_for_backward(x if needs_input(weight) else None)
         # The model holds it, and nothing changes it: only a reference is kept.
         ctx.weight = weight
-        return product(x, weight.turned(), bias)
+        return product(x, weight.transposed(), bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,7 +94,7 @@ def frozen_parts_op(
 ) -> torch.Tensor:
     """The product, of the weight's parts."""
     weight = _weight((codes, scale, outer, zero, input_scale, input_zero), shape, meta)
-    return product(x, weight.turned(), bias)
+    return product(x, weight.transposed(), bias)
 
 
 @frozen_parts_op.register_fake
@@ -138,19 +140,19 @@ def frozen_linear_backward_op(g: torch.Tensor, x: torch.Tensor | None, weight: t
 @operation(torch.ops.ao_lab.frozen_linear.default)
 def _frozen_linear(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     x, weight, bias = args
-    made: torch.Tensor = torch.ops.ao_lab.frozen_parts(
+    result: torch.Tensor = torch.ops.ao_lab.frozen_parts(
         x, *weight.parts.values(), bias, list(weight.shape), _text(weight.meta)
     )
-    return made
+    return result
 
 
 @operation(torch.ops.ao_lab.frozen_linear_backward.default)
 def _frozen_linear_backward(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     g, x, weight = args
-    made: torch.Tensor = torch.ops.ao_lab.frozen_parts_backward(
+    result: torch.Tensor = torch.ops.ao_lab.frozen_parts_backward(
         g, x, *weight.parts.values(), list(weight.shape), _text(weight.meta)
     )
-    return made
+    return result
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -24,8 +24,7 @@ is smaller), and the dense sum of each layer until its backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import isfinite, prod, sqrt
+from math import prod, sqrt
 
 import torch
 from torch import nn
@@ -33,50 +32,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ao_lab.config.recipe import Recipe
 from ao_lab.qat.autograd import qat_linear
+from ao_lab.qat.config import LoRA
 from ao_lab.qat.layers import ADAPTERS, QATLinear
 from ao_lab.qat.lora.autograd import frozen_linear
-from ao_lab.quantization.chunked import quantized_by_rows
 from ao_lab.quantization.modules import check_model
+from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import is_traced
-from reference.arrays.errors import choice
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
-
-    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    dtype: torch.dtype = torch.bfloat16
-    rounds: str = "base"
-
-    def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 0:
-            raise ValueError(f"LoRA: rank is an integer, 0 or more, got {self.rank!r}")
-        if not isfinite(self.alpha) or self.alpha <= 0:
-            raise ValueError(f"LoRA: alpha is a positive number, got {self.alpha!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA: dropout is a probability below 1, got {self.dropout!r}")
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"LoRA: adapters are bfloat16, float16 or float32, got {self.dtype}")
-        choice(self.rounds, ("base", "sum"), "LoRA: rounds")
-        if self.rounds == "sum" and self.dropout:
-            raise ValueError("LoRA: dropout is of the adapters' own input; under rounds='sum' they have none")
-
-    @property
-    def factor(self) -> float:
-        """alpha / rank."""
-        return self.alpha / max(self.rank, 1)
-
-    def __str__(self) -> str:
-        more = f", dropout {self.dropout:g}" if self.dropout else ""
-        more += ", the sum is rounded" if self.rounds == "sum" else ""
-        return f"LoRA: rank {self.rank}, alpha {self.alpha:g}{more}; frozen; step='convert' merges it"
 
 
 class LoRALinear(nn.Linear):
@@ -114,8 +76,16 @@ class LoRALinear(nn.Linear):
     def merged(self) -> torch.Tensor:
         """The dense weight that the layer stands for, in float32."""
         product = self.lora_b.detach().float() @ self.lora_a.detach().float()
-        made: torch.Tensor = self.weight.detach().dequantize(torch.float32) + self.lora.factor * product  # type: ignore[call-arg]
-        return made
+        result: torch.Tensor = self.weight.detach().dequantize(torch.float32) + self.lora.factor * product  # type: ignore[call-arg]
+        return result
+
+    def unsupported_reason(self) -> str | None:
+        """None: its weight is quantized."""
+        return None
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        return adapter_reason(self.lora, name)
 
     def extra_repr(self) -> str:
         """torch's own, and the adapters."""
@@ -133,6 +103,10 @@ class LoRASumLinear(QATLinear):
         """The product with the rounded sum."""
         return qat_linear(input, self.merged(), self.bias, self.given(), self.qat.rule)
 
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        return adapter_reason(self.lora, name) or super().parameter_reason(name)
+
     def merged(self) -> torch.Tensor:
         """The sum in the weight's dtype, under autocast too: step "convert" makes it once more, outside.
 
@@ -144,6 +118,13 @@ class LoRASumLinear(QATLinear):
             return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
         with torch.autocast(kind, enabled=False):
             return torch.addmm(self.weight, b, a, alpha=self.lora.factor)
+
+
+def adapter_reason(lora: LoRA, name: str) -> str | None:
+    """Why a parameter of a layer with adapters is as it is; None for others than the weight and the adapters."""
+    if name == "weight":
+        return str(lora)
+    return "an adapter; it trains" if name in ADAPTERS else None
 
 
 def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
@@ -194,8 +175,8 @@ def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
     if recipe.weight.scale.compute == "input":
         # Such schemes keep scales in the weight's dtype, which float32 sums do not have.
         dense = dense.to(weight.dtype)
-    made = quantized_by_rows(dense, recipe, input_scales=weight.input_scales)
-    return nn.Parameter(made.remade(made.parts, dtype=weight.dtype), requires_grad=False)
+    result = quantized_by_rows(dense, recipe, input_scales=weight.input_scales)
+    return nn.Parameter(result.remade(result.parts, dtype=weight.dtype), requires_grad=False)
 
 
 def lora_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -6,49 +6,41 @@ adapters; what would fail by a name, a scheme or a layer's state is found before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from ao_lab.calibration.hooks import ForwardLoop
-from ao_lab.calibration.observers import Observer
 from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig, Patterns
+from ao_lab.config.fqn import FqnToConfig
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear, add_adapters, drop_adapters, merged_weight
-from ao_lab.quantization.api import keep_report, quantize_, report_of
-from ao_lab.quantization.modules import candidates
-from ao_lab.quantization.plan import Device, Filter, Filtered, Plan
+from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
+from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.plan import Device, Plan
 from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: A layer by its weight's full name, and what it is to become.
 Place = tuple[str, nn.Module, QATConfig]
 
 
-def prepare_lora(
-    model: nn.Module,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    forward_loop: ForwardLoop | None,
-    observers: Mapping[str, Observer] | None,
-) -> Report:
+def prepare_lora(call: Call) -> Report:
     """Step "prepare" of configurations that have `lora`."""
-    chosen, reasons = _chosen(model, config, filter_fn)
+    model, device = call.model, call.device
+    selected, reasons = _select_layers(model, call.config, call.filter_fn)
     dense = {
         name: wanted.base_config
-        for name, module, wanted in chosen
+        for name, module, wanted in selected
         if not isinstance(module.weight, QuantizedTensor)
     }
     if dense:
-        found = {"device": device, "forward_loop": forward_loop, "observers": observers}
-        report = quantize_(model, FqnToConfig(dense), **found)  # type: ignore[arg-type]
+        report = quantize_weights(replace(call, config=FqnToConfig(dense), filter_fn=None, progress=None))
         reasons.update((layer.name, layer.reason) for layer in report.layers if layer.name in dense)
     elif device is not None:
         model.to(device)
-    for name, module, wanted in chosen:
+    for name, module, wanted in selected:
         if not isinstance(module.weight, QuantizedTensor):
             continue  # its blocks do not divide its shape; the report says so
         module.requires_grad_(False)  # before adapters, which train, are a part of it
@@ -60,16 +52,14 @@ def prepare_lora(
     return report_of(model)
 
 
-def _chosen(
+def _select_layers(
     model: nn.Module, config: Config | FqnToConfig, filter_fn: Filter | None
 ) -> tuple[list[Place], dict[str, str]]:
     """The layers that a configuration means and can have, and why the others are as they are; ValueError for a bad state."""
-    if isinstance(config, FqnToConfig) and filter_fn is not None:
-        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    decide = Patterns(config) if isinstance(config, FqnToConfig) else Filtered(config, filter_fn)
-    chosen: list[Place] = []
+    decide = selection(config, filter_fn)
+    selected: list[Place] = []
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    for path, module, name, _ in candidates(model):
+    for path, module, name, _ in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
         if not isinstance(wanted, QATConfig):
@@ -77,17 +67,17 @@ def _chosen(
             continue
         _check_state(full, module, wanted)
         if type(module) in (nn.Linear, nn.Embedding) and name == "weight":
-            chosen.append((full, module, wanted))
+            selected.append((full, module, wanted))
         else:
             kind = type(module).__name__
             reasons[full] = (
                 f"LoRA is for nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
             )
     decide.check_all_matched(model)
-    if not chosen:
+    if not selected:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:5])
         raise ValueError(f"QATConfig with lora: no layer that it means can have adapters. {told}")
-    return chosen, reasons
+    return selected, reasons
 
 
 def _check_state(name: str, module: nn.Module, config: QATConfig) -> None:
@@ -121,11 +111,11 @@ def check_mergeable(name: str, layer: LoRALinear, config: QATConfig) -> None:
 
 def merge(layer: LoRALinear, config: QATConfig, device: Device) -> None:
     """Step "convert" of one layer; a weight that was shared with others is the layer's own afterwards."""
-    made = merged_weight(layer, None if config.base_config is None else config.recipe())
+    result = merged_weight(layer, None if config.base_config is None else config.recipe())
     if device is not None:
-        made = nn.Parameter(made.to(device), requires_grad=made.requires_grad)
+        result = nn.Parameter(result.to(device), requires_grad=result.requires_grad)
     drop_adapters(layer)
-    layer._parameters["weight"] = made
+    layer._parameters["weight"] = result
 
 
 __all__ = ["check_mergeable", "merge", "prepare_lora"]

@@ -315,7 +315,7 @@ def test_a_method_of_ones_own_makes_the_weight():
         def observe(self, name, module, x):
             self.names.append((name, type(module).__name__, tuple(x.shape)))
 
-        def obstacle(self):
+        def unsupported_reason(self):
             return None if self.names else "no input was seen"
 
         def weight(self, dense, recipe, axis):

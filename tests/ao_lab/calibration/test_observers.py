@@ -126,12 +126,12 @@ def test_what_is_not_finite_is_an_obstacle(name, bad):
     made = watched(
         "int8_tensorwise", statistic_of(name)(), [torch.ones(3), torch.tensor([bad]), torch.ones(3)]
     )
-    assert made.obstacle() == "NaN or infinity was seen"
+    assert made.unsupported_reason() == "NaN or infinity was seen"
 
 
 def test_nothing_seen_is_an_obstacle():
     made = watched("int8_tensorwise", MinMax(), [torch.empty(0, 8)])
-    assert made.obstacle() == "no input was seen"
+    assert made.unsupported_reason() == "no input was seen"
     with pytest.raises(ValueError, match="no input was seen"):
         made.scales()
     for name in STATISTICS:

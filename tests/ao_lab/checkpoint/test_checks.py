@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ao_lab import SCHEMES, load_pretrained
-from ao_lab.checkpoint import model_builder as checkpoint_models
+from ao_lab.checkpoint import model_builder
 from ao_lab.checkpoint.io import strict_json
 from ao_lab.checkpoint.records import check_recipe
 from ao_lab.config.recipe import Recipe
@@ -70,7 +70,7 @@ def test_what_chooses_code_is_dropped(bases, tmp_path):
     }
     case.put_json("config.json", case.json("config.json") | code | {"text_config": dict(code)})
     case.write()
-    left = checkpoint_models.configuration(case.folder)
+    left = model_builder.configuration(case.folder)
     assert left["text_config"] == {}
     assert not set(left) & set(code)
 
@@ -219,7 +219,7 @@ def test_a_model_is_filled_at_the_very_end(bases, tmp_path, monkeypatch):
         next(calls)
         return nn.parameter.Parameter(value, requires_grad)
 
-    monkeypatch.setattr(checkpoint_models.nn, "Parameter", failing)
+    monkeypatch.setattr(model_builder.nn, "Parameter", failing)
     with pytest.raises(StopIteration):
         load_pretrained(case.folder, model)
     assert identities(model) == before

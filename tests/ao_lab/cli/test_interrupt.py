@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ao_lab.cli import app as cli
+from ao_lab.cli import app
 from ao_lab.cli.terminal import interrupt as cli_stop
 from tests.support.models.small_llama import save_llama
 
@@ -80,7 +80,7 @@ def test_quantize_leaves_nothing_half_written(tmp_path, monkeypatch, capsys, err
         raise error
 
     monkeypatch.setattr("ao_lab.cli.quantize.copy_the_rest", stop)
-    assert cli.main(["quantize", str(tmp_path / "base"), str(out), "--config", "int8_rowwise"]) == code
+    assert app.main(["quantize", str(tmp_path / "base"), str(out), "--config", "int8_rowwise"]) == code
     assert f"stopped; nothing was written to {out}; the same command starts again" in capsys.readouterr().err
     assert list(out.iterdir()) == [] if existed else not out.exists()
 
@@ -90,7 +90,7 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     assert (
-        cli.main(["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--config", "int8_rowwise"]) == 2
+        app.main(["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--config", "int8_rowwise"]) == 2
     )
     assert "choose another" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "mine"
@@ -98,5 +98,5 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path, capsys):
 
 def test_the_signal_is_as_before_afterwards():
     before = signal.getsignal(signal.SIGTERM)
-    assert cli.main(["--version"]) == 0
+    assert app.main(["--version"]) == 0
     assert signal.getsignal(signal.SIGTERM) is before

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ao_lab.cli import app as cli
-from ao_lab.cli.doctor import checks as doctor
+from ao_lab.cli import app
+from ao_lab.cli.doctor import checks as checks
 from ao_lab.cli.terminal.output import WrongInput, print_table
 from ao_lab.install.extras import is_clone
 
@@ -29,9 +29,9 @@ def test_errors_show_brackets(monkeypatch, capsys):
         raise WrongInput("'[hf]' [/] :smile:")
 
     monkeypatch.setattr("ao_lab.cli.formats.show_formats", refuse)
-    assert cli.main(["formats", "int4"]) == 2
+    assert app.main(["formats", "int4"]) == 2
     assert capsys.readouterr().err == "ao-lab: '[hf]' [/] :smile:\n"
-    assert cli.main(["formats", "[hf]"]) == 2
+    assert app.main(["formats", "[hf]"]) == 2
 
 
 @pytest.mark.parametrize("clone", [True, False])
@@ -40,12 +40,12 @@ def test_the_doctor_gives_commands_that_work(monkeypatch, capsys, clone):
     assert is_clone()
     monkeypatch.setattr("ao_lab.install.extras.is_clone", lambda root=None: clone)
     monkeypatch.setattr("ao_lab.cli.doctor.checks.is_clone", lambda: clone)
-    find_spec = doctor.importlib.util.find_spec
+    find_spec = checks.importlib.util.find_spec
     absent = ("jax", "torchao", "transformers", "compressed_tensors", "lm_eval", "triton")
     monkeypatch.setattr(
-        doctor.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name)
+        checks.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name)
     )
-    assert cli.main(["doctor"]) == 0
+    assert app.main(["doctor"]) == 0
     # Cells wrap: lines are put together by dropping what wraps them.
     out = capsys.readouterr().out
     for extra in ("hf", "jax", "ao", "eval"):

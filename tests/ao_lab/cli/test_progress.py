@@ -38,7 +38,7 @@ def test_lines_come_every_ten_seconds():
 
 def test_one_long_step_is_not_silent(capsys, often):
     """Lines go on while nothing is stepped; they say how far the work is."""
-    with progress.bar("quantize", 7) as work:
+    with progress.track_progress("quantize", 7) as work:
         work.at(2, "layers[0].weight")
         said = wait_for(capsys, "quantize 2 of 7")
         said += wait_for(capsys, "quantize 2 of 7")
@@ -62,7 +62,7 @@ def test_the_innermost_work_is_told_of(capsys, often):
 
 
 def test_quick_work_says_nothing(capsys):
-    with progress.bar("quantize", 2) as work:
+    with progress.track_progress("quantize", 2) as work:
         work.step()
     assert capsys.readouterr().err == ""
 
@@ -86,7 +86,7 @@ def test_which_terminals_show_bars(monkeypatch, terminal, term, live):
 def test_names_with_brackets_are_no_markup(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with progress.bar("decode", 1) as work:
+    with progress.track_progress("decode", 1) as work:
         work.step("[bold]layers[0][/x]")
     assert "[bold]layers[0][/x]" in capsys.readouterr().err
 

@@ -7,8 +7,8 @@ import tempfile
 import pytest
 import torch
 
-from ao_lab.cli import app as cli
-from ao_lab.cli.terminal import requirements as cli_target
+from ao_lab.cli import app
+from ao_lab.cli.terminal import requirements as requirements
 from ao_lab.cli.terminal.output import WrongInput
 from tests.support.models.small_llama import save_llama
 
@@ -24,7 +24,7 @@ def refused(capsys, monkeypatch, *arguments):
     """The line about wrong input, before a model is read."""
     for name in ("ao_lab.cli.quantize.loaded", "ao_lab.cli.evaluate.loaded"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the work began"))
-    assert cli.main([str(argument) for argument in arguments]) == 2
+    assert app.main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     return err
@@ -62,11 +62,11 @@ def test_disks_without_room_are_refused(base, capsys, monkeypatch, tmp_path):
 
 
 def test_a_check_leaves_nothing_behind(tmp_path):
-    cli_target.check_writable(tmp_path / "a" / "b", "X")
+    requirements.check_writable(tmp_path / "a" / "b", "X")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(WrongInput, match="is a file"):
-        cli_target.check_writable(tmp_path / "file", "X")
+        requirements.check_writable(tmp_path / "file", "X")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX's")
@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_line(base, capsys, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        code = cli.main(["quantize", str(base), str(tmp_path / "out"), "--config", "int8_rowwise"])
+        code = app.main(["quantize", str(base), str(tmp_path / "out"), "--config", "int8_rowwise"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capsys.readouterr().err

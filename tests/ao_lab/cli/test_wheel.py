@@ -52,7 +52,7 @@ def test_data_of_the_packages_is_installed(installed):
         path.relative_to(ROOT)
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc")
+        if path.is_file() and path.suffix != ".py" and path.parent.name != "__pycache__"
     ]
     assert any(path.suffix == ".csv" for path in data)
     assert [path for path in data if not (installed / path).is_file()] == []
@@ -74,14 +74,14 @@ def test_reports_are_written_where_the_user_is(installed, tmp_path):
         "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
         "sys.argv =",
     )
-    before = sorted(path for path in installed.rglob("*") if path.suffix != ".pyc")
+    before = sorted(path for path in installed.rglob("*") if "__pycache__" not in path.parts)
     done = run(installed, tmp_path, "reproduce", "formats", "--device", "cpu", script=script)
     assert done.returncode == 0, done.stderr
     assert f"reproduce writes to {tmp_path / 'reports'} and keeps" in done.stderr
     assert (tmp_path / "reports" / "data" / "x.csv").is_file()
     assert (tmp_path / "reports" / "index.html").is_file()
     assert (tmp_path / ".cache" / "ao_lab").is_dir()
-    assert sorted(path for path in installed.rglob("*") if path.suffix != ".pyc") == before
+    assert sorted(path for path in installed.rglob("*") if "__pycache__" not in path.parts) == before
 
 
 def test_what_needs_a_clone_says_so(installed, tmp_path):

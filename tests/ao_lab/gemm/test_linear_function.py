@@ -10,7 +10,7 @@ from torch.nn import Parameter, functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ao_lab import QuantizedTensor, Recipe, quantized
-from ao_lab.tensor import matmul_ops as tensor_layers
+from ao_lab.tensor.op_registry import EAGER_FUNCTIONS
 from reference import SCHEMES
 from tests.support.quantized_weights import same, weight
 
@@ -27,15 +27,15 @@ RECIPES = {
 
 @pytest.fixture
 def straight(monkeypatch):
-    """Whether each call of F.linear went straight."""
-    seen, original = [], tensor_layers.straight_linear
+    """Whether each call of F.linear was computed without the dispatcher."""
+    seen, original = [], EAGER_FUNCTIONS[functional.linear]
 
     def noted(*args, **kwargs):
         made = original(*args, **kwargs)
         seen.append(made is not None)
         return made
 
-    monkeypatch.setattr(tensor_layers, "straight_linear", noted)
+    monkeypatch.setitem(EAGER_FUNCTIONS, functional.linear, noted)
     return seen
 
 

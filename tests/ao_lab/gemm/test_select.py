@@ -12,8 +12,8 @@ import fast
 import reference
 from ao_lab import Recipe, quantized
 from ao_lab.config.recipe import integer_scheme
-from ao_lab.gemm import select as products
-from ao_lab.gemm.select import PRODUCTS, as_right_operand, chosen
+from ao_lab.gemm import select
+from ao_lab.gemm.select import PRODUCTS, as_right_operand, select_kernel
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import DEVICES
 from tests.support.quantized_weights import weight as numbers
@@ -39,7 +39,7 @@ def host(x, w, accumulation, **options):
     inputs = reference.quantize(x, w.recipe.activation, scales=w.input_scales)
     out = str(x.dtype).removeprefix("torch.")
     return reference.matmul(
-        inputs, as_right_operand(w.turned()), accumulation=accumulation, out_dtype=out, **options
+        inputs, as_right_operand(w.transposed()), accumulation=accumulation, out_dtype=out, **options
     )
 
 
@@ -52,7 +52,7 @@ def test_int8_is_the_reference_bit_for_bit(scheme, activation, dtype, bias, rows
     """Exact integer sums, then scales and bias in float32: one block of the blocked tier."""
     w, x = weight_of(scheme, activation, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
     added = numbers(48, seed=2, dtype=dtype) if bias else None
-    assert chosen(w.turned(), dtype) == "int8"
+    assert select_kernel(w.transposed(), dtype) == "int8"
     expected = host(x, w, "blocked", block=128, bias=added)
     assert torch.equal(functional.linear(x, w, added), expected)
 
@@ -64,7 +64,7 @@ def test_int8_with_static_scales(activation):
     static = Scales(torch.tensor(0.02), None, zero)
     recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=named)
     w, x = quantized(numbers(48, 128), recipe, input_scales=static), numbers(9, 128, seed=1)
-    assert chosen(w.turned(), x.dtype) == "int8"
+    assert select_kernel(w.transposed(), x.dtype) == "int8"
     assert torch.equal(functional.linear(x, w), host(x, w, "blocked", block=128))
     # Static means that other rows change nothing.
     assert torch.equal(functional.linear(torch.cat([x, 9 * x]), w)[:9], functional.linear(x, w))
@@ -80,9 +80,9 @@ def test_scaled_mm_is_inside_the_bound(device, scheme, activation, dtype, bias, 
         pytest.skip("on a GPU it writes bfloat16")
     w, x = weight_of(scheme, activation, dtype=dtype), numbers(rows, 128, seed=1, dtype=dtype)
     added = numbers(48, seed=2, dtype=dtype) if bias else None
-    assert chosen(w.turned(), dtype) == "scaled_mm"
+    assert select_kernel(w.transposed(), dtype) == "scaled_mm"
     got = functional.linear(x, w, added).double()
-    operands = reference.quantize(x, activation), as_right_operand(w.turned())
+    operands = reference.quantize(x, activation), as_right_operand(w.transposed())
     out = str(dtype).removeprefix("torch.")
     exact = reference.dequantize(operands[0]).double() @ reference.dequantize(operands[1]).double()
     exact = exact if added is None else exact + added.double()
@@ -109,7 +109,7 @@ def test_one_row_has_the_bits_of_several(activation, shape, dtype, bias, monkeyp
     added = None if bias is None else numbers(shape[0], seed=2, dtype=bias)
     with torch.no_grad():
         first, again = (functional.linear(x, w, added) for _ in range(2))
-        monkeypatch.setattr(products, "takes_codes", lambda *_: False)
+        monkeypatch.setattr(select, "takes_codes", lambda *_: False)
         wanted = functional.linear(x, w, added)
     assert torch.equal(first, wanted)
     assert torch.equal(again, wanted)
@@ -122,12 +122,12 @@ def test_one_row_has_the_bits_of_several(activation, shape, dtype, bias, monkeyp
 )
 def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, taken, monkeypatch):
     """Of tensors that only say where they would be, and of a GPU that is there in name alone."""
-    seen, multiplied = [], products.linear_of_codes
-    monkeypatch.setattr(products, "_capability", lambda index: newest)
+    seen, multiplied = [], select.linear_of_codes
+    monkeypatch.setattr(select, "_capability", lambda index: newest)
     monkeypatch.setattr(
-        products, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
+        select, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
     )
-    monkeypatch.setattr(products, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
+    monkeypatch.setattr(select, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
     with FakeTensorMode(), torch.no_grad():
         dense = torch.empty(48, length, device="cuda:0", dtype=torch.bfloat16)
         w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
@@ -140,14 +140,14 @@ def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, t
 @pytest.mark.parametrize(("length", "taken"), [(128, True), (144, True), (136, False)])
 def test_one_row_in_a_program_that_leaves_sizes_open(scheme, length, taken, monkeypatch):
     """The kernel that the same layer has by itself, so that a compiled program has its bits."""
-    monkeypatch.setattr(products, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
     real, dense = weight_of(scheme, scheme), torch.empty(48, length, dtype=torch.uint8, device="cpu")
     opened = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(dense, static_shapes=False)
     assert not any(isinstance(size, int) for size in opened.shape)
     where = {"is_cuda": True, "device": torch.device("cuda", 0)}
     for codes in (opened, dense):
         layer = SimpleNamespace(**where, codes=codes, scheme=real.scheme, recipe=real.recipe)
-        assert products._is_one_row(torch.empty(1, length, dtype=torch.bfloat16), layer) == taken
+        assert select._is_one_row(torch.empty(1, length, dtype=torch.bfloat16), layer) == taken
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_a_kernel_that_cannot_says_which_can():
     ],
 )
 def test_refusals(device, scheme, activation, name, reason):
-    w = weight_of(scheme, activation).turned()
-    assert reason in PRODUCTS[name].refuses(w, torch.float32)
+    w = weight_of(scheme, activation).transposed()
+    assert reason in PRODUCTS[name].unsupported_reason(w, torch.float32)
     fused = activation is None
-    assert chosen(w, torch.float32) == ("fused" if fused else "dequantize")
+    assert select_kernel(w, torch.float32) == ("fused" if fused else "dequantize")
 
 
 @pytest.mark.parametrize(
@@ -211,27 +211,27 @@ def test_refusals(device, scheme, activation, name, reason):
 )
 def test_what_fused_refuses(device, scheme, activation, reason):
     """On a CPU scales that divide are read, on a GPU they are not."""
-    w = weight_of(scheme, activation).turned()
-    found = PRODUCTS["fused"].refuses(w, torch.float32)
+    w = weight_of(scheme, activation).transposed()
+    found = PRODUCTS["fused"].unsupported_reason(w, torch.float32)
     if reason is None or (device == "cpu" and activation is None):
         assert found is None
-        assert "stored as (out, in)" in PRODUCTS["fused"].refuses(w.turned(), torch.float32)
+        assert "stored as (out, in)" in PRODUCTS["fused"].unsupported_reason(w.transposed(), torch.float32)
         return
     assert reason in found
     with pytest.raises(ValueError, match="kernel 'fused' does not take"):
-        functional.linear(numbers(2, 128), w.turned().with_recipe(kernel="fused"))
+        functional.linear(numbers(2, 128), w.transposed().with_recipe(kernel="fused"))
 
 
 def test_sums_that_may_overflow_are_left_to_floats():
     recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
     # GPUs take lengths that are multiples of 8.
     w = quantized(torch.ones(8, 65544), recipe)
-    assert chosen(w.turned(), torch.float32) == "dequantize"
+    assert select_kernel(w.transposed(), torch.float32) == "dequantize"
     longest = quantized(
         torch.full((8, 65536), -1.0),
         Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise_asymmetric"]),
     )
-    assert chosen(longest.turned(), torch.float32) == "int8"
+    assert select_kernel(longest.transposed(), torch.float32) == "int8"
     made = functional.linear(torch.ones(1, 65536), longest)
     assert made.tolist()[0] == pytest.approx([-65536] * 8, rel=1e-6)
 
@@ -251,7 +251,7 @@ def test_batches_and_experts(activation):
     w, x = quantized(numbers(3, 48, 128), recipe), numbers(3, 5, 128, seed=1)
     inputs = reference.dequantize(reference.quantize(x, activation))
     assert torch.equal(torch.bmm(x, w.mT), torch.bmm(inputs, w.dequantize().mT))
-    assert chosen(w[1].turned(), torch.bfloat16) in ("int8", "scaled_mm")
+    assert select_kernel(w[1].transposed(), torch.bfloat16) in ("int8", "scaled_mm")
     with pytest.raises(ValueError, match="matrix"):
         torch.bmm(x, w.with_recipe(kernel="int8" if activation == "int8_rowwise" else "scaled_mm").mT)
 
@@ -276,7 +276,7 @@ def test_a_weight_stored_the_other_way_round_is_dequantized(scheme):
     x, dense = numbers(5, 128, seed=1), numbers(128, 128)
     w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]), axis=0)
     inputs = reference.dequantize(reference.quantize(x, scheme))
-    assert chosen(w, x.dtype) == "dequantize"
+    assert select_kernel(w, x.dtype) == "dequantize"
     assert torch.equal(x @ w, inputs @ w.dequantize())
     kernel = "int8" if scheme in INT8 else "scaled_mm"
     with pytest.raises(ValueError, match=r"stored as \(out, in\)"):

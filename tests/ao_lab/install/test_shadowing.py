@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ao_lab.install import shadowing as neighbours
+from ao_lab.install import shadowing
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,7 +22,7 @@ def run(folder, script, *flags, **environment):
     )
 
 
-@pytest.mark.parametrize("name", neighbours.PACKAGES)
+@pytest.mark.parametrize("name", shadowing.PACKAGES)
 @pytest.mark.parametrize("kind", ["{}.py", "{}/__init__.py"])
 def test_the_file_in_the_way_is_named(tmp_path, name, kind):
     path = tmp_path / kind.format(name)
@@ -67,4 +67,4 @@ def test_packages_that_are_not_there_are_named():
     with pytest.raises(
         ImportError, match=r"package 'no_such_package', which should lie in .* install ao_lab again"
     ):
-        neighbours.check("no_such_package")
+        shadowing.check("no_such_package")

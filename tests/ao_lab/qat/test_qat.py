@@ -155,7 +155,7 @@ def test_names_choose_configurations():
     mixed = FqnToConfig(
         {"first": QATConfig(ao_lab.NF4WeightOnlyConfig()), "second": ao_lab.NF4WeightOnlyConfig()}
     )
-    with pytest.raises(ValueError, match="of one step, or none"):
+    with pytest.raises(ValueError, match="NF4WeightOnlyConfig and QATConfig do different things"):
         quantize_(Net(), mixed)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.qat import backward as qat_gradients
+from ao_lab.qat import backward
 from ao_lab.qat.backward import gradients
 from ao_lab.qat.forward import Given, Rule
 from ao_lab.testing.strategies import assert_same_bits
@@ -40,8 +40,8 @@ class Notes:
 @pytest.fixture
 def notes(monkeypatch):
     made = Notes()
-    monkeypatch.setattr(qat_gradients, "clipped", made)
-    monkeypatch.setattr(qat_gradients, "has_kernels", lambda x: True)
+    monkeypatch.setattr(backward, "saturation", made)
+    monkeypatch.setattr(backward, "has_kernels", lambda x: True)
     return made
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import ao_lab.quantization.api as module
 import reference
 from ao_lab import (
     Int4WeightOnlyConfig,
@@ -24,6 +23,7 @@ from ao_lab import (
 )
 from ao_lab.checkpoint.streaming.api import parameters_on_meta
 from ao_lab.gemm.select import PRODUCTS
+from ao_lab.quantization import api
 from experiments.models.language_model import LanguageModel, ModelSettings
 from tests.gpu import validate_quantize
 
@@ -41,8 +41,8 @@ def same_weights(a, b):
 
 
 def stopping(monkeypatch, after, error):
-    """made_parameter raises `error` once it has been called `after` times."""
-    calls, original = [], module.made_parameter
+    """quantize_parameter raises `error` once it has been called `after` times."""
+    calls, original = [], api.quantize_parameter
 
     def stops(*given):
         calls.append(given)
@@ -50,7 +50,7 @@ def stopping(monkeypatch, after, error):
             raise error
         return original(*given)
 
-    monkeypatch.setattr(module, "made_parameter", stops)
+    monkeypatch.setattr(api, "quantize_parameter", stops)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_shared_weight_is_placed_everywhere_or_nowhere(monkeypatch):
     """An interruption between two places of one weight."""
     model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64), "c": nn.Linear(64, 64)})
     model["b"].weight = model["a"].weight
-    put = module.Change.put
+    put = api.Change.put
     calls = []
 
     def half(change, made):
@@ -143,7 +143,7 @@ def test_a_shared_weight_is_placed_everywhere_or_nowhere(monkeypatch):
             raise KeyboardInterrupt
         put(change, made)
 
-    monkeypatch.setattr(module.Change, "put", half)
+    monkeypatch.setattr(api.Change, "put", half)
     with pytest.raises(KeyboardInterrupt):
         quantize_(model, Int8WeightOnlyConfig())
     assert isinstance(model["a"].weight, QuantizedTensor)
@@ -261,7 +261,7 @@ def test_checks_leave_no_trace():
     config = Int8DynamicActivationInt8WeightConfig(kernel="int8")
     quantize_(model, config)
     assert type(model.weight.codes) is torch.Tensor
-    assert PRODUCTS["int8"].refuses(model.weight.turned(), torch.float32) is None
+    assert PRODUCTS["int8"].unsupported_reason(model.weight.transposed(), torch.float32) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import reference
 from ao_lab import QuantizedTensor, quantized
-from ao_lab.tensor.op_registry import operations
+from ao_lab.tensor.op_registry import OPERATIONS
 from reference import Scales
 from tests.support.quantized_weights import (
     COLLECTIVES,
@@ -393,8 +393,8 @@ def test_every_operation_was_tested():
         done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-3000:]
         return
-    ours = {op for op in operations() if op.namespace == "ao_lab"}  # test_qat_lora compiles them
+    ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them
     scaled = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}  # test_module_changes
-    missing = set(operations()) - USED - LAYERS - COLLECTIVES - ours - scaled
+    missing = set(OPERATIONS) - USED - LAYERS - COLLECTIVES - ours - scaled
     # Reshape is taken apart before it arrives, except under inference mode's dispatch.
     assert missing <= {aten.reshape.default}

@@ -9,7 +9,7 @@ from torch.nn import functional
 import ao_lab
 import reference
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.gemm.select import PRODUCTS, chosen
+from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.tensor.quantized_tensor import quantized
 from fast.cpu import linear as cpu
 from reference import SCHEMES
@@ -116,7 +116,7 @@ def layer_of(scheme, dtype=torch.float32, shape=(48, 128), bias=True, **options)
 def test_layers_take_it_for_one_row_alone(scheme, dtype):
     """Of one row within the bound; of more F.linear(x, dequantize(w)), bit for bit."""
     layer = layer_of(scheme, dtype)
-    assert chosen(layer.weight.turned(), dtype) == "fused"
+    assert select_kernel(layer.weight.turned(), dtype) == "fused"
     w = layer.weight.quantized
     for rows in (1, 2, 17):
         x = normal(rows, 128, seed=6).to(dtype)
@@ -178,5 +178,5 @@ def test_a_transposed_layer_takes_the_dense_product():
     """transformers' Conv1D stores (in, out): x @ w."""
     w = quantized(normal(64, 48), "int8_g32", axis=0)
     x = normal(1, 64, seed=1)
-    assert PRODUCTS["fused"].refuses(w, torch.float32) is not None
+    assert PRODUCTS["fused"].unsupported_reason(w, torch.float32) is not None
     assert torch.equal(x @ w, x @ w.dequantize())

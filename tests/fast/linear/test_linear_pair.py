@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fast
-from ao_lab.compile.joined_linears import JoinProducts, compile_options
+from ao_lab.compile.fused_linears import FuseLinears, compile_options
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight
@@ -118,7 +118,7 @@ def targets(graph):
 @pytest.mark.parametrize(("count", "left"), [(1, "1"), (2, "2"), (3, "21"), (4, "22"), (5, "221")], ids=str)
 def test_products_of_one_input_are_joined_two_and_two(count, left):
     graph, x, parts, wanted = traced(count)
-    JoinProducts()(graph.graph)
+    FuseLinears()(graph.graph)
     graph.recompile()
     names = {"1": "ao_lab.linear.default", "2": "ao_lab.linear_pair.default"}
     assert sorted(targets(graph)) == sorted(names[one] for one in left)
@@ -132,7 +132,7 @@ def test_products_of_one_input_are_joined_two_and_two(count, left):
 def test_others_are_left(case):
     """Several rows, biases, weights that are stored in other ways."""
     graph, *_ = traced(2, **case)
-    JoinProducts()(graph.graph)
+    FuseLinears()(graph.graph)
     assert targets(graph) == ["ao_lab.linear.default"] * 2
 
 
@@ -144,7 +144,7 @@ def test_products_of_an_open_number_of_rows_are_left():
 
     given = exact_inputs(3, 512, torch.bfloat16)
     graph = make_fx(both, tracing_mode="symbolic", _allow_non_fake_inputs=True)(given)
-    JoinProducts()(graph.graph)
+    FuseLinears()(graph.graph)
     assert targets(graph) == ["ao_lab.linear.default"] * 2
 
 
@@ -161,13 +161,13 @@ def test_products_of_other_inputs_and_later_weights_are_left():
         return product(first, codes), product(x, codes + first.sum().to(torch.uint8))
 
     graph = make_fx(chained, tracing_mode="fake")(x, w.codes, w.scale)
-    JoinProducts()(graph.graph)
+    FuseLinears()(graph.graph)
     assert targets(graph) == ["ao_lab.linear.default"] * 3
 
 
 def test_the_compilers_caches_know_the_pass():
     made = compile_options()["post_grad_custom_pre_pass"]
-    assert made.uuid() == JoinProducts().uuid()
+    assert made.uuid() == FuseLinears().uuid()
     assert len(made.uuid()) == 64
 
 

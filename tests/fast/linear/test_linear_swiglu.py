@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import fast
 import reference
-from ao_lab.compile.joined_linears import JoinProducts, compile_options
+from ao_lab.compile.fused_linears import FuseLinears, compile_options
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from tests.fast.linear.test_linear_pair import CASES, stored, targets, weights
@@ -283,7 +283,7 @@ def test_the_operator_in_a_traced_program():
 def test_the_pass_is_known_by_both_its_files(tmp_path, monkeypatch):
     from ao_lab.compile import swiglu_pattern as compiled_swiglu
 
-    before = JoinProducts().uuid()
+    before = FuseLinears().uuid()
     (tmp_path / "other.py").write_text("")
     monkeypatch.setattr(compiled_swiglu, "__file__", str(tmp_path / "other.py"))
-    assert JoinProducts().uuid() != before
+    assert FuseLinears().uuid() != before

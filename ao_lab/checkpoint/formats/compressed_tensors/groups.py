@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ao_lab.checkpoint.io.patterns import compiled
+from ao_lab.checkpoint.io.plain_values import check_value
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.config.plain_values import check_value
 
 EXPRESSION = "re:"
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
-#: Fields that decide what numbers mean, with their types; observers and how groups were ordered while calibrating do not.
+#: Fields that decide what values mean, with their types; observers and how groups were ordered while calibrating do not.
 ARGUMENTS: dict[str, Any] = {
     "num_bits": int, "type": str, "symmetric": bool, "group_size": int | None, "strategy": str | None,
 }  # fmt: skip
@@ -40,7 +40,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Group:
-    """One group: the modules it is for, and how their weights and inputs are kept."""
+    """One group: the modules it is for, and how their weights and inputs are stored."""
 
     name: str
     targets: tuple[str, ...]
@@ -57,8 +57,8 @@ def groups_of(given: Mapping[str, Any], where: str) -> tuple[Group, ...]:
         raise ValueError(
             f"{where} describes its weights in config_groups, got {shown(found)}; fetch it again"
         )
-    made = [_group(name, group, given.get("format"), where) for name, group in found.items()]
-    return tuple(group for group in made if group is not None)
+    result = [_group(name, group, given.get("format"), where) for name, group in found.items()]
+    return tuple(group for group in result if group is not None)
 
 
 def _group(name: str, given: Any, fmt: Any, where: str) -> Group | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.export.activations import reader_activation
 from ao_lab.checkpoint.formats.compressed_tensors.weights import like
 from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.quantization.stored_parts import Specs
+from ao_lab.checkpoint.io.weight_specs import Specs
+from ao_lab.config.compressed_tensors.activations import reader_activation
 from reference import Scales, Scheme
 from reference.quantize.blocks import Blocks
 
@@ -48,8 +48,8 @@ def static_scales(tensors: Mapping[str, torch.Tensor]) -> Scales | None:
         raise ValueError(f"symmetric inputs have an {ZERO} that is not 0; fetch the folder again")
     for part in (SCALE, OUTER):
         if part in tensors:
-            kept = tensors[part].to(torch.float32).reshape(())
-            return Scales(kept) if part == SCALE else Scales(None, kept)
+            stored = tensors[part].to(torch.float32).reshape(())
+            return Scales(stored) if part == SCALE else Scales(None, stored)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.foreign import model_dtype
+from ao_lab.checkpoint.dense_tensors import model_dtype
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.formats.compressed_tensors.groups import Group, Modules, groups_of, names_in
 from ao_lab.checkpoint.formats.compressed_tensors.inputs import PARTS as INPUT_PARTS
@@ -30,9 +30,9 @@ from ao_lab.checkpoint.formats.compressed_tensors.weights import (
 )
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.io.weight_specs import Specs
 from ao_lab.checkpoint.records import Records, Tensors, Weight
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.stored_parts import Specs
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Scheme
@@ -117,21 +117,21 @@ def _weight(
         raise ValueError(
             "it has quantized tensors, and no group of quantization_config is for it; fetch the folder again"
         )
-    made: dict[str, Weight] = {}
+    result: dict[str, Weight] = {}
     errors: list[Exception] = []
     for group in groups:
         try:
-            made[group.name] = _of_group(path, found, group, stored, dtype)
+            result[group.name] = _of_group(path, found, group, stored, dtype)
         except ValueError as error:
             errors.append(error)
-    if not made:
+    if not result:
         raise errors[0]
-    if len({weight.meta for weight in made.values()}) != 1:
-        names = " and ".join(map(shown, made))
+    if len({weight.meta for weight in result.values()}) != 1:
+        names = " and ".join(map(shown, result))
         raise ValueError(
             f"groups {names} may both be its own; a file knows no classes, so name its module in a target"
         )
-    return next(iter(made.values()))
+    return next(iter(result.values()))
 
 
 def _of_group(

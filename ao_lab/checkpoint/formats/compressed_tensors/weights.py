@@ -1,4 +1,4 @@
-"""Weights in the formats of compressed-tensors: what their tensors are, and the numbers that its decompressors make of them.
+"""Weights in the formats of compressed-tensors: what their tensors are, and the values that its decompressors make of them.
 
 Read off compressed-tensors 0.20: compressors/*/base.py (which tensors), quantization/lifecycle/forward_helpers.py, _dequantize:
 `(code - zero) * scale` in the scale's own dtype, rounded to the output's. For a scale of 16 bits that is one rounding of the
@@ -18,8 +18,8 @@ import fast
 from ao_lab.checkpoint.formats.compressed_tensors.groups import Arguments
 from ao_lab.checkpoint.formats.grouping import regrouped, run_length
 from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.weight_specs import WORD_BYTES, Specs, words
 from ao_lab.config.recipe import block_name
-from ao_lab.quantization.stored_parts import WORD_BYTES, Specs, words
 from reference import FORMATS, SCHEMES, Quantized, Scheme, Zero
 from reference.formats.pack import packed_shape
 from reference.quantize.blocks import Blocks
@@ -42,7 +42,7 @@ E8M0_NAN = 255
 
 @dataclass(frozen=True)
 class Layout:
-    """How a format keeps codes and scales."""
+    """How a format stores codes and scales."""
 
     #: The tensor of codes: "weight", a byte each, or "weight_packed".
     codes: str
@@ -65,7 +65,7 @@ LAYOUTS = {
 
 
 def block_of(arguments: Arguments) -> Block:
-    """The house's word for a strategy."""
+    """The block of a record for a strategy."""
     if arguments.block is not None:
         return arguments.block
     whole: dict[str, Block] = {"tensor": "tensor", "channel": -1}
@@ -163,17 +163,17 @@ def specs_of(layout: Layout, scheme: Scheme, shape: tuple[int, int], found: Spec
         codes = Spec(torch.int8 if fmt.kind == "int" else torch.float8_e4m3fn, shape)
     else:
         codes = Spec(torch.uint8, packed_shape(shape, fmt))
-    made = {layout.codes: codes, "weight_scale": _scale(layout, found["weight_scale"], blocks)}
+    result = {layout.codes: codes, "weight_scale": _scale(layout, found["weight_scale"], blocks)}
     if layout.scales == "e4m3":
-        made["weight_global_scale"] = Spec(torch.float32, (1,))
+        result["weight_global_scale"] = Spec(torch.float32, (1,))
     if "weight_shape" in found:
         kind = found["weight_shape"].dtype
-        made["weight_shape"] = Spec(kind if kind in INTEGERS else torch.int64, (2,))
+        result["weight_shape"] = Spec(kind if kind in INTEGERS else torch.int64, (2,))
     if "weight_g_idx" in found:
-        made["weight_g_idx"] = Spec(found["weight_g_idx"].dtype, (shape[1],))
+        result["weight_g_idx"] = Spec(found["weight_g_idx"].dtype, (shape[1],))
     if scheme.zero is not None or "weight_zero_point" in found:
-        made["weight_zero_point"] = _zero(layout, scheme, shape, blocks, found)
-    return made
+        result["weight_zero_point"] = _zero(layout, scheme, shape, blocks, found)
+    return result
 
 
 def _scale(layout: Layout, found: Spec, blocks: tuple[int, ...]) -> Spec:
@@ -207,13 +207,13 @@ def _zero(
     return Spec(dtype, like(there.shape, blocks) if there is not None else blocks or (1,))
 
 
-# The numbers.
+# The values.
 
 
 def quantized_of(
     layout: Layout, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]
 ) -> Quantized:
-    """The stored weight of its tensors; ValueError where their numbers say what no scheme says."""
+    """The stored weight of its tensors; ValueError where their values are in no scheme."""
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
     scale, zero = tensors["weight_scale"].reshape(blocks), _zero_codes(layout, scheme, shape, tensors)
     if "weight_g_idx" in tensors and isinstance(scheme.scale.block, int) and scheme.scale.block > 0:
@@ -234,7 +234,7 @@ def quantized_of(
 def _codes(
     layout: Layout, scheme: Scheme, shape: tuple[int, int], kept: torch.Tensor
 ) -> tuple[torch.Tensor, bool]:
-    """Codes as `QuantizedTensor` keeps them, and whether they are packed."""
+    """Codes as `QuantizedTensor` stores them, and whether they are packed."""
     fmt = scheme.format
     if layout.codes != "weight" and not layout.words:
         return kept, True
@@ -295,8 +295,8 @@ def _in_runs(
         )
     parts = regrouped(g_idx, length, scale, *(() if zero is None else (zero,)))
     name = f"{scheme.name}_in_runs_of_{length}" if length != scheme.scale.block else scheme.name
-    made = known(replace(scheme, name=name, scale=replace(scheme.scale, block=length)))
-    return made, parts[0], parts[1] if len(parts) == 2 else None
+    result = known(replace(scheme, name=name, scale=replace(scheme.scale, block=length)))
+    return result, parts[0], parts[1] if len(parts) == 2 else None
 
 
 def sizes_fit(found: Spec) -> bool:

@@ -1,6 +1,6 @@
 """Folders that torchao wrote with safetensors, or transformers with it.
 
-`torchao.prototype.safetensors` (0.18) keeps each inner tensor as MODULE._PARAMETER_PART, and in the metadata for each
+`torchao.prototype.safetensors` (0.18) stores each inner tensor as MODULE._PARAMETER_PART, and in the metadata for each
 parameter a class's name and its attributes as JSON. Nothing of torchao is imported: names of classes choose among
 `ao_lab.checkpoint.formats.torchao.tensors`.
 """
@@ -17,8 +17,8 @@ import torch
 from ao_lab.checkpoint.formats.torchao.tensors import READERS, WAY_OUT, Given, Read
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import parsed, parsed_object, shown
+from ao_lab.checkpoint.io.weight_specs import Specs
 from ao_lab.checkpoint.records import Records, Tensors, Weight, check_recipe, dense_names
-from ao_lab.quantization.stored_parts import Specs
 from ao_lab.tensor.metadata import DTYPES, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 
@@ -85,7 +85,7 @@ def weight_of(name: str, entry: Mapping[str, Any], folder: Folder) -> Weight:
 
 
 def _whole(read: Read, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
-    q = read.made(tensors)
+    q = read.build(tensors)
     return from_quantized(q, replace(read.recipe, weight=q.scheme), dtype, read.input_scales(tensors))
 
 

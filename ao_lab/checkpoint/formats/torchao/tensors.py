@@ -16,21 +16,21 @@ import torch
 import fast
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.config.recipe import Recipe, block_name
-from ao_lab.quantization.stored_parts import Specs
+from ao_lab.checkpoint.io.weight_specs import Specs
+from ao_lab.config.recipe import Recipe
+from ao_lab.config.torchao import float8_record, int8_record, intx_record, mx_record
 from reference import SCHEMES, Quantized, Scales, Scheme, untile_scales
 from reference.quantize.blocks import Blocks
 from reference.quantize.tiled_scales import tiled_size
-from reference.schemes.default_schemes import mx_name
 from reference.schemes.schemes import Block
-from reference.schemes.torchao import integer_record
 
 Tensors = dict[str, torch.Tensor]
 MX_ELEMENTS = {
     "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float4_e2m1fn_x2": "float4_e2m1fn",
     "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn",
 }  # fmt: skip
-STORAGE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+STORAGE = {torch.float32: "_f32", torch.bfloat16: "_bf16", torch.float16: "_f16"}
+MX_MODES = ("floor", "rceil", "ceil", "even")
 WAY_OUT = "quantize the original model with ao_lab, or load the folder with torchao"
 
 
@@ -43,7 +43,7 @@ class Given:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the codes as they are kept."""
+        """Of the codes as they are stored."""
         return self.specs["qdata"].shape
 
     def dtype(self, name: str) -> str:
@@ -59,7 +59,7 @@ class Read:
     shape: tuple[int, ...]
     dtype: str
     specs: Specs
-    made: Callable[[Tensors], Quantized]
+    build: Callable[[Tensors], Quantized]
     input_scales: Callable[[Tensors], Scales | None] = lambda tensors: None
 
 
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def block_of_size(size: Any, shape: tuple[int, ...]) -> Block:
-    """The house's word for a block_size of torchao: lengths of a block along each axis."""
+    """The block of a record for a block_size of torchao: lengths of a block along each axis."""
     good = isinstance(size, list) and len(size) == len(shape) and all(type(n) is int and n > 0 for n in size)
     if not good:
         raise ValueError(
@@ -96,18 +96,14 @@ def refuse(given: Given, *names: str) -> None:
 
 def int8_scheme(block: Block, zero: bool) -> Scheme:
     """torchao's Int8Tensor in any block."""
-    ending = "_asymmetric" if zero else ""
-    name = f"torchao.int8_{block_name(block)}{ending}"
-    return SCHEMES.get(name) or integer_record(name, 8, block, ending, False, None)
+    return int8_record(block, "_asymmetric" if zero else "")
 
 
 def intx_scheme(bits: int, block: Block, storage: torch.dtype, zero: bool) -> Scheme:
-    """torchao's IntxUnpackedToInt8Tensor in any block, its scales kept in any dtype."""
+    """torchao's IntxUnpackedToInt8Tensor in any block, its scales stored in any dtype."""
     if storage not in STORAGE:
         raise ValueError(f"scales are float32, bfloat16 or float16, got {storage}")
-    ending = "_asymmetric" if zero else ""
-    name = f"torchao.intx{bits}_{block_name(block)}{ending}_{STORAGE[storage]}"
-    return integer_record(name, bits, block, ending, True, STORAGE[storage])
+    return intx_record(bits, block, "_asymmetric" if zero else "", STORAGE[storage])
 
 
 def read_int8(given: Given) -> Read:
@@ -139,7 +135,7 @@ def _integers(
     shape = given.shape
     block = block_of_size(given.data.get("block_size"), shape)
     scheme = scheme_of(block, True)
-    # torchao keeps an axis for each axis of the tensor, also where one scale is for all of it.
+    # torchao stores an axis for each axis of the tensor, also where one scale is for all of it.
     size = plain(given.data["block_size"])
     counts = tuple(n // b for n, b in zip(shape, size, strict=True))
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
@@ -156,17 +152,17 @@ def _integers(
     if "act_quant_zero_point" in specs and (inputs is None or inputs.zero is None):
         raise ValueError(f"act_quant_zero_point belongs to asymmetric inputs; {WAY_OUT}")
 
-    def made(tensors: Tensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         codes = tensors["qdata"].view(torch.uint8) & ((1 << bits) - 1)
         scale = _kept(tensors["scale"]).reshape(blocks)
         zero = tensors["zero_point"].reshape(blocks) if "zero_point" in tensors else None
         # Symmetric weights have zero points too, all of them 0.
         zero = zero if zero is not None and bool(zero.any()) else None
-        kept = scheme if zero is not None else scheme_of(block, False)
-        return packed(Quantized(codes, scale, None, zero, shape, len(shape) - 1, kept))
+        stored = scheme if zero is not None else scheme_of(block, False)
+        return packed(Quantized(codes, scale, None, zero, shape, len(shape) - 1, stored))
 
     return Read(
-        Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, made, static_scales
+        Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, build, static_scales
     )
 
 
@@ -219,21 +215,18 @@ def read_float8(given: Given) -> Read:
         raise ValueError(f"scales of {scheme.name} have shape {blocks}, got {counts}")
     specs = {"qdata": Spec(getattr(torch, element), shape), "scale": Spec(torch.float32, counts)}
 
-    def made(tensors: Tensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = tensors["scale"].reshape(blocks)
         return Quantized(tensors["qdata"].view(torch.uint8), scale, None, None, shape, len(shape) - 1, scheme)
 
-    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, made)
+    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, build)
 
 
 def float8_scheme(element: str, block: Block) -> Scheme:
     """torchao's float8 of its inference path, in any block."""
     if element not in ("float8_e4m3fn", "float8_e5m2"):
         raise ValueError(f"elements are float8_e4m3fn or float8_e5m2, got {shown(element)}; {WAY_OUT}")
-    suffix = "_e5m2" if element == "float8_e5m2" else ""
-    name = f"torchao.fp8_{'1x128' if block == 128 else block_name(block)}_inference{suffix}"
-    model = SCHEMES[f"torchao.fp8_rowwise_inference{suffix}"]
-    return SCHEMES.get(name) or replace(model, name=name, scale=replace(model.scale, block=block))
+    return float8_record(element, block)
 
 
 def read_mx(given: Given) -> Read:
@@ -257,23 +250,22 @@ def read_mx(given: Given) -> Read:
     }
     tiled = given.data.get("is_swizzled_scales") is True
 
-    def made(tensors: Tensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = plain_scales(tensors["scale"], scheme, shape, tiled)
         codes = tensors["qdata"].view(torch.uint8)
         q = Quantized(codes, scale, None, None, shape, len(shape) - 1, scheme, half)
         return q if half else packed(q)
 
-    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, made)
+    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, build)
 
 
 def mx_scheme(element: str, mode: str) -> Scheme:
     """torchao's MX record of an element and a mode of scales."""
-    name = f"torchao.{mx_name(element)}_{mode}" if element else ""
-    if name not in SCHEMES:
+    if not element or mode not in MX_MODES:
         raise ValueError(
             f"MX floats {shown(element)} with scales by {shown(mode)} are in no scheme; {WAY_OUT}"
         )
-    return SCHEMES[name]
+    return mx_record(element, mode)
 
 
 def read_nvfp4(given: Given) -> Read:
@@ -300,14 +292,14 @@ def read_nvfp4(given: Given) -> Read:
         specs["per_tensor_scale"] = Spec(torch.float32, ())
     tiled = given.data.get("is_swizzled_scales") is True
 
-    def made(tensors: Tensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = plain_scales(tensors["scale"], scheme, shape, tiled)
         codes = tensors["qdata"].view(torch.uint8)
         return Quantized(
             codes, scale, tensors.get("per_tensor_scale"), None, shape, len(shape) - 1, scheme, True
         )
 
-    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, made)
+    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, build)
 
 
 PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
@@ -336,7 +328,7 @@ def plain_scales(scale: torch.Tensor, scheme: Scheme, shape: tuple[int, ...], ti
 
 
 def packed(q: Quantized) -> Quantized:
-    """q as `QuantizedTensor` keeps it."""
+    """q as `QuantizedTensor` stores it."""
     return (
         q if q.scheme.format.bits >= 8 else replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
     )

@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ao_lab.checkpoint import api as checkpoints
-from ao_lab.checkpoint import records as checkpoint_records
+from ao_lab.checkpoint import api, records
 from tests.ao_lab.checkpoint.corrupted import mutations_of_checkpoints as mutations
 from tests.ao_lab.checkpoint.corrupted.mutated_bases import limits, made_bases, outcome
 from tests.ao_lab.checkpoint.corrupted.mutated_files import Case
@@ -76,17 +75,17 @@ def test_what_was_not_broken_loads(bases, tmp_path):
 
 NOTHING = {
     "check_specs": (
-        checkpoint_records,
+        records,
         mutations.same_size_dtype,
         mutations.other_shape,
         mutations.resize_tensor,
     ),
-    "_check_description": (checkpoint_records, mutations.record_block, mutations.record_other),
-    "_check_names": (checkpoint_records, mutations.shared_names),
-    "_check_dense": (checkpoint_records, mutations.same_size_dtype),
-    "_check_said": (checkpoint_records, mutations.said_twice),
-    "check_scheme_fields": (checkpoint_records, mutations.record_value, mutations.record_block),
-    "check_state": (checkpoints, mutations.drop_tensor, mutations.other_shape, mutations.rename_tensor),
+    "_check_description": (records, mutations.record_block, mutations.record_other),
+    "_check_names": (records, mutations.shared_names),
+    "_check_dense": (records, mutations.same_size_dtype),
+    "_check_said": (records, mutations.said_twice),
+    "check_scheme_fields": (records, mutations.record_value, mutations.record_block),
+    "check_state": (api, mutations.drop_tensor, mutations.other_shape, mutations.rename_tensor),
 }
 
 

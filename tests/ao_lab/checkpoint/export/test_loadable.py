@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
-from ao_lab.checkpoint.export.loadable import obstacles
+from ao_lab.checkpoint.export.loadable import unsupported_reasons
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -53,7 +53,7 @@ def test_what_is_predicted_happens(tmp_path, monkeypatch, name, scheme, head):
     saved = save_pretrained(model, tmp_path / "auto")
     assert saved.layout == ("ao_lab" if fails else "compressed-tensors")
     assert any("from_pretrained fails in transformers" in reason for reason in saved.reasons) == fails
-    monkeypatch.setattr("ao_lab.checkpoint.api.obstacles", lambda *arguments: [])
+    monkeypatch.setattr("ao_lab.checkpoint.api.unsupported_reasons", lambda *arguments: [])
     save_pretrained(model, tmp_path / "plain", layout="compressed-tensors")
     if fails:
         with pytest.raises((AttributeError, RuntimeError)):
@@ -63,4 +63,4 @@ def test_what_is_predicted_happens(tmp_path, monkeypatch, name, scheme, head):
 
 
 def test_other_models_are_not_asked():
-    assert obstacles(nn.Sequential(nn.Linear(2, 2)), ["0"], ["0"], False) == []
+    assert unsupported_reasons(nn.Sequential(nn.Linear(2, 2)), ["0"], ["0"], False) == []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import reference
 from ao_lab.checkpoint.formats.gptq import RECORDS, zero_points
-from ao_lab.checkpoint.formats.gptq_integers import Integers
+from ao_lab.checkpoint.formats.group_integers import Integers
 from tests.ao_lab.checkpoint.formats.folders.integer_layers import random_layer, stored_codes
 from tests.ao_lab.checkpoint.formats.folders.library_weights import case, cases, folder_of, grids, read
 from tests.ao_lab.checkpoint.formats.folders.published_layouts import gptq_layer

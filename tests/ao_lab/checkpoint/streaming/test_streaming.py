@@ -20,7 +20,8 @@ from ao_lab import (
     quantize_pretrained,
     save_pretrained,
 )
-from ao_lab.checkpoint.streaming.api import Loading, parameters_on_meta
+from ao_lab.checkpoint.streaming.api import parameters_on_meta
+from ao_lab.quantization.streamed import StreamedWeights
 from experiments.models.language_model import LanguageModel, ModelSettings
 
 transformers = pytest.importorskip("transformers")
@@ -178,7 +179,7 @@ def test_what_fails_while_reading_is_raised_as_it_is(folders, monkeypatch):
     def fails(self, name, dense):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Loading, "parameter", fails)
+    monkeypatch.setattr(StreamedWeights, "parameter", fails)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         quantize_pretrained(folders["llama"], INT8)
 

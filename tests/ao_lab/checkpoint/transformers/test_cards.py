@@ -10,7 +10,7 @@ from torch import nn
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.checkpoint.model_card import CARD, is_ours, model_card
-from ao_lab.checkpoint.transformers.classes import SERVED_ARCHITECTURES, TASKS, loader_of
+from ao_lab.checkpoint.model_classes import SERVED_ARCHITECTURES, TASKS, loader_of
 
 transformers = pytest.importorskip("transformers")
 yaml = pytest.importorskip("yaml")

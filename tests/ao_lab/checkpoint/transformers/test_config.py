@@ -26,11 +26,12 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
-from ao_lab.checkpoint.config_values import config_from, config_values
+from ao_lab.checkpoint.transformers.config_values import config_from, config_values
+from ao_lab.config import base
 from ao_lab.quantization.modules import is_linear, linear_and_experts
 
 transformers = pytest.importorskip("transformers")
-from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs
+from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 transformers.utils.logging.disable_progress_bar()
@@ -171,7 +172,7 @@ def test_what_is_wrong(folder, tmp_path, monkeypatch):
     def fails(self, name, dense):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ao_lab.checkpoint.streaming.api.Loading, "parameter", fails)
+    monkeypatch.setattr(ao_lab.quantization.streamed.StreamedWeights, "parameter", fails)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         load(folder, HfConfig(INT8))
 
@@ -188,11 +189,7 @@ def public_configs():
         "Float8StaticActivationFloat8WeightConfig": {"act_quant_scale": 0.1},
         "Float8DynamicActivationFloat8WeightConfig": {"granularity": (ao_lab.PerTensor(), ao_lab.PerTensor())},
     }  # fmt: skip
-    names = [
-        n
-        for n, home in ao_lab.HOMES.items()
-        if home.startswith("ao_lab.config.") and n.endswith("Config") and n != "SchemeConfig"
-    ]
+    names = [name for name in base.CONFIGS if name in ao_lab.__all__ and name != "SchemeConfig"]
     return [getattr(ao_lab, name)(**given.get(name, {})) for name in names]
 
 
@@ -248,7 +245,7 @@ def test_what_json_cannot_hold():
     with pytest.raises(ValueError, match="cannot be written as JSON"):
         config_values(Int8StaticActivationInt8WeightConfig(act_quant_scale=0.1, statistic=lambda: None))
 
-    class Own(type(INT8)):
+    class Own(type(INT8), registered=False):
         pass
 
     with pytest.raises(ValueError, match="no configuration that ao_lab can name"):

@@ -20,7 +20,7 @@ from ao_lab.checkpoint.transformers.saving import bytes_of
 from ao_lab.quantization.modules import is_linear
 
 transformers = pytest.importorskip("transformers")
-from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs, quantized_model
+from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs, quantized_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 transformers.utils.logging.disable_progress_bar()

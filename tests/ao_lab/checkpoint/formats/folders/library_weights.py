@@ -6,9 +6,9 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ao_lab.checkpoint.foreign import foreign_records
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.records import whole_weights
+from ao_lab.checkpoint.third_party import third_party_records
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -50,4 +50,4 @@ def folder_of(path, config, tensors, prefix="layer."):
 def read(path, name="layer.weight"):
     """The weight that load_pretrained would put into a model."""
     folder = look_at(path)
-    return whole_weights(folder, foreign_records(folder))[name]
+    return whole_weights(folder, third_party_records(folder))[name]

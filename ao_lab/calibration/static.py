@@ -1,0 +1,142 @@
+"""Configurations with one scale for all inputs of a layer, given or found by calibration; see `ao_lab.config.base`.
+
+Without act_quant_scale the scale of each layer comes from its inputs: `quantize_(..., forward_loop=...)`, or torchao's
+step="prepare", data, step="convert" (`ao_lab.calibration.hooks`). `statistic` says what is kept of the inputs: "minmax"
+(exact, as if all were one tensor), "absmax", "moving_average", "percentile", or a function that makes an
+`ao_lab.calibration.observers.Statistic`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ao_lab.calibration.observers import InputScales, statistic_of
+from ao_lab.config.base import Config, operands, static_scales
+from ao_lab.config.compressed_tensors.layouts import OWN
+from ao_lab.config.float8 import NO_LAYOUT, float8_scheme
+from ao_lab.config.granularity import PER_ROW, PerTensor, block_of, is_asymmetric
+from ao_lab.config.observer import Observer
+from ao_lab.config.recipe import integer_scheme
+from reference import Scales, Scheme
+from reference.arrays.errors import choice
+
+#: Torchao's: watch inputs; take the scales that were found.
+STEPS = ("prepare", "convert")
+
+
+@dataclass(frozen=True)
+class StaticConfig(Config, registered=False):
+    """What both have: a scale, or how it is found."""
+
+    statistic: Any = field(default="minmax", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        statistic_of(self.statistic)
+        if (scheme := self.recipe().activation) is None or scheme.scale.block != "tensor" or scheme.outer:
+            raise ValueError(
+                f"{type(self).__name__}: a static scale is one number for all inputs, not {scheme and scheme.name}; tokens, "
+                f"channels and blocks of inputs to come have no scales yet: use PerTensor, or a Dynamic configuration"
+            )
+        if (step := getattr(self, "step", None)) is not None:
+            choice(step, STEPS, f"{type(self).__name__}: step")
+        scale, zero = self.given
+        if scale is not None and self.prepares:
+            raise ValueError('step="prepare" finds act_quant_scale; leave one of the two out')
+        if (scheme.zero is not None and scale is not None) != (zero is not None):
+            raise ValueError(
+                "act_quant_zero_point belongs to act_quant_scale of act_mapping_type ASYMMETRIC, and to it alone"
+            )
+        self.input_scales()
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        """The scale and the zero point that the caller has given, or None."""
+        return getattr(self, "act_quant_scale"), getattr(self, "act_quant_zero_point", None)  # noqa: B009  (of subclasses)
+
+    def input_scales(self) -> Scales | None:
+        """The given scale, and zero point; None where they are to be found."""
+        scale, zero = self.given
+        return None if scale is None else static_scales(scale, zero)
+
+    def for_layout(self, layout: str) -> Self:
+        """See `Config.for_layout`; a given scale becomes what readers in bfloat16 still have, ValueError for a zero point."""
+        result = super().for_layout(layout)
+        scale, zero = self.given
+        if layout == OWN or scale is None:
+            return result
+        if zero is not None:
+            raise ValueError(
+                f"{type(self).__name__}: readers of compressed-tensors add act_quant_zero_point before they round; give a "
+                f"symmetric act_quant_scale, or use layout='ao_lab'"
+            )
+        rounded = torch.as_tensor(scale).detach().to(torch.bfloat16).to(torch.float32)
+        changed: Any = {"act_quant_scale": rounded}
+        return replace(result, **changed)
+
+    def observer(self) -> Observer | None:
+        """What finds the scale; None where it is given."""
+        scheme = self.recipe().activation
+        if self.given[0] is not None or scheme is None:
+            return None
+        return InputScales(scheme, statistic_of(self.statistic)())
+
+
+@dataclass(frozen=True)
+class Int8StaticActivationInt8WeightConfig(StaticConfig):
+    """8-bit integers for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+
+    act_quant_scale: Any = None
+    act_quant_zero_point: Any = None
+    granularity: Any = PER_ROW
+    act_mapping_type: Any = "SYMMETRIC"
+    set_inductor_config: bool = True
+    version: int = 1
+    reduce_range: bool | None = False
+    step: Any = field(default=None, kw_only=True)
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"reduce_range": (False, None)}
+
+    def _weight(self) -> Scheme:
+        return integer_scheme(8, block_of(operands(self.granularity)[1]), asymmetric=False)
+
+    def _activation(self) -> Scheme:
+        return integer_scheme(8, block_of(_of_input(self.granularity)), is_asymmetric(self.act_mapping_type))
+
+
+@dataclass(frozen=True)
+class Float8StaticActivationFloat8WeightConfig(StaticConfig):
+    """Float8 for weight and input; one scale for all inputs, known beforehand. A single granularity is the weight's."""
+
+    step: Any = None
+    act_quant_scale: Any = None
+    activation_dtype: Any = "float8_e4m3fn"
+    weight_dtype: Any = "float8_e4m3fn"
+    granularity: Any = None
+    mm_config: Any = None
+    kernel_preference: Any = "auto"
+    set_inductor_config: bool = True
+    quantize_and_dequantize_output: bool = False
+    output_act_quant_scale: Any = None
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **NO_LAYOUT,
+        "mm_config": (None,),
+        "quantize_and_dequantize_output": (False,),
+        "output_act_quant_scale": (None,),
+    }
+
+    def _weight(self) -> Scheme:
+        return float8_scheme(self.weight_dtype, operands(self.granularity or PerTensor())[1])
+
+    def _activation(self) -> Scheme:
+        return float8_scheme(self.activation_dtype, _of_input(self.granularity))
+
+
+def _of_input(granularity: Any) -> Any:
+    """The input's granularity where a pair names it; a single one is the weight's."""
+    return operands(granularity)[0] if isinstance(granularity, (list, tuple)) else PerTensor()
+
+
+__all__ = ["Float8StaticActivationFloat8WeightConfig", "Int8StaticActivationInt8WeightConfig"]

@@ -1,0 +1,233 @@
+"""A checkpoint's tensors under the names and shapes of the model that transformers builds.
+
+Published files hold other tensors than transformers' modules have: `experts.0.w1.weight` for each expert where the module has
+one `experts.gate_up_proj`, other prefixes, fused projections that are split. Which becomes which is transformers' own mapping
+(`transformers.conversion_mapping`), and so are the operations; nothing of it is repeated here. Quantized weights follow the
+operations row by row (`ao_lab.checkpoint.experts.rows`), dense tensors go through them as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.checkpoint.experts.rows import gathered, row_numbers
+from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.strict_json import shown
+from ao_lab.checkpoint.records import Computed, Records, Weight, check_quantized_tensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+Tensors = dict[str, torch.Tensor]
+IGNORED = "transformers' model of this kind has no such parameter and ignores it"
+
+
+@dataclass
+class Group:
+    """Tensors of a checkpoint that one operation makes parameters of: names by the pattern that they match."""
+
+    converter: Any
+    names: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def members(self) -> list[str]:
+        """All names, in transformers' order."""
+        return [name for names in self.names.values() for name in names]
+
+
+def converted(records: Records, folder: Folder, model: nn.Module) -> Records:
+    """The records under the names of a model's state; those of models that are not transformers' stay as they are.
+
+    `model`: the one that the tensors are for; it may be on the meta device. ValueError, which names the folder and the weight,
+    for quantized weights that cannot be put together without rounding again. Names that the model does not have remain: who
+    fills it compares them.
+    """
+    names = [*records.weights, *records.dense, *records.computed]
+    state = model.state_dict(keep_vars=True)
+    mapping = mapping_of(model)
+    if mapping is None or all(name in state for name in names):
+        return records
+    dense = {name: Computed(folder.specs[name], {"": name}, _itself) for name in records.dense}
+    sources: dict[str, Weight | Computed] = {**records.weights, **dense, **records.computed}
+    renamed, groups = _sorted(names, state, mapping, str(model.base_model_prefix))
+    result: dict[str, Weight | Computed] = {new: sources[old] for old, new in renamed.items()}
+    for first, group in groups.items():
+        try:
+            result.update(_joined(first, group, sources, model))
+        except ValueError as error:
+            raise ValueError(f"{shown(first)} of {folder.path}: {error}") from error
+    left, result = _without_ignored(result, renamed, state, model)
+    return _records(records, result, left, renamed)
+
+
+def mapping_of(model: nn.Module) -> tuple[list[Any], list[Any]] | None:
+    """transformers' renamings and converters for a model, in the order in which it applies them; None for other models."""
+    # A model of transformers has imported it.
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    found = get_model_conversion_mapping(model)
+    return (
+        [entry for entry in found if isinstance(entry, WeightRenaming)],
+        [entry for entry in found if isinstance(entry, WeightConverter)],
+    )
+
+
+def _sorted(
+    names: Iterable[str], state: dict[str, Any], mapping: tuple[list[Any], list[Any]], prefix: str
+) -> tuple[dict[str, str], dict[str, Group]]:
+    """The new names of tensors that stay one, and by the first new name those that an operation changes."""
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    renamings, converters = mapping
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamed: dict[str, str] = {}
+    groups: dict[str, Group] = {}
+    for name in sorted(names, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if new not in state and name in state:
+            new, pattern = name, None
+        if pattern is None or new not in state:
+            renamed[name] = new
+        else:
+            group = groups.setdefault(new, Group(deepcopy(by_pattern[pattern])))
+            group.names.setdefault(pattern, []).append(name)
+    return renamed, groups
+
+
+def _joined(
+    first: str, group: Group, sources: Mapping[str, Weight | Computed], model: nn.Module
+) -> dict[str, Weight | Computed]:
+    """The parameters that an operation makes of its sources: all quantized, or all dense."""
+    found = [sources[name] for name in group.members]
+    quantized = [one for one in found if isinstance(one, Weight)]
+    if not quantized:
+        return _joined_dense(first, group, [one for one in found if isinstance(one, Computed)], model)
+    if len(quantized) != len(found):
+        plain = next(name for name in group.members if isinstance(sources[name], Computed))
+        raise ValueError(f"some of what it is made of is quantized, and {shown(plain)} is not")
+    return _joined_quantized(first, group, quantized, model)
+
+
+def _joined_quantized(
+    first: str, group: Group, found: list[Weight], model: nn.Module
+) -> dict[str, Weight | Computed]:
+    numbers = _through(group, first, row_numbers([one.shape for one in found]), model)
+    names = {f"{i}.{part}": full for i, one in enumerate(found) for part, full in one.names.items()}
+    specs = {f"{i}.{part}": spec for i, one in enumerate(found) for part, spec in one.specs.items()}
+
+    def making(rows: torch.Tensor) -> Callable[[Tensors], QuantizedTensor]:
+        def build(tensors: Tensors) -> QuantizedTensor:
+            def load(index: int) -> QuantizedTensor:
+                one = found[index]
+                part = one.build({name: tensors[f"{index}.{name}"] for name in one.names})
+                check_quantized_tensor(part)
+                return part
+
+            return gathered(load, rows)
+
+        return build
+
+    columns = found[0].shape[-1]
+    return {
+        name: replace(
+            found[0], shape=(*rows.shape[:-1], columns), names=names, specs=specs, build=making(rows)
+        )
+        for name, rows in numbers.items()
+    }
+
+
+def _joined_dense(
+    first: str, group: Group, found: list[Computed], model: nn.Module
+) -> dict[str, Weight | Computed]:
+    shapes = _through(
+        group, first, [torch.empty(c.spec.shape, dtype=c.spec.dtype, device="meta") for c in found], model
+    )
+    names = {f"{i}.{part}": full for i, one in enumerate(found) for part, full in one.names.items()}
+
+    def making(target: str) -> Callable[[Tensors], torch.Tensor]:
+        def build(tensors: Tensors) -> torch.Tensor:
+            own = [one.build({p: tensors[f"{i}.{p}"] for p in one.names}) for i, one in enumerate(found)]
+            return _through(group, first, own, model)[target]
+
+        return build
+
+    return {
+        name: Computed(Spec(shape.dtype, tuple(shape.shape)), names, making(name))
+        for name, shape in shapes.items()
+    }
+
+
+def _through(group: Group, first: str, tensors: list[torch.Tensor], model: Any) -> Tensors:
+    """transformers' operation on these tensors, by the names of the parameters that it makes."""
+    converter, given = deepcopy(group.converter), iter(tensors)
+    for pattern, names in group.names.items():
+        for name in names:
+            converter.add_tensor(first, name, pattern, next(given))
+    try:
+        result = converter.convert(first, model=model, config=model.config)
+    except (ValueError, RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:
+        # The operations are transformers', written for whole files; what they raise for others is theirs.
+        raise ValueError(
+            f"transformers' {converter.operations} cannot make it of {len(tensors)} tensors: {shown(str(error))}"
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
+
+
+def _without_ignored(
+    result: dict[str, Weight | Computed], renamed: Mapping[str, str], state: Mapping[str, Any], model: Any
+) -> tuple[dict[str, str], dict[str, Weight | Computed]]:
+    """What the model's class says that files may have beside it (layers that predict later tokens, for instance), apart."""
+    patterns = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    before = {new: old for old, new in renamed.items()}
+    gone = {
+        name
+        for name in result
+        if name not in state
+        and any(p.search(key) for p in patterns for key in (name, before.get(name, name)))
+    }
+    left = dict.fromkeys((full for name in gone for full in result[name].names.values()), IGNORED)
+    return left, {name: one for name, one in result.items() if name not in gone}
+
+
+def _records(
+    records: Records,
+    result: Mapping[str, Weight | Computed],
+    left: Mapping[str, str],
+    renamed: Mapping[str, str],
+) -> Records:
+    """Records of what was made; dense tensors that kept their names stay what they were."""
+    weights = {name: one for name, one in result.items() if isinstance(one, Weight)}
+    computed = {name: one for name, one in result.items() if isinstance(one, Computed)}
+    dense = tuple(
+        name
+        for name in records.dense
+        if name in computed and computed[name].build is _itself and renamed.get(name) == name
+    )
+    rest = {name: one for name, one in computed.items() if name not in dense}
+    shared = {renamed.get(name, name): renamed.get(other, other) for name, other in records.shared.items()}
+    return replace(
+        records,
+        weights=weights,
+        dense=dense,
+        computed=rest,
+        shared=shared,
+        left_out={**records.left_out, **left},
+    )
+
+
+def _itself(tensors: Tensors) -> torch.Tensor:
+    return tensors[""]
+
+
+__all__ = ["converted", "mapping_of"]

@@ -1,0 +1,74 @@
+"""Folders of our own layout as other programs meet them.
+
+`config.json` says quant_method "ao_lab". transformers skips a method that it does not know, and would go on with random weights
+where it finds no weight under the names that it expects. So two things keep it from that. The weights are not in
+model.safetensors, where programs look (`ao_lab.checkpoint.io.shards.OWN`). And "transformers_weights", the field by which a
+configuration names its file of weights, holds a sentence: transformers refuses a name that does not end as files of weights
+do, and shows it. Once `import ao_lab` has run, our quantizer puts the name of the file in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ao_lab.checkpoint.io.shards import COMMON, OWN, OWN_INDEX, OWN_SINGLE
+from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.model_builder import CONFIG, NAMED_WEIGHTS, QUANTIZATION
+
+METHOD = "ao_lab"
+#: What config.json says of the quantization, beside "weights", the name of the file or the index.
+OURS = {"quant_method": METHOD, "version": 1}
+#: What transformers shows where ao_lab has not been imported.
+REFUSAL = (
+    "these weights are quantized in the layout of ao_lab; run `import ao_lab` before from_pretrained, or load them with "
+    "ao_lab.load_pretrained"
+)
+
+
+def stem_of(quantization: Mapping[str, Any]) -> str:
+    """How the files of weights are called under a description of the quantization."""
+    return OWN if quantization.get("quant_method") == METHOD else COMMON
+
+
+def whole_configuration(
+    config: Mapping[str, Any], quantization: Mapping[str, Any], files: int
+) -> dict[str, Any]:
+    """config.json of a model with this configuration, its weights quantized so and in so many files."""
+    result = {name: value for name, value in config.items() if name not in (NAMED_WEIGHTS, QUANTIZATION)}
+    if stem_of(quantization) == COMMON:
+        return {**result, QUANTIZATION: dict(quantization)}
+    # Other programs than transformers have no use for the sentence.
+    refusal = {NAMED_WEIGHTS: REFUSAL} if "model_type" in result else {}
+    weights = OWN_SINGLE if files == 1 else OWN_INDEX
+    return {**result, **refusal, QUANTIZATION: {**quantization, "weights": weights}}
+
+
+def file_of_weights(quantization: Mapping[str, Any], where: str) -> str | None:
+    """The file that a description names; None in folders of earlier versions, which have model.safetensors.
+
+    ValueError for another version of the layout, and for another file.
+    """
+    if quantization.get("version") != OURS["version"]:
+        raise ValueError(
+            f"{where}: version is {OURS['version']}, got {shown(quantization.get('version'))}; install another ao_lab"
+        )
+    name = quantization.get("weights")
+    if name not in (None, OWN_SINGLE, OWN_INDEX):
+        raise ValueError(
+            f"{where}: weights is {OWN_SINGLE} or {OWN_INDEX}, got {shown(name)}; fetch it again"
+        )
+    return name
+
+
+def saved_dtype(folder: Path) -> str | None:
+    """The dtype in which config.json says that a model was; None where it says none."""
+    if not (folder / CONFIG).is_file():
+        return None
+    fields = read_object(folder / CONFIG, nonfinite=True)
+    name = fields.get("dtype", fields.get("torch_dtype"))
+    return name if isinstance(name, str) else None
+
+
+__all__ = ["METHOD", "OURS", "REFUSAL", "file_of_weights", "saved_dtype", "stem_of", "whole_configuration"]

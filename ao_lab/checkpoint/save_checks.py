@@ -1,0 +1,132 @@
+"""Whether a model is what its weights say, so that saving them saves it: nothing in training, watched, wrapped or half done.
+
+A layer prepared for quantization-aware training rounds dense weights as it runs, adapters add a product of their own, a
+parametrization computes a weight from others: saved as plain tensors, each would be another model when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ao_lab.calibration.hooks import watches
+from ao_lab.qat.layers import QATModule
+from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.quantization.modules import shorten
+from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
+#: How `quantize_` tells of weights that it did not come to.
+STOPPED = "quantize_ stopped before it"
+#: Hooks that compute a weight from others before each forward, as parametrizations do, and what makes the weight plain.
+NORMS: dict[type, str] = {
+    WeightNorm: "torch.nn.utils.remove_weight_norm",
+    SpectralNorm: "torch.nn.utils.remove_spectral_norm",
+}
+#: What wrappers put before names.
+PREFIXES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers: the same parameters."""
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        inner = model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def check_finished(model: nn.Module) -> None:
+    """ValueError with the names of layers that saving would change or drop, and the step that finishes them."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if (reason := _unfinished(module)) is not None:
+            found.setdefault(reason, []).append(name or "the model itself")
+    for name, reason in _stopped(model):
+        found.setdefault(reason, []).append(name)
+    if found:
+        told = "; ".join(f"{shorten(names)}: {reason}" for reason, names in found.items())
+        raise ValueError(f"the model cannot be saved as it is. {told}")
+    _check_state(model)
+
+
+def _unfinished(module: nn.Module) -> str | None:
+    """Why a module's weights are not what it computes with; None where they are."""
+    kind = type(module)
+    if isinstance(module, LoRALinear):
+        return f"adapters beside a frozen weight; step='convert' merges them: {CONVERT}"
+    if isinstance(module, QATModule):
+        return f"prepared for quantization-aware training; step='convert' quantizes it: {CONVERT}"
+    if watches(module):
+        return "its inputs are watched; finish with quantize_ and step='convert' (or forward_loop=)"
+    # Of convolutions an architecture may have its own (Wav2Vec2): readers build them too.
+    if isinstance(module, (nn.Linear, nn.Embedding)) and (reason := _computed(module)) is not None:
+        return reason
+    if kind.__module__.partition(".")[0] == "peft":
+        return f"{kind.__name__} of peft; merge_and_unload() makes it plain"
+    if "FakeQuant" in kind.__name__:
+        return f"a {kind.__name__} rounds what passes through it; convert the model with the library that prepared it"
+    return None
+
+
+def _computed(module: nn.Module) -> str | None:
+    """What computes a weight from parameters of other names; None where nothing does."""
+    if is_parametrized(module):
+        return "a parametrization computes a weight; torch.nn.utils.parametrize.remove_parametrizations makes it plain"
+    for hook in module._forward_pre_hooks.values():
+        if (remove := next((way for kind, way in NORMS.items() if isinstance(hook, kind)), None)) is not None:
+            return f"a {type(hook).__name__} hook computes a weight; {remove} makes it plain"
+    return None
+
+
+def _stopped(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Weights to which an interrupted `quantize_` did not come."""
+    report = getattr(model, ATTRIBUTE, None)
+    for layer in report.layers if isinstance(report, Report) else ():
+        if layer.reason.startswith(STOPPED) and not _is_quantized(model, layer.name):
+            yield layer.name, "quantize_ was interrupted before it; call it again, or quantize a fresh model"
+
+
+def _is_quantized(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(model.get_parameter(name), QuantizedTensor)
+    except AttributeError:
+        return True  # a layer that is no longer there
+
+
+def _check_state(model: nn.Module) -> None:
+    """ValueError where state_dict() does not have each quantized weight under its own name, whole."""
+    state = model.state_dict(keep_vars=True)
+    quantized = [
+        name for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, QuantizedTensor)
+    ]
+    wrapped = [name for name in state if any(part in PREFIXES for part in name.split("."))]
+    if wrapped:
+        raise ValueError(
+            f"{shorten(wrapped)}: a wrapper inside the model renames weights, and readers would miss them; take the wrappers "
+            f"of torch.compile and FSDP off first (module.compile() and fully_shard rename nothing)"
+        )
+    if missing := [name for name in quantized if not isinstance(state.get(name), QuantizedTensor)]:
+        raise ValueError(
+            f"{shorten(missing)}: state_dict() does not hold them under their names; a state_dict hook renames or drops them"
+        )
+    if sharded := [
+        name for name, value in state.items() if isinstance(value, torch.Tensor) and _sharded(value)
+    ]:
+        raise ValueError(
+            f"{shorten(sharded)} are distributed: gather the full weights into a plain model on one rank, and save that"
+        )
+
+
+def _sharded(value: torch.Tensor) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+__all__ = ["check_finished", "unwrapped"]

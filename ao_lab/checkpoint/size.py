@@ -1,0 +1,143 @@
+"""Sizes of quantized weights and models, from shapes alone: on the meta device as well, and before anything is quantized.
+
+A size is that of the stored tensors (codes, scales of both levels, zero points), the bytes that `save_pretrained` writes for a
+weight, and what it takes in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ao_lab.checkpoint.export.compressed_tensors import export_of
+from ao_lab.checkpoint.io.weight_specs import own_specs
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.quantization.modules import check_model, quantizable_parameters
+from ao_lab.quantization.plan import planned
+from ao_lab.quantization.selection import Filter
+from ao_lab.tensor.metadata import Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from reference import Scheme
+from reference.arrays.errors import choice
+from reference.schemes.schemes import scheme_of
+
+LAYOUTS = ("ao_lab", "compressed-tensors")
+SCALES = ("scale", "outer", "weight_scale", "weight_global_scale", "input_scale")
+ZEROS = ("zero", "weight_zero_point", "input_zero", "input_zero_point")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of one weight: of its codes (or elements, where it is dense), scales and zero points."""
+
+    codes: int
+    scales: int = 0
+    zeros: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.codes + self.scales + self.zeros
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One parameter of a model: its name, the class of its module, its scheme ("" where it stays dense) and its size."""
+
+    name: str
+    kind: str
+    scheme: str
+    size: Size
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Every parameter that can be quantized, each once, and the bytes of all other parameters and buffers."""
+
+    layers: tuple[LayerSize, ...]
+    rest: int
+
+    def of(self, accepts: Callable[[LayerSize], bool]) -> Size:
+        """The sum over some layers."""
+        sizes = [layer.size for layer in self.layers if accepts(layer)]
+        return Size(sum(s.codes for s in sizes), sum(s.scales for s in sizes), sum(s.zeros for s in sizes))
+
+    @property
+    def linear(self) -> Size:
+        """The weights of linear layers, as published tables count: without embeddings, norms and biases."""
+        return self.of(lambda layer: layer.kind == "Linear")
+
+    @property
+    def bytes(self) -> int:
+        """The whole model."""
+        return self.of(lambda layer: True).bytes + self.rest
+
+
+def weight_size(
+    shape: Sequence[int], recipe: Recipe | Scheme | str, *, layout: str = "ao_lab", axis: int = -1
+) -> Size:
+    """The size of a weight of this shape in a scheme, stored in a layout.
+
+    ValueError where the scheme's blocks do not divide the shape, or where compressed-tensors has no format for the recipe.
+    """
+    choice(layout, LAYOUTS, "layout")
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe(weight=named(recipe) or scheme_of(recipe))
+    if not isinstance(shape, (list, tuple)) or not all(hasattr(n, "__index__") for n in shape):
+        raise TypeError(
+            f"weight_size takes the shape of a weight, some lengths, got {type(shape).__name__}: {shape!r:.60}"
+        )
+    size = tuple(shape)
+    if layout == "ao_lab":
+        specs = own_specs(Meta(recipe, axis - len(size) if axis >= 0 else axis, torch.float32), size)
+    else:
+        export = export_of(recipe)
+        if export is None or axis not in (-1, len(size) - 1):
+            raise ValueError(
+                f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
+            )
+        specs = export.specs(recipe.weight, size)
+    sums = [sum(spec.bytes for name, spec in specs.items() if name in names) for names in (SCALES, ZEROS)]
+    return Size(sum(spec.bytes for spec in specs.values()) - sum(sums), *sums)
+
+
+def model_size(
+    model: nn.Module, config: Config | FqnToConfig | None = None, filter_fn: Filter | None = None
+) -> ModelSize:
+    """The size of a model that `quantize_(model, config, filter_fn)` would make, or of the model as it is.
+
+    Nothing is computed, nothing changed. Weights that modules share count once. What the configuration does not reach, or
+    cannot change, counts as it is. Raises as `quantize_` does where it would change nothing.
+    """
+    changes = {} if config is None else planned(model, config, filter_fn, streamed=True).changes
+    check_model(model)
+    layers: dict[int, LayerSize] = {}
+    for path, module, name, parameter in quantizable_parameters(model):
+        full = f"{path}.{name}" if path else name
+        change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
+        if change is not None:
+            shape = tuple(parameter.shape)[::-1] if change.transposed else tuple(parameter.shape)
+            size = weight_size(shape, change.recipe, axis=change.axis)
+            scheme = change.recipe.weight.name
+        layers.setdefault(id(parameter), LayerSize(full, type(module).__name__, scheme, size))
+    others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
+    return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
+
+
+def _scheme(t: torch.Tensor) -> str:
+    return t.scheme.name if isinstance(t, QuantizedTensor) else ""
+
+
+def _dense(t: torch.Tensor) -> Size:
+    """A tensor as it is."""
+    if isinstance(t, QuantizedTensor):
+        return weight_size(t.stored_shape, t.recipe, axis=t.meta.axis)
+    return Size(t.nbytes)
+
+
+__all__ = ["LayerSize", "ModelSize", "Size", "model_size", "weight_size"]

@@ -1,0 +1,1 @@
+"""Quantized arrays as other libraries hold them."""

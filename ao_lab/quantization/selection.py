@@ -1,0 +1,104 @@
+"""Which configuration each parameter of a model has: by a filter, or by the names and patterns of `FqnToConfig`.
+
+Every pass over a model that is given a configuration goes this way: `quantize_`, both steps of quantization-aware training, and
+adapters. A selection is called with each parameter's place and says its configuration (None: it stays) and the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import DEFAULT, PATTERN, FqnToConfig, compiled_pattern
+from ao_lab.quantization.modules import is_linear
+
+Filter = Callable[[nn.Module, str], bool]
+ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+
+
+def selection(
+    config: Config | FqnToConfig, filter_fn: Filter | None, routers: frozenset[str] = frozenset()
+) -> Filtered | Patterns:
+    """What selects the configuration of each parameter of a model; ValueError for a filter beside FqnToConfig.
+
+    routers: names of layers that route tokens to experts and stay dense (`ao_lab.quantization.modules.routers`).
+    """
+    if not isinstance(config, FqnToConfig):
+        return Filtered(config, filter_fn, routers)
+    if filter_fn is not None:
+        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
+    return Patterns(config)
+
+
+@dataclass
+class Filtered:
+    """One configuration for the modules that a function accepts."""
+
+    config: Config
+    filter_fn: Filter | None
+    #: Names of layers that route tokens to experts.
+    routers: frozenset[str] = frozenset()
+
+    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
+        """The configuration of a parameter (None: it stays) and the reason."""
+        kind = type(module).__name__
+        if path in self.routers and (
+            self.filter_fn is None or getattr(self.filter_fn, "leaves_routers", False)
+        ):
+            return None, ROUTES
+        if self.filter_fn is None:
+            good = is_linear(module)
+            return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
+        good = self.filter_fn(module, path)
+        return (self.config, "accepted by filter_fn") if good else (None, "refused by filter_fn")
+
+    def check_all_matched(self, model: nn.Module) -> None:
+        """A filter that accepts nothing is found by the caller, which counts."""
+
+
+class Patterns:
+    """Which configuration a parameter has; remembers which names have matched."""
+
+    def __init__(self, config: FqnToConfig) -> None:
+        self.configs = config.fqn_to_config
+        self.patterns = {name: compiled_pattern(name) for name in self.configs if name.startswith(PATTERN)}
+        self.matched: set[str] = set()
+
+    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
+        """The configuration of a parameter (None: it stays) and the reason."""
+        # Names that match count as used even where a more exact one decides.
+        hits = [*self._hits(full), *self._hits(path)]
+        self.matched.update(hits)
+        exact = [name for name in hits if not name.startswith(PATTERN)]
+        patterns = [name for name in hits if name.startswith(PATTERN)]
+        if exact or patterns:
+            name = (exact or patterns)[0]
+        elif DEFAULT in self.configs and is_linear(module):
+            name = DEFAULT
+        else:
+            return None, "no name or pattern of FqnToConfig matches it"
+        reason = f"FqnToConfig {name!r}"
+        return self.configs[name], reason if self.configs[name] is not None else f"{reason} is None"
+
+    def _hits(self, name: str) -> list[str]:
+        exact = [name] if name in self.configs and name != DEFAULT else []
+        return exact + [key for key, pattern in self.patterns.items() if pattern.fullmatch(name)]
+
+    def check_all_matched(self, model: nn.Module) -> None:
+        """ValueError for names that matched nothing."""
+        unused = [name for name in self.configs if name not in self.matched and name != DEFAULT]
+        if unused:
+            raise ValueError(
+                f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; names are {_some(model)}"
+            )
+
+
+def _some(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_modules() if name]
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+
+
+__all__ = ["Filter", "Filtered", "Patterns", "selection"]

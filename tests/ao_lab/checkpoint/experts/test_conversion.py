@@ -1,0 +1,153 @@
+"""Checkpoints' tensors under the names of transformers' modules: quantized weights go where transformers puts dense ones."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from ao_lab import QuantizedTensor, SchemeConfig, load_pretrained, quantized, save_pretrained
+from ao_lab.checkpoint.experts.conversion import mapping_of
+from ao_lab.checkpoint.experts.rows import STEP, gathered, row_numbers
+from tests.ao_lab.checkpoint.formats.folders.published_experts import FP8, deepseek, write
+from tests.support.models.expert_models import MODELS, TOKENS, model_of
+
+MATRICES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def stacked(scheme, shapes, numbers):
+    """Matrices of random numbers, quantized each, put together; and the same of their values."""
+    matrices = [quantized(torch.randn(shape), scheme) for shape in shapes]
+    return gathered(lambda index: matrices[index], numbers), [m.dequantize() for m in matrices]
+
+
+SCHEMES = ["int4_g32", "int8_rowwise_asymmetric", "mxfp6_e2m3", "fp8_128x128", "int3_g64", "int4_g32_bf16"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_with_two_projections(scheme):
+    """transformers stacks each projection, then concatenates: rows of gate before rows of up, expert by expert."""
+    shapes = [(128, 256)] * 6
+    columns = row_numbers(shapes)
+    numbers = torch.cat([torch.stack(columns[:3]), torch.stack(columns[3:])], 1)
+    made, values = stacked(scheme, shapes, numbers)
+    expected = torch.cat([torch.stack(values[:3]), torch.stack(values[3:])], 1)
+    assert made.shape == (3, 256, 256)
+    assert torch.equal(made.dequantize(), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pieces_of_a_fused_matrix(scheme):
+    whole = row_numbers([(384, 256)])[0]
+    for part, chunk in enumerate(whole.chunk(3)):
+        torch.manual_seed(0)
+        made, values = stacked(scheme, [(384, 256)], chunk)
+        assert torch.equal(made.dequantize(), values[0].chunk(3)[part])
+
+
+def test_rows_in_any_order():
+    """Interleaved rows too, where every row has scales of its own."""
+    shapes = [(8, 64), (8, 64)]
+    numbers = torch.cat(row_numbers(shapes)).reshape(2, 8, 1).transpose(0, 1).reshape(16, 1)
+    made, values = stacked("int4_g32", shapes, numbers)
+    assert torch.equal(made.dequantize(), torch.stack(values, 1).reshape(16, 64))
+
+
+def test_a_scale_each_becomes_a_block_each():
+    shapes = [(32, 64)] * 4
+    numbers = torch.stack(row_numbers(shapes))
+    made, values = stacked("fp8_tensorwise", shapes, numbers)
+    assert made.scheme.scale.block == (32, 64)
+    assert torch.equal(made.dequantize(), torch.stack(values))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shapes", "message"),
+    [
+        ("fp8_128x128", [(96, 128), (96, 128)], "blocks of 128 rows do not end where its parts do"),
+        ("nvfp4", [(32, 64), (32, 64)], "have an outer each"),
+        ("nf4", [(32, 64), (32, 64)], "blocks of flat:64"),
+    ],
+)
+def test_what_would_have_to_be_rounded_again_is_refused(scheme, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        stacked(scheme, shapes, torch.cat(row_numbers(shapes)))
+
+
+def test_schemes_that_differ_and_rows_that_become_columns_are_refused():
+    matrices = [quantized(torch.randn(32, 64), scheme) for scheme in ("int4_g32", "int8_rowwise")]
+    with pytest.raises(ValueError, match="quantized in int4_g32 and in int8_rowwise"):
+        gathered(lambda index: matrices[index], torch.cat(row_numbers([(32, 64)] * 2)))
+    with pytest.raises(ValueError, match="its rows become columns"):
+        gathered(lambda index: matrices[index], row_numbers([(32, 64)])[0].t())
+
+
+def test_numbers_of_rows_are_all_different():
+    columns = row_numbers([(3, 5), (2, 3, 4), (1, 1)])
+    assert [tuple(c.shape) for c in columns] == [(3, 1), (2, 3, 1), (1, 1)]
+    assert torch.cat([c.reshape(-1) for c in columns]).unique().numel() == 10
+    assert int(columns[1][0, 0, 0]) == STEP
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_dense_experts_of_a_quantized_folder(tmp_path, name):
+    """Attention in FP8, experts as dense matrices: transformers' own operations put these together."""
+    model = model_of(name)
+    tensors = dict(revert_weight_conversion(model, model.state_dict()))
+    key = next(key for key in tensors if key.endswith("o_proj.weight"))
+    tensors[key], tensors[f"{key}_scale_inv"] = tensors[key].to(torch.float8_e4m3fn), torch.ones(1, 1)
+    write(tmp_path, model, tensors, FP8)
+    made = load_pretrained(tmp_path).state_dict()
+    for path, dense in model.state_dict().items():
+        if not isinstance(made[path], QuantizedTensor):
+            assert torch.equal(made[path], dense), path
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_our_own_layout_is_named_as_modules_are(tmp_path, name):
+    model = model_of(name)
+    from ao_lab import linear_and_experts, quantize_
+
+    quantize_(model, SchemeConfig(scheme="nf4"), linear_and_experts)
+    save_pretrained(model, tmp_path, layout="ao_lab")
+    with torch.no_grad():
+        assert torch.equal(load_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_an_expert_that_is_dense_among_quantized_ones_is_named(tmp_path):
+    deepseek(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"some of what it is made of is quantized, and .*experts\.2\.down_proj"
+    ):
+        load_pretrained(tmp_path)
+
+
+def test_blocks_that_cross_projections_are_refused_before_anything_changes(tmp_path):
+    """Experts of 64 rows in blocks of 128: gate and up would share a scale."""
+    deepseek(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [
+        name
+        for name in tensors
+        if ".experts." in name and name.endswith(("gate_proj.weight", "up_proj.weight"))
+    ]:
+        tensors[name] = tensors[name][:64].contiguous()
+    for name in [name for name in tensors if ".experts." in name and name.endswith("down_proj.weight")]:
+        tensors[name] = tensors[name][:, :64].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**fields, "moe_intermediate_size": 64, "n_shared_experts": 2})
+    )
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj.*blocks of 128 rows do not end"):
+        load_pretrained(tmp_path)
+
+
+def test_models_that_are_not_transformers_are_left_alone():
+    assert mapping_of(torch.nn.Linear(2, 2)) is None

@@ -1,0 +1,273 @@
+"""Mixtures of experts through `ao-lab quantize` and `save_pretrained`: plain transformers computes what our model computes."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import ao_lab
+from ao_lab import (
+    FqnToConfig,
+    QuantizedTensor,
+    SchemeConfig,
+    linear_and_experts,
+    load_pretrained,
+    quantize_,
+    save_pretrained,
+)
+from ao_lab.checkpoint.experts.export import read_while_loading
+from ao_lab.cli.app import main
+from ao_lab.config.recipe import Recipe, named
+from tests.support.models.expert_models import MODELS, TOKENS, model_of, saved
+
+#: Models whose published checkpoints hold experts as matrices.
+MATRICES = ("deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe")
+#: Those that do not, and Llama 4, whose experts transformers replaces before it reads compressed-tensors.
+BATCHES = ("gpt_oss", "granitemoe", "llama4")
+COMPRESSED = "compressed-tensors"
+
+
+def plain(folder, **given):
+    """What a user without this library's classes gets; every parameter must come from the folder."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, told = load(folder, dtype=torch.bfloat16, output_loading_info=True, **given)
+    assert not any(told.values()), told
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def same_state(a, b):
+    """Whether two models hold the same codes, scales, recipes and dense tensors."""
+    first, second = a.state_dict(), b.state_dict()
+    assert set(first) == set(second)
+    for name, x in first.items():
+        y = second[name]
+        if not isinstance(x, QuantizedTensor):
+            assert torch.equal(x, y), name
+            continue
+        assert x.meta == y.meta, name
+        for part, mine in x.parts.items():
+            other = y.parts[part]
+            assert (mine is None) == (other is None), (name, part)
+            assert mine is None or torch.equal(mine, other), (name, part)
+
+
+def made(name, scheme, filter_fn=linear_and_experts):
+    """A model whose configuration is for plain readers."""
+    model = model_of(name)
+    quantize_(model, SchemeConfig(scheme=scheme).for_layout(COMPRESSED), filter_fn)
+    return model
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_plain_transformers_computes_the_same(tmp_path, name):
+    model = made(name, "int4_g32")
+    saved = save_pretrained(model, tmp_path, layout=COMPRESSED)
+    assert saved.layout == COMPRESSED
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+    same_state(load_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_rowwise", "int8_g64", "mxfp4", "int5_rowwise", "mxfp6_e2m3"])
+def test_every_scheme_that_transformers_reads(tmp_path, scheme):
+    model = made("mixtral", scheme)
+    save_pretrained(model, tmp_path, layout=COMPRESSED)
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+    same_state(load_pretrained(tmp_path), model)
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_float32_scales_make_float32_experts(tmp_path):
+    """What is left between the two models is transformers' own: products with experts in float32."""
+    model = model_of("mixtral")
+    dense = copy.deepcopy(model)
+    quantize_(model, SchemeConfig(scheme="int4_g32"), linear_and_experts)
+    save_pretrained(model, tmp_path, layout=COMPRESSED)
+    read = plain(tmp_path, quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    for name, value in model.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            path, _, leaf = name.rpartition(".")
+            kind = torch.float32 if value.dim() == 3 else torch.bfloat16
+            parameter = torch.nn.Parameter(value.dequantize(kind))
+            assert torch.equal(parameter, read.get_parameter(name))
+            setattr(dense.get_submodule(path), leaf, parameter)
+    assert torch.equal(logits(read), logits(dense))
+
+
+@pytest.mark.parametrize("name", [*MATRICES, "gpt_oss", "granitemoe"])
+def test_dense_experts_beside_quantized_layers(tmp_path, name):
+    """Without a filter experts stay dense; transformers reads them under the names of its modules."""
+    model = made(name, "int4_g32", None)
+    assert not any(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters())
+    save_pretrained(model, tmp_path, layout=COMPRESSED)
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+    same_state(load_pretrained(tmp_path), model)
+
+
+def test_experts_alone(tmp_path):
+    model = made("qwen3_moe", "int4_g32", lambda module, path: path.endswith("experts"))
+    save_pretrained(model, tmp_path, layout=COMPRESSED)
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+    same_state(load_pretrained(tmp_path), model)
+
+
+def test_experts_in_another_scheme_than_attention(tmp_path):
+    model = model_of("mixtral")
+    schemes = {
+        r"re:.*self_attn.*": SchemeConfig(scheme="int8_g32"),
+        r"re:.*experts": SchemeConfig(scheme="int4_g32"),
+    }
+    quantize_(model, FqnToConfig(schemes).for_layout(COMPRESSED))
+    save_pretrained(model, tmp_path, layout=COMPRESSED)
+    groups = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert any("experts" in target for group in groups.values() for target in group["targets"])
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+
+
+def test_names_are_those_of_published_checkpoints(tmp_path):
+    """vLLM knows no others; what stays dense is named for it and for transformers."""
+    save_pretrained(made("mixtral", "int4_g32"), tmp_path, layout=COMPRESSED)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    block = "model.layers.0.block_sparse_moe"
+    for projection in ("w1", "w2", "w3"):
+        assert {
+            f"{block}.experts.3.{projection}.weight_{part}" for part in ("packed", "scale", "shape")
+        } <= names
+    assert f"{block}.gate.weight" in names
+    assert not any("gate_up_proj" in name for name in names)
+    ignored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {f"{block}.gate", "model.layers.0.mlp.gate"} <= set(ignored)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_plain_transformers_cannot_read_is_not_written(tmp_path, name):
+    model = made(name, "int4_g32")
+    with pytest.raises(ValueError, match="compressed-tensors cannot hold this model"):
+        save_pretrained(model, tmp_path / "plain", layout=COMPRESSED)
+    saved = save_pretrained(model, tmp_path / "own", layout="ao_lab")
+    assert saved.layout == "ao_lab"
+    same_state(load_pretrained(tmp_path / "own"), model)
+    assert torch.equal(logits(plain(tmp_path / "own")), logits(model))
+
+
+def test_dense_weights_of_patched_experts_would_be_lost(tmp_path):
+    """Llama 4 with attention alone: transformers would load random experts."""
+    with pytest.raises(ValueError, match="transformers replaces Llama4TextExperts"):
+        save_pretrained(made("llama4", "int4_g32", None), tmp_path, layout=COMPRESSED)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "message"),
+    [
+        ("nvfp4", None, "does not read experts in nvfp4"),
+        ("mxfp8_e4m3", None, "does not read experts in mxfp8_e4m3"),
+        ("fp8_128x128", None, "does not read experts in fp8_128x128"),
+        ("fp8_tensorwise", None, "does not read experts in fp8_tensorwise"),
+        ("int4_g32_asymmetric", None, "does not read experts in int4_g32_asymmetric"),
+        ("fp8_rowwise", "fp8_rowwise", "quantizes none of their inputs"),
+    ],
+)
+def test_schemes_that_transformers_misreads(tmp_path, scheme, activation, message):
+    model = model_of("qwen3_moe")
+    quantize_(model, SchemeConfig(scheme=scheme, activation_scheme=activation), linear_and_experts)
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, tmp_path, layout=COMPRESSED)
+
+
+def test_the_rule_of_what_is_read_is_of_fields():
+    assert read_while_loading(Recipe(weight=named("int4_g48")))
+    assert read_while_loading(Recipe(weight=named("int3_rowwise_bf16")))
+    assert not read_while_loading(Recipe(weight=named("int8_tensorwise")))
+
+
+def test_experts_in_two_schemes(tmp_path):
+    model = model_of("mixtral")
+    schemes = {
+        "re:.*gate_up_proj": SchemeConfig(scheme="int8_g32"),
+        "re:.*down_proj": SchemeConfig(scheme="int4_g32"),
+    }
+    quantize_(model, FqnToConfig(schemes).for_layout(COMPRESSED))
+    with pytest.raises(ValueError, match="several schemes"):
+        save_pretrained(model, tmp_path, layout=COMPRESSED)
+
+
+def bytes_of_experts(folder):
+    """Bytes of a folder's tensors that belong to experts."""
+    found = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors = [file.get_tensor(name) for name in file.keys() if ".experts." in name]  # noqa: SIM118
+        found += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:save_pretrained wrote layout")
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"])
+def test_the_command_shrinks_experts(tmp_path, name, capsys):
+    """int4 in groups of 128 with 16-bit scales takes 4.125 bits a weight, with float32 scales 4.25, of 16."""
+    source, target = tmp_path / "dense", tmp_path / "int4"
+    saved(name, source)
+    layout = "ao_lab" if name in BATCHES else COMPRESSED
+    assert main(["quantize", str(source), str(target), "--config", "int4_g128", "--layout", layout]) == 0
+    before, after = bytes_of_experts(source), bytes_of_experts(target)
+    # Biases of gpt-oss stay; shapes of matrices are 16 bytes each.
+    assert 3.5 < before / after < 3.9
+    assert "experts.gate_up_proj" in capsys.readouterr().out
+    model = load_pretrained(target)
+    assert sum(isinstance(p, QuantizedTensor) and p.dim() == 3 for p in model.parameters()) == 2
+    assert torch.equal(logits(load_pretrained(target)), logits(model))
+
+
+def test_the_command_leaves_routers_and_says_so(tmp_path, capsys):
+    source = tmp_path / "dense"
+    saved("qwen2_moe", source)
+    arguments = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--config",
+        "nf4",
+        "--layout",
+        "ao_lab",
+        "--json",
+    ]
+    assert main(arguments) == 0
+    rows = {row["layer"]: row for row in json.loads(capsys.readouterr().out)["layers"]}
+    gate = rows["model.layers.0.mlp.shared_expert_gate.weight"]
+    assert gate["scheme"] == ""
+    assert "routes tokens" in gate["reason"]
+    assert rows["model.layers.0.mlp.experts.down_proj"]["scheme"] == "nf4"
+
+
+def test_the_command_skips_experts(tmp_path, capsys):
+    source = tmp_path / "dense"
+    saved("mixtral", source)
+    arguments = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--config",
+        "nf4",
+        "--layout",
+        "ao_lab",
+        "--json",
+    ]
+    assert main([*arguments, "--skip", "experts"]) == 0
+    rows = {row["layer"]: row for row in json.loads(capsys.readouterr().out)["layers"]}
+    assert rows["model.layers.0.mlp.experts.down_proj"]["reason"] == "--skip experts"
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_sizes_say_what_is_stored(name):
+    model, config = model_of(name), SchemeConfig(scheme="int4_g32")
+    planned = ao_lab.model_size(model, config, linear_and_experts)
+    quantize_(model, config, linear_and_experts)
+    assert planned.bytes == ao_lab.model_size(model).bytes
