@@ -1,0 +1,96 @@
+"""`matmul` with a stated accumulation and its error bound below their signatures; see `fast.dispatch`.
+
+Operands are tensors or the parts of a `Quantized`; what else is said travels as text (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import reference
+from fast.dispatch import Function, execute
+from fast.ops import no_gradient, record_name, register
+from reference import Quantized
+from reference.schemes.record_text import record_of
+
+#: Tensors of an operand: a tensor alone, or codes, scale, outer scale and zero point.
+PARTS = 4
+FIELDS = ("shape", "axis", "packed", "tiled")
+
+
+def taken_apart(value: Any) -> tuple[tuple[Any, ...], Any]:
+    """The tensors of an operand, and all else that it says; None of a tensor."""
+    if not isinstance(value, Quantized):
+        return (value, None, None, None), None
+    fields = {name: getattr(value, name) for name in FIELDS}
+    return (value.codes, value.scale, value.outer, value.zero), {**fields, "scheme": record_name(value.scheme)}
+
+
+def put_together(tensors: Sequence[Any], fields: Any) -> Any:
+    """The inverse of `taken_apart`."""
+    if fields is None:
+        return tensors[0]
+    shape, axis, packed, tiled = (fields[name] for name in FIELDS)
+    return Quantized(*tensors, tuple(shape), axis, record_of(fields["scheme"]), packed, tiled)
+
+
+def described(a: Any, b: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
+    """A call as text and tensors. TypeError for options that are no plain values."""
+    (first, left), (second, right) = taken_apart(a), taken_apart(b)
+    return json.dumps([left, right, options]), (*first, *second)
+
+
+def _reference(name: str) -> Callable[..., Any]:
+    def run(record: Any, values: Any, operands: Sequence[Any]) -> Any:
+        left, right, options = json.loads(values[0])
+        a, b = put_together(operands[:PARTS], left), put_together(operands[PARTS : 2 * PARTS], right)
+        return getattr(reference, name)(a, b, bias=operands[-1], **options)
+
+    return run
+
+
+def _fake(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
+    """Shapes as `torch.matmul` has them."""
+    left, right, options = json.loads(text)
+    a, b = (
+        side[0].shape if fields is None else fields["shape"]
+        for side, fields in ((tensors[:PARTS], left), (tensors[PARTS:], right))
+    )
+    dtype = getattr(torch, options.get("out_dtype", "float32"))
+    like = tensors[0]
+    if like is None:
+        raise TypeError("matmul takes two operands")
+    shape = torch.matmul(torch.empty(a, device="meta"), torch.empty(b, device="meta")).shape
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda r, v, o: getattr(torch.ops.ao_lab, name)(list(o), v[0])
+
+
+OPERANDS = (*(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")), "bias")
+MATMUL = Function("matmul", OPERANDS, _reference("matmul"), _operator("matmul"), differentiable=True)
+BOUND = Function(
+    "matmul_error_bound", OPERANDS, _reference("matmul_error_bound"), _operator("matmul_error_bound"), differentiable=True
+)  # fmt: skip
+
+
+def matmul_op(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
+    """The product."""
+    made: torch.Tensor = execute(MATMUL, None, (text,), tensors)
+    return made
+
+
+def matmul_error_bound_op(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
+    """The largest error of each element."""
+    made: torch.Tensor = execute(BOUND, None, (text,), tensors)
+    return made
+
+
+ADVICE = "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
+register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
+register("matmul_error_bound", matmul_error_bound_op, _fake, no_gradient("matmul_error_bound", ADVICE))
