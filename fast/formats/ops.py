@@ -80,12 +80,18 @@ register("pack", pack_op, _pack_fake)
 
 def unpack_op(packed: torch.Tensor, fmt: str, shape: list[int]) -> torch.Tensor:
     """Codes of a shape."""
-    made: torch.Tensor = execute(UNPACK, named_format(fmt), (tuple(shape),), (packed,))
+    made: torch.Tensor = execute(UNPACK, named_format(fmt), tuple(shape), (packed,))
     return made.clone() if made is packed else made
 
 
+def _unpack_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.encode import pointwise
+
+    return pointwise.unpack(operands[0], record, values, key)
+
+
 UNPACK = Function(
-    "unpack", ("packed",), lambda r, v, o: reference.unpack(o[0], r, v[0]),
-    lambda r, v, o: torch.ops.ao_lab.unpack(o[0], format_name(r), list(v[0])), _kernel("unpack"),
+    "unpack", ("packed",), lambda r, v, o: reference.unpack(o[0], r, v),
+    lambda r, v, o: torch.ops.ao_lab.unpack(o[0], format_name(r), list(v)), _unpack_kernel,
 )  # fmt: skip
 register("unpack", unpack_op, lambda packed, fmt, shape: packed.new_empty(shape))

@@ -17,5 +17,5 @@ def pack(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, fmt: str | Format, shape: tuple[int, ...]) -> torch.Tensor:
     """Codes of the given shape, as in `reference.unpack`."""
-    codes: torch.Tensor = run(UNPACK, fmt, (tuple(shape),), (packed,))
+    codes: torch.Tensor = run(UNPACK, fmt, tuple(shape), (packed,))
     return codes

@@ -8,6 +8,7 @@ import torch
 
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute, require_tensor, run, wants_gradient
+from fast.ops import given_of
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE, FAKE_QUANTIZE_VJP
 from fast.quantize.ops import operands_of
 from reference import Scales, Scheme
@@ -22,13 +23,13 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, scale, outer, zero, words)
         ctx.scheme, ctx.axis = scheme, axis
-        return forward(x, scheme, axis, _scales(scale, outer, zero), words)
+        return forward(x, scheme, axis, given_of(scale, outer, zero), words)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, scale, outer, zero, words = ctx.saved_tensors
         dx, dscale, dzero = fake_quantize_vjp(
-            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=_scales(scale, outer, zero),
+            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=given_of(scale, outer, zero),
             random_bits=words,
         )  # fmt: skip
         wanted = ctx.needs_input_grad
@@ -39,12 +40,6 @@ def forward(x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, words
     """Values without autograd."""
     y: torch.Tensor = execute(FAKE_QUANTIZE, scheme, (axis,), operands_of(x, scales, words))
     return y
-
-
-def _scales(scale: Any, outer: Any, zero: Any) -> Scales | None:
-    """None when no scale is given, so that they are computed from x."""
-    parts = [None if part is None else part.detach() for part in (scale, outer, zero)]
-    return None if all(part is None for part in parts) else Scales(*parts)
 
 
 def fake_quantize(

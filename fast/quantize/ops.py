@@ -34,10 +34,11 @@ def operands_of(x: Any, scales: Any, words: Any, keep_history: bool = False) -> 
         scale = scales  # no scale at all: the reference says so
     if keep_history:
         return (x, scale, outer, zero, words)
-    return (x, _without_history(scale), _without_history(outer), _without_history(zero), words)
+    return (x, without_history(scale), without_history(outer), without_history(zero), words)
 
 
-def _without_history(part: Any) -> Any:
+def without_history(part: Any) -> Any:
+    """A tensor whose history is left out, where it has one."""
     return part.detach() if isinstance(part, torch.Tensor) and part.requires_grad else part
 
 
@@ -270,8 +271,10 @@ def quantize_both_op(
 
 
 def sides(given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Scale, outer scale, zero point and random words along rows and along columns."""
-    return (given[:4], given[4:]) if given else ((None,) * 4, (None,) * 4)
+    """Scale, outer scale, zero point and random words along rows and along columns. given: nothing, the scales along rows and
+    columns, or these and both random words."""
+    rows, columns = given[6:] if len(given) > 6 else (None, None)
+    return (*(given[:3] or (None,) * 3), rows), (*(given[3:6] or (None,) * 3), columns)
 
 
 def _quantize_both_fake(
@@ -336,7 +339,8 @@ def _quantize_both_reference(record: Any, values: Values, operands: Operands) ->
     return reference.quantize_both(x, record, scales=scales, random_bits=words, packed=packed, tiled=tiled)
 
 
-PAIRED = tuple(f"{name} of {side}" for side in ("the rows", "the columns") for name in GIVEN[1:])
+SIDES = ("the rows", "the columns")
+PAIRED = (*(f"{name} of {side}" for side in SIDES for name in GIVEN[1:4]), *(f"random_bits of {side}" for side in SIDES))
 QUANTIZE_BOTH = Function(
     "quantize_both", ("x", *PAIRED), _quantize_both_reference, _quantize_both, _quantize_both_kernel
 )

@@ -36,7 +36,8 @@ def _given(scales: Any, random_bits: Any) -> tuple[tuple[Any, ...], bool]:
     pairs = (_pair(scales, "scales"), _pair(random_bits, "random_bits"))
     rows, columns = (operands_of(None, *side) for side in zip(*pairs, strict=True))
     rows, columns = (side[1:] or (None,) * 4 for side in (rows, columns))
-    return (*rows, *columns), rows[0] is columns[0]
+    words = () if random_bits is None else (rows[3], columns[3])
+    return (*rows[:3], *columns[:3], *words), rows[0] is columns[0]
 
 
 def _pair(value: Any, what: str) -> Any:

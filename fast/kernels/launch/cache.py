@@ -9,8 +9,6 @@ The oldest entry goes first, so that a program which sees ever new shapes pays f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,8 +23,6 @@ PARTS = ("scale", "outer", "zero")
 TENSORS = ("codes", *PARTS)
 # Arguments of these types are what they are equal to, and stay so.
 VALUES = frozenset((str, int, float, bool, tuple, torch.dtype, type(None)))
-#: All else that a `Quantized` says, except for its scheme.
-settings = attrgetter(*(f.name for f in fields(Quantized) if f.name not in (*TENSORS, "scheme")))
 
 
 def key_of(name: str, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
@@ -66,6 +62,11 @@ def _oldest() -> Any:
         return next(iter(CALLS), None)
     except RuntimeError:
         return None
+
+
+def settings(q: Quantized) -> tuple[Any, ...]:
+    """All else that a `Quantized` says, except for its scheme."""
+    return q.shape, q.axis, q.packed, q.tiled
 
 
 def scale_parts(scales: Any) -> tuple[Any, Any, Any]:
