@@ -131,10 +131,16 @@ def _linear_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
     return torch.nn.functional.linear(x, dense(w, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+def _linear_reference(record: Any, values: Values, operands: Operands) -> Any:
+    x, *stored, bias = operands
+    w = weight_of(record, values, stored)
+    check_weight(x, w, bias, "linear")
+    return reference.linear(x, w, bias)
+
+
 LINEAR = Function(
-    "linear", ("x", *STORED, "bias"), lambda r, v, o: reference.linear(o[0], weight_of(r, v, o[1:5]), o[5]),
-    _linear, _linear_kernel, differentiable=True,
-)  # fmt: skip
+    "linear", ("x", *STORED, "bias"), _linear_reference, _linear, _linear_kernel, differentiable=True
+)
 register("linear", linear_op, _linear_fake, linear_backward, save_linear)
 
 # linear_pair: operands x and the parts of both weights; values `pair_values`
@@ -313,7 +319,7 @@ LINEAR_SWIGLU = Function(
 register("linear_swiglu", linear_swiglu_op, _linear_swiglu_fake, _linear_swiglu_backward, _save_pair)
 
 # linear_of_codes: operands codes, scale and zero point of x, codes and scale of the weight, bias;
-# values dtype, the weight's record, what else is stored of both
+# values dtype, the weight's record, whether there are other parts, what else is stored of both
 
 
 def linear_of_codes_op(
@@ -329,7 +335,7 @@ def linear_of_codes_op(
 ) -> torch.Tensor:
     """One row of codes times the transpose of a weight of codes."""
     sizes = (tuple(x.shape), 1, False, False, tuple(codes.shape), 1, False, False)
-    values = (dtype, record_of(scheme).key, *sizes)
+    values = (dtype, record_of(scheme).key, False, *sizes)
     made: torch.Tensor = execute(
         LINEAR_OF_CODES, record_of(x_scheme), values, (x, x_scale, x_zero, codes, scale, bias)
     )
@@ -354,12 +360,12 @@ def _linear_of_codes_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Quantized, Any, str]:
     """Inputs, weight, bias and the name of the dtype, checked."""
-    dtype, key, *stored = values
+    dtype, key, extra, *stored = values
     codes, scale, zero, w_codes, w_scale, bias = operands
     x = weight_of(record, stored[:4], (codes, scale, None, zero))
     w = weight_of(record_of(key), stored[4:], (w_codes, w_scale, None, None))
     check_weight(x, w, bias, "linear_of_codes")
-    check_codes(x, w)
+    check_codes(x, w, extra)
     return x, w, bias, choice(str(dtype).removeprefix("torch."), tuple(RESULTS), "dtype")
 
 

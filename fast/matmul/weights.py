@@ -61,8 +61,9 @@ def alike(first: Quantized, second: Quantized) -> bool:
     return stored[0] == stored[1] and not (first.tiled or second.tiled)
 
 
-def check_codes(x: Quantized, w: Quantized) -> None:
-    """Raise as `linear_of_codes` does where the operands are not what it multiplies."""
+def check_codes(x: Quantized, w: Quantized, extra: bool = False) -> None:
+    """Raise as `linear_of_codes` does where the operands are not what it multiplies. extra: they have outer scales, or the
+    weight a zero point."""
     element, other = x.scheme.element, w.scheme.element
     if tuple(x.shape[:-1]) != (1,):
         raise ValueError(
@@ -72,7 +73,7 @@ def check_codes(x: Quantized, w: Quantized) -> None:
         raise ValueError(
             f"linear_of_codes multiplies int8 by int8 and float8 by float8, got {element} and {other}"
         )
-    if not (one_scale(x.scheme) and one_scale(w.scheme)) or w.zero is not None or x.axis != 1:
+    if not (one_scale(x.scheme) and one_scale(w.scheme)) or extra or x.axis != 1:
         raise ValueError(
             f"linear_of_codes takes one float32 scale for each row or in all, and no zero point of the weight, got "
             f"{x.scheme.name} along axis {x.axis} and {w.scheme.name}; `linear` takes such weights"
