@@ -50,7 +50,11 @@ def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequ
     if is_transformed() or (function.differentiable and wants_gradient(operands)):
         _check(function, operands)
         return _operate(function, record, values, operands)
-    key = cache.key_of(function.name, record, values, operands)
+    try:
+        key = cache.key_of(function.name, record, values, operands)
+    except RuntimeError:  # nested tensors have no shape
+        _check(function, operands)
+        raise
     call = cache.find(key)
     if call is not None:
         result = call(*operands)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fast.device import is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
 from reference.schemes.record_text import record_of
@@ -32,9 +33,43 @@ def register(
     operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=())
     operator.register_fake(fake)
     operator.register_vmap(_one_by_one(operator))
-    if backward is not None:
-        operator.register_autograd(backward, setup_context=save)
-    return operator
+    if backward is None:
+        return operator
+    operator.register_autograd(backward, setup_context=save)
+    return _differentiable(operator, backward, save)
+
+
+def _differentiable(operator: Any, backward: Callable[..., Any], save: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The operator, which under a transform of functorch is an `autograd.Function`: torch's rule for operators knows none."""
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            result = operator(*args)
+            return tuple(result) if isinstance(result, list) else result
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.is_list = isinstance(output, tuple) and returns_list
+            if save is not None:
+                save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, list(grads)) if ctx.is_list else backward(ctx, *grads)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return rule(info, in_dims, *args)
+
+    rule, returns_list = _one_by_one(Transformed.apply), "-> Tensor[]" in str(operator._opoverload._schema)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not is_transformed():
+            return operator(*args)
+        return Transformed.apply(*args)  # type: ignore[no-untyped-call]
+
+    return call
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:
@@ -47,8 +82,9 @@ def _one_by_one(operator: Any) -> Callable[..., Any]:
         ]
         if isinstance(results[0], torch.Tensor):
             return torch.stack(results), 0
-        stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
-        return type(results[0])(stacked), type(results[0])([0] * len(stacked))
+        # A list for a list, and a tuple for a tuple.
+        kind, parts = type(results[0]), [torch.stack(parts) for parts in zip(*results, strict=True)]
+        return kind(parts), kind([0] * len(parts))
 
     return rule
 

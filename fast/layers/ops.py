@@ -59,7 +59,7 @@ def _norm_backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
 
 def _rms_norm(record: Any, values: Values, operands: Operands) -> tuple[Any, Any]:
     x, residual, weight = operands
-    made = torch.ops.ao_lab.rms_norm(x, residual, weight, float(values[0]))
+    made = RMS_NORM_OP(x, residual, weight, float(values[0]))
     return made[0], made[1] if residual is not None else None
 
 
@@ -75,7 +75,7 @@ RMS_NORM = Function(
     "rms_norm", NORMED, lambda r, v, o: reference.rms_norm(o[0], o[2], eps=v[0], residual=o[1]),
     _rms_norm, _rms_norm_kernel, differentiable=True,
 )  # fmt: skip
-register("rms_norm", rms_norm_op, _rms_norm_fake, _norm_backward, _save_norm)
+RMS_NORM_OP = register("rms_norm", rms_norm_op, _rms_norm_fake, _norm_backward, _save_norm)
 
 # rms_norm_quantize: values eps and packed
 
@@ -145,7 +145,11 @@ def swiglu_op(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def strides(*tensors: Any) -> tuple[Any, ...]:
     """Where rows lie: they are read there."""
-    return tuple(t.stride() if isinstance(t, torch.Tensor) and t.layout is torch.strided else () for t in tensors)
+    return tuple(t.stride() if isinstance(t, torch.Tensor) and _is_dense(t) else () for t in tensors)
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested
 
 
 def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -171,9 +175,9 @@ def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
 
 SWIGLU = Function(
     "swiglu", ("gate", "up"), lambda r, v, o: reference.swiglu(*o),
-    lambda r, v, o: torch.ops.ao_lab.swiglu(*o), _swiglu_kernel, differentiable=True,
+    lambda r, v, o: SWIGLU_OP(*o), _swiglu_kernel, differentiable=True,
 )  # fmt: skip
-register("swiglu", swiglu_op, lambda gate, up: gate.new_empty(gate.shape), _swiglu_backward, _save_swiglu)
+SWIGLU_OP = register("swiglu", swiglu_op, lambda gate, up: gate.new_empty(gate.shape), _swiglu_backward, _save_swiglu)
 
 # swiglu_quantize: values packed, then the strides
 

@@ -112,7 +112,7 @@ def _linear(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     w = weight_of(record, values, stored)
     check_weight(x, w, bias, "linear")
     w = plain(w)
-    made: torch.Tensor = torch.ops.ao_lab.linear(
+    made: torch.Tensor = LINEAR_OP(
         x, *parts(w), bias, list(w.shape), record_name(w.scheme), w.packed
     )
     return made
@@ -141,7 +141,7 @@ def _linear_reference(record: Any, values: Values, operands: Operands) -> Any:
 LINEAR = Function(
     "linear", ("x", *STORED, "bias"), _linear_reference, _linear, _linear_kernel, differentiable=True
 )
-register("linear", linear_op, _linear_fake, linear_backward, save_linear)
+LINEAR_OP = register("linear", linear_op, _linear_fake, linear_backward, save_linear)
 
 # linear_pair: operands x and the parts of both weights; values `pair_values`
 
@@ -195,7 +195,7 @@ def _linear_pair(record: Any, values: Values, operands: Operands) -> tuple[Any, 
         return _linear(first.scheme, settings(first), (x, *parts(first), None)), _linear(
             second.scheme, settings(second), (x, *parts(second), None)
         )
-    made: tuple[torch.Tensor, torch.Tensor] = torch.ops.ao_lab.linear_pair(
+    made: tuple[torch.Tensor, torch.Tensor] = LINEAR_PAIR_OP(
         x, *parts(first, second), list(first.shape), record_name(first.scheme), first.packed
     )
     return made
@@ -227,7 +227,7 @@ def _linear_pair_reference(record: Any, values: Values, operands: Operands) -> A
 LINEAR_PAIR = Function(
     "linear_pair", ("x", *TWO), _linear_pair_reference, _linear_pair, _linear_pair_kernel, differentiable=True
 )
-register("linear_pair", linear_pair_op, _linear_pair_fake, _linear_pair_backward, _save_pair)
+LINEAR_PAIR_OP = register("linear_pair", linear_pair_op, _linear_pair_fake, _linear_pair_backward, _save_pair)
 
 # linear_swiglu: operands and values as for linear_pair
 
@@ -269,7 +269,7 @@ def _linear_swiglu_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     x, *stored = ctx.saved_tensors
     shape, *kinds = ctx.stored
     weights = [(stored[:4], shape, *kinds[:2]), (stored[4:], shape, *kinds[2:])]
-    gate, up = (torch.ops.ao_lab.linear(x, *w[0], None, *w[1:]) for w in weights)
+    gate, up = (LINEAR_OP(x, *w[0], None, *w[1:]) for w in weights)
     dgate, dup = swiglu_gradient(g, gate, up)
     return (_times_weight(dgate, *weights[0]) + _times_weight(dup, *weights[1]), *(None,) * 13)
 
@@ -278,7 +278,7 @@ def _linear_swiglu(record: Any, values: Values, operands: Operands) -> torch.Ten
     x, gate, up = _checked_swiglu(record, values, operands)
     gate, up = plain(gate), plain(up)
     stored = record_name(gate.scheme), gate.packed, record_name(up.scheme), up.packed
-    made: torch.Tensor = torch.ops.ao_lab.linear_swiglu(x, *parts(gate, up), list(gate.shape), *stored)
+    made: torch.Tensor = LINEAR_SWIGLU_OP(x, *parts(gate, up), list(gate.shape), *stored)
     return made
 
 
@@ -316,7 +316,7 @@ LINEAR_SWIGLU = Function(
     "linear_swiglu", ("x", *TWO), _linear_swiglu_reference, _linear_swiglu, _linear_swiglu_kernel,
     differentiable=True,
 )  # fmt: skip
-register("linear_swiglu", linear_swiglu_op, _linear_swiglu_fake, _linear_swiglu_backward, _save_pair)
+LINEAR_SWIGLU_OP = register("linear_swiglu", linear_swiglu_op, _linear_swiglu_fake, _linear_swiglu_backward, _save_pair)
 
 # linear_of_codes: operands codes, scale and zero point of x, codes and scale of the weight, bias;
 # values dtype, the weight's record, whether there are other parts, what else is stored of both
@@ -372,7 +372,7 @@ def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantize
 def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, w, _, _ = _codes_of(record, values, operands)
     names = record_name(x.scheme), record_name(w.scheme)
-    made: torch.Tensor = torch.ops.ao_lab.linear_of_codes(*operands, *names, values[0])
+    made: torch.Tensor = LINEAR_OF_CODES_OP(*operands, *names, values[0])
     return made
 
 
@@ -397,6 +397,6 @@ LINEAR_OF_CODES = Function(
     "linear_of_codes", ("x", "scale of x", "zero point of x", "codes", "scale", "bias"), _linear_of_codes_reference,
     _linear_of_codes, _linear_of_codes_kernel, differentiable=True,
 )  # fmt: skip
-register("linear_of_codes", linear_of_codes_op, _linear_of_codes_fake, _linear_of_codes_backward, _save_codes)
+LINEAR_OF_CODES_OP = register("linear_of_codes", linear_of_codes_op, _linear_of_codes_fake, _linear_of_codes_backward, _save_codes)
 
 __all__ = ["LINEAR", "LINEAR_OF_CODES", "LINEAR_PAIR", "LINEAR_SWIGLU", "pair_values"]

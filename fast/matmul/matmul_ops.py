@@ -41,7 +41,12 @@ def put_together(tensors: Sequence[Any], fields: Any) -> Any:
 def described(a: Any, b: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
     """A call as text and tensors. TypeError for options that are no plain values."""
     (first, left), (second, right) = taken_apart(a), taken_apart(b)
-    return json.dumps([left, right, options]), (*first, *second)
+    return _text(left, right, options), (*first, *second)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _text(left: Any, right: Any, options: dict[str, Any]) -> str:
+    return json.dumps([left, right, options])
 
 
 def _reference(name: str) -> Callable[..., Any]:
@@ -53,44 +58,70 @@ def _reference(name: str) -> Callable[..., Any]:
     return run
 
 
-def _fake(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
-    """Shapes as `torch.matmul` has them."""
+def _fake(*arguments: Any) -> torch.Tensor:
+    """Shapes as `torch.matmul` has them; an error bound is float64."""
+    *tensors, bias, text = arguments
     left, right, options = json.loads(text)
     a, b = (
         side[0].shape if fields is None else fields["shape"]
         for side, fields in ((tensors[:PARTS], left), (tensors[PARTS:], right))
     )
-    dtype = getattr(torch, options.get("out_dtype", "float32"))
-    like = tensors[0]
-    if like is None:
-        raise TypeError("matmul takes two operands")
     shape = torch.matmul(torch.empty(a, device="meta"), torch.empty(b, device="meta")).shape
-    return like.new_empty(shape, dtype=dtype)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda r, v, o: getattr(torch.ops.ao_lab, name)(list(o), v[0])
-
-
-OPERANDS = (*(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")), "bias")
-MATMUL = Function("matmul", OPERANDS, _reference("matmul"), _operator("matmul"), differentiable=True)
-BOUND = Function(
-    "matmul_error_bound", OPERANDS, _reference("matmul_error_bound"), _operator("matmul_error_bound"), differentiable=True
-)  # fmt: skip
-
-
-def matmul_op(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
-    """The product."""
-    made: torch.Tensor = execute(MATMUL, None, (text,), tensors)
+    made: torch.Tensor = tensors[0].new_empty(shape, dtype=getattr(torch, options["out_dtype"]))
     return made
 
 
-def matmul_error_bound_op(tensors: list[torch.Tensor | None], text: str) -> torch.Tensor:
+def _fake_bound(*arguments: Any) -> torch.Tensor:
+    return _fake(*arguments).to(torch.float64)
+
+
+OPERANDS = (*(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")), "bias")
+MATMUL = Function(
+    "matmul", OPERANDS, _reference("matmul"), lambda r, v, o: MATMUL_OP(*o, *v), differentiable=True
+)
+BOUND = Function(
+    "matmul_error_bound", OPERANDS, _reference("matmul_error_bound"), lambda r, v, o: BOUND_OP(*o, *v), differentiable=True
+)  # fmt: skip
+
+
+def matmul_op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_outer: torch.Tensor | None,
+    a_zero: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_outer: torch.Tensor | None,
+    b_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    text: str,
+) -> torch.Tensor:
+    """The product."""
+    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
+    made: torch.Tensor = execute(MATMUL, None, (text,), operands)
+    return made
+
+
+def matmul_error_bound_op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_outer: torch.Tensor | None,
+    a_zero: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_outer: torch.Tensor | None,
+    b_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    text: str,
+) -> torch.Tensor:
     """The largest error of each element."""
-    made: torch.Tensor = execute(BOUND, None, (text,), tensors)
+    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
+    made: torch.Tensor = execute(BOUND, None, (text,), operands)
     return made
 
 
 ADVICE = "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
-register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
-register("matmul_error_bound", matmul_error_bound_op, _fake, no_gradient("matmul_error_bound", ADVICE))
+MATMUL_OP = register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
+BOUND_OP = register(
+    "matmul_error_bound", matmul_error_bound_op, _fake_bound, no_gradient("matmul_error_bound", ADVICE)
+)

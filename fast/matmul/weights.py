@@ -12,7 +12,7 @@ import torch
 from fast.kernels.launch.cache import settings
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
-from reference.quantize.quantize import with_plain_scales
+from reference.quantize.quantize import check_quantized, with_plain_scales
 from reference.schemes.record_text import record_of
 
 #: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
@@ -53,6 +53,7 @@ def check_weight(x: Any, w: Any, bias: Any, name: str) -> None:
     check_linear(x, w, bias)
     if not isinstance(w.codes, torch.Tensor):
         raise TypeError(f"fast.{name} takes weights of torch tensors, got {type(w.codes).__name__}")
+    check_quantized(w)
 
 
 def alike(first: Quantized, second: Quantized) -> bool:

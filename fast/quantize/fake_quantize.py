@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute, require_tensor, run, wants_gradient
@@ -26,6 +27,7 @@ class _FakeQuantize(torch.autograd.Function):
         return forward(x, scheme, axis, given_of(scale, outer, zero), words)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, scale, outer, zero, words = ctx.saved_tensors
         dx, dscale, dzero = fake_quantize_vjp(

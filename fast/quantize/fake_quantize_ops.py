@@ -8,7 +8,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.ops import given_of, record_name, register
+from fast.ops import given_of, no_gradient, record_name, register
 from fast.quantize.ops import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference.schemes.record_text import record_of
 
@@ -69,7 +69,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     x, scale, outer, zero, words = ctx.saved_tensors
-    made = torch.ops.ao_lab.fake_quantize_vjp(g, x, scale, outer, zero, ctx.scheme, ctx.axis, words)
+    made = VJP_OP(g, x, scale, outer, zero, ctx.scheme, ctx.axis, words)
     wanted = ctx.needs_input_grad
     dscale = made[1] if scale is not None and wanted[1] else None
     dzero = made[2] if zero is not None and wanted[3] and len(made) > 2 else None
@@ -78,7 +78,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 def _fake_quantize(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     *scales, words = parts_of(operands)
-    made: torch.Tensor = torch.ops.ao_lab.fake_quantize(
+    made: torch.Tensor = FAKE_QUANTIZE_OP(
         operands[0], *scales, record_name(record), *values, words
     )
     return made
@@ -98,7 +98,7 @@ def _fake_quantize_reference(record: Any, values: Values, operands: Operands) ->
 def _vjp(record: Any, values: Values, operands: Operands) -> tuple[Any, ...]:
     g, x, *_ = operands
     *scales, words = parts_of(operands[1:])
-    made = torch.ops.ao_lab.fake_quantize_vjp(g, x, *scales, record_name(record), *values, words)
+    made = VJP_OP(g, x, *scales, record_name(record), *values, words)
     return (*made, None, None)[:3]
 
 
@@ -120,5 +120,8 @@ FAKE_QUANTIZE = Function(
     "fake_quantize", GIVEN, _fake_quantize_reference, _fake_quantize, _fake_quantize_kernel, differentiable=True
 )
 FAKE_QUANTIZE_VJP = Function("fake_quantize_vjp", ("g", *GIVEN), _vjp_reference, _vjp, _vjp_kernel)
-register("fake_quantize", fake_quantize_op, _fake_quantize_fake, _backward, _save)
-register("fake_quantize_vjp", fake_quantize_vjp_op, _fake_quantize_vjp_fake)
+FAKE_QUANTIZE_OP = register("fake_quantize", fake_quantize_op, _fake_quantize_fake, _backward, _save)
+VJP_OP = register(
+    "fake_quantize_vjp", fake_quantize_vjp_op, _fake_quantize_vjp_fake,
+    no_gradient("fake_quantize_vjp", "the straight-through rule is of first order"),
+)  # fmt: skip
