@@ -1,4 +1,4 @@
-"""Which tensors the kernels take: CUDA tensors on Hopper or later, with triton installed; and which calls have to be operators."""
+"""Which tensors the kernels take: CUDA tensors on Hopper or later, with triton; which calls have to be operators."""
 
 from __future__ import annotations
 

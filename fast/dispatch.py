@@ -81,7 +81,9 @@ def execute(function: Function, record: Any, values: tuple[Any, ...], operands: 
     return _compute(function, record, values, operands, key) if result is None else result
 
 
-def _compute(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> Any:
+def _compute(
+    function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any
+) -> Any:
     """By a kernel, or by the reference."""
     operands = [_plain(operand) for operand in operands]
     if function.kernel is not None and has_kernels(operands[0]):
@@ -93,7 +95,9 @@ def _compute(function: Function, record: Any, values: tuple[Any, ...], operands:
 
 def wants_gradient(operands: Sequence[Any]) -> bool:
     """Whether autograd records, and one of the operands requires a gradient."""
-    return _grad_enabled() and any(operand is not None and getattr(operand, "requires_grad", False) for operand in operands)
+    return _grad_enabled() and any(
+        operand is not None and getattr(operand, "requires_grad", False) for operand in operands
+    )
 
 
 def _plain(operand: Any) -> Any:
@@ -122,7 +126,9 @@ def _check(function: Function, operands: Sequence[Any]) -> None:
             continue
         if operand.is_nested or operand.layout is not torch.strided:
             kind = "nested" if operand.is_nested else str(operand.layout).removeprefix("torch.")
-            raise TypeError(f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first")
+            raise TypeError(
+                f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first"
+            )
         if operand.device != first.device:
             raise ValueError(
                 f"fast.{function.name} takes tensors on one device, got {function.operands[0]} on {first.device} and {name} on "

@@ -1,8 +1,8 @@
 """What the `torch.library` operators of the functions here share: for whatever traces, transforms or differentiates a call.
 
 Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer the
-public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A record travels by name, one
-of one's own (`dataclasses.replace`) with all its fields, so that a saved program runs in another process. Operators are
+public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A record travels by name, a
+changed one (`dataclasses.replace`) with all its fields, so that a saved program runs in another process. Operators are
 implemented by `dispatch.execute`, below the public functions.
 """
 
@@ -39,7 +39,9 @@ def register(
     return _differentiable(operator, backward, save)
 
 
-def _differentiable(operator: Any, backward: Callable[..., Any], save: Callable[..., Any] | None) -> Callable[..., Any]:
+def _differentiable(
+    operator: Any, backward: Callable[..., Any], save: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """The operator, which under a transform of functorch is an `autograd.Function`: torch's rule for operators knows none."""
 
     class Transformed(torch.autograd.Function):
@@ -128,7 +130,9 @@ def named_format(text: str) -> Format:
     if not text.startswith("{"):
         return format_of(text)
     fields = json.loads(text)
-    return Format(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return Format(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    )
 
 
 def given_of(scale: Any, outer: Any, zero: Any) -> Any:

@@ -43,9 +43,7 @@ def _cpu_linear_fake(
 def _cpu_linear(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> torch.Tensor:
     x, *stored, bias = operands
     w = plain(weight_of(record, values, stored))
-    made: torch.Tensor = cpu_linear(
-        x, *parts(w), bias, list(w.shape), record_name(w.scheme), w.packed
-    )
+    made: torch.Tensor = cpu_linear(x, *parts(w), bias, list(w.shape), record_name(w.scheme), w.packed)
     return made
 
 

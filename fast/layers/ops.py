@@ -81,7 +81,12 @@ RMS_NORM_OP = register("rms_norm", rms_norm_op, _rms_norm_fake, _norm_backward, 
 
 
 def rms_norm_quantize_op(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, scheme: str, eps: float, packed: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    scheme: str,
+    eps: float,
+    packed: bool,
 ) -> list[torch.Tensor]:
     """Codes, scale, outer scale and zero point, those that there are, and the new residual where there is one."""
     q, new_residual = execute(RMS_NORM_QUANTIZE, record_of(scheme), (eps, packed), (x, residual, weight))
@@ -160,7 +165,9 @@ def _swiglu_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     return swiglu_gradient(g, *ctx.saved_tensors)
 
 
-def swiglu_gradient(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_gradient(
+    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """With s the sigmoid of gate: dgate = g up s (1 + gate (1 - s)), dup = g gate s."""
     wide, v = g.float(), gate.float()
     s = torch.sigmoid(v)
@@ -177,7 +184,9 @@ SWIGLU = Function(
     "swiglu", ("gate", "up"), lambda r, v, o: reference.swiglu(*o),
     lambda r, v, o: SWIGLU_OP(*o), _swiglu_kernel, differentiable=True,
 )  # fmt: skip
-SWIGLU_OP = register("swiglu", swiglu_op, lambda gate, up: gate.new_empty(gate.shape), _swiglu_backward, _save_swiglu)
+SWIGLU_OP = register(
+    "swiglu", swiglu_op, lambda gate, up: gate.new_empty(gate.shape), _swiglu_backward, _save_swiglu
+)
 
 # swiglu_quantize: values packed, then the strides
 

@@ -21,7 +21,7 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
     bfloat16 or float16 (32 where scales change along K); the result is within `reference.linear_error_bound` of the exact
     product, which promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input
-    is infinite, a result may be NaN. Where no kernel takes them (see `weights.rows_fused`), torch multiplies what `dequantize` gives
+    is infinite, a result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies what `dequantize` gives
     in x's dtype. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
     Differentiable in x and bias: the gradient of x is a product with the dequantized weight.
     """
@@ -42,17 +42,21 @@ def linear_of_codes(
     x's scale, the weight's, the bias, each rounded to float32, and one rounding to `dtype` (float32, bfloat16 or float16).
     On a GPU weights are read once, as they are stored. Sums of integers are exact, results the same bits; sums of floats are
     float32 in another order, within `reference.matmul_error_bound` of that accumulation. Where no kernel takes them (see
-    `weights.takes_codes`), the reference runs, on the host. ValueError for other operands, as well as those of `reference.linear`.
+    `weights.takes_codes`), the reference runs, on the host. ValueError for other operands; else those of `reference.linear`.
     Differentiable in the bias.
     """
     if not isinstance(x, Quantized):
-        raise TypeError(f"linear_of_codes takes Quantized inputs, got {type(x).__name__}; `linear` takes others")
+        raise TypeError(
+            f"linear_of_codes takes Quantized inputs, got {type(x).__name__}; `linear` takes others"
+        )
     if not isinstance(w, Quantized):
         check_weight(x, w, bias, "linear_of_codes")
     # Parts that have no place in the product. A key has the id of one record: the other one travels by name.
     extra = x.outer is not None or w.outer is not None or w.zero is not None
     values = (dtype, w.scheme.key, extra, *settings(x), *settings(w))
-    y: torch.Tensor = run(LINEAR_OF_CODES, x.scheme, values, (x.codes, x.scale, x.zero, w.codes, w.scale, bias))
+    y: torch.Tensor = run(
+        LINEAR_OF_CODES, x.scheme, values, (x.codes, x.scale, x.zero, w.codes, w.scale, bias)
+    )
     return y
 
 

@@ -112,9 +112,7 @@ def _linear(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     w = weight_of(record, values, stored)
     check_weight(x, w, bias, "linear")
     w = plain(w)
-    made: torch.Tensor = LINEAR_OP(
-        x, *parts(w), bias, list(w.shape), record_name(w.scheme), w.packed
-    )
+    made: torch.Tensor = LINEAR_OP(x, *parts(w), bias, list(w.shape), record_name(w.scheme), w.packed)
     return made
 
 
@@ -201,7 +199,9 @@ def _linear_pair(record: Any, values: Values, operands: Operands) -> tuple[Any, 
     return made
 
 
-def _checked_pair(record: Any, values: Values, operands: Operands, name: str) -> tuple[Any, Quantized, Quantized]:
+def _checked_pair(
+    record: Any, values: Values, operands: Operands, name: str
+) -> tuple[Any, Quantized, Quantized]:
     x, *stored = operands
     first, second = pair_of(record, values, stored)
     for w in (first, second):
@@ -316,7 +316,9 @@ LINEAR_SWIGLU = Function(
     "linear_swiglu", ("x", *TWO), _linear_swiglu_reference, _linear_swiglu, _linear_swiglu_kernel,
     differentiable=True,
 )  # fmt: skip
-LINEAR_SWIGLU_OP = register("linear_swiglu", linear_swiglu_op, _linear_swiglu_fake, _linear_swiglu_backward, _save_pair)
+LINEAR_SWIGLU_OP = register(
+    "linear_swiglu", linear_swiglu_op, _linear_swiglu_fake, _linear_swiglu_backward, _save_pair
+)
 
 # linear_of_codes: operands codes, scale and zero point of x, codes and scale of the weight, bias;
 # values dtype, the weight's record, whether there are other parts, what else is stored of both
@@ -397,6 +399,8 @@ LINEAR_OF_CODES = Function(
     "linear_of_codes", ("x", "scale of x", "zero point of x", "codes", "scale", "bias"), _linear_of_codes_reference,
     _linear_of_codes, _linear_of_codes_kernel, differentiable=True,
 )  # fmt: skip
-LINEAR_OF_CODES_OP = register("linear_of_codes", linear_of_codes_op, _linear_of_codes_fake, _linear_of_codes_backward, _save_codes)
+LINEAR_OF_CODES_OP = register(
+    "linear_of_codes", linear_of_codes_op, _linear_of_codes_fake, _linear_of_codes_backward, _save_codes
+)
 
 __all__ = ["LINEAR", "LINEAR_OF_CODES", "LINEAR_PAIR", "LINEAR_SWIGLU", "pair_values"]

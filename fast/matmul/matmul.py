@@ -43,7 +43,9 @@ def matmul_error_bound(
     return _run(BOUND, a, b, bias, {"accumulation": accumulation, "out_dtype": _name(out_dtype), **options})
 
 
-def _run(function: Function, a: Operand, b: Operand, bias: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
+def _run(
+    function: Function, a: Operand, b: Operand, bias: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
     for operand in (a, b):
         require_tensor(operand.codes if isinstance(operand, Quantized) else operand, function.name)
     text, tensors = described(a, b, **options)

@@ -27,7 +27,10 @@ def taken_apart(value: Any) -> tuple[tuple[Any, ...], Any]:
     if not isinstance(value, Quantized):
         return (value, None, None, None), None
     fields = {name: getattr(value, name) for name in FIELDS}
-    return (value.codes, value.scale, value.outer, value.zero), {**fields, "scheme": record_name(value.scheme)}
+    return (value.codes, value.scale, value.outer, value.zero), {
+        **fields,
+        "scheme": record_name(value.scheme),
+    }
 
 
 def put_together(tensors: Sequence[Any], fields: Any) -> Any:
@@ -60,7 +63,7 @@ def _reference(name: str) -> Callable[..., Any]:
 
 def _fake(*arguments: Any) -> torch.Tensor:
     """Shapes as `torch.matmul` has them; an error bound is float64."""
-    *tensors, bias, text = arguments
+    *tensors, _bias, text = arguments
     left, right, options = json.loads(text)
     a, b = (
         side[0].shape if fields is None else fields["shape"]
@@ -75,7 +78,10 @@ def _fake_bound(*arguments: Any) -> torch.Tensor:
     return _fake(*arguments).to(torch.float64)
 
 
-OPERANDS = (*(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")), "bias")
+OPERANDS = (
+    *(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")),
+    "bias",
+)
 MATMUL = Function(
     "matmul", OPERANDS, _reference("matmul"), lambda r, v, o: MATMUL_OP(*o, *v), differentiable=True
 )
@@ -120,7 +126,9 @@ def matmul_error_bound_op(
     return made
 
 
-ADVICE = "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
+ADVICE = (
+    "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
+)
 MATMUL_OP = register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
 BOUND_OP = register(
     "matmul_error_bound", matmul_error_bound_op, _fake_bound, no_gradient("matmul_error_bound", ADVICE)

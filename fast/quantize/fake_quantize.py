@@ -77,5 +77,7 @@ def fake_quantize_vjp(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`; they have no gradient themselves."""
     require_tensor(x, "fake_quantize_vjp")
-    made: tuple[Any, Any, Any] = run(FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits)))
+    made: tuple[Any, Any, Any] = run(
+        FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits))
+    )
     return made

@@ -51,7 +51,14 @@ def fake_quantize_vjp_op(
 
 
 def _fake_quantize_vjp_fake(
-    g: torch.Tensor, x: torch.Tensor, scale: Any, outer: Any, zero: Any, scheme: str, axis: int, random_bits: Any
+    g: torch.Tensor,
+    x: torch.Tensor,
+    scale: Any,
+    outer: Any,
+    zero: Any,
+    scheme: str,
+    axis: int,
+    random_bits: Any,
 ) -> list[torch.Tensor]:
     made = [torch.empty_like(x, memory_format=torch.contiguous_format)]
     if scale is not None:
@@ -78,9 +85,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 def _fake_quantize(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     *scales, words = parts_of(operands)
-    made: torch.Tensor = FAKE_QUANTIZE_OP(
-        operands[0], *scales, record_name(record), *values, words
-    )
+    made: torch.Tensor = FAKE_QUANTIZE_OP(operands[0], *scales, record_name(record), *values, words)
     return made
 
 
@@ -117,7 +122,12 @@ def _vjp_reference(record: Any, values: Values, operands: Operands) -> Any:
 
 
 FAKE_QUANTIZE = Function(
-    "fake_quantize", GIVEN, _fake_quantize_reference, _fake_quantize, _fake_quantize_kernel, differentiable=True
+    "fake_quantize",
+    GIVEN,
+    _fake_quantize_reference,
+    _fake_quantize,
+    _fake_quantize_kernel,
+    differentiable=True,
 )
 FAKE_QUANTIZE_VJP = Function("fake_quantize_vjp", ("g", *GIVEN), _vjp_reference, _vjp, _vjp_kernel)
 FAKE_QUANTIZE_OP = register("fake_quantize", fake_quantize_op, _fake_quantize_fake, _backward, _save)

@@ -118,7 +118,9 @@ def fresh_codes(x: torch.Tensor, shape: tuple[int, ...], record: Scheme, packed:
     return x.new_empty(packed_shape(shape, record.format) if packed else shape, dtype=dtype)
 
 
-def fresh_scales(x: torch.Tensor, record: Scheme, axis: int, with_outer: bool, shape: Any = None) -> list[torch.Tensor]:
+def fresh_scales(
+    x: torch.Tensor, record: Scheme, axis: int, with_outer: bool, shape: Any = None
+) -> list[torch.Tensor]:
     """Empty scales, outer scales and zero points of x, or of a tensor of another shape."""
     blocks = Blocks.of(tuple(x.shape) if shape is None else shape, record.scale, axis)
     size = blocks.scale_shape
@@ -162,7 +164,8 @@ def quantized_of(
     fresh = iter(made[1:])
     wanted = [has and brought[0] is None for has in has_parts(scheme)]
     stored = [
-        one if one is not None else next(fresh) if want else None for one, want in zip(brought, wanted, strict=True)
+        one if one is not None else next(fresh) if want else None
+        for one, want in zip(brought, wanted, strict=True)
     ]
     return Quantized(made[0], *stored, shape, axis, scheme, packed)
 
@@ -340,7 +343,10 @@ def _quantize_both_reference(record: Any, values: Values, operands: Operands) ->
 
 
 SIDES = ("the rows", "the columns")
-PAIRED = (*(f"{name} of {side}" for side in SIDES for name in GIVEN[1:4]), *(f"random_bits of {side}" for side in SIDES))
+PAIRED = (
+    *(f"{name} of {side}" for side in SIDES for name in GIVEN[1:4]),
+    *(f"random_bits of {side}" for side in SIDES),
+)
 QUANTIZE_BOTH = Function(
     "quantize_both", ("x", *PAIRED), _quantize_both_reference, _quantize_both, _quantize_both_kernel
 )

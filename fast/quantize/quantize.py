@@ -30,17 +30,19 @@ def quantize(
     packed: bool = False,
     tiled: bool = False,
 ) -> Quantized:
-    """x as codes and scales on its device. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
-    q: Quantized = run(QUANTIZE, scheme, (axis, packed, tiled), operands_of(x, scales, random_bits))
+    """x as codes and scales on its device, without gradient. Arguments, edges and errors as in `reference.quantize`."""
+    operands = (x,) if scales is None and random_bits is None else operands_of(x, scales, random_bits)
+    q: Quantized = run(QUANTIZE, scheme, (axis, packed, tiled), operands)
     return q
 
 
 def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tensor:
-    """The tensor that q stands for; dtype as a name or a torch dtype. As in `reference.dequantize`; no gradient flows through."""
-    if not isinstance(q, Quantized) or not isinstance(q.codes, torch.Tensor):
-        # The reference says what is wrong with what is no `Quantized`.
+    """The tensor that q stands for, without gradient; dtype as a name or a torch dtype. As in `reference.dequantize`."""
+    if not isinstance(q, Quantized):
+        # The reference says what is wrong.
         made: Any = reference.dequantize(q, str(dtype).removeprefix("torch."))
         return require_tensor(made, "dequantize")
+    require_tensor(q.codes, "dequantize")
     q = with_plain_scales(q) if q.tiled else q
     y: torch.Tensor = run(DEQUANTIZE, q.scheme, (dtype, *settings(q)), (q.codes, q.scale, q.outer, q.zero))
     return y

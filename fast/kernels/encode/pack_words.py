@@ -156,7 +156,7 @@ def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, 
 
 
 def pack_octets(call: Call, names: tuple[str, str], length: int, bits: int) -> int:
-    """Pack codes, the first of these tensors of a call, from the first on, for as long as they fill groups; returns how many."""
+    """Pack codes, the first of these tensors of a call, for as long as they fill groups; returns how many they are."""
     codes, packed = (call.tensors[name] for name in names)
     count = codes.numel()
     if not covers(codes, packed, length, count, bits):

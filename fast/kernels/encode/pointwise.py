@@ -197,7 +197,8 @@ def _bytewise(
 
 
 def width_of(count: int, length: int, bits: int) -> int:
-    """What the kernels of bytes take as WIDE, for `count` codes in rows of `length`. A step reads up to 8 // bits + 2 codes on."""
+    """What `pack_kernel` and `unpack_kernel` take as WIDE, for `count` codes in rows of `length`."""
+    # A program looks a few codes beyond the end of a row.
     return LONG_ROWS.value if (length + 16) * bits > 2**31 else _wide(count)
 
 

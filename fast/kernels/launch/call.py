@@ -1,7 +1,7 @@
 """A call of a function: its inputs, the buffers that it allocates, its launches in order, and what makes its result.
 
 The first time a call runs while it is described. After that it answers calls with the same key (`cache`): only addresses
-change, so what is left is to allocate the buffers and to launch. Nothing else is checked but what no key has: where tensors lie.
+change, so what is left is to allocate the buffers and to launch. All that is checked is what no key has: where tensors lie.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch
 
 from fast.device import PLAIN
 from fast.kernels.launch import cache, direct
-from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, block_launch, interpreted, signature_of
+from fast.kernels.launch.launcher import (
+    ALIGNMENT,
+    CompiledLaunch,
+    Signature,
+    block_launch,
+    interpreted,
+    signature_of,
+)
 from fast.kernels.launch.plan import Buffer, Plan
 
 DTYPES = {
@@ -31,7 +38,7 @@ Finishing = Callable[[list[str]], Callable[[list[Any]], Any]]
 
 
 class Call:
-    """See the module text. Buffers are allocated each time: a CUDA graph owns what its capture made, and streams share nothing."""
+    """See the module text. Buffers are allocated each time: a CUDA graph owns what its capture made, streams share none."""
 
     def __init__(
         self, inputs: Mapping[str, torch.Tensor | None], *, strided: bool = False, words: tuple[str, ...] = ()
@@ -73,7 +80,9 @@ class Call:
     def take(self, tensors: Mapping[str, torch.Tensor], fill: tuple[int, ...] = ()) -> None:
         """Tensors that were made for this call, of which the launches write every element that is not in the fill."""
         self.tensors.update(tensors)
-        self.buffers.update((name, Buffer(tuple(t.shape), NAMES[t.dtype], fill)) for name, t in tensors.items())
+        self.buffers.update(
+            (name, Buffer(tuple(t.shape), NAMES[t.dtype], fill)) for name, t in tensors.items()
+        )
 
     def run_plan(self, plan: Plan) -> None:
         """Allocate the buffers of a plan, and launch its passes."""
@@ -137,9 +146,13 @@ class Call:
                 return self._launch_again(inputs)
             addresses.append(address)
         launches = self._launches or self._direct_launches()
-        return self._launch_again(inputs) if not launches else self._launch_directly(inputs, addresses, launches)
+        return (
+            self._launch_again(inputs) if not launches else self._launch_directly(inputs, addresses, launches)
+        )
 
-    def _launch_directly(self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any]) -> Any:
+    def _launch_directly(
+        self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any]
+    ) -> Any:
         """Allocate the buffers and launch, past everything of Triton that looks at arguments."""
         tensors, allocate = [*inputs], self._allocate
         for shape, strides, dtype in self._sizes:
@@ -155,7 +168,7 @@ class Call:
         return self.finish(tensors)
 
     def _direct_launches(self) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """For each launch its function, and what selects its addresses; none before all kernels are compiled for aligned tensors.
+        """For each launch its function, and what selects its addresses; nothing before all are compiled for aligned tensors.
 
         The last address is that of no tensor.
         """

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.launch.cache import like
-from fast.kernels.launch.call import FLOATS, Call, Finishing, select
+from fast.kernels.launch.call import Call, Finishing, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.layers.outputs import Outputs, outputs
 from fast.kernels.layers.split_rows import pieces
@@ -38,7 +38,7 @@ from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 
-FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
 ELEMENTS = 4096
 PER_THREAD = 32
@@ -143,7 +143,7 @@ def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.c
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
-    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, here and below; see `launch.cache`."""
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `launch.cache`."""
     if not _covers(gate, up):
         return None
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -157,11 +157,13 @@ def swiglu_quantize(
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
     if not _covers(gate, up):
         return None
-    made = outputs(gate, FLOATS[gate.dtype], scheme_of(scheme), packed)
+    made = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
     if made is None or (made.length > LARGEST_TILE):
         return None
     finishing = partial(like, made.quantized())
-    result: Quantized = _launch(gate, up, {"codes": made.codes, **made.scales}, made, (finishing, key, scheme))
+    result: Quantized = _launch(
+        gate, up, {"codes": made.codes, **made.scales}, made, (finishing, key, scheme)
+    )
     return result
 
 
@@ -172,7 +174,7 @@ def _covers(gate: torch.Tensor, up: Any) -> bool:
         gate.shape,
         gate.device,
     )
-    return same and gate.dtype in FLOATS and gate.numel() > 0
+    return same and gate.dtype in HALVES and gate.numel() > 0
 
 
 def _launch(
@@ -195,12 +197,14 @@ def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:
     return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in matrices)
 
 
-def _by_tiles(gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None) -> CompiledLaunch:
+def _by_tiles(
+    gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None
+) -> CompiledLaunch:
     """A launch over tiles of whole blocks."""
     strides = _strides(gate, up)
     place = _place(*gate.shape, block, max(strides))
     rule, do = (None, None) if into is None else (into.rule, into.job)
-    constants = (rule, do, FLOATS[gate.dtype], *place.constants.values(), not interpreted())
+    constants = (rule, do, HALVES[gate.dtype], *place.constants.values(), not interpreted())
     return CompiledLaunch(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
 
 
@@ -214,7 +218,7 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Co
     strides = _strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
     shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
-    constants = (into.rule, into.job, FLOATS[gate.dtype], *shape, not interpreted())
+    constants = (into.rule, into.job, HALVES[gate.dtype], *shape, not interpreted())
     return CompiledLaunch(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 

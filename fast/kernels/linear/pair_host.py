@@ -53,9 +53,7 @@ def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = No
     return made
 
 
-def _recorded(
-    x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]
-) -> Call | None:
+def _recorded(x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]) -> Call | None:
     """The launch that writes the results of these names, done; None where there is none."""
     launch = launch_for(first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype, len(made) == 1)
     given = {name + end: getattr(w, name) for w, end in ((first, ""), (second, "2")) for name in PARTS}

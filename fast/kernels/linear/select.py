@@ -77,7 +77,7 @@ class Weight:
 
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = None) -> torch.Tensor | None:
-    """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: of the call; see `launch.cache`."""
+    """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: see `launch.cache`."""
     parts = (w.codes, w.scale, w.outer, w.zero)
     launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype)
     if launch is None or not same_device(x, *parts, bias):
@@ -236,7 +236,9 @@ def vector_launch(weight: Weight, dtype: str) -> CompiledLaunch:
         weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high, weight.wide,
         VECTOR_ROWS, size, sub,
     )  # fmt: skip
-    return CompiledLaunch(vector_kernel, ceil_div(weight.rows, VECTOR_ROWS), tail, VECTOR_WARPS, enable_fp_fusion=True)
+    return CompiledLaunch(
+        vector_kernel, ceil_div(weight.rows, VECTOR_ROWS), tail, VECTOR_WARPS, enable_fp_fusion=True
+    )
 
 
 def tile_launch(weight: Weight, dtype: str, count: int) -> CompiledLaunch:

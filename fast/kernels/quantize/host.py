@@ -85,7 +85,9 @@ def quantize(
     call = Call(operands(x, given, words), words=("x",) if read_in_words else ())
     call.run_plan(plans.quantizing(of, kind, fused, tiles))
     apart = packed and not fused and add_packing(call, "codes", "packed", scheme.format)
-    result: Quantized = call.result(_quantized(call, of, packed, tiled, "packed" if apart else "codes"), key, record)
+    result: Quantized = call.result(
+        _quantized(call, of, packed, tiled, "packed" if apart else "codes"), key, record
+    )
     return result
 
 
@@ -94,7 +96,10 @@ def _quantized(call: Call, of: Asked, packed: bool, tiled: bool, codes: str) -> 
 
     def finishing(names: list[str]) -> Any:
         scales = [part if part in names else None for part in PARTS]
-        flat = tiled and len(call.buffers["scale"].shape if "scale" in call.buffers else of.blocks.scale_shape) == 1
+        flat = (
+            tiled
+            and len(call.buffers["scale"].shape if "scale" in call.buffers else of.blocks.scale_shape) == 1
+        )
         place = (of.blocks.shape, of.blocks.axis, of.scheme, packed, flat)
         finish = like(Quantized(codes, *scales, *place), names, {"codes": codes})
         return finish if flat or not tiled else lambda tensors: with_tiled_scales(finish(tensors))

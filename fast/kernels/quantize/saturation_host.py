@@ -32,7 +32,9 @@ def clip(
     """g, contiguous, zeroed in place where x saturates in a block of the mask."""
     of = problem_of(x, scheme_of(record), axis)
     if of is None or not plans.notes(of):
-        raise ValueError(f"clip: no kernel makes a saturation mask of {tuple(x.shape)} {x.dtype} for {record}")
+        raise ValueError(
+            f"clip: no kernel makes a saturation mask of {tuple(x.shape)} {x.dtype} for {record}"
+        )
     if g.shape != x.shape or g.dtype != x.dtype or not g.is_contiguous() or g.is_neg():
         raise ValueError(
             f"clip: g is contiguous and like x, whose mask `noted` made; got {tuple(g.shape)} {g.dtype} for "
@@ -44,7 +46,9 @@ def clip(
             f"{mask.dtype}"
         )
     if not x.device == g.device == mask.device:
-        raise ValueError(f"clip: g, x and mask lie on one device, got {g.device}, {x.device} and {mask.device}")
+        raise ValueError(
+            f"clip: g, x and mask lie on one device, got {g.device}, {x.device} and {mask.device}"
+        )
     call = Call({"g": g, "x": x, "codes": mask})
     call.run_plan(plans.clipping(of))
     made: torch.Tensor = call.result(select("g"), key, record)

@@ -150,9 +150,7 @@ def covers_given(x: torch.Tensor, rule: Rule) -> bool:
     return plain and whole and max(x.shape) < LONGEST
 
 
-def mx_both(
-    x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int
-) -> Call:
+def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> Call:
     """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
 
     tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`, whose padding somebody else makes 0.
@@ -181,7 +179,9 @@ def _mx_floats(
     x = call.tensors["x"]
     grid = (x.shape[0] // (32 * warps)) * (x.shape[1] // columns)
     tail = (*x.shape, rule, tiled, x.numel() >= 2**31, warps, columns)
-    call.launch(CompiledLaunch(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1]))
+    call.launch(
+        CompiledLaunch(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1])
+    )
 
 
 def _mx_pairs(

@@ -170,7 +170,11 @@ def test_the_operator(scheme, bias):
     assert torch.equal(torch.ops.ao_lab.linear(*given), fast.linear(x, w, bias))
     compiled = torch.compile(lambda x: fast.linear(x, w, bias), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), fast.linear(x, w, bias))
-    moved = {part: t.to("meta") for part in ("codes", "scale", "outer", "zero") if (t := getattr(w, part)) is not None}
+    moved = {
+        part: t.to("meta")
+        for part in ("codes", "scale", "outer", "zero")
+        if (t := getattr(w, part)) is not None
+    }
     there = fast.linear(x.to("meta"), replace(w, **moved), None if bias is None else bias.to("meta"))
     assert (there.shape, there.dtype, there.is_meta) == ((2, 5, 48), torch.float16, True)
 
@@ -222,9 +226,15 @@ def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g64", "mxfp4_rceil"])
 def test_a_compiled_kernel_serves_one_kind_of_operands(monkeypatch, scheme, rows):
     """It would read others as those that it was compiled for: dtype and presence of every operand belong to its key."""
-    w, x = fast.quantize(torch.zeros(64, 512), scheme, packed=True), torch.zeros(rows, 512, dtype=torch.bfloat16)
+    w, x = (
+        fast.quantize(torch.zeros(64, 512), scheme, packed=True),
+        torch.zeros(rows, 512, dtype=torch.bfloat16),
+    )
     recorded = Recorded(monkeypatch, Flat)
-    biases = [None, *(torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))]
+    biases = [
+        None,
+        *(torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    ]
     for count, bias in enumerate(biases, 1):
         fast.linear(x, w, bias)
         assert recorded.counts() == (count, 0)

@@ -70,7 +70,14 @@ def test_the_operator(inputs, weight):
     )
     assert torch.equal(compiled(x.codes), wanted)
     x, w = (
-        replace(q, **{part: t.to("meta") for part in ("codes", "scale", "zero") if (t := getattr(q, part)) is not None})
+        replace(
+            q,
+            **{
+                part: t.to("meta")
+                for part in ("codes", "scale", "zero")
+                if (t := getattr(q, part)) is not None
+            },
+        )
         for q in (x, w)
     )
     there = linear_of_codes(x, w, dtype=torch.float16)
@@ -273,7 +280,9 @@ def test_views_at_odd_addresses_are_copied(monkeypatch):
     moved = [torch.zeros(q.codes.numel() + 1, dtype=torch.uint8)[1:].view(q.codes.shape) for q in (X, W)]
     assert all(codes.data_ptr() % 4 for codes in moved)
     seen = []
-    monkeypatch.setattr(code_linear.CompiledLaunch, "run", lambda launch, pointers, device: seen.append(pointers))
+    monkeypatch.setattr(
+        code_linear.CompiledLaunch, "run", lambda launch, pointers, device: seen.append(pointers)
+    )
     x, w = (replace(q, codes=codes) for q, codes in zip((X, W), moved, strict=True))
     code_linear.linear_of_codes(x, w, torch.zeros(48), torch.bfloat16, None)
     (pointers,) = seen

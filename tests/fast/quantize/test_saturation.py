@@ -49,7 +49,7 @@ def test_a_gradient_that_is_not_like_its_tensor_is_refused():
 
 
 @pytest.mark.parametrize(
-    "mask", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 64, dtype=torch.uint8)]
+    "mask", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 64).byte()]
 )  # fmt: skip
 def test_a_mask_of_another_shape_or_dtype_is_refused(mask):
     from fast.kernels.quantize import saturation_host as clipping
