@@ -21,8 +21,8 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
     bfloat16 or float16 (32 where scales change along K); the result is within `reference.linear_error_bound` of the exact
     product, which promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input
-    is infinite, a result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies what `dequantize` gives
-    in x's dtype. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
+    is infinite, a result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies by what `dequantize`
+    gives in x's dtype. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
     Differentiable in x and bias: the gradient of x is a product with the dequantized weight.
     """
     if not isinstance(w, Quantized):

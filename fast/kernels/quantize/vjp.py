@@ -41,7 +41,7 @@ POINTERS = ("x", "g", "words", "scale", "divisor", "outer", "zero", "y", "dscale
 
 
 def gradient(
-    g: torch.Tensor, x: torch.Tensor, record: str | Scheme, axis: int, words: Any, scales: Any, key: Any = None
+    g: torch.Tensor, x: torch.Tensor, record: str | Scheme, axis: int, words: Any = None, scales: Any = None, key: Any = None
 ) -> Gradients | None:  # fmt: skip
     """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `launch.cache`."""
     scheme = scheme_of(record)
