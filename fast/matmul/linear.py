@@ -10,7 +10,8 @@ import torch
 
 from fast.dispatch import require_tensor, run
 from fast.kernels.launch.cache import settings
-from fast.matmul.linear_ops import LINEAR, LINEAR_OF_CODES
+from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.matmul.linear_ops import LINEAR
 from fast.matmul.weights import check_weight
 from reference import Quantized
 
