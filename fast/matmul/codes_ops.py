@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.matmul.linear_ops import refuse_scale_gradients, sum_of_rows
+from fast.matmul.linear_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
 from fast.matmul.weights import check_codes, check_weight, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
@@ -85,6 +85,8 @@ def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key
     x, w, bias, _ = _codes_of(record, values, operands)
     check_quantized(x)
     check_quantized(w)
+    if not has_float_inputs(bias):
+        return None
     return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
 
 

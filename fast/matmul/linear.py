@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     bfloat16 or float16 (32 where scales change along K); the result is within `reference.linear_error_bound` of the exact
     product, which promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input
     is infinite, a result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies by what `dequantize`
-    gives in x's dtype. CPU tensors run `reference.linear`: exact, and slow. Arguments and errors are those of `reference.linear`.
+    gives in x's dtype. CPU tensors run `reference.linear`, exact and slow. Arguments and errors are its.
     Differentiable in x and bias: the gradient of x is a product with the dequantized weight.
     """
     if not isinstance(w, Quantized):

@@ -29,6 +29,7 @@ from reference import Quantized
 from reference.layers.swiglu import DTYPES
 from reference.schemes.record_text import record_of
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Values = tuple[Any, ...]
 Operands = Sequence[Any]
 STORED = ("codes", "scale", "outer scale", "zero point")
@@ -77,6 +78,7 @@ def _linear_fake(
 
 
 def save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The parts of the weight, and the dtypes of the gradients."""
     x, *stored, bias, shape, scheme, packed = inputs
     ctx.save_for_backward(*stored)
     ctx.stored, ctx.dtype = (shape, scheme, packed), x.dtype
@@ -84,6 +86,7 @@ def save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def linear_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of x and bias."""
     refuse_scale_gradients(ctx, "linear", 2, 3, 4)
     dx = _times_weight(g, ctx.saved_tensors, *ctx.stored) if ctx.needs_input_grad[0] else None
     db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None
@@ -112,6 +115,11 @@ def _linear(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     return made
 
 
+def has_float_inputs(*tensors: Any) -> bool:
+    """Whether inputs and bias, where there is one, have dtypes that kernels and torch multiply as the reference does."""
+    return all(t is None or t.dtype in FLOATS for t in tensors)
+
+
 def _linear_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By a kernel that decodes the weight on the way, or torch's product with what `dequantize` gives."""
     from fast.kernels.linear import select
@@ -119,6 +127,8 @@ def _linear_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
     x, *stored, bias = operands
     w = weight_of(record, values, stored)
     check_weight(x, w, bias, "linear")
+    if not has_float_inputs(x, bias):
+        return None
     made = select.linear(x, w, bias, key)
     if made is not None:
         return made

@@ -40,10 +40,10 @@ from tests.gpu.kernels import linear_of_codes as kernel_codes
 from tests.gpu.kernels import linear_pair as kernel_pair
 from tests.gpu.kernels import producers as kernel_producers
 from tests.gpu.kernels import provided_scales as kernel_given
-from tests.gpu.kernels import saturation as kernel_clipped
 from tests.gpu.kernels import situations as kernel_situations
 from tests.gpu.kernels.numerics import quotients as kernel_quotients
 from tests.gpu.kernels.numerics import races as kernel_races
+from tests.gpu.kernels.numerics import saturation as kernel_clipped
 from tests.gpu.kernels.numerics import scale_gradients as kernel_slopes
 from tests.gpu.kernels.numerics import schemes as kernel_schemes
 from tests.gpu.kernels.numerics import torch_integration as kernel_torch

@@ -11,7 +11,7 @@ def jobs(settings: Settings) -> list[Job]:
     """Family "situations"."""
     return [
         Job("situations", example, example.partition(",")[0], situations_case, (example,), 5.0)
-        for example in EXAMPLES
+        for example in list(EXAMPLES)[:: 1 if settings.fraction > 0.2 else 4]
     ]
 
 
