@@ -18,6 +18,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.launch import cache
 from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
@@ -109,7 +110,7 @@ def main() -> None:
     # Trees of several passes, whose last is small.
     passes.AVERAGED, passes.LEFT = 16, 4
     for count in (5, 16, 17, 250, 300):
-        quantizer.PLANS.clear()
+        cache.CALLS.clear()
         compare(numbers((count * 64 - 3,), torch.float32), NF4)
         print("passes", count, flush=True)
     for name, scheme in RECORDS:
