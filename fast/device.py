@@ -1,4 +1,4 @@
-"""Which tensors the kernels take: CUDA tensors on Hopper or later, with triton installed."""
+"""Which tensors the kernels take: CUDA tensors on Hopper or later, with triton; which calls have to be operators."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import warnings
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 
 # Conversion instructions and the block sizes here are those of sm_90.
 OLDEST = (9, 0)
 
-
 # Fake tensors and other subclasses have no memory of their own that a kernel could be given.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -26,11 +29,21 @@ def is_traced(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in PLAIN or x.is_meta
 
 
+def is_transformed() -> bool:
+    """Whether a mode listens to the dispatcher, or a transform (vmap, `torch.func.grad`, tangents) may have wrapped tensors.
+
+    The wrappers of functorch have the class of plain tensors; only its stack tells them.
+    """
+    return _modes() > 0 or _transforms() is not None or forward_ad._current_level >= 0
+
+
 @lru_cache(maxsize=64)
 def _reason(index: int) -> str | None:
     """Why there are no kernels on a CUDA device, or None; warns when there is a reason."""
     reason = None
-    if importlib.util.find_spec("triton") is None:
+    if torch.version.hip is not None:
+        reason = "this build of torch is for ROCm, the kernels are for NVIDIA GPUs"
+    elif importlib.util.find_spec("triton") is None:
         reason = "triton is not installed (pip install triton)"
     elif torch.cuda.get_device_capability(index) < OLDEST:
         name = torch.cuda.get_device_name(index)

@@ -35,7 +35,8 @@ from fast.cpu.int8 import integer_sums
 from fast.cpu.linear import takes as takes_one_row
 from fast.cpu.ops import linear as cpu_linear
 from fast.device import OLDEST
-from fast.matmul.linear import LONGEST_INT8, linear_of_codes, one_scale, rows_fused, takes_codes
+from fast.matmul.linear import linear_of_codes
+from fast.matmul.weights import LONGEST_INT8, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales

@@ -17,7 +17,7 @@ import reference
 from ao_lab.jax import programs
 from ao_lab.jax.device import is_traced, place_of, require_array
 from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
-from fast.kernels.launch.cache import parts_of, settings
+from fast.kernels.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
 from reference.arrays.errors import choice
 from reference.arrays.namespace import float_input
@@ -57,7 +57,7 @@ def quantize(
 ) -> Quantized:
     """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
     key, known = programs.call(
-        "jax quantize", scheme, (axis, packed, tiled), x, *parts_of(scales), random_bits
+        "jax quantize", scheme, (axis, packed, tiled), x, *scale_parts(scales), random_bits
     )
     if known is not None:
         return known  # type: ignore[no-any-return]
@@ -102,7 +102,7 @@ def fake_quantize(
 
     Arguments and errors as in `reference.fake_quantize`.
     """
-    key, known = programs.call("jax fake_quantize", scheme, (axis,), x, *parts_of(scales), random_bits)
+    key, known = programs.call("jax fake_quantize", scheme, (axis,), x, *scale_parts(scales), random_bits)
     if known is not None:
         return known
     place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)

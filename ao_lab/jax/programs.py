@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ao_lab.jax.device import is_traced
-from fast.kernels.launch import cache as ready
+from fast.kernels.launch import cache
 from reference import Quantized, Scales
 from reference.arrays.pytrees import register_jax
 
@@ -27,14 +27,8 @@ def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple
     where = getattr(arrays[0], "sharding", None)
     named = record if record.__class__ is str else id(record)
     key = (name, named, values, *map(type, values), where, *map(_part, arrays))
-    try:
-        found = ready.READY.get(key)
-    except TypeError:  # an argument that cannot be hashed
-        return None, None
-    if found is None:
-        return key, None
-    program, finish, _ = found
-    return key, finish(program(*(array for array in arrays if array is not None)))
+    found = cache.find(key)
+    return key, None if found is None else found(*arrays)
 
 
 def _part(array: Any) -> Any:
@@ -53,10 +47,12 @@ def run(
     program = _program(function, constants, tree)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     finish = _finishing(_result(function, constants, tree, shapes))
-    made = finish(program(*leaves))
-    if ready.is_new(key):
-        ready.remember(key, program, finish, record)
-    return made
+
+    def call(*arrays: Any) -> Any:
+        return finish(program(*(array for array in arrays if array is not None)))
+
+    cache.remember(key, call, record)
+    return finish(program(*leaves))
 
 
 @lru_cache(maxsize=1024)
@@ -77,10 +73,10 @@ def _result(
 def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
     """What makes a result like this one of its arrays."""
     if isinstance(like, Quantized):
-        names = [name for name in ready.TENSORS if getattr(like, name) is not None]
-        return ready.like(like, names)  # type: ignore[return-value]
+        names = [name for name in cache.TENSORS if getattr(like, name) is not None]
+        return cache.like(like, names)  # type: ignore[return-value]
     if isinstance(like, Scales):
-        parts = [part for part in ready.PARTS if getattr(like, part) is not None]
+        parts = [part for part in cache.PARTS if getattr(like, part) is not None]
         return lambda made: Scales(**dict(zip(parts, made, strict=True)))
     return lambda made: made[0]
 

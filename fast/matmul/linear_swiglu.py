@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fast.device import has_kernels, is_traced
-from fast.layers.swiglu import swiglu
-from fast.matmul import linear_ops
-from fast.matmul.linear_pair import alike, linear_pair, ready_pair
-from fast.tensors import require_tensor
+from fast.dispatch import require_tensor, run
+from fast.matmul.linear_ops import LINEAR_SWIGLU
+from fast.matmul.weights import check_weight, pair_values, parts
 from reference import Quantized
-from reference.layers.swiglu import DTYPES
-from reference.matmul.linear import check_linear
 
 
 def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized) -> torch.Tensor:
@@ -20,38 +16,13 @@ def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized) -> torch.Tens
     Both products are rounded to x's dtype, as `linear` rounds them, then `reference.swiglu` holds: silu correctly rounded, its
     product with up rounded once. On a GPU one row of inputs and two weights that are stored alike (see `linear_pair`) take one
     launch, whose sums may be made in another order than those of `linear`, within the same bound. Everything else is three
-    calls. Errors are those of `linear` and `swiglu`; ValueError where the weights have other shapes.
+    calls. Errors are those of `linear` and `swiglu`; ValueError where the weights have other shapes. Differentiable in x.
     """
-    key, known = ready_pair("linear_swiglu", x, gate, up)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    check(x, gate, up)
-    if is_traced(x) or is_traced(gate.codes) or is_traced(up.codes):
-        return linear_ops.linear_swiglu(x, gate, up)
-    x = x.detach()
-    if has_kernels(x) and x.numel() == x.shape[-1] and alike(gate, up):
-        from fast.kernels.linear import pair_host as kernels
-
-        made = kernels.linear_swiglu(x, gate, up, key)
-        if made is not None:
-            return made
-    return swiglu(*linear_pair(x, gate, up))
-
-
-def check(x: torch.Tensor, gate: Quantized, up: Quantized) -> None:
-    """Raise where the arguments are none of `linear_swiglu`."""
     for w in (gate, up):
-        check_linear(x, w, None)
-        require_tensor(w.codes, "linear_swiglu")
-    if str(x.dtype).removeprefix("torch.") not in DTYPES:
-        raise TypeError(
-            f"linear_swiglu takes {' or '.join(DTYPES)}, for which silu has a rule, got {x.dtype}; cast inputs first"
-        )
-    if tuple(gate.shape) != tuple(up.shape):
-        raise ValueError(
-            f"linear_swiglu multiplies what two weights make number by number, got weights of {tuple(gate.shape)} and "
-            f"{tuple(up.shape)}; linear_pair takes such"
-        )
+        if not isinstance(w, Quantized):
+            check_weight(require_tensor(x, "linear_swiglu"), w, None, "linear_swiglu")
+    y: torch.Tensor = run(LINEAR_SWIGLU, gate.scheme, pair_values(gate, up), (x, *parts(gate, up)))
+    return y
 
 
 __all__ = ["linear_swiglu"]

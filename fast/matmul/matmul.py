@@ -1,6 +1,7 @@
 """`matmul` with a stated accumulation and its error bound, for torch tensors; see `reference.matmul`.
 
-This is the specification on torch tensors, computed on the host: for tests and measurements, not for speed.
+This is the specification on torch tensors, computed on the host: for tests and measurements, not for speed. Asking for a
+gradient is an error.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Any
 
 import torch
 
-import reference
-from fast.tensors import require_tensor
+from fast.dispatch import Function, require_tensor, run
+from fast.matmul.matmul_ops import BOUND, MATMUL, described
 from reference import Quantized
 
 Operand = torch.Tensor | Quantized
@@ -26,10 +27,7 @@ def matmul(
     **options: Any,
 ) -> torch.Tensor:
     """a (..., M, K) times b (..., K, N) plus bias, on a's device. Arguments, options and errors as in `reference.matmul`."""
-    made: Any = reference.matmul(
-        _operand(a), _operand(b), accumulation=accumulation, out_dtype=_name(out_dtype), bias=bias, **options
-    )
-    return require_tensor(made, "matmul")
+    return _run(MATMUL, a, b, bias, {"accumulation": accumulation, "out_dtype": _name(out_dtype), **options})
 
 
 def matmul_error_bound(
@@ -42,18 +40,17 @@ def matmul_error_bound(
     **options: Any,
 ) -> torch.Tensor:
     """The largest error of each element, as in `reference.matmul_error_bound`."""
-    made: Any = reference.matmul_error_bound(
-        _operand(a), _operand(b), accumulation=accumulation, out_dtype=_name(out_dtype), bias=bias, **options
-    )
-    return require_tensor(made, "matmul_error_bound")
+    return _run(BOUND, a, b, bias, {"accumulation": accumulation, "out_dtype": _name(out_dtype), **options})
 
 
-def _operand(value: Operand) -> Any:
-    """Detached tensors and quantized tensors pass; anything else is refused."""
-    if isinstance(value, Quantized):
-        require_tensor(value.codes, "matmul")
-        return value
-    return require_tensor(value, "matmul").detach()
+def _run(
+    function: Function, a: Operand, b: Operand, bias: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    for operand in (a, b):
+        require_tensor(operand.codes if isinstance(operand, Quantized) else operand, function.name)
+    text, tensors = described(a, b, **options)
+    made: torch.Tensor = run(function, None, (text,), (*tensors, bias))
+    return made
 
 
 def _name(dtype: str | torch.dtype) -> str:

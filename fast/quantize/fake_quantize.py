@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-import reference
-from fast import ops
-from fast.device import has_kernels, is_traced
-from fast.kernels.launch import cache as ready
-from fast.tensors import require_tensor
+from fast.device import is_traced, is_transformed
+from fast.dispatch import execute, require_tensor, run, wants_gradient
+from fast.ops import given_of
+from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE, FAKE_QUANTIZE_VJP
+from fast.quantize.ops import operands_of
 from reference import Scales, Scheme
 
 
@@ -19,24 +20,18 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        scale: Any,
-        outer: Any,
-        zero: Any,
-        scheme: str | Scheme,
-        axis: int,
-        words: Any,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, scale: Any, outer: Any, zero: Any, scheme: str | Scheme, axis: int, words: Any
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, scale, outer, zero, words)
         ctx.scheme, ctx.axis = scheme, axis
-        return forward(x, scheme, axis, _scales(scale, outer, zero), words)
+        return forward(x, scheme, axis, given_of(scale, outer, zero), words)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, scale, outer, zero, words = ctx.saved_tensors
         dx, dscale, dzero = fake_quantize_vjp(
-            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=_scales(scale, outer, zero),
+            grads[0].contiguous(), x.detach(), ctx.scheme, axis=ctx.axis, scales=given_of(scale, outer, zero),
             random_bits=words,
         )  # fmt: skip
         wanted = ctx.needs_input_grad
@@ -45,24 +40,8 @@ class _FakeQuantize(torch.autograd.Function):
 
 def forward(x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, words: Any) -> torch.Tensor:
     """Values without autograd."""
-    key, known = ready.call("fake_quantize", scheme, (axis,), *ready.inputs(x, scales, words))
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    x = x.detach()
-    if has_kernels(x):
-        from fast.kernels.quantize import host as quantizer
-
-        fast = quantizer.fake_quantize(x, scheme, axis, scales, words, key)
-        if fast is not None:
-            return fast
-    made: Any = reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=words)
-    return require_tensor(made, "fake_quantize")
-
-
-def _scales(scale: Any, outer: Any, zero: Any) -> Scales | None:
-    """None when no scale is given, so that they are computed from x."""
-    parts = [None if part is None else part.detach() for part in (scale, outer, zero)]
-    return None if all(part is None for part in parts) else Scales(*parts)
+    y: torch.Tensor = execute(FAKE_QUANTIZE, scheme, (axis,), operands_of(x, scales, words))
+    return y
 
 
 def fake_quantize(
@@ -78,23 +57,13 @@ def fake_quantize(
     The gradient is that of `fake_quantize_vjp`: straight through to x where nothing saturated, and to float32 `scales` that
     require a gradient.
     """
-    require_tensor(x, "fake_quantize")
-    if is_traced(x):
-        return ops.fake_quantize(x, scheme, axis, scales, random_bits)
-    if scales is None:
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return forward(x, scheme, axis, None, random_bits)
-        made: Any = _FakeQuantize.apply(x, None, None, None, scheme, axis, random_bits)  # type: ignore[no-untyped-call]
-        return require_tensor(made, "fake_quantize")
-    given = Scales(scales) if isinstance(scales, torch.Tensor) else scales
-    parts = tuple(getattr(given, part, None) for part in ready.PARTS)
-    wanted = torch.is_grad_enabled() and any(
-        getattr(tensor, "requires_grad", False) for tensor in (x, *parts)
-    )
-    if not wanted or not isinstance(given, Scales) or all(part is None for part in parts):
-        return forward(x, scheme, axis, given, random_bits)
-    made = _FakeQuantize.apply(x, *parts, scheme, axis, random_bits)  # type: ignore[no-untyped-call]
-    return require_tensor(made, "fake_quantize")
+    operands = operands_of(x, scales, random_bits, keep_history=True)
+    if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
+        (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
+        made: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
+    else:
+        made = run(FAKE_QUANTIZE, scheme, (axis,), operands)
+    return made  # type: ignore[no-any-return]
 
 
 def fake_quantize_vjp(
@@ -106,17 +75,9 @@ def fake_quantize_vjp(
     scales: Scales | torch.Tensor | None = None,
     random_bits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`."""
-    g, x = require_tensor(g, "fake_quantize_vjp"), require_tensor(x, "fake_quantize_vjp")
-    key, known = ready.call("fake_quantize_vjp", scheme, (axis,), g, *ready.inputs(x, scales, random_bits))
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    g, x = g.detach(), x.detach()
-    if has_kernels(x):
-        from fast.kernels.quantize import host as quantizer
-
-        fast = quantizer.gradient(g, x, scheme, axis, random_bits, scales, key)
-        if fast is not None:
-            return fast
-    made: Any = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=random_bits)
-    return made  # type: ignore[no-any-return]
+    """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`; they have no gradient themselves."""
+    require_tensor(x, "fake_quantize_vjp")
+    made: tuple[Any, Any, Any] = run(
+        FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits))
+    )
+    return made

@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
-import reference
-from fast.device import has_kernels
-from fast.kernels.launch import cache as ready
-from fast.quantize.quantize import quantize
-from fast.tensors import require_tensor
+from fast.dispatch import run
+from fast.quantize.ops import QUANTIZE_BOTH, operands_of
 from reference import Quantized, Scheme
 
 
@@ -27,39 +24,26 @@ def quantize_both(
 
     On a GPU MX schemes with 8-bit floats, and tensorwise 8-bit floats with a given pair of scales, read x once.
     """
-    require_tensor(x, "quantize_both")
-    key, known = _call(x, scheme, scales, packed, tiled) if random_bits is None else (None, None)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    x = x.detach() if x.requires_grad else x
-    floating = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if x.dim() != 2 or not floating or not has_kernels(x):
-        return reference.quantize_both(
-            x, scheme, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+    given, one_scale = _given(scales, random_bits)
+    made: tuple[Quantized, Quantized] = run(QUANTIZE_BOTH, scheme, (packed, tiled, one_scale), (x, *given))
+    return made
+
+
+def _given(scales: Any, random_bits: Any) -> tuple[tuple[Any, ...], bool]:
+    """The tensors after x, none where nothing is given; and whether both scales are one tensor, which a kernel reads once."""
+    if scales is None and random_bits is None:
+        return (), False
+    pairs = (_pair(scales, "scales"), _pair(random_bits, "random_bits"))
+    rows, columns = (operands_of(None, *side) for side in zip(*pairs, strict=True))
+    rows, columns = (side[1:] or (None,) * 4 for side in (rows, columns))
+    words = () if random_bits is None else (rows[3], columns[3])
+    return (*rows[:3], *columns[:3], *words), rows[0] is columns[0]
+
+
+def _pair(value: Any, what: str) -> Any:
+    """A pair, (None, None) for None; the TypeError of the reference otherwise."""
+    if value is not None and (not isinstance(value, (tuple, list)) or len(value) != 2):
+        raise TypeError(
+            f"{what} is None or a pair, for x along its rows and for x.T; got {type(value).__name__}"
         )
-    if random_bits is None:
-        from fast.kernels.rowwise_colwise.host import fused_both
-
-        fused = fused_both(x, scheme, scales, tiled, packed, key)
-        if fused is not None:
-            return fused
-    for name, pair in (("scales", scales), ("random_bits", random_bits)):
-        if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
-            # The reference says what is wrong.
-            return reference.quantize_both(x, scheme, **{name: pair})
-    first, second = scales or (None, None)
-    words = random_bits or (None, None)
-    return (
-        quantize(x, scheme, scales=first, random_bits=words[0], packed=packed, tiled=tiled),
-        quantize(x.T.contiguous(), scheme, scales=second, random_bits=words[1], packed=packed, tiled=tiled),
-    )
-
-
-def _call(x: torch.Tensor, scheme: str | Scheme, scales: Any, packed: bool, tiled: bool) -> tuple[Any, Any]:
-    """`ready.call`; with whether both scales are one tensor, which a kernel then reads once."""
-    if scales is None:
-        return ready.call("quantize_both", scheme, (packed, tiled), x)
-    if scales.__class__ is not tuple or len(scales) != 2:
-        return None, None
-    first, second = map(ready.parts_of, scales)
-    return ready.call("quantize_both", scheme, (packed, tiled, first[0] is second[0]), x, *first, *second)
+    return (None, None) if value is None else value

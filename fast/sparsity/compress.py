@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-import reference
-from fast.tensors import require_tensor
+from fast.dispatch import run
+from fast.sparsity.ops import COMPRESS, DECOMPRESS
 from reference import Compressed
 
 
 def compress(w: torch.Tensor, mask: torch.Tensor | str = "2:4") -> Compressed:
-    """Kept values and metadata of w on its device, as in `reference.compress`."""
-    return reference.compress(require_tensor(w, "compress").detach(), mask)
+    """Kept values and metadata of w on its device, as in `reference.compress`. No gradient flows through."""
+    pattern, given = (mask, None) if isinstance(mask, str) else ("2:4", mask)
+    made: Compressed = run(COMPRESS, None, (pattern,), (w, given))
+    return made
 
 
 def decompress(
     values: torch.Tensor, metadata: torch.Tensor, shape: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """The dense tensor, zeros where nothing was kept, as in `reference.decompress`."""
-    made: Any = reference.decompress(require_tensor(values, "decompress").detach(), metadata, shape)
-    return require_tensor(made, "decompress")
+    """The dense tensor, zeros where nothing was kept, as in `reference.decompress`. No gradient flows through."""
+    made: torch.Tensor = run(DECOMPRESS, None, (None if shape is None else tuple(shape),), (values, metadata))
+    return made

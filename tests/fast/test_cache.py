@@ -8,8 +8,9 @@ import torch
 
 import fast
 import reference
-from fast.kernels.launch import cache as ready
-from fast.kernels.launch import replay as replays
+from fast import dispatch
+from fast.kernels.launch import cache, direct
+from fast.kernels.launch.call import Call
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
@@ -134,7 +135,7 @@ def test_a_call_that_differs_repeats_no_other(flat, monkeypatch, name, number):
     launches = len(flat.jit)
     call()
     assert flat.counts() == (launches, launches)
-    monkeypatch.setattr(replays.Replay, "run", lambda *_: pytest.fail("repeated another call"))
+    monkeypatch.setattr(Call, "_launch_directly", lambda *_: pytest.fail("repeated another call"))
     call(**others[number])
     assert len(flat.jit) + len(flat.straight) > 2 * launches
 
@@ -185,16 +186,17 @@ class Tagged(torch.Tensor):
 
 @pytest.mark.parametrize("argument", [np.float64(1e-6), np.int64(-1), torch.tensor(-1)])
 def test_values_that_only_look_plain_are_not_remembered(argument):
-    key, _ = ready.call("name", "record", (argument,), X)
-    assert key is None or not ready.is_new(key)
+    key = cache.key_of("name", "record", (argument,), (X,))
+    cache.remember(key, pytest.fail, None)
+    assert cache.find(key) is None
 
 
 def test_subclasses_find_nothing(flat):
     for _ in range(2):
         fast.encode(X, FP8)
-    replay_of = ready.call("encode", FP8, ("nearest_even", "saturate"), X.as_subclass(Tagged), None)
-    assert replay_of[1] is None
-    assert ready.call("encode", FP8, ("nearest_even", "saturate"), torch.nn.Parameter(X), None)[1] is not None
+    key = ("encode", FP8, ("nearest_even", "saturate"))
+    assert cache.find(cache.key_of(*key, (X.as_subclass(Tagged), None))) is None
+    assert cache.find(cache.key_of(*key, (torch.nn.Parameter(X), None))) is not None
 
 
 def test_functions_do_not_answer_for_each_other(flat):
@@ -209,9 +211,12 @@ def test_functions_do_not_answer_for_each_other(flat):
 def test_what_a_compiler_traces_finds_nothing(flat, monkeypatch):
     for _ in range(2):
         fast.decode(CODES, FP8)
-    assert ready.call("decode", FP8, (), CODES)[1] is not None
-    monkeypatch.setattr(ready, "_compiling", lambda: True)
-    assert ready.call("decode", FP8, (), CODES) == (None, None)
+    counts = flat.counts()
+    monkeypatch.setattr(dispatch, "_is_compiling", lambda: True)
+    monkeypatch.setattr(cache, "find", lambda key: pytest.fail("asked the cache"))
+    monkeypatch.setattr(dispatch, "_operate", lambda *call: "an operator")
+    assert fast.decode(CODES, FP8) == "an operator"
+    assert flat.counts() == counts
 
 
 def test_tiled_scales_are_taken_apart_each_time(flat):
@@ -251,7 +256,7 @@ def test_launches_within_a_tensor_are_not_remembered(flat):
 
 def test_padding_of_tiled_scales_is_cleared_again(flat, monkeypatch):
     full = lambda shape, strides, dtype: torch.full(shape, 77, dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(replays, "allocator", lambda device: full)
+    monkeypatch.setattr(direct, "allocator", lambda device: full)
     x = normals(128, 64)
     for _ in range(2):
         made = fast.quantize_both(x, "mxfp8_e4m3", tiled=True)

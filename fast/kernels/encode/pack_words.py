@@ -12,15 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import Fixed
-from fast.kernels.launch.replay import Recording
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
 from fast.kernels.sm90.fp4 import side_by_side
 from fast.kernels.sm90.pack_32 import load_quads, store_quads
 
 # Codes of these widths are packed in groups of 32, as words; of 2 and 4 bits eight are a word or half of one.
 GROUPED = (3, 5, 6, 7)
-# Words are accessed in pairs; Triton takes pointers to be aligned only where they are to 16 bytes.
-ALIGNMENT = 16
 
 
 @triton.jit
@@ -134,14 +132,14 @@ def unpack_sixes_kernel(
 
 
 def _launch(
-    kernel: Any, call: Recording, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int, warps: int = 4
+    kernel: Any, call: Call, pointers: tuple[str, str], codes: int, bits: int, size: int, p: int, warps: int = 4
 ) -> int:  # fmt: skip
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
         # No word holds fewer than four codes, so none has a larger number.
         wide = codes // 4 > 2**31 - p * size
-        call.launch(Fixed(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
+        call.launch(CompiledLaunch(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
     return count * size
 
 
@@ -157,25 +155,25 @@ def covers(source: torch.Tensor, target: torch.Tensor, length: int, codes: int, 
     )
 
 
-def pack_octets(call: Recording, length: int, bits: int) -> int:
-    """Pack a call's codes from the first on, for as long as they fill groups; returns how many."""
-    codes, packed = call.tensors["codes"], call.tensors["packed"]
-    count, pointers = codes.numel(), ("codes", "packed")
+def pack_octets(call: Call, names: tuple[str, str], length: int, bits: int) -> int:
+    """Pack codes, the first of these tensors of a call, for as long as they fill groups; returns how many they are."""
+    codes, packed = (call.tensors[name] for name in names)
+    count = codes.numel()
     if not covers(codes, packed, length, count, bits):
         return 0
     if bits in GROUPED:
-        return _launch(pack_groups_kernel, call, pointers, count, bits, 32, 64, 1)
-    return _launch(pack_octets_kernel, call, pointers, count, bits, 64 // bits, 1024 * bits // 8)
+        return _launch(pack_groups_kernel, call, names, count, bits, 32, 64, 1)
+    return _launch(pack_octets_kernel, call, names, count, bits, 64 // bits, 1024 * bits // 8)
 
 
-def unpack_octets(call: Recording, length: int, bits: int) -> int:
-    """The inverse of `pack_octets`."""
-    codes, packed = call.tensors["codes"], call.tensors["packed"]
-    if not covers(packed, codes, length, codes.numel(), bits):
+def unpack_octets(call: Call, names: tuple[str, str], length: int, bits: int) -> int:
+    """The inverse of `pack_octets`: names of the packed codes and of the codes."""
+    packed, codes = (call.tensors[name] for name in names)
+    count = codes.numel()
+    if not covers(packed, codes, length, count, bits):
         return 0
-    count, pointers = codes.numel(), ("packed", "codes")
     if bits == 6:
-        return _launch(unpack_sixes_kernel, call, pointers, count, bits, 16, 512)
+        return _launch(unpack_sixes_kernel, call, names, count, bits, 16, 512)
     if bits in GROUPED:
-        return _launch(unpack_groups_kernel, call, pointers, count, bits, 32, 256)
-    return _launch(unpack_octets_kernel, call, pointers, count, bits, 16, 512)
+        return _launch(unpack_groups_kernel, call, names, count, bits, 32, 256)
+    return _launch(unpack_octets_kernel, call, names, count, bits, 16, 512)

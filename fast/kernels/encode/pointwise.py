@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from fast.kernels.encode.pack_words import pack_octets, unpack_octets
-from fast.kernels.launch.launcher import Fixed, interpreted
-from fast.kernels.launch.replay import Recording, picked
+from fast.kernels.launch.call import Call, select
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.rules.bits import canonical, widened
 from fast.kernels.rules.elements import decode as decode_codes
 from fast.kernels.rules.elements import encode as encode_values
@@ -25,6 +25,8 @@ from reference.formats.rounding import check_mode
 CODES = (torch.uint8, torch.uint16)
 
 TILE = 4096
+# WIDE of rows whose bits have numbers beyond an int32; True is for elements beyond it.
+LONG_ROWS = tl.constexpr(2)
 
 
 @triton.jit
@@ -58,12 +60,14 @@ def pack_kernel(codes, out, count, length, width, BITS: tl.constexpr, WIDE: tl.c
     """Byte j of a row of `length` codes holds the codes whose bits [i * BITS, (i + 1) * BITS) meet [8 j, 8 j + 8)."""
     program = tl.program_id(0)
     at = (program.to(tl.int64) if WIDE else program) * TILE + tl.arange(0, TILE)
-    row, j = at // width, (at % width).to(tl.int32)
+    row, j = at // width, at % width
+    if WIDE != LONG_ROWS:
+        j = j.to(tl.int32)
     first = (8 * j) // BITS
     byte = tl.zeros((TILE,), tl.int32)
     for step in tl.static_range(8 // BITS + 2):
         i = first + step
-        offset = i * BITS - 8 * j
+        offset = (i * BITS - 8 * j).to(tl.int32)
         exists = (at < count) & (i < length) & (offset < 8)
         code = tl.load(codes + row * length + i, mask=exists, other=0).to(tl.int32) & ((1 << BITS) - 1)
         byte |= tl.where(offset >= 0, code << tl.maximum(offset, 0), code >> tl.maximum(-offset, 0))
@@ -77,9 +81,11 @@ def unpack_kernel(
     """Code i of a row from the one or two bytes that hold it."""
     program = tl.program_id(0)
     at = (program.to(tl.int64) if WIDE else program) * TILE + tl.arange(0, TILE)
-    row, i = at // length, (at % length).to(tl.int32)
+    row, i = at // length, at % length
+    if WIDE != LONG_ROWS:
+        i = i.to(tl.int32)
     bit = i * BITS
-    byte, shift = bit // 8, bit % 8
+    byte, shift = bit // 8, (bit % 8).to(tl.int32)
     low = tl.load(packed + row * width + byte, mask=at < count, other=0).to(tl.int32)
     more = (at < count) & (shift + BITS > 8)
     high = tl.load(packed + row * width + byte + 1, mask=more, other=0).to(tl.int32)
@@ -96,13 +102,13 @@ def _programs(count: int) -> int:
 
 
 def encode(
-    x: torch.Tensor, asked_format: str | Format, rounding: str, overflow: str, words: Any, key: Any = None
+    x: torch.Tensor, record: str | Format, rounding: str, overflow: str, words: Any, key: Any = None
 ) -> torch.Tensor | None:
     """`fast.encode`, or None for float64 and empty tensors; arguments are checked as the reference does.
 
-    key: of the call, here and below; see `ready`.
+    key: of the call, here and below; see `launch.cache`.
     """
-    fmt = format_of(asked_format)
+    fmt = format_of(record)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() == 0:
         return None
     check_mode(rounding, words)
@@ -110,77 +116,90 @@ def encode(
     check_random_bits(namespace_of(x), x, words)
     if fmt.kind == "codebook":
         choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
-    call = Recording({"x": x, "words": words})
-    codes = call.empty("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
+    if not same_device(x, words):
+        return None
+    call = Call({"x": x, "words": words})
+    call.empty("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
     element = element_of(fmt, rounding, overflow, hardware=not interpreted(), fours=True)
     count = x.numel()
-    kernel = Fixed(encode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
-    call.launch(kernel, ("x", "words", "codes"))
-    call.remember(key, asked_format, picked("codes"))
+    launch = CompiledLaunch(encode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
+    call.launch(launch, ("x", "words", "codes"))
+    codes: torch.Tensor = call.result(select("codes"), key, record)
     return codes
 
 
-def decode(codes: torch.Tensor, asked_format: str | Format, key: Any = None) -> torch.Tensor | None:
+def decode(codes: torch.Tensor, record: str | Format, key: Any = None) -> torch.Tensor | None:
     """`fast.decode`, or None where the reference has to answer."""
-    fmt = format_of(asked_format)
+    fmt = format_of(record)
     if codes.dtype not in CODES or codes.numel() == 0:
         return None
-    call = Recording({"codes": codes})
-    y = call.empty("y", codes.shape, torch.float32)
+    call = Call({"codes": codes})
+    call.empty("y", codes.shape, torch.float32)
     element, count = element_of(fmt, hardware=not interpreted()), codes.numel()
-    kernel = Fixed(decode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
-    call.launch(kernel, ("codes", "y"))
-    call.remember(key, asked_format, picked("y"))
+    launch = CompiledLaunch(decode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
+    call.launch(launch, ("codes", "y"))
+    y: torch.Tensor = call.result(select("y"), key, record)
     return y
 
 
-def pack(codes: torch.Tensor, asked_format: str | Format, key: Any = None) -> torch.Tensor | None:
+def pack(codes: torch.Tensor, record: str | Format, key: Any = None) -> torch.Tensor | None:
     """`fast.pack` of sub-byte codes, or None where the reference has to answer."""
-    fmt = format_of(asked_format)
+    fmt = format_of(record)
     if codes.dtype != torch.uint8 or codes.numel() == 0 or fmt.bits >= 8 or codes.dim() == 0:
         return None
-    call = Recording({"codes": codes})
-    out = call.empty("packed", packed_shape(tuple(codes.shape), fmt), torch.uint8)
-    done = pack_octets(call, codes.shape[-1], fmt.bits)
+    call = Call({"codes": codes})
+    add_packing(call, "codes", "packed", fmt)
+    packed: torch.Tensor = call.result(select("packed"), key, record)
+    return packed
+
+
+def add_packing(call: Call, source: str, target: str, fmt: Format) -> bool:
+    """Pack the codes that a call has under a name into a new tensor of it; whether that is to be done, below 8 bits."""
+    if fmt.bits >= 8:
+        return False
+    codes = call.tensors[source]
+    packed = call.empty(target, packed_shape(tuple(codes.shape), fmt), torch.uint8)
+    done = pack_octets(call, (source, target), codes.shape[-1], fmt.bits)
     if done < codes.numel():
-        source, target = _rest(call.tensors["codes"], done), _rest(out, done * fmt.bits // 8)
-        lengths = (target.numel(), source.shape[-1], target.shape[-1])
-        _bytewise(
-            pack_kernel, call, {"codes": source, "packed": target}, lengths, fmt.bits, _wide(codes.numel())
-        )
-    call.remember(key, asked_format, picked("packed"))
-    return out
+        rest, into = _rest(codes, done), _rest(packed, done * fmt.bits // 8)
+        lengths = (into.numel(), rest.shape[-1], into.shape[-1])
+        _bytewise(pack_kernel, call, {source: rest, target: into}, lengths, fmt.bits, codes.numel())
+    return True
 
 
 def unpack(
-    packed: torch.Tensor, asked_format: str | Format, shape: tuple[int, ...], key: Any = None
+    packed: torch.Tensor, record: str | Format, shape: tuple[int, ...], key: Any = None
 ) -> torch.Tensor | None:
     """`fast.unpack` of sub-byte codes, or None where the reference has to answer."""
-    fmt = format_of(asked_format)
+    fmt = format_of(record)
     if packed.dtype != torch.uint8 or packed.numel() == 0 or fmt.bits >= 8:
         return None
     if tuple(packed.shape) != packed_shape(shape, fmt):
         return None
-    call = Recording({"packed": packed})
-    codes = call.empty("codes", shape, torch.uint8)
-    done = unpack_octets(call, shape[-1], fmt.bits)
+    call = Call({"packed": packed})
+    codes, source = call.empty("codes", shape, torch.uint8), call.tensors["packed"]
+    done = unpack_octets(call, ("packed", "codes"), shape[-1], fmt.bits)
     if done < codes.numel():
-        source, target = _rest(call.tensors["packed"], done * fmt.bits // 8), _rest(codes, done)
-        lengths = (target.numel(), target.shape[-1], source.shape[-1])
-        _bytewise(
-            unpack_kernel, call, {"packed": source, "codes": target}, lengths, fmt.bits, _wide(codes.numel())
-        )
-    call.remember(key, asked_format, picked("codes"))
-    return codes
+        rest, into = _rest(source, done * fmt.bits // 8), _rest(codes, done)
+        lengths = (into.numel(), into.shape[-1], rest.shape[-1])
+        _bytewise(unpack_kernel, call, {"packed": rest, "codes": into}, lengths, fmt.bits, codes.numel())
+    made: torch.Tensor = call.result(select("codes"), key, record)
+    return made
 
 
 def _bytewise(
-    kernel: Any, call: Recording, tensors: dict[str, torch.Tensor], lengths: tuple[int, int, int], bits: int, wide: bool
+    kernel: Any, call: Call, tensors: dict[str, torch.Tensor], lengths: tuple[int, int, int], bits: int, count: int
 ) -> None:  # fmt: skip
     """Pack or unpack what is left of a call's tensors byte by byte. lengths: elements made, codes and bytes of a row."""
-    call.launch(
-        Fixed(kernel, _programs(lengths[0]), (*lengths, bits, wide, TILE), 8), tuple(tensors), tensors
-    )
+    wide = width_of(count, lengths[1], bits)
+    launch = CompiledLaunch(kernel, _programs(lengths[0]), (*lengths, bits, wide, TILE), 8)
+    call.launch(launch, tuple(tensors), tensors)
+
+
+def width_of(count: int, length: int, bits: int) -> int:
+    """What `pack_kernel` and `unpack_kernel` take as WIDE, for `count` codes in rows of `length`."""
+    # A program looks a few codes beyond the end of a row.
+    return LONG_ROWS.value if (length + 16) * bits > 2**31 else _wide(count)
 
 
 def _rest(tensor: torch.Tensor, start: int) -> torch.Tensor:

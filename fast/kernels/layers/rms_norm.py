@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch import cache as ready
-from fast.kernels.launch.launcher import Fixed, interpreted, together
-from fast.kernels.launch.replay import Finishing, Recording, picked
+from fast.kernels.launch.cache import like
+from fast.kernels.launch.call import Call, Finishing, select
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.layers.outputs import Outputs, outputs
 from fast.kernels.layers.split_rows import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
@@ -98,21 +98,20 @@ def norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: Any, eps: float, residual: Any, key: Any = None
 ) -> tuple[torch.Tensor, Any] | None:
-    """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
+    """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, see `launch.cache`."""
     _ns, x, name = checked_inputs(x, weight, residual, eps)
-    if x.numel() == 0 or not together(x, weight, residual):
+    if x.numel() == 0 or not same_device(x, weight, residual):
         return None
-    call = _Call(x, weight, residual, eps, name)
+    call = _NormCall(x, weight, residual, eps, name)
     rows, length = x.numel() // x.shape[-1], x.shape[-1]
-    y = call.recording.empty("y", x.shape, x.dtype)
+    call.recording.empty("y", x.shape, x.dtype)
     if length <= LARGEST_TILE:
         call.launch(_whole_rows(rows, length, length))
     else:
         place = tiles(rows, length, length, size=PART, elements=PART, stride=length, per_thread=PER_THREAD)
         call.leave_sums(place)
         call.launch(place)
-    call.remember(key, None, picked("y"))
-    return y, call.new_residual
+    return call.result(key, None, select("y"))
 
 
 def rms_norm_quantize(
@@ -120,17 +119,15 @@ def rms_norm_quantize(
 ) -> tuple[Quantized, Any] | None:  # fmt: skip
     """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
     _ns, x, name = checked_inputs(x, weight, residual, eps)
-    made = outputs(x, name, scheme_of(scheme), packed) if together(x, weight, residual) else None
+    made = outputs(x, name, scheme_of(scheme), packed) if same_device(x, weight, residual) else None
     if made is None or x.shape[-1] > LARGEST_TILE:
         return None
-    call = _Call(x, weight, residual, eps, name)
+    call = _NormCall(x, weight, residual, eps, name)
     length = x.shape[-1]
     place = _whole_rows(x.numel() // length, length, made.length, _per_thread(length, made, name))
     call.recording.take({"codes": made.codes, **made.scales})
     call.launch(place, made)
-    q = made.quantized()
-    call.remember(key, scheme, partial(ready.like, q))
-    return q, call.new_residual
+    return call.result(key, scheme, partial(like, made.quantized()))
 
 
 def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
@@ -146,11 +143,11 @@ def _per_thread(length: int, made: Outputs, name: str) -> int:
     return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
 
-class _Call:
+class _NormCall:
     """Checked arguments, what is made of them, and what was launched."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, residual: Any, eps: float, name: str) -> None:
-        self.recording = Recording({"x": x, "residual": residual, "weight": weight})
+        self.recording = Call({"x": x, "residual": residual, "weight": weight})
         self.shape, self.eps, self.name = tuple(x.shape), float(eps), name
         if residual is not None:
             self.recording.empty("new_residual", self.shape, x.dtype)
@@ -197,13 +194,14 @@ class _Call:
 
     def _run(self, kernel: Any, pointers: int, grid: int, warps: int, tail: Any) -> None:
         """pointers: how many the kernel's arguments start with."""
-        self.recording.launch(Fixed(kernel, grid, tail, warps), kernel.arg_names[:pointers])
+        self.recording.launch(CompiledLaunch(kernel, grid, tail, warps), kernel.arg_names[:pointers])
 
-    def remember(self, key: Any, scheme: Any, first: Finishing) -> None:
-        """Answer the next call with this key by the same launches: first of its results, and the new residual."""
+    def result(self, key: Any, scheme: Any, first: Finishing) -> tuple[Any, torch.Tensor | None]:
+        """The first of the results, and the new residual; with a key this answers the next call like it."""
 
         def finishing(names: list[str]) -> Callable[[list[Any]], Any]:
-            made, at = first(names), names.index("new_residual") if "new_residual" in names else None
-            return lambda tensors: (made(tensors), None if at is None else tensors[at])
+            finish, at = first(names), names.index("new_residual") if "new_residual" in names else None
+            return lambda tensors: (finish(tensors), None if at is None else tensors[at])
 
-        self.recording.remember(key, scheme, finishing)
+        made: tuple[Any, torch.Tensor | None] = self.recording.result(finishing, key, scheme)
+        return made

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch import cache as ready
-from fast.kernels.launch.launcher import Fixed, interpreted
-from fast.kernels.launch.replay import Finishing, Recording, picked
+from fast.kernels.launch.cache import like
+from fast.kernels.launch.call import Call, Finishing, select
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.layers.outputs import Outputs, outputs
 from fast.kernels.layers.split_rows import pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
@@ -38,7 +38,7 @@ from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
 ELEMENTS = 4096
 PER_THREAD = 32
@@ -143,12 +143,12 @@ def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.c
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
-    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, here and below; see `ready`."""
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `launch.cache`."""
     if not _covers(gate, up):
         return None
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _launch(gate, up, {"y": y}, None, (key, None, picked("y")))
-    return y
+    result: torch.Tensor = _launch(gate, up, {"y": y}, None, (select("y"), key, None))
+    return result
 
 
 def swiglu_quantize(
@@ -157,12 +157,14 @@ def swiglu_quantize(
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
     if not _covers(gate, up):
         return None
-    made = outputs(gate, NAMES[gate.dtype], scheme_of(scheme), packed)
+    made = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
     if made is None or (made.length > LARGEST_TILE):
         return None
-    q = made.quantized()
-    _launch(gate, up, {"codes": made.codes, **made.scales}, made, (key, scheme, partial(ready.like, q)))
-    return q
+    finishing = partial(like, made.quantized())
+    result: Quantized = _launch(
+        gate, up, {"codes": made.codes, **made.scales}, made, (finishing, key, scheme)
+    )
+    return result
 
 
 def _covers(gate: torch.Tensor, up: Any) -> bool:
@@ -172,39 +174,41 @@ def _covers(gate: torch.Tensor, up: Any) -> bool:
         gate.shape,
         gate.device,
     )
-    return same and gate.dtype in NAMES and gate.numel() > 0
+    return same and gate.dtype in HALVES and gate.numel() > 0
 
 
 def _launch(
     gate: torch.Tensor, up: torch.Tensor, made: dict[str, torch.Tensor], into: Outputs | None,
-    known: tuple[Any, Any, Finishing],
-) -> None:  # fmt: skip
-    """Write y, or codes and scales `into` blocks. known: key, scheme and result of the next call like this one."""
+    result: tuple[Finishing, Any, Any],
+) -> Any:  # fmt: skip
+    """y, or codes and scales `into` blocks. result: see `Call.result`."""
     block = None if into is None else into.length
-    rows, others = _matrices(gate, up.detach(), block)
-    fixed = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
-    call = Recording({"gate": gate, "up": up}, strided=True)
+    call = Call({"gate": gate, "up": up.detach()}, strided=True)
+    rows, others = _matrices(call.tensors["gate"], call.tensors["up"], block)
+    launch = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
     call.take(made)
-    pointers = fixed.kernel.arg_names[: 4 if fixed.kernel is swiglu_pieces_kernel else 6]
+    pointers = launch.kernel.arg_names[: 4 if launch.kernel is swiglu_pieces_kernel else 6]
     # Not remembered where a copy is read.
-    call.launch(fixed, pointers, {"gate": rows, "up": others})
-    call.remember(*known)
+    call.launch(launch, pointers, {"gate": rows, "up": others})
+    return call.result(*result)
 
 
 def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:
     return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in matrices)
 
 
-def _by_tiles(gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None) -> Fixed:
+def _by_tiles(
+    gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None
+) -> CompiledLaunch:
     """A launch over tiles of whole blocks."""
     strides = _strides(gate, up)
     place = _place(*gate.shape, block, max(strides))
     rule, do = (None, None) if into is None else (into.rule, into.job)
-    constants = (rule, do, NAMES[gate.dtype], *place.constants.values(), not interpreted())
-    return Fixed(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
+    constants = (rule, do, HALVES[gate.dtype], *place.constants.values(), not interpreted())
+    return CompiledLaunch(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
 
 
-def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Fixed | None:
+def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> CompiledLaunch | None:
     """A launch over rows under one scale, where those come in pieces."""
     rows, length = gate.shape
     apart = pieces(length, None)
@@ -214,8 +218,8 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Fi
     strides = _strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
     shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
-    constants = (into.rule, into.job, NAMES[gate.dtype], *shape, not interpreted())
-    return Fixed(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
+    constants = (into.rule, into.job, HALVES[gate.dtype], *shape, not interpreted())
+    return CompiledLaunch(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 
 def _matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.launcher import Fixed, together
-from fast.kernels.launch.replay import NAMES, Recording, picked, several
+from fast.kernels.launch.call import NAMES, Call, select, select_all
+from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.gemv_w4a16 import nibble_pair_kernel, nibble_swiglu_kernel
 from fast.kernels.linear.gemv_w8a16 import byte_pair_kernel, byte_swiglu_kernel
 from fast.kernels.linear.select import (
@@ -27,8 +27,8 @@ from fast.kernels.linear.select import (
     weight_of,
 )
 from fast.kernels.quantize.geometry import ceil_div
-from fast.kernels.quantize.host import in_words
 from reference import Quantized, Scheme
+from reference.quantize.quantize import check_quantized
 
 PARTS = ("codes", "scale", "outer", "zero")
 
@@ -36,42 +36,41 @@ PARTS = ("codes", "scale", "outer", "zero")
 def linear_pair(
     x: torch.Tensor, first: Quantized, second: Quantized, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `ready`."""
+    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `launch.cache`."""
     call = _recorded(x, first, second, ("y", "y2"))
     if call is None:
         return None
-    call.remember(key, first.scheme, several("y", "y2"))
-    return call.tensors["y"], call.tensors["y2"]
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(select_all("y", "y2"), key, first.scheme)
+    return made
 
 
 def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = None) -> torch.Tensor | None:
-    """silu of the first product times the second, or None where no kernel takes them. key: see `ready`."""
+    """silu of the first product times the second, or None where no kernel takes them. key: see `launch.cache`."""
     call = _recorded(x, gate, up, ("y",))
     if call is None:
         return None
-    call.remember(key, gate.scheme, picked("y"))
-    return call.tensors["y"]
+    made: torch.Tensor = call.result(select("y"), key, gate.scheme)
+    return made
 
 
-def _recorded(
-    x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]
-) -> Recording | None:
+def _recorded(x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]) -> Call | None:
     """The launch that writes the results of these names, done; None where there is none."""
     launch = launch_for(first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype, len(made) == 1)
     given = {name + end: getattr(w, name) for w, end in ((first, ""), (second, "2")) for name in PARTS}
-    if launch is None or not together(x, *given.values()):
+    if launch is None or not same_device(x, *given.values()):
         return None
-    words = {name: in_words(given[name]) for name in ("codes", "codes2")}
-    call = Recording({"x": in_words(x), **given, **words})
+    for w in (first, second):
+        check_quantized(w)
+    call = Call({"x": x, **given}, words=("x", "codes", "codes2"))
     for name in made:
         call.empty(name, (*x.shape[:-1], first.shape[0]), x.dtype)
-    call.launch(launch, [name for name in launch.kernel.arg_names if name in (*call.inputs, *made)])
+    call.launch(launch, [name for name in launch.kernel.arg_names if name in ("x", *given, *made)])
     return call
 
 
 def launch_for(
     scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool, dtype: torch.dtype, gated: bool = False
-) -> Fixed | None:
+) -> CompiledLaunch | None:
     """The launch for one row of a dtype and two weights that are both stored so; None where there is none.
 
     gated: of `linear_swiglu`, which is for 16-bit numbers.
@@ -84,7 +83,7 @@ def launch_for(
 
 
 @lru_cache(maxsize=4096)
-def _launch(weight: Weight, dtype: str, gated: bool) -> Fixed | None:
+def _launch(weight: Weight, dtype: str, gated: bool) -> CompiledLaunch | None:
     """Programs of the first weight, then those of the second; gated: of half as many rows of both."""
     if is_of_nibbles(weight) and dtype != "float32":
         one, rows = nibble_launch(weight, dtype, 2), NIBBLE_ROWS
@@ -95,7 +94,7 @@ def _launch(weight: Weight, dtype: str, gated: bool) -> Fixed | None:
     else:
         return None
     programs = ceil_div(weight.rows, rows // 2) if gated else 2 * one.grid[0]
-    return Fixed(kernels[gated], programs, one.tail, one.warps, **one.options)
+    return CompiledLaunch(kernels[gated], programs, one.tail, one.warps, **one.options)
 
 
 __all__ = ["launch_for", "linear_pair", "linear_swiglu"]

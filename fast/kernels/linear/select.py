@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.launcher import Fixed, interpreted, together
-from fast.kernels.launch.replay import NAMES, Recording, picked
+from fast.kernels.launch.call import NAMES, Call, select
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemm_small_m import tile_kernel
 from fast.kernels.linear.gemv_any import vector_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, nibble_kernel
 from fast.kernels.linear.gemv_w8a16 import byte_kernel
 from fast.kernels.quantize.geometry import INT32, ceil_div
-from fast.kernels.quantize.host import in_words
 from fast.kernels.scheme.constants import Rule, ocp_name, rule_of
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
+from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme
 
 # Beyond as many rows a weight is dequantized for the call; scales that change along K make products of tiles slower sooner.
@@ -77,38 +77,32 @@ class Weight:
 
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = None) -> torch.Tensor | None:
-    """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: of the call; see `ready`."""
+    """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: see `launch.cache`."""
     parts = (w.codes, w.scale, w.outer, w.zero)
-    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype, bias)
-    if launch is None or not together(x, *parts, bias):
+    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype)
+    if launch is None or not same_device(x, *parts, bias):
         return None
+    check_quantized(w)
     names = dict(zip(("codes", "scale", "outer", "zero"), parts, strict=True))
-    # Kernels read words: a view at another address is copied.
-    call = Recording({"x": in_words(x), **names, "codes": in_words(w.codes), "bias": bias})
+    call = Call({"x": x, **names, "bias": bias}, words=("x", "codes"))
     call.empty("y", (*x.shape[:-1], w.shape[0]), x.dtype)
-    call.launch(launch, [name for name in launch.kernel.arg_names if name in (*call.inputs, "y")])
-    call.remember(key, w.scheme, picked("y"))
-    return call.tensors["y"]
+    given = ("x", *names, "bias", "y")
+    call.launch(launch, [name for name in launch.kernel.arg_names if name in given])
+    y: torch.Tensor = call.result(select("y"), key, w.scheme)
+    return y
 
 
-def launch_for(
-    w: Quantized, count: int, dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> Fixed | None:
-    """The launch that multiplies `count` rows of a dtype by a weight and adds such a bias; None where there is none."""
+def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | None:
+    """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None
-    return _launch(weight, count, NAMES[dtype], kind_of(bias))
-
-
-def kind_of(tensor: torch.Tensor | None) -> torch.dtype | None:
-    """What a kernel is compiled for where a tensor may be missing. Each kind has a launch, which keeps one compiled kernel."""
-    return None if tensor is None else tensor.dtype
+    return _launch(weight, count, NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)
-def _launch(weight: Weight, count: int, dtype: str, bias: torch.dtype | None) -> Fixed | None:
-    """The first of the kernels that takes a weight. bias: its kind (`kind_of`), for a launch of its own."""
+def _launch(weight: Weight, count: int, dtype: str) -> CompiledLaunch | None:
+    """The first of the kernels that takes a weight."""
     if count > 1:
         exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
         most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
@@ -192,7 +186,7 @@ def is_of_bytes(weight: Weight) -> bool:
     return rule.bits == 8 and kinds and blocks and rule.zero != "value" and _one_level(weight)
 
 
-def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
+def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLaunch:
     """One row, 4-bit integers: with few rows more warps share them, so that enough bytes are under way.
 
     times: weights like this one that a launch reads, as in `byte_launch`; here it is for the kernel of one.
@@ -203,10 +197,10 @@ def nibble_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
         weight.rows, weight.length, weight.block or weight.length, along, weight.storage, bool(weight.rule.low < 0),
         bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
-    return Fixed(nibble_kernel, tiles, tail, along, launch_pdl=True, maxnreg=NIBBLE_REGISTERS)
+    return CompiledLaunch(nibble_kernel, tiles, tail, along, launch_pdl=True, maxnreg=NIBBLE_REGISTERS)
 
 
-def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
+def byte_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLaunch:
     """One row, 8-bit elements: four rows of the weight a warp where there are many, else two."""
     rows = byte_rows(weight.rows, times)
     along = warps_along(times * ceil_div(weight.rows, rows), power_in(weight.length // BYTES))
@@ -217,7 +211,7 @@ def byte_launch(weight: Weight, dtype: str, times: int = 1) -> Fixed:
     )  # fmt: skip
     limit = weight.block <= 0 and (rows == 4 or weight.length > LONG)
     registers = {"maxnreg": BYTE_REGISTERS} if limit else {}
-    return Fixed(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
+    return CompiledLaunch(byte_kernel, ceil_div(weight.rows, rows), tail, along, launch_pdl=True, **registers)
 
 
 def byte_rows(rows: int, times: int = 1) -> int:
@@ -233,7 +227,7 @@ def warps_along(programs: int, most: int) -> int:
     return along
 
 
-def vector_launch(weight: Weight, dtype: str) -> Fixed:
+def vector_launch(weight: Weight, dtype: str) -> CompiledLaunch:
     """One row, any other weight."""
     codes_a_byte = 8 // weight.rule.bits if weight.packed and weight.rule.bits in (2, 4) else 1
     size = min(BYTES * codes_a_byte, power_in(weight.length))
@@ -242,10 +236,12 @@ def vector_launch(weight: Weight, dtype: str) -> Fixed:
         weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high, weight.wide,
         VECTOR_ROWS, size, sub,
     )  # fmt: skip
-    return Fixed(vector_kernel, ceil_div(weight.rows, VECTOR_ROWS), tail, VECTOR_WARPS, enable_fp_fusion=True)
+    return CompiledLaunch(
+        vector_kernel, ceil_div(weight.rows, VECTOR_ROWS), tail, VECTOR_WARPS, enable_fp_fusion=True
+    )
 
 
-def tile_launch(weight: Weight, dtype: str, count: int) -> Fixed:
+def tile_launch(weight: Weight, dtype: str, count: int) -> CompiledLaunch:
     """Several rows."""
     tall = next(tall for tall in (16, 32, 64, 128) if count <= tall)
     size = min(64, power_in(weight.length)) if weight.block <= 0 else min(128, weight.step)
@@ -254,4 +250,4 @@ def tile_launch(weight: Weight, dtype: str, count: int) -> Fixed:
         count, weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.high,
         weight.wide, tall, rows, size, 4,
     )  # fmt: skip
-    return Fixed(tile_kernel, ceil_div(weight.rows, rows), tail, 4, enable_fp_fusion=True)
+    return CompiledLaunch(tile_kernel, ceil_div(weight.rows, rows), tail, 4, enable_fp_fusion=True)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.launcher import Fixed, interpreted, together
-from fast.kernels.launch.replay import NAMES, Recording, picked
+from fast.kernels.launch.call import NAMES, Call, select
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemv_w8a8 import code_kernel
-from fast.kernels.linear.select import BYTES, FLOATS, byte_rows, kind_of, warps_along
+from fast.kernels.linear.select import BYTES, FLOATS, byte_rows, warps_along
 from fast.kernels.quantize.geometry import INT32, ceil_div
-from fast.kernels.quantize.host import in_words
 from reference import Quantized, Scheme
 
 #: What the kernel calls the elements.
@@ -24,56 +23,34 @@ LANE = 16
 def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
 ) -> torch.Tensor | None:
-    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `ready`."""
-    launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype, bias)
+    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`."""
+    launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
     given = {
-        "x": x.codes,
-        "x_scale": x.scale,
-        "x_zero": x.zero,
-        "codes": w.codes,
-        "scale": w.scale,
-        "bias": bias,
-    }
-    if launch is None or not together(*given.values()):
+        "x": x.codes, "x_scale": x.scale, "x_zero": x.zero, "codes": w.codes, "scale": w.scale, "bias": bias
+    }  # fmt: skip
+    if launch is None or not same_device(*given.values()):
         return None
-    # The kernel reads words: a view at another address is copied.
-    words = {name: in_words(given[name].contiguous()) for name in ("x", "codes")}
-    call = Recording({**given, **words})
+    call = Call(given, words=("x", "codes"))
     call.empty("y", (1, w.shape[0]), dtype)
     call.launch(launch, list(launch.kernel.arg_names[: len(given) + 1]))
-    call.remember(key, x.scheme, picked("y"))
-    return call.tensors["y"]
+    y: torch.Tensor = call.result(select("y"), key, x.scheme)
+    return y
 
 
-def launch_for(
-    x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> Fixed | None:
-    """The launch that multiplies one row of codes by a weight of some shape, both as `check_codes` allows, and adds such a
-    bias; None where there is none: rows whose length is no multiple of 16, no rows, other dtypes."""
+def launch_for(x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledLaunch | None:
+    """The launch that multiplies one row of codes by a weight of some shape, both as `check_codes` allows; None where there is
+    none: rows whose length is no multiple of 16, no rows, other dtypes."""
     rows, length = shape
     if dtype not in FLOATS or not rows or not length or length % LANE or interpreted():
         return None
-    kinds = KINDS[x.element], KINDS[w.element]
-    given = (x.zero is not None, kind_of(bias))
-    return _launch(*kinds, w.scale.block == -1, rows, length, NAMES[dtype], given)
+    return _launch(KINDS[x.element], KINDS[w.element], w.scale.block == -1, rows, length, NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)
-def _launch(
-    inputs: str,
-    kind: str,
-    each: bool,
-    rows: int,
-    length: int,
-    dtype: str,
-    given: tuple[bool, torch.dtype | None],
-) -> Fixed:
-    """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all.
-
-    given: whether inputs have a zero point, and the kind of the bias, for a launch of its own.
-    """
+def _launch(inputs: str, kind: str, each: bool, rows: int, length: int, dtype: str) -> CompiledLaunch:
+    """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all."""
     taken = byte_rows(rows)
     along = warps_along(ceil_div(rows, taken), ceil_div(length, BYTES))
     wide = rows * length > INT32 - length
     tail = (rows, length, each, inputs, kind, taken, along, wide, dtype, True)
-    return Fixed(code_kernel, ceil_div(rows, taken), tail, along, launch_pdl=True)
+    return CompiledLaunch(code_kernel, ceil_div(rows, taken), tail, along, launch_pdl=True)

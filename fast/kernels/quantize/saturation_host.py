@@ -1,4 +1,4 @@
-"""Host side of `clipped`: `fast.quantize.saturation` by kernels."""
+"""Host side of `fast.quantize.saturation`: a mask of the blocks that saturate, and gradients masked by it."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch import plan as passes
-from fast.kernels.launch.replay import picked, several
-from fast.kernels.quantize.host import asked_of, prepared
+from fast.kernels.launch import plan as plans
+from fast.kernels.launch.call import Call, select, select_all
+from fast.kernels.quantize.host import problem_of
 from reference import Scheme
 from reference.schemes.schemes import scheme_of
 
 
 def noted(
-    x: torch.Tensor, asked_scheme: str | Scheme, axis: int, key: Any = None
+    x: torch.Tensor, record: str | Scheme, axis: int, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values and notes, or None where the kernel makes no notes. key: of the call, see `ready`."""
-    scheme = scheme_of(asked_scheme)
-    of = asked_of(x, scheme, axis)
-    if of is None or not passes.notes(of):
+    """Values and the mask, or None where the kernel makes no mask. key: of the call, see `launch.cache`."""
+    of = problem_of(x, scheme_of(record), axis)
+    if of is None or not plans.notes(of):
         return None
-    plan = prepared(("noting", of.dtype, scheme, of.blocks), lambda: passes.noting(of))
-    made = plan({"x": x.contiguous()}, x.device)
-    plan.remember(key, asked_scheme, {"x": x}, several("y", "codes"))
-    return made["y"], made["codes"]
+    call = Call({"x": x})
+    call.run_plan(plans.noting(of))
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(select_all("y", "codes"), key, record)
+    return made
 
 
 def clip(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    notes: torch.Tensor,
-    asked_scheme: str | Scheme,
-    axis: int,
-    key: Any = None,
+    g: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, record: str | Scheme, axis: int, key: Any = None
 ) -> torch.Tensor:
-    """g, contiguous, masked in place where notes say so."""
-    scheme = scheme_of(asked_scheme)
-    of = asked_of(x, scheme, axis)
-    if (
-        of is None
-        or not passes.notes(of)
-        or g.shape != x.shape
-        or g.dtype != x.dtype
-        or not g.is_contiguous()
-    ):
+    """g, contiguous, zeroed in place where x saturates in a block of the mask."""
+    of = problem_of(x, scheme_of(record), axis)
+    if of is None or not plans.notes(of):
         raise ValueError(
-            f"clip: g is contiguous and like x, whose notes `noted` made; got {tuple(g.shape)} {g.dtype} for "
+            f"clip: no kernel makes a saturation mask of {tuple(x.shape)} {x.dtype} for {record}"
+        )
+    if g.shape != x.shape or g.dtype != x.dtype or not g.is_contiguous() or g.is_neg():
+        raise ValueError(
+            f"clip: g is contiguous and like x, whose mask `noted` made; got {tuple(g.shape)} {g.dtype} for "
             f"{tuple(x.shape)} {x.dtype}"
         )
-    plan = prepared(("clipping", of.dtype, scheme, of.blocks), lambda: passes.clipping(of))
-    plan({"g": g, "x": x.contiguous(), "codes": notes}, x.device)
-    plan.remember(key, asked_scheme, {"g": g, "x": x, "codes": notes}, picked("g"))
-    return g
+    if mask.dtype != torch.uint8 or mask.numel() != of.place.blocks:
+        raise ValueError(
+            f"clip: the saturation mask has one uint8 for each of {of.place.blocks} blocks, got {tuple(mask.shape)} "
+            f"{mask.dtype}"
+        )
+    if not x.device == g.device == mask.device:
+        raise ValueError(
+            f"clip: g, x and mask lie on one device, got {g.device}, {x.device} and {mask.device}"
+        )
+    call = Call({"g": g, "x": x, "codes": mask})
+    call.run_plan(plans.clipping(of))
+    made: torch.Tensor = call.result(select("g"), key, record)
+    return made
 
 
 __all__ = ["clip", "noted"]

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch import plan as passes
-from fast.kernels.launch.launcher import Fixed, interpreted, together
+from fast.kernels.launch import plan as plans
+from fast.kernels.launch.call import FLOATS, Call, select_all
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.launch.plan import Asked
-from fast.kernels.launch.plans import NAMES
-from fast.kernels.launch.replay import Recording, several
 from fast.kernels.quantize.geometry import (
     CHUNK,
     Geometry,
@@ -25,22 +24,13 @@ from fast.kernels.quantize.geometry import (
     flat_geometry,
     power_above,
 )
-from fast.kernels.quantize.host import (
-    PARTS,
-    asked_of,
-    asked_tensors,
-    check_words,
-    given_kind,
-    inputs,
-    prepared,
-)
+from fast.kernels.quantize.host import checked, given_kind, operands
 from fast.kernels.quantize.scale_grads import part_sums_kernel, slopes_kernel
 from fast.kernels.scheme.constants import rule_of
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.rounding import check_mode
-from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import check_scales, given_scales, usable
+from reference.quantize.provided_scales import given_scales, usable
 from reference.schemes.schemes import Scheme, scheme_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -51,53 +41,36 @@ POINTERS = ("x", "g", "words", "scale", "divisor", "outer", "zero", "y", "dscale
 
 
 def gradient(
-    g: torch.Tensor, x: torch.Tensor, asked_scheme: str | Scheme, axis: int, words: Any, scales: Any, key: Any = None
+    g: torch.Tensor, x: torch.Tensor, record: str | Scheme, axis: int, words: Any = None, scales: Any = None, key: Any = None
 ) -> Gradients | None:  # fmt: skip
-    """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `ready`."""
-    scheme = scheme_of(asked_scheme)
-    if x.dtype not in NAMES or g.dtype != x.dtype or g.shape != x.shape:
+    """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `launch.cache`."""
+    scheme = scheme_of(record)
+    if x.dtype not in FLOATS or g.dtype != x.dtype or g.shape != x.shape:
         return None
     check_mode(scheme.rounding, words)
-    of = asked_of(x, scheme, axis)
-    given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
-    check_words(x, scheme, words)
-    if of is None or not together(x, g, words, *(getattr(given, part, None) for part in PARTS)):
+    of, given = checked(x, scheme, axis, scales, words)
+    if of is None or not same_device(x, g):
         return None
     if given is None or given.scale is None:
-        return _masked(g, x, of, words, given, key, asked_scheme), None, None
-    return _sloped(g, x, of, words, given, key, asked_scheme)
+        call = Call({"g": g, **operands(x, given, words)})
+        call.run_plan(plans.masking(of, given_kind(given)))
+        result: Gradients = call.result(select_all("y", None, None), key, record)
+        return result
+    return _scale_gradients(g, x, of, words, given, key, record)
 
 
-def _masked(
-    g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales | None, key: Any, asked_scheme: str | Scheme
-) -> torch.Tensor:  # fmt: skip
-    """dx for scales from x, or under a given outer scale; answers the next call with this key, if it has one."""
-    tensors = {**inputs(x, given, words), "g": g.contiguous()}
-    kind = given_kind(given)
-    plan = prepared(("mask", of.dtype, of.scheme, of.blocks, kind), lambda: passes.masking(of, kind))
-    y = plan(tensors, x.device)["y"]
-    asked = {"g": g, **asked_tensors(x, given, words)}
-    plan.remember(key, asked_scheme, asked, several("y", None, None))
-    return y  # type: ignore[no-any-return]
-
-
-def _sloped(
-    g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales, key: Any, asked_scheme: str | Scheme
+def _scale_gradients(
+    g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales, key: Any, record: str | Scheme
 ) -> Gradients | None:  # fmt: skip
     """Gradients for given scales."""
     tiles = _tiles(of)
     if tiles is None:
         return None
-    call, scheme = Recording({"g": g, **asked_tensors(x, given, words)}), of.scheme
+    call, scheme = Call({"g": g, **operands(x, given, words)}), of.scheme
     if of.rule.two_level:
-        ns = namespace_of(x)
-        chosen = usable(ns, given_scales(ns, given, of.blocks, scheme), scheme, of.dtype)
-        divisor = chosen.exact if scheme.codes_from == "exact" else chosen.scale
-        made = {"scale": _flat_floats(chosen.scale), "divisor": _flat_floats(divisor)}
-        scheme = passes.first_level(scheme)
-        call.tensors = {
-            name: call.tensors[name] for name in ("g", "x", "words") if name in call.tensors
-        } | made
+        # Its scales are made by torch operations, for this call alone.
+        key, scheme = None, plans.first_level(scheme)
+        _take_scales_of_two_levels(call, x, of, given)
     names = ["dscale"] if of.scheme.zero is None else ["dscale", "dzero"]
     parts = (tiles.place.blocks, tiles.place.integers[5])
     call.empty("y", x.shape, x.dtype)
@@ -105,11 +78,17 @@ def _sloped(
         call.empty(name, parts if parts[1] > 1 else of.blocks.scale_shape, torch.float32)
     call.launch(_slopes(of, scheme, tiles), POINTERS)
     totals = [_total(call, name, parts, of.blocks.scale_shape) for name in names]
-    wanted = ("y", *totals, None)[:3]
-    if not of.rule.two_level:
-        call.remember(key, asked_scheme, several(*wanted))
-    y, dscale, dzero = (None if name is None else call.tensors[name] for name in wanted)
-    return y, dscale, dzero  # type: ignore[return-value]
+    result: Gradients = call.result(select_all(*("y", *totals, None)[:3]), key, record)
+    return result
+
+
+def _take_scales_of_two_levels(call: Call, x: torch.Tensor, of: Asked, given: Scales) -> None:
+    """The scales as the first level's kernel reads them, in place of the given parts."""
+    ns = namespace_of(x)
+    chosen = usable(ns, given_scales(ns, given, of.blocks, of.scheme), of.scheme, of.dtype)
+    divisor = chosen.exact if of.scheme.codes_from == "exact" else chosen.scale
+    stored = {name: call.tensors[name] for name in ("g", "x", "words") if name in call.tensors}
+    call.tensors = stored | {"scale": _flat_floats(chosen.scale), "divisor": _flat_floats(divisor)}
 
 
 def _flat_floats(bits: torch.Tensor) -> torch.Tensor:
@@ -122,7 +101,7 @@ class _Tiles:
     """Where blocks lie; whether they are read down their columns; which side of them is cut, if one is."""
 
     place: Geometry
-    turned: bool = False
+    transposed: bool = False
     split: str = ""
 
 
@@ -146,30 +125,30 @@ def _rectangles(of: Asked) -> _Tiles:
     """Rectangles; those beyond CHUNK as two, the first elements of a block in its order, and the others."""
     place = of.place
     count, columns, rows, length, limit, _, lead, down, right, *inner = place.integers
-    turned = of.blocks.axis != len(of.blocks.shape) - 1 and 1 < place.inner < place.size
+    transposed = of.blocks.axis != len(of.blocks.shape) - 1 and 1 < place.inner < place.size
     if place.size <= CHUNK:
-        return _Tiles(place, turned)
+        return _Tiles(place, transposed)
     n, width = place.size // CHUNK, place.inner
-    if turned or width == place.size:
+    if transposed or width == place.size:
         side, columns, right, width = "columns", columns * n, right // n, width // n
     else:
         side, rows, down = "rows", rows * n, down // n
     integers = (count * n, columns, rows, length, limit, n, lead, down, right, *inner)
     cut = replace(place, programs=count * n, integers=integers, size=CHUNK, inner=width, p=1)
-    return _Tiles(cut, turned, side)
+    return _Tiles(cut, transposed, side)
 
 
-def _slopes(of: Asked, scheme: Scheme, tiles: _Tiles) -> Fixed:
+def _slopes(of: Asked, scheme: Scheme, tiles: _Tiles) -> CompiledLaunch:
     """The launch that makes dx and the sums of blocks, or of their parts."""
     place, elements = tiles.place, tiles.place.p * tiles.place.size
     tail = (
         *place.integers, rule_of(scheme, of.dtype, of.hardware), rule_of(scheme, of.dtype, of.hardware, True), place.shape,
-        place.chunked, place.masked, place.wide, tiles.turned, tiles.split, place.size, place.inner, place.p,
+        place.chunked, place.masked, place.wide, tiles.transposed, tiles.split, place.size, place.inner, place.p,
     )  # fmt: skip
-    return Fixed(slopes_kernel, place.programs, tail, max(1, min(16, elements // (32 * PER_THREAD))))
+    return CompiledLaunch(slopes_kernel, place.programs, tail, max(1, min(16, elements // (32 * PER_THREAD))))
 
 
-def _total(call: Recording, name: str, parts: tuple[int, int], shape: tuple[int, ...]) -> str:
+def _total(call: Call, name: str, parts: tuple[int, int], shape: tuple[int, ...]) -> str:
     """The name of the sums of the rows of a float32 matrix, in the order of the tree; their shape is this one."""
     rows, length = parts
     while length > 1:
@@ -179,6 +158,6 @@ def _total(call: Recording, name: str, parts: tuple[int, int], shape: tuple[int,
         source, name = name, f"{name} of {length}"
         call.empty(name, (rows, left) if left > 1 else shape, torch.float32)
         tail = (rows, length, not interpreted(), size, p)
-        call.launch(Fixed(part_sums_kernel, ceil_div(rows, p) * left, tail, 4), (source, name))
+        call.launch(CompiledLaunch(part_sums_kernel, ceil_div(rows, p) * left, tail, 4), (source, name))
         length = left
     return name

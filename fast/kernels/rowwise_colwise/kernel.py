@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import Fixed
-from fast.kernels.launch.replay import Recording
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
 from fast.kernels.rowwise_colwise.unswizzle_scales import untile
 from fast.kernels.rules.bits import bits_of, widened
@@ -150,16 +150,14 @@ def covers_given(x: torch.Tensor, rule: Rule) -> bool:
     return plain and whole and max(x.shape) < LONGEST
 
 
-def mx_both(
-    x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int
-) -> Recording:
+def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> Call:
     """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
 
     tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`, whose padding somebody else makes 0.
     Plain scales are made of tiled ones where tiles have no padding; see `untile`. tuning: see `_mx_floats` and
     `_mx_pairs`; results do not depend on it.
     """
-    call = Recording({"x": x})
+    call = Call({"x": x})
     for name, tensor in made.items():
         padded = tiled and name in SCALES and tensor.numel() > x.numel() // 32
         call.take({name: tensor}, (0,) if padded else ())
@@ -175,17 +173,19 @@ def mx_both(
 
 
 def _mx_floats(
-    call: Recording, scales: tuple[str, str], rule: Rule, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
+    call: Call, scales: tuple[str, str], rule: Rule, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
 ) -> None:  # fmt: skip
     """float32 in tiles of 32 * warps rows and `columns` columns. scales: names of the tensors that get them."""
     x = call.tensors["x"]
     grid = (x.shape[0] // (32 * warps)) * (x.shape[1] // columns)
     tail = (*x.shape, rule, tiled, x.numel() >= 2**31, warps, columns)
-    call.launch(Fixed(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1]))
+    call.launch(
+        CompiledLaunch(mx_both_kernel, grid, tail, warps), ("x", "codes", scales[0], "transposed", scales[1])
+    )
 
 
 def _mx_pairs(
-    call: Recording,
+    call: Call,
     scales: tuple[str, str],
     rule: Rule,
     tiled: bool,
@@ -204,20 +204,20 @@ def _mx_pairs(
     band = gcd(tall, band)
     grid = (band, width // (64 * across), tall // band)
     tail = (height, width, rule, tiled, down, across)
-    kernel = Fixed(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
+    kernel = CompiledLaunch(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 
 
-def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Recording:
+def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Call:
     """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
     height, width = x.shape
     tall = height // PLAIN_ROWS
     band = gcd(tall, PLAIN_BAND)
     grid = (band, width // PLAIN_COLUMNS, tall // band)
-    call = Recording({"x": x, **{name: made.get(name) for name in GIVEN}})
+    call = Call({"x": x, **{name: made.get(name) for name in GIVEN}})
     call.take({name: made[name] for name in ("codes", "transposed")})
     one = made["scale"] is made["transposed_scale"]
     tail = (height, width, rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS)
     pointers = ("x", "codes", "transposed", "scale", "transposed_scale")
-    call.launch(Fixed(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)
+    call.launch(CompiledLaunch(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)
     return call

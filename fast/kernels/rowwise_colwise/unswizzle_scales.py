@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import Fixed
-from fast.kernels.launch.replay import Recording
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import CompiledLaunch
 
 # Scales of a program: 128 rows of 8 words.
 TILE = 4096
@@ -42,9 +42,9 @@ def _untile(tiled, plain, rows, words, program):
     tl.store(target + (row * words + word), tl.load(source + at, mask=inside, other=0), mask=inside)
 
 
-def untile(call: Recording, tiled: str, plain: str, tiled2: str, plain2: str) -> None:
+def untile(call: Call, tiled: str, plain: str, tiled2: str, plain2: str) -> None:
     """Fill two plain matrices of scales, sides multiples of 128 and 4, from tiled ones of the same size."""
     (rows, blocks), (rows2, blocks2) = shapes = [call.tensors[name].shape for name in (plain, plain2)]
     programs = [rows // 128 * -(-blocks // 32) for rows, blocks in shapes]
     tail = (rows, blocks // 4, rows2, blocks2 // 4, programs[0], TILE)
-    call.launch(Fixed(untile_kernel, sum(programs), tail, 4), (tiled, plain, tiled2, plain2))
+    call.launch(CompiledLaunch(untile_kernel, sum(programs), tail, 4), (tiled, plain, tiled2, plain2))

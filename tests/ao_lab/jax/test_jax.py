@@ -13,7 +13,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import cache as ready
+from fast.kernels.launch import cache
 from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
 
@@ -55,17 +55,17 @@ def assert_rows(mapped, rows):
 
 def test_remembered_calls_tell_arguments_apart(monkeypatch):
     """After a call was repeated without a trace, those that are like it but for a detail give the reference's bits."""
-    monkeypatch.setattr(ready, "READY", {})
+    monkeypatch.setattr(cache, "CALLS", {})
     record = SCHEMES["fp8_rowwise"]
     scales = reference.choose_scales(X, record)
     given = Scales(jnp.asarray(scales.scale))
     functions.quantize(jnp.asarray(X), record)
-    known = dict(ready.READY)
+    known = dict(cache.CALLS)
     assert len(known) == 1
     monkeypatch.setattr(programs, "run", lambda *_: pytest.fail("another program"))
     assert_same_bits(functions.quantize(jnp.asarray(X[::-1]), record), reference.quantize(X[::-1], record))
     monkeypatch.undo()
-    monkeypatch.setattr(ready, "READY", dict(known))
+    monkeypatch.setattr(cache, "CALLS", dict(known))
     for number, (x, scheme, more) in enumerate(
         [
             (X.astype("float16"), record, {}),
@@ -83,7 +83,7 @@ def test_remembered_calls_tell_arguments_apart(monkeypatch):
             )
             made = functions.quantize(jnp.asarray(x), scheme, **mine)
             assert_same_bits(made, reference.quantize(x, scheme, **theirs))
-        assert len(ready.READY) == 2 + number
+        assert len(cache.CALLS) == 2 + number
     for wrong in ({"axis": True}, {"axis": 2.0}, {"random_bits": jnp.zeros(X.shape, "uint32")}):
         with pytest.raises((TypeError, ValueError)):
             functions.quantize(jnp.asarray(X), record, **wrong)

@@ -17,8 +17,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch.replay import Recording
-from fast.kernels.quantize import host as quantizer
+from fast.kernels.launch.call import Call
 from fast.kernels.quantize import vjp as gradients
 from reference import SCHEMES, Scales
 from reference.schemes.schemes import scheme_of
@@ -87,7 +86,7 @@ def compare(
 ) -> None:
     """One call."""
     wanted = reference.fake_quantize_vjp(g, x, record, axis=axis, scales=scales, random_bits=drawn)
-    assert_same_bits(quantizer.gradient(g, x, record, axis, drawn, scales), wanted)
+    assert_same_bits(gradients.gradient(g, x, record, axis, drawn, scales), wanted)
 
 
 def compare_case(name: str, fields: dict, shape: tuple[int, ...], axis: int) -> None:
@@ -127,7 +126,7 @@ def compare_long_sums() -> None:
     wanted[:, :5001] = parts
     while wanted.shape[1] > 1:
         wanted = wanted[:, 0::2] + wanted[:, 1::2]
-    call = Recording({"parts": parts})
+    call = Call({"parts": parts})
     made = gradients._total(call, "parts", tuple(parts.shape), (3, 1))
     assert_same_bits(call.tensors[made], wanted)
     print("long sums", flush=True)

@@ -26,7 +26,7 @@ from ao_lab.jax import functions as implementation
 from ao_lab.jax import launches
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.launch import plan as passes
-from fast.kernels.launch.launcher import Launch
+from fast.kernels.launch.launcher import POINTERS, block_launch
 from reference import SCHEMES, Scales
 from reference.arrays.torch_bridge import to_numpy, to_torch
 from reference.quantize.tiled_scales import STORED
@@ -57,8 +57,8 @@ def emulated(one, inputs, outputs, updated):
         launched.append(one)
         given = {name: to_torch(np.array(value)) for name, value in {**inputs, **updated}.items()}
         made = {name: torch.full(b.shape, 77, dtype=getattr(torch, b.dtype)) for name, b in outputs.items()}
-        launch = Launch(one)
-        launch({launch.names[argument]: tensor for argument, tensor in {**given, **made}.items()}, -1)
+        launch, _ = block_launch(one)
+        launch.run([{**given, **made}.get(argument) for argument in POINTERS], -1)
         return {name: to_numpy({**given, **made}[name]) for name in wanted}
 
     return jax.pure_callback(

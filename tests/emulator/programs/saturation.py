@@ -21,7 +21,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import saturation_host as clipping
-from fast.kernels.quantize.host import asked_of
+from fast.kernels.quantize.host import problem_of
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_torch
 from tests.emulator import ptx_interpreter, quick_interpreter
@@ -101,7 +101,7 @@ def compare_sequences(name: str) -> None:
         block = scheme.scale.block
         size = block if isinstance(block, int) and block > 0 else 256
         noted += sum(compare(x, scheme, -1) for x in (*tried, to_torch(halfway(scheme, dtype, size))))
-        of = asked_of(tried[0], scheme, -1)
+        of = problem_of(tried[0], scheme, -1)
         assert of is not None
         assert of.rule.ranged, "not by the sequences"
         print(name, dtype, flush=True)

@@ -18,8 +18,10 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.launch import cache
 from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import vjp
 from reference import SCHEMES, Scales, Scheme
 from tests.emulator import quick_interpreter
 from tests.emulator.programs.kernels import numbers
@@ -78,7 +80,7 @@ def compare(x: torch.Tensor, scheme: Scheme) -> None:
         fake = reference.fake_quantize(x, scheme, scales=given)
         assert_same_bits(quantizer.fake_quantize(x, scheme, -1, given), fake)
         wanted = reference.fake_quantize_vjp(x, x, scheme, scales=given)
-        assert_same_bits(quantizer.gradient(x, x, scheme, -1, None, given), wanted)
+        assert_same_bits(vjp.gradient(x, x, scheme, -1, None, given), wanted)
 
 
 def compare_packed(x: torch.Tensor, scheme: Scheme) -> None:
@@ -108,7 +110,7 @@ def main() -> None:
     # Trees of several passes, whose last is small.
     passes.AVERAGED, passes.LEFT = 16, 4
     for count in (5, 16, 17, 250, 300):
-        quantizer.PLANS.clear()
+        cache.CALLS.clear()
         compare(numbers((count * 64 - 3,), torch.float32), NF4)
         print("passes", count, flush=True)
     for name, scheme in RECORDS:

@@ -10,10 +10,9 @@ import triton
 
 import fast
 import reference
-from fast.kernels.launch import cache as ready
-from fast.kernels.launch import launcher as launch
-from fast.kernels.launch import replay as replays
-from fast.kernels.quantize import host as quantizer
+from fast.kernels.launch import cache, direct
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import POINTERS
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
 
@@ -190,13 +189,13 @@ def test_results_are_fresh(flat, name):
 )
 def test_statistics_start_from_their_fill(flat, monkeypatch, scheme, fill):
     """The memory of a call's statistics is filled again, whatever it held."""
-    monkeypatch.setattr(replays, "allocator", lambda device: lambda shape, strides, dtype: full(shape, dtype))
+    monkeypatch.setattr(direct, "allocator", lambda device: lambda shape, strides, dtype: full(shape, dtype))
     full = lambda shape, dtype: torch.full(shape, 77, dtype=dtype)  # noqa: E731
     x, seen = normals(640, 24), []
     numbers = ctypes.c_int32 * (24 * len(fill))
 
     def read(head, given):
-        seen.append(list(numbers.from_address(given[launch.POINTERS.index("statistic")])))
+        seen.append(list(numbers.from_address(given[POINTERS.index("statistic")])))
 
     flat.note = read
     fast.quantize(x, scheme, axis=0)
@@ -255,7 +254,7 @@ def test_what_differs_goes_the_ordinary_way(flat, monkeypatch, name):
     for _, call in CALLS.values():
         call()
     before = sum(flat.counts())
-    monkeypatch.setattr(replays.Replay, "run", lambda *_: pytest.fail("repeated another call"))
+    monkeypatch.setattr(Call, "_launch_directly", lambda *_: pytest.fail("repeated another call"))
     OTHERS[name]()
     assert sum(flat.counts()) > before
 
@@ -314,25 +313,24 @@ def test_an_axis_that_cannot_be_hashed(flat):
     """NumPy's 0-d arrays count as integers, and are not remembered."""
     for _ in range(2):
         assert fast.quantize(X, "fp8_rowwise", axis=np.array(1)).axis == 1
-    assert not ready.READY
+    assert not cache.CALLS
 
 
 def test_what_is_remembered_is_bounded(flat, monkeypatch):
-    monkeypatch.setattr(ready, "MOST", 3)
-    monkeypatch.setattr(quantizer, "MOST_PLANS", 2)
+    """The oldest goes, and no other: a program that sees ever new shapes has no cliff."""
+    monkeypatch.setattr(cache, "MOST", 3)
     for rows in range(1, 9):
         fast.quantize(normals(rows, 64), "fp8_rowwise")
-        assert len(ready.READY) <= 3
-        assert len(quantizer.PLANS) <= 2
+        assert [key[-1][1][0] for key in cache.CALLS] == list(range(max(1, rows - 2), rows + 1))
 
 
 def test_a_remembered_record_is_kept(flat):
     """Its id stands for it, so no other record may get that number."""
     record = replace(SCHEMES["fp8_rowwise"], name="short-lived")
     fast.quantize(X, record)
-    ((key, entry),) = ready.READY.items()
+    ((key, entry),) = cache.CALLS.items()
     assert id(record) in key
-    assert entry[2] is record
+    assert entry[1] is record
 
 
 def test_a_record_that_was_changed_is_another_one(flat):
@@ -386,11 +384,11 @@ def test_kernels_with_scratch_memory_keep_their_launcher(flat):
     compiled = type("Compiled", (), {"function": 1, "packed_metadata": ()})
     compiled.run = lambda *given: calls.append(given)
     compiled.run.__dict__.update(launch=run.launch, global_scratch_size=16, profile_scratch_size=0)
-    launch.straight(compiled, (3, 1, 1), 2, ("tail",))(9, [64, None])
+    direct.DirectLaunch(compiled, (3, 1, 1), 2, ("tail",)).function(9, [64, None])
     assert calls == [(3, 1, 1, 9, 1, (), None, None, None, 64, None, "tail")]
 
 
 def test_an_eps_of_another_type_is_not_remembered(flat):
     for _ in range(3):
         fast.rms_norm(X, WEIGHT, eps=np.float64(1e-6))
-    assert not any(key and key[0] == "rms_norm" for key in ready.READY)
+    assert not any(key and key[0] == "rms_norm" for key in cache.CALLS)

@@ -9,8 +9,10 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+import torch
 from triton.runtime.jit import JITFunction
 
+from fast.kernels.encode import pointwise
 from fast.kernels.launch import plan as passes
 from tests.fast.kernels.compiling.kernel_calls import case, dequantize, quantize
 from tests.fast.kernels.compiling.kernel_compiler import compiling
@@ -66,3 +68,28 @@ def test_elements_are_counted_in_64_bits(one, monkeypatch):
     (kernel,) = made
     assert "xi64>" in kernel.asm["ttir"]
     assert not narrow_moves(kernel.asm["ttir"])
+
+
+@pytest.mark.parametrize(("function", "kernel"), [("pack", "pack_kernel"), ("unpack", "unpack_kernel")])
+def test_bits_of_long_rows_are_counted_in_64_bits(function, kernel, monkeypatch):
+    """A row of 600 million codes from an odd address: the number of a bit does not fit 32."""
+    many, made = 600_000_000, []
+    memory = torch.empty((many if function == "pack" else many // 2) + 1, dtype=torch.uint8)[1:]
+    with compiling([]):
+        run = JITFunction.run
+        monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append(run(*args, **options)))
+        pointwise.pack(memory, "int4") if function == "pack" else pointwise.unpack(memory, "int4", (many,))
+        monkeypatch.undo()
+    (compiled,) = made
+    assert compiled.metadata.name == kernel
+    # The number of a code or byte in its row is the remainder of a 64-bit division, and stays one.
+    assert re.search(r"arith\.muli .*: tensor<4096xi64>", compiled.asm["ttir"])
+    assert not re.search(r"arith\.(muli|divsi|remsi) .*: tensor<4096xi32>", compiled.asm["ttir"])
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 6])
+def test_rows_are_long_where_their_bits_leave_32(bits):
+    assert pointwise.width_of(2**20, 2**20, bits) is False
+    assert pointwise.width_of(2**31, 1024, bits) is True
+    assert pointwise.width_of(2**31 // bits, 2**31 // bits, bits) == 2
+    assert 2 * pointwise.width_of(2**31 // bits - 64, 2**31 // bits - 64, bits) < 4

@@ -13,7 +13,7 @@ import fast
 import reference
 from ao_lab import testing
 from ao_lab.config.recipe import named
-from fast.matmul.linear import rows_fused
+from fast.matmul.weights import rows_fused
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_numpy
 from reference.matmul.linear import transposed
@@ -137,7 +137,7 @@ def test_errors_of_fast():
     x, w = torch.ones(5, 128), fast.quantize(torch.ones(48, 128), "int4_g32")
     for call, error, text in (
         (lambda: fast.linear(x.numpy(), w), TypeError, "those of `reference` take NumPy"),
-        (lambda: fast.linear(x, W), TypeError, "fast.linear takes torch tensors, got ndarray"),
+        (lambda: fast.linear(x, W), TypeError, "fast.linear takes weights of torch tensors, got ndarray"),
         (lambda: fast.linear(x, x), TypeError, "Quantized weight"),
         (lambda: fast.linear(x[:, 1:], w), ValueError, "last axes"),
         (lambda: fast.linear(x, w, x), ValueError, "bias has shape"),
@@ -170,7 +170,12 @@ def test_the_operator(scheme, bias):
     assert torch.equal(torch.ops.ao_lab.linear(*given), fast.linear(x, w, bias))
     compiled = torch.compile(lambda x: fast.linear(x, w, bias), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), fast.linear(x, w, bias))
-    there = fast.linear(x.to("meta"), replace(w, codes=w.codes.to("meta"), scale=w.scale.to("meta")), bias)
+    moved = {
+        part: t.to("meta")
+        for part in ("codes", "scale", "outer", "zero")
+        if (t := getattr(w, part)) is not None
+    }
+    there = fast.linear(x.to("meta"), replace(w, **moved), None if bias is None else bias.to("meta"))
     assert (there.shape, there.dtype, there.is_meta) == ((2, 5, 48), torch.float16, True)
 
 
@@ -181,11 +186,23 @@ def test_the_operator_takes_scales_in_tiles():
     assert torch.equal(compiled(x), fast.linear(x, w))
 
 
-def test_results_have_no_history():
-    x = torch.ones(5, 128, requires_grad=True)
-    made = fast.linear(x, fast.quantize(torch.ones(48, 128), "int4_g32"), torch.ones(48, requires_grad=True))
-    assert not made.requires_grad
+def test_inputs_and_bias_have_gradients():
+    """Those of a product with the dequantized weight; the scales of a stored weight have none, and say so."""
+    x, bias = torch.from_numpy(numbers(2, 5, 128)).requires_grad_(), torch.ones(48, requires_grad=True)
+    w = fast.quantize(torch.from_numpy(numbers(48, 128)), "int4_g32")
+    g = torch.from_numpy(numbers(2, 5, 48))
+    fast.linear(x, w, bias).backward(g)
+    assert torch.equal(x.grad, g @ fast.dequantize(w))
+    assert torch.allclose(bias.grad, g.sum((0, 1)), rtol=1e-6)
+    learned = replace(w, scale=w.scale.requires_grad_())
+    with pytest.raises(NotImplementedError, match="no gradient for the scales"):
+        fast.linear(x, learned).sum().backward()
+    with torch.no_grad():
+        assert not fast.linear(x, w, bias).requires_grad
 
+
+if platform.system() == "Linux":
+    from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 NIBBLE, BYTE, VECTOR, TILE = "nibble_kernel", "byte_kernel", "vector_kernel", "tile_kernel"
@@ -207,19 +224,44 @@ def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None
 @linux
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g64", "mxfp4_rceil"])
-def test_a_launch_serves_one_kind_of_bias(scheme, rows):
-    """It keeps the kernel that was compiled for its first pointers, and would read others as those, or not at all."""
-    from fast.kernels.linear.select import launch_for
-
-    w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
+def test_a_compiled_kernel_serves_one_kind_of_operands(monkeypatch, scheme, rows):
+    """It would read others as those that it was compiled for: dtype and presence of every operand belong to its key."""
+    w, x = (
+        fast.quantize(torch.zeros(64, 512), scheme, packed=True),
+        torch.zeros(rows, 512, dtype=torch.bfloat16),
+    )
+    recorded = Recorded(monkeypatch, Flat)
     biases = [
         None,
         *(torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
     ]
-    found = [launch_for(w, rows, torch.bfloat16, bias) for bias in biases]
-    assert None not in found
-    assert len({id(launch) for launch in found}) == 4
-    assert launch_for(w, rows, torch.bfloat16, torch.ones(64)) is found[1]
+    for count, bias in enumerate(biases, 1):
+        fast.linear(x, w, bias)
+        assert recorded.counts() == (count, 0)
+    for count, bias in enumerate(biases, 1):
+        fast.linear(x, w, bias)
+        assert recorded.counts() == (4, count)
+
+
+@linux
+@pytest.mark.parametrize("kind", ["linear", "linear_pair", "linear_swiglu", "linear_of_codes"])
+def test_scales_of_another_dtype_are_refused_after_right_ones(monkeypatch, kind):
+    """They were read as what the first call had."""
+    w, x = fast.quantize(torch.ones(64, 512), "int8_rowwise"), torch.ones(1, 512, dtype=torch.bfloat16)
+    wrong, q = replace(w, scale=w.scale.half()), fast.quantize(x, "int8_rowwise")
+    recorded = Recorded(monkeypatch, Flat)
+    call = {
+        "linear": lambda w: fast.linear(x, w),
+        "linear_pair": lambda w: fast.linear_pair(x, w, w),
+        "linear_swiglu": lambda w: fast.linear_swiglu(x, w, w),
+        "linear_of_codes": lambda w: fast.linear_of_codes(q, w, dtype=torch.bfloat16),
+    }[kind]
+    call(w)
+    call(w)
+    counts = recorded.counts()
+    with pytest.raises(ValueError, match="scale = float32 of shape"):
+        call(wrong)
+    assert recorded.counts() == counts
 
 
 def scheme_with(name, **scale):
@@ -327,7 +369,7 @@ def test_views_at_odd_addresses_are_copied(monkeypatch):
     moved = replace(w, codes=memory[1:].view(w.codes.shape))
     x = torch.zeros(513, dtype=torch.bfloat16)[1:].view(1, 512)
     seen = []
-    monkeypatch.setattr(kernels.Fixed, "run", lambda launch, pointers, device: seen.extend(pointers))
+    monkeypatch.setattr(kernels.CompiledLaunch, "run", lambda launch, pointers, device: seen.extend(pointers))
     kernels.linear(x, moved, None)
     assert (x.data_ptr() % 4, moved.codes.data_ptr() % 4) == (2, 1)
     assert all(pointer is None or pointer.data_ptr() % 4 == 0 for pointer in seen[:2])

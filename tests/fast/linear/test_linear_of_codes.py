@@ -13,7 +13,7 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast import linear_of_codes
-from fast.matmul.linear import LONGEST_INT8, takes_codes
+from fast.matmul.weights import LONGEST_INT8, takes_codes
 from reference import SCHEMES
 from reference.matmul.linear import transposed
 
@@ -21,6 +21,7 @@ if platform.system() == "Linux":
     from fast.kernels.linear import gemv_w8a8 as code_product
     from fast.kernels.linear.w8a8_host import launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
+    from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 PAIRS = (
@@ -68,7 +69,18 @@ def test_the_operator(inputs, weight):
         backend="aot_eager",
     )
     assert torch.equal(compiled(x.codes), wanted)
-    there = linear_of_codes(replace(x, codes=x.codes.to("meta")), w, dtype=torch.float16)
+    x, w = (
+        replace(
+            q,
+            **{
+                part: t.to("meta")
+                for part in ("codes", "scale", "zero")
+                if (t := getattr(q, part)) is not None
+            },
+        )
+        for q in (x, w)
+    )
+    there = linear_of_codes(x, w, dtype=torch.float16)
     assert (there.shape, there.dtype, there.is_meta) == ((1, 48), torch.float16, True)
 
 
@@ -231,17 +243,17 @@ def test_not_a_number_stays_in_its_row():
 
 
 @linux
-def test_a_launch_serves_one_kind_of_zero_point_and_bias():
-    """It keeps the kernel that was compiled for its first pointers."""
-    weight = SCHEMES["int8_rowwise"]
+def test_a_compiled_kernel_serves_one_kind_of_zero_point_and_bias(monkeypatch):
+    """Dtype and presence of every operand belong to its key."""
+    recorded = Recorded(monkeypatch, Flat)
+    w, row = reference.quantize(torch.ones(64, 512), "int8_rowwise"), torch.ones(1, 512)
+    inputs = [reference.quantize(row, name) for name in ("int8_rowwise", "int8_rowwise_asymmetric")]
     biases = [None, torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)]
-    found = [
-        launch_for(SCHEMES[name], weight, (64, 512), torch.bfloat16, bias)
-        for name in ("int8_rowwise", "int8_rowwise_asymmetric")
-        for bias in biases
-    ]
-    assert None not in found
-    assert len({id(launch) for launch in found}) == 6
+    for counts in ((6, 0), (6, 6)):
+        for x in inputs:
+            for bias in biases:
+                linear_of_codes(x, w, bias, dtype=torch.bfloat16)
+        assert recorded.counts() == counts
 
 
 @linux
@@ -268,7 +280,9 @@ def test_views_at_odd_addresses_are_copied(monkeypatch):
     moved = [torch.zeros(q.codes.numel() + 1, dtype=torch.uint8)[1:].view(q.codes.shape) for q in (X, W)]
     assert all(codes.data_ptr() % 4 for codes in moved)
     seen = []
-    monkeypatch.setattr(code_linear.Fixed, "run", lambda launch, pointers, device: seen.append(pointers))
+    monkeypatch.setattr(
+        code_linear.CompiledLaunch, "run", lambda launch, pointers, device: seen.append(pointers)
+    )
     x, w = (replace(q, codes=codes) for q, codes in zip((X, W), moved, strict=True))
     code_linear.linear_of_codes(x, w, torch.zeros(48), torch.bfloat16, None)
     (pointers,) = seen

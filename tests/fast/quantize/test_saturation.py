@@ -42,10 +42,23 @@ def test_a_gradient_that_is_not_like_its_tensor_is_refused():
     x, notes = torch.zeros(2, 64), torch.zeros(2, dtype=torch.uint8)
     for g in (torch.zeros(64, 2).t(), torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float16)):
         with (
-            mock.patch.object(clipping, "prepared", side_effect=AssertionError),
+            mock.patch.object(clipping, "Call", side_effect=AssertionError),
             pytest.raises(ValueError, match="clip: g is contiguous and like x"),
         ):
             clipping.clip(g, x, notes, SCHEME, -1)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 64).byte()]
+)  # fmt: skip
+def test_a_mask_of_another_shape_or_dtype_is_refused(mask):
+    from fast.kernels.quantize import saturation_host as clipping
+
+    x = torch.zeros(2, 64)
+    with pytest.raises(ValueError, match="the saturation mask has one uint8 for each of 2 blocks"):
+        clipping.clip(torch.zeros(2, 64), x, mask, SCHEME, -1)
+    with pytest.raises(ValueError, match="on one device"):
+        clipping.clip(torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1)
 
 
 def test_gradients_are_those_of_the_public_functions(capsys):

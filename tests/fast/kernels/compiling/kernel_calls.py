@@ -16,6 +16,7 @@ from fast.kernels.linear import select as products
 from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import saturation_host as clipping
+from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.scheme.constants import rule_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
@@ -76,7 +77,7 @@ def fake(name, dtype="bfloat16", shape=SOME, axis=-1):
 
 def gradient(name, dtype="bfloat16", shape=SOME, axis=-1, given=False):
     scheme, x = SCHEMES[name], empty(shape, dtype)
-    return quantizer.gradient(x, x, scheme, axis, None, scales_of(scheme, shape, axis) if given else None)
+    return vjp.gradient(x, x, scheme, axis, None, scales_of(scheme, shape, axis) if given else None)
 
 
 def noted(name, dtype="bfloat16", shape=SOME, axis=-1):

@@ -24,11 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fast.kernels.launch import cache as ready
+from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
 from fast.kernels.linear import w8a8_host as code_linear
-from fast.kernels.quantize import host as quantizer
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -94,7 +93,7 @@ class OnlyTarget:
 def compiling(found: list[Machine]) -> Iterator[None]:
     """Launches compile and are noted in `found`; plans and kernels made here are forgotten afterwards."""
     run, active = JITFunction.run, driver._active
-    kept = (dict(quantizer.PLANS), dict(ready.READY))
+    kept = dict(cache.CALLS)
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
@@ -104,8 +103,7 @@ def compiling(found: list[Machine]) -> Iterator[None]:
 
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
-    for cache in (quantizer.PLANS, ready.READY):
-        cache.clear()
+    cache.CALLS.clear()
     for module in (linear, code_linear, pair_linear):
         module._launch.cache_clear()
     try:
@@ -115,9 +113,8 @@ def compiling(found: list[Machine]) -> Iterator[None]:
         driver._active = active
         for module in (linear, code_linear, pair_linear):
             module._launch.cache_clear()
-        for cache, before in zip((quantizer.PLANS, ready.READY), kept, strict=True):
-            cache.clear()
-            cache.update(before)
+        cache.CALLS.clear()
+        cache.CALLS.update(kept)
 
 
 def launched(call: Callable[[], Any]) -> list[Machine]:

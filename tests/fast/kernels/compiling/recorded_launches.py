@@ -5,16 +5,14 @@ Triton's JIT and the C function under its launcher are replaced; everything betw
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from fast.kernels.launch import cache as ready
-from fast.kernels.launch import launcher as launch
-from fast.kernels.linear import w8a8_host as code_linear
-from fast.kernels.quantize import host as quantizer
+from fast import dispatch
+from fast.kernels.launch import cache, direct
+from fast.kernels.linear import pair_host, select, w8a8_host
 
 # Shared by JIT and C function: how Triton names what it compiled.
 FUNCTION, METADATA = 1234, (4, 1, 0)
@@ -70,15 +68,14 @@ class Recorded:
             return compiled
 
         monkeypatch.setattr(JITFunction, "run", run)
-        monkeypatch.setattr(launch, "current_device", lambda: self.device)
-        monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+        monkeypatch.setattr(direct, "current_device", lambda: self.device)
+        monkeypatch.setattr(direct, "current_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", self.guard)
-        for name in ("quantize", "fake_quantize", "both", "encode", "linear", "pack", "normalize", "swiglu"):
-            monkeypatch.setattr(sys.modules[f"fast.{name}"], "has_kernels", lambda x: True)
-        monkeypatch.setattr(ready, "READY", {})
-        monkeypatch.setattr(quantizer, "PLANS", {})
+        monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+        monkeypatch.setattr(cache, "CALLS", {})
         # Launches that are kept would keep what passes for compiled here.
-        monkeypatch.setattr(code_linear, "_launch", code_linear._launch.__wrapped__)
+        for module in (select, pair_host, w8a8_host):
+            monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
 
     def note(self, head: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """What the C function does here."""

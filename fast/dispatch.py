@@ -1,0 +1,136 @@
+"""`run`: what every public function does with its arguments, in one order.
+
+1. Under a tracer, a dispatch mode or a transform, for tensors without memory, and where a gradient is wanted of a function that
+   has one: the function's `torch.library` operator, which has a fake, a rule for vmap and, for products and layers, a gradient.
+2. A call like one before it: the call that the cache has for it.
+3. Else checks (dense tensors, one device), then a kernel on NVIDIA GPUs of `device.OLDEST` or later, then the reference.
+
+Functions whose results are codes, and those of codes, have no gradient: their inputs are detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fast.device import PLAIN, has_kernels, is_transformed
+from fast.kernels.launch import cache
+
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+
+#: Record (scheme, format or None), plain values and operands of a call to its result; a kernel takes the key too, and may
+#: give None where it does not cover the operands.
+Reference = Callable[[Any, tuple[Any, ...], Sequence[Any]], Any]
+Kernel = Callable[[Any, tuple[Any, ...], Sequence[Any], Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A public function below its signature. operands: what to call its tensors in messages.
+
+    differentiable: its operator has a gradient, or an error in place of one.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    reference: Reference
+    operator: Reference
+    kernel: Kernel | None = None
+    differentiable: bool = False
+
+
+def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
+    """The function's result. The first operand has to be a tensor; what is wrong with others the reference says."""
+    if _is_compiling():
+        return _operate(function, record, values, operands)
+    if is_transformed() or (function.differentiable and wants_gradient(operands)):
+        _check(function, operands)
+        return _operate(function, record, values, operands)
+    try:
+        key = cache.key_of(function.name, record, values, operands)
+    except RuntimeError:  # nested tensors have no shape
+        _check(function, operands)
+        raise
+    call = cache.find(key)
+    if call is not None:
+        result = call(*operands)
+        if result is not None:
+            return result
+    _check(function, operands)
+    if any(isinstance(t, torch.Tensor) and (type(t) not in PLAIN or t.is_meta) for t in operands):
+        return _operate(function, record, values, operands)
+    return _compute(function, record, values, operands, key)
+
+
+def _operate(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
+    """By the operator, without history where there is no gradient."""
+    if not function.differentiable:
+        operands = [o.detach() if isinstance(o, torch.Tensor) and o.requires_grad else o for o in operands]
+    return function.operator(record, values, operands)
+
+
+def execute(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
+    """The result of dense tensors with memory, without autograd: what operators are implemented by."""
+    key = cache.key_of(function.name, record, values, operands)
+    call = cache.find(key)
+    result = None if call is None else call(*operands)
+    return _compute(function, record, values, operands, key) if result is None else result
+
+
+def _compute(
+    function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any
+) -> Any:
+    """By a kernel, or by the reference."""
+    operands = [_plain(operand) for operand in operands]
+    if function.kernel is not None and has_kernels(operands[0]):
+        result = function.kernel(record, values, operands, key)
+        if result is not None:
+            return result
+    return function.reference(record, values, operands)
+
+
+def wants_gradient(operands: Sequence[Any]) -> bool:
+    """Whether autograd records, and one of the operands requires a gradient."""
+    return _grad_enabled() and any(
+        operand is not None and getattr(operand, "requires_grad", False) for operand in operands
+    )
+
+
+def _plain(operand: Any) -> Any:
+    """A tensor without history and without a negative bit; anything else as it is."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    operand = operand if type(operand) in PLAIN else operand.as_subclass(torch.Tensor)
+    operand = operand.detach() if operand.requires_grad else operand
+    return operand.resolve_conj().resolve_neg()
+
+
+def require_tensor(value: Any, what: str) -> torch.Tensor:
+    """`value` if it is a torch tensor; TypeError that names the way out otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"fast.{what} takes torch tensors, got {type(value).__name__}; those of `reference` take NumPy and JAX arrays"
+        )
+    return value
+
+
+def _check(function: Function, operands: Sequence[Any]) -> None:
+    """TypeError or ValueError for tensors that are not dense, or not on one device."""
+    first = require_tensor(operands[0], function.name)
+    for name, operand in zip(function.operands, operands, strict=False):
+        if not isinstance(operand, torch.Tensor):
+            continue
+        if operand.is_nested or operand.layout is not torch.strided:
+            kind = "nested" if operand.is_nested else str(operand.layout).removeprefix("torch.")
+            raise TypeError(
+                f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first"
+            )
+        if operand.device != first.device:
+            raise ValueError(
+                f"fast.{function.name} takes tensors on one device, got {function.operands[0]} on {first.device} and {name} on "
+                f"{operand.device}"
+            )

@@ -1,0 +1,97 @@
+"""`encode`, `decode`, `pack` and `unpack` below their signatures: kernel, reference and operator; see `fast.dispatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import reference
+from fast.dispatch import Function, execute
+from fast.ops import format_name, named_format, register
+from reference.formats.pack import packed_shape
+
+Values = tuple[Any, ...]
+Operands = Sequence[Any]
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """A function of `kernels.encode.pointwise` as `Function` has it."""
+
+    def run(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+        from fast.kernels.encode import pointwise
+
+        x, *words = operands
+        return getattr(pointwise, name)(x, record, *values, *words, key)
+
+    return run
+
+
+def encode_op(
+    x: torch.Tensor, fmt: str, rounding: str, overflow: str, random_bits: torch.Tensor | None
+) -> torch.Tensor:
+    """Codes of x."""
+    made: torch.Tensor = execute(ENCODE, named_format(fmt), (rounding, overflow), (x, random_bits))
+    return made
+
+
+def _encode_fake(x: torch.Tensor, fmt: str, rounding: str, overflow: str, random_bits: Any) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.uint8 if named_format(fmt).bits <= 8 else torch.uint16)
+
+
+ENCODE = Function(
+    "encode", ("x", "random_bits"),
+    lambda r, v, o: reference.encode(o[0], r, rounding=v[0], overflow=v[1], random_bits=o[1]),
+    lambda r, v, o: torch.ops.ao_lab.encode(o[0], format_name(r), *v, o[1]), _kernel("encode"),
+)  # fmt: skip
+register("encode", encode_op, _encode_fake)
+
+
+def decode_op(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    """float32 values of codes."""
+    made: torch.Tensor = execute(DECODE, named_format(fmt), (), (codes,))
+    return made
+
+
+DECODE = Function(
+    "decode", ("codes",), lambda r, v, o: reference.decode(o[0], r),
+    lambda r, v, o: torch.ops.ao_lab.decode(o[0], format_name(r)), _kernel("decode"),
+)  # fmt: skip
+register("decode", decode_op, lambda codes, fmt: codes.new_empty(codes.shape, dtype=torch.float32))
+
+
+def pack_op(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Bytes of sub-byte codes."""
+    made: torch.Tensor = execute(PACK, named_format(fmt), (), (codes,))
+    return made.clone() if made is codes else made
+
+
+def _pack_fake(codes: torch.Tensor, fmt: str) -> torch.Tensor:
+    return codes.new_empty(packed_shape(tuple(codes.shape), named_format(fmt)))
+
+
+PACK = Function(
+    "pack", ("codes",), lambda r, v, o: reference.pack(o[0], r),
+    lambda r, v, o: torch.ops.ao_lab.pack(o[0], format_name(r)), _kernel("pack"),
+)  # fmt: skip
+register("pack", pack_op, _pack_fake)
+
+
+def unpack_op(packed: torch.Tensor, fmt: str, shape: list[int]) -> torch.Tensor:
+    """Codes of a shape."""
+    made: torch.Tensor = execute(UNPACK, named_format(fmt), tuple(shape), (packed,))
+    return made.clone() if made is packed else made
+
+
+def _unpack_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.encode import pointwise
+
+    return pointwise.unpack(operands[0], record, values, key)
+
+
+UNPACK = Function(
+    "unpack", ("packed",), lambda r, v, o: reference.unpack(o[0], r, v),
+    lambda r, v, o: torch.ops.ao_lab.unpack(o[0], format_name(r), list(v)), _unpack_kernel,
+)  # fmt: skip
+register("unpack", unpack_op, lambda packed, fmt, shape: packed.new_empty(shape))

@@ -1,0 +1,135 @@
+"""`matmul` with a stated accumulation and its error bound below their signatures; see `fast.dispatch`.
+
+Operands are tensors or the parts of a `Quantized`; what else is said travels as text (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import reference
+from fast.dispatch import Function, execute
+from fast.ops import no_gradient, record_name, register
+from reference import Quantized
+from reference.schemes.record_text import record_of
+
+#: Tensors of an operand: a tensor alone, or codes, scale, outer scale and zero point.
+PARTS = 4
+FIELDS = ("shape", "axis", "packed", "tiled")
+
+
+def taken_apart(value: Any) -> tuple[tuple[Any, ...], Any]:
+    """The tensors of an operand, and all else that it says; None of a tensor."""
+    if not isinstance(value, Quantized):
+        return (value, None, None, None), None
+    fields = {name: getattr(value, name) for name in FIELDS}
+    return (value.codes, value.scale, value.outer, value.zero), {
+        **fields,
+        "scheme": record_name(value.scheme),
+    }
+
+
+def put_together(tensors: Sequence[Any], fields: Any) -> Any:
+    """The inverse of `taken_apart`."""
+    if fields is None:
+        return tensors[0]
+    shape, axis, packed, tiled = (fields[name] for name in FIELDS)
+    return Quantized(*tensors, tuple(shape), axis, record_of(fields["scheme"]), packed, tiled)
+
+
+def described(a: Any, b: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
+    """A call as text and tensors. TypeError for options that are no plain values."""
+    (first, left), (second, right) = taken_apart(a), taken_apart(b)
+    return _text(left, right, options), (*first, *second)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _text(left: Any, right: Any, options: dict[str, Any]) -> str:
+    return json.dumps([left, right, options])
+
+
+def _reference(name: str) -> Callable[..., Any]:
+    def run(record: Any, values: Any, operands: Sequence[Any]) -> Any:
+        left, right, options = json.loads(values[0])
+        a, b = put_together(operands[:PARTS], left), put_together(operands[PARTS : 2 * PARTS], right)
+        return getattr(reference, name)(a, b, bias=operands[-1], **options)
+
+    return run
+
+
+def _fake(*arguments: Any) -> torch.Tensor:
+    """Shapes as `torch.matmul` has them; an error bound is float64."""
+    *tensors, _bias, text = arguments
+    left, right, options = json.loads(text)
+    a, b = (
+        side[0].shape if fields is None else fields["shape"]
+        for side, fields in ((tensors[:PARTS], left), (tensors[PARTS:], right))
+    )
+    shape = torch.matmul(torch.empty(a, device="meta"), torch.empty(b, device="meta")).shape
+    made: torch.Tensor = tensors[0].new_empty(shape, dtype=getattr(torch, options["out_dtype"]))
+    return made
+
+
+def _fake_bound(*arguments: Any) -> torch.Tensor:
+    return _fake(*arguments).to(torch.float64)
+
+
+OPERANDS = (
+    *(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")),
+    "bias",
+)
+MATMUL = Function(
+    "matmul", OPERANDS, _reference("matmul"), lambda r, v, o: MATMUL_OP(*o, *v), differentiable=True
+)
+BOUND = Function(
+    "matmul_error_bound", OPERANDS, _reference("matmul_error_bound"), lambda r, v, o: BOUND_OP(*o, *v), differentiable=True
+)  # fmt: skip
+
+
+def matmul_op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_outer: torch.Tensor | None,
+    a_zero: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_outer: torch.Tensor | None,
+    b_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    text: str,
+) -> torch.Tensor:
+    """The product."""
+    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
+    made: torch.Tensor = execute(MATMUL, None, (text,), operands)
+    return made
+
+
+def matmul_error_bound_op(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_outer: torch.Tensor | None,
+    a_zero: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_outer: torch.Tensor | None,
+    b_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    text: str,
+) -> torch.Tensor:
+    """The largest error of each element."""
+    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
+    made: torch.Tensor = execute(BOUND, None, (text,), operands)
+    return made
+
+
+ADVICE = (
+    "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
+)
+MATMUL_OP = register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
+BOUND_OP = register(
+    "matmul_error_bound", matmul_error_bound_op, _fake_bound, no_gradient("matmul_error_bound", ADVICE)
+)

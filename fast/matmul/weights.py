@@ -1,0 +1,121 @@
+"""Stored weights and codes as operands of products: taken apart for `dispatch.run`, put together again, and checked."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.launch.cache import settings
+from reference import Quantized, Scheme
+from reference.matmul.linear import check_linear
+from reference.quantize.quantize import check_quantized, with_plain_scales
+from reference.schemes.record_text import record_of
+
+#: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
+LONGEST_INT8 = 65536
+#: Elements that are multiplied as codes, and by what they can be.
+MULTIPLIED = {"int8": ("int8",), **dict.fromkeys(*[("float8_e4m3fn", "float8_e5m2")] * 2)}
+
+
+def parts(*weights: Quantized) -> tuple[Any, ...]:
+    """What weights consist of, one after the other."""
+    return tuple(part for w in weights for part in (w.codes, w.scale, w.outer, w.zero))
+
+
+def weight_of(record: Any, stored: Sequence[Any], tensors: Sequence[Any]) -> Quantized:
+    """A weight of its record, `cache.settings` and tensors."""
+    shape, axis, packed, tiled = stored
+    return Quantized(*tensors, shape, axis, record, packed, tiled)
+
+
+def plain(w: Quantized) -> Quantized:
+    """The weight as operators take it: its scales in their own shape."""
+    return with_plain_scales(w) if w.tiled else w
+
+
+def pair_values(first: Quantized, second: Quantized) -> tuple[Any, ...]:
+    """The plain values of a call with two weights. A key has the id of one record: the other one travels by name."""
+    return (second.scheme.key, *settings(first), *settings(second))
+
+
+def pair_of(record: Any, values: Sequence[Any], operands: Sequence[Any]) -> tuple[Quantized, Quantized]:
+    """The weights of `pair_values`; operands: their parts."""
+    first = weight_of(record, values[1:5], operands[:4])
+    return first, weight_of(record_of(values[0]), values[5:], operands[4:])
+
+
+def check_weight(x: Any, w: Any, bias: Any, name: str) -> None:
+    """Raise as `linear` does where shapes do not go together, and where the weight holds no tensors."""
+    check_linear(x, w, bias)
+    if not isinstance(w.codes, torch.Tensor):
+        raise TypeError(f"fast.{name} takes weights of torch tensors, got {type(w.codes).__name__}")
+    check_quantized(w)
+
+
+def alike(first: Quantized, second: Quantized) -> bool:
+    """Whether two weights are stored in one way: scheme, shape, axis, packed or not, scales plain."""
+    stored = [(w.scheme.key, tuple(w.shape), w.axis, w.packed) for w in (first, second)]
+    return stored[0] == stored[1] and not (first.tiled or second.tiled)
+
+
+def check_codes(x: Quantized, w: Quantized, extra: bool = False) -> None:
+    """Raise as `linear_of_codes` does where the operands are not what it multiplies. extra: they have outer scales, or the
+    weight a zero point."""
+    element, other = x.scheme.element, w.scheme.element
+    if tuple(x.shape[:-1]) != (1,):
+        raise ValueError(
+            f"linear_of_codes takes one row (1, K), got inputs {tuple(x.shape)}; `linear` takes several, dequantized"
+        )
+    if other not in MULTIPLIED.get(element, ()):
+        raise ValueError(
+            f"linear_of_codes multiplies int8 by int8 and float8 by float8, got {element} and {other}"
+        )
+    if not (one_scale(x.scheme) and one_scale(w.scheme)) or extra or x.axis != 1:
+        raise ValueError(
+            f"linear_of_codes takes one float32 scale for each row or in all, and no zero point of the weight, got "
+            f"{x.scheme.name} along axis {x.axis} and {w.scheme.name}; `linear` takes such weights"
+        )
+    if element == "int8" and w.shape[1] > LONGEST_INT8:
+        raise ValueError(
+            f"linear_of_codes: sums of {w.shape[1]} products, longer than {LONGEST_INT8}, may overflow int32"
+        )
+
+
+def one_scale(scheme: Scheme) -> bool:
+    """Whether every row has one float32 scale that multiplies codes, and nothing else but a zero point."""
+    scale = scheme.scale
+    stored = scale.storage == "float32" and scale.stored == "decode" and scheme.outer is None
+    return (
+        stored
+        and scale.block in (-1, "tensor")
+        and scheme.dequantize != "target"
+        and (scheme.zero is None or scheme.zero.rule == "code")
+    )
+
+
+def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
+    """The most rows of a dtype that a kernel multiplies by a stored weight on a GPU of `device.OLDEST` or later; 0 for none."""
+    if importlib.util.find_spec("triton") is None:
+        return 0
+    from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, launch_for
+
+    return next(
+        (count for count in (MOST_ROWS, MOST_BLOCK_ROWS, 1) if launch_for(w, count, dtype) is not None), 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a kernel computes `linear_of_codes` of such operands on a GPU of `device.OLDEST` or later.
+
+    x, w: `Scheme.key`; shape: of the weight, as stored. Others have rows whose length is no multiple of 16.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from fast.kernels.linear.w8a8_host import launch_for
+
+    return launch_for(record_of(x), record_of(w), shape, dtype) is not None

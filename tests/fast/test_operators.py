@@ -1,0 +1,69 @@
+"""Operators by themselves: torch's own checks of their schemas, fakes and gradients; results are those of the functions."""
+
+import pytest
+import torch
+
+import fast
+from tests.support.examples import normals
+
+X, WIDE = normals(8, "cpu"), normals(64, "cpu", dtype=torch.bfloat16)
+CODES = (torch.arange(8 * 64, dtype=torch.int32) % 100).to(torch.uint8).view(8, 64)
+SCALE = torch.ones(())
+CALLS = {
+    "choose_scales": (X, "nvfp4", -1),
+    "encode": (X, "float8_e4m3fn", "nearest_even", "saturate", None),
+    "decode": (CODES, "float8_e4m3fn"),
+    "pack": (CODES, "int4"),
+    "unpack": (CODES, "int3", [8, 170]),
+    "quantize_both": (WIDE, "mxfp8_e4m3", False, [], False),
+    "rms_norm": (X.clone().requires_grad_(), X.clone().requires_grad_(), X[0].clone().requires_grad_(), 1e-6),
+    "rms_norm_quantize": (X, None, X[0].clone(), "int4_g32_asymmetric", 1e-6, True),
+    "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
+    "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
+    "matmul": (X, None, None, None, X.T, None, None, None, None, '[null, null, {"out_dtype": "bfloat16"}]'),
+    "prune": (X, None, "2:4"),
+    "compress": (X, None, "2:4"),
+    "decompress": (X[:, :32].contiguous(), torch.full((8, 8), 0x44, dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operator(name):
+    operator = getattr(torch.ops.ao_lab, name)
+    assert set(torch.library.opcheck(operator, CALLS[name]).values()) == {"SUCCESS"}
+
+
+def test_operators_without_a_gradient_say_so():
+    x = X.clone().requires_grad_()
+    y = torch.ops.ao_lab.matmul(x, *CALLS["matmul"][1:])
+    with pytest.raises(NotImplementedError, match="matmul has no gradient"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_layers_are_those_of_the_formulas(dtype):
+    """Against autograd through torch's own operations in float32."""
+    gate, up = (normals(8, "cpu", seed, dtype).requires_grad_() for seed in (0, 1))
+    wide = [t.detach().float().requires_grad_() for t in (gate, up)]
+    g = normals(8, "cpu", 2, dtype)
+    fast.swiglu(gate, up).backward(g)
+    (torch.nn.functional.silu(wide[0]) * wide[1]).backward(g.float())
+    for one, other in zip((gate, up), wide, strict=True):
+        assert torch.allclose(one.grad.float(), other.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_the_gradient_of_rms_norm_is_that_of_the_formula():
+    x, residual, weight = (
+        X.clone().requires_grad_(),
+        normals(8, "cpu", 1).requires_grad_(),
+        X[0].clone().requires_grad_(),
+    )
+    others = [t.detach().clone().requires_grad_() for t in (x, residual, weight)]
+    g, g2 = normals(8, "cpu", 2), normals(8, "cpu", 3)
+    y, h = fast.rms_norm(x, weight, residual=residual)
+    torch.autograd.backward([y, h], [g, g2])
+    total = others[0] + others[1]
+    wanted = torch.nn.functional.rms_norm(total, (64,), others[2], eps=1e-6)
+    torch.autograd.backward([wanted, total], [g, g2])
+    for one, other in zip((x, residual, weight), others, strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5)
