@@ -108,7 +108,9 @@ def test_a_quantized_tensor_has_its_own():
 def test_a_batch_that_vmap_made(packed):
     """The codes have an axis more than the shape says; the message says how both ways end."""
     batch = jax.vmap(lambda x: ao_lab.quantize(x, "mxfp4", packed=packed))(jnp.asarray(X))
-    with pytest.raises(ValueError, match=r"a batch \(4,\) of them, as jax.vmap.quantize. returns it") as error:
+    with pytest.raises(
+        ValueError, match=r"a batch \(4,\) of them, as jax.vmap.quantize. returns it"
+    ) as error:
         ao_lab.dequantize(batch)
     assert "packed=" not in str(error.value)
     whole = ao_lab.dequantize(ao_lab.quantize(jnp.asarray(X), "mxfp4", packed=packed))
