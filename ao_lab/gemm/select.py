@@ -33,9 +33,9 @@ import fast
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.int8 import integer_sums
 from fast.cpu.linear import takes as takes_one_row
-from fast.cpu.ops import linear as cpu_linear
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
+from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.weights import LONGEST_INT8, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
