@@ -149,7 +149,8 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     if w.is_cuda:
         return rows_fused(w.quantized, dtype)
     q = w.quantized
-    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(q.shape), dtype))
+    # A compiler's sizes become numbers here: which kernel there is depends on them.
+    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
 
 
 def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:

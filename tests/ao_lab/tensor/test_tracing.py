@@ -146,3 +146,14 @@ def test_the_host_kernel_cannot_be_traced():
     net(TOKENS)
     with pytest.raises(Exception, match="cannot be traced"):
         torch.compile(net, fullgraph=True, backend="aot_eager")(TOKENS)
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32", "mxfp8_e4m3"])
+def test_one_program_for_weights_of_several_shapes(scheme):
+    """The second shape makes the compiler trace symbols, of codes and of scales each their own."""
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.functional.linear, fullgraph=True, backend="eager")
+    for rows, columns in ((32, 64), (48, 64), (64, 128)):
+        w = ao_lab.quantized(torch.randn(rows, columns, dtype=torch.bfloat16), scheme)
+        x = torch.randn(1, columns, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x, w), torch.nn.functional.linear(x, w))
