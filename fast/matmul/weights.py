@@ -53,12 +53,14 @@ def check_weight(x: Any, w: Any, bias: Any, name: str) -> None:
     check_linear(x, w, bias)
     if not isinstance(w.codes, torch.Tensor):
         raise TypeError(f"fast.{name} takes weights of torch tensors, got {type(w.codes).__name__}")
-    if not has_symbolic_sizes(w):
+    # A program that is compiled is checked when its operator runs.
+    if not torch.compiler.is_compiling() and not has_symbolic_sizes(w):
         check_quantized(w)
 
 
 def has_symbolic_sizes(w: Quantized) -> bool:
-    """Whether a compiler traces a weight of any size: codes and scales have symbols of their own then, which compare unequal."""
+    """Whether a compiler traces a weight of any size: codes and scales have symbols of their own then, which compare
+    unequal."""
     tensors = [part for part in (w.codes, w.scale, w.outer, w.zero) if isinstance(part, torch.Tensor)]
     sizes = [size for shape in (w.shape, *(part.shape for part in tensors)) for size in shape]
     return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -154,6 +154,6 @@ def test_one_program_for_weights_of_several_shapes(scheme):
     torch._dynamo.reset()
     compiled = torch.compile(torch.nn.functional.linear, fullgraph=True, backend="eager")
     for rows, columns in ((32, 64), (48, 64), (64, 128)):
-        w = ao_lab.quantized(torch.randn(rows, columns, dtype=torch.bfloat16), scheme)
+        w = quantized(torch.randn(rows, columns, dtype=torch.bfloat16), scheme)
         x = torch.randn(1, columns, dtype=torch.bfloat16)
         assert torch.equal(compiled(x, w), torch.nn.functional.linear(x, w))
