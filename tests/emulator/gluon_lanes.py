@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
+from fast.kernels import bits
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import gluon as lanes
 from fast.kernels.linear import gluon_swiglu as lane_swiglu
-from fast.kernels.rules import bits
 from fast.kernels.sm90 import bf16x2 as halves
 from tests.emulator.ptx import OPERAND, immediate, parsed, run
 from tests.emulator.ptx_opcodes import OPCODES, fused

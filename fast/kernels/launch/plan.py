@@ -22,8 +22,8 @@ from fast.kernels.quantize.geometry import (
     geometry,
     power_above,
 )
-from fast.kernels.quantize.kernel import Job, job
 from fast.kernels.scheme.constants import Rule, is_two_level, rule_of
+from fast.kernels.tile.block_op import Job, job
 from reference.formats.formats import FORMATS
 from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype

@@ -8,8 +8,8 @@ import torch
 
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.launch.plan import Asked, asked, code_buffer, packs, scale_buffers
-from fast.kernels.quantize.kernel import Job, job
 from fast.kernels.scheme.constants import Rule
+from fast.kernels.tile.block_op import Job, job
 from reference import Quantized
 from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode

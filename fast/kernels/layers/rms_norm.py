@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import read
 from fast.kernels.launch.cache import like
 from fast.kernels.launch.call import Call, Finishing, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
@@ -26,7 +27,6 @@ from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.geometry import LARGEST_TILE, power_above
 from fast.kernels.quantize.split_rows import takes_row_pieces
-from fast.kernels.rules.bits import read
 from fast.kernels.rules.trees import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal
 from reference import Quantized

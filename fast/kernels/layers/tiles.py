@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
-from fast.kernels.quantize.kernel import quantize_tile
+from fast.kernels.tile.quantize import quantize_tile
 
 
 @triton.jit

@@ -9,8 +9,8 @@ of the accumulating form gave wrong sums.
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import narrow
 from fast.kernels.linear.weight_values import block_scales, block_zeros, row_numbers
-from fast.kernels.rules.bits import narrow
 
 
 @triton.jit

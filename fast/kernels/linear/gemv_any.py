@@ -13,8 +13,8 @@ copy rate about 7 (4 bits) fit.
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import narrow
 from fast.kernels.linear.weight_values import block_scales, block_zeros, row_numbers
-from fast.kernels.rules.bits import narrow
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from fast.kernels.linear.gemv_any import vector_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, nibble_kernel
 from fast.kernels.linear.gemv_w8a16 import byte_kernel
 from fast.kernels.quantize.geometry import INT32, ceil_div
-from fast.kernels.scheme.constants import Rule, ocp_name, rule_of
+from fast.kernels.scheme.constants import Rule, rule_of
+from fast.kernels.scheme.fast_path_rules import ocp_name
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks

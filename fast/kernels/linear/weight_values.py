@@ -7,13 +7,13 @@ products, so that a weight costs one multiplication and no rounding.
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import read
+from fast.kernels.bits import read
 from fast.kernels.rules.elements import decode
 from fast.kernels.rules.packing import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.values import combined, loaded_zero
-from fast.kernels.sm90.fast_codes import loaded_numbers
+from fast.kernels.tile.fast_values import loaded_numbers
 
 
 @triton.jit

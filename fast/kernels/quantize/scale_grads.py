@@ -11,12 +11,13 @@ not finite the sum is NaN, and a sum of zeros has the sign of all of them.
 import triton
 import triton.language as tl
 
-from fast.kernels.quantize.kernel import block_places, in_block, loaded_scales
-from fast.kernels.rules.bits import SIGN, bits_of, canonical, float_of, read, widened
+from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
+from fast.kernels.quantize.kernel import block_places, in_block
 from fast.kernels.rules.scaled import element_codes
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.trees import MOST_LEVELS, tree_sum
 from fast.kernels.rules.values import counted, decoding, in_units, passed_on, saturated
+from fast.kernels.tile.quantize import loaded_scales
 
 
 @triton.jit

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import MAGNITUDE, bits_of
 from fast.kernels.layers.outputs import Outputs
-from fast.kernels.rules.bits import MAGNITUDE, bits_of
-from fast.kernels.rules.block_scales import choose
 from fast.kernels.rules.statistics import larger
-from fast.kernels.sm90.fast_codes import multiplier, store_codes
+from fast.kernels.tile.block_scales import choose
+from fast.kernels.tile.fast_codes import multiplier, store_codes
 
 # Neighbours that a thread has: as many as it stores bytes at a time.
 TOGETHER = tl.constexpr(16)

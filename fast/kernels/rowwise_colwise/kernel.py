@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import bits_of, widened
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
 from fast.kernels.rowwise_colwise.unswizzle_scales import untile
-from fast.kernels.rules.bits import bits_of, widened
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import floored, loaded_scale, power_scale

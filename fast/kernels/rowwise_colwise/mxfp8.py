@@ -19,7 +19,7 @@ NATIVE is False in Triton's interpreter, which knows no instructions: there inte
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import NAN, bits_of, float_of, high_float, low_float
+from fast.kernels.bits import NAN, bits_of, float_of, high_float, low_float
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import power_scale

@@ -8,7 +8,7 @@ bit; modes other than nearest even go through integers.
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     HIDDEN,
     INFINITY,
     MAGNITUDE,
@@ -22,7 +22,7 @@ from fast.kernels.rules.bits import (
 )
 from fast.kernels.rules.rounding import round_shift
 from fast.kernels.sm90.codebook16 import codebook_values
-from fast.kernels.sm90.fp4_wide import e2m1_codes
+from fast.kernels.sm90.fp4 import e2m1_codes
 
 # Beyond every integer format with any zero point.
 LARGEST_INTEGER = tl.constexpr(16384.0)

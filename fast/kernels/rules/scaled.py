@@ -4,7 +4,7 @@ arguments."""
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     HIDDEN,
     INFINITY,
     LARGEST,

@@ -8,7 +8,7 @@ canonical, beside the code or value that is stored. `L` is a `Level`, `RULE` a `
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     INFINITY,
     LARGEST,
     MAGNITUDE,
@@ -22,7 +22,7 @@ from fast.kernels.rules.bits import (
     rounded,
 )
 from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
-from fast.kernels.sm90.bit_tricks import quotient, short
+from fast.kernels.sm90.division import quotient, short
 
 
 @triton.jit

@@ -8,7 +8,7 @@ and the last pass, whose programs quantize the groups, goes on from there: each 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, MAGNITUDE, bits_of, canonical, is_nan, read, rounded
+from fast.kernels.bits import INFINITY, MAGNITUDE, bits_of, canonical, is_nan, read, rounded
 from fast.kernels.rules.elements import decode, nearest_integer
 from fast.kernels.rules.scales import finite, ratio
 from fast.kernels.rules.statistics import absmax

@@ -6,7 +6,7 @@ A magnitude orders like its pattern, NaN above infinity, so an integer maximum i
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
+from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
 from fast.kernels.sm90.int_asymmetric import range_of_tile
 
 # Blocks of so many elements are in all lanes of a warp, which have so many neighbours.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import read
+from fast.kernels.bits import read
 from fast.kernels.sm90.bf16x2 import floats, narrowed
 
 # Levels of a tree over a tile, or over the parts of the longest row.

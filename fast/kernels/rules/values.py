@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     INFINITY,
     LARGEST,
     MAGNITUDE,

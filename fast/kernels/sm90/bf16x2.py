@@ -8,7 +8,7 @@ knows no instructions: there float32 and integer operations do the same.
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import MAGNITUDE, SIGN, bits_of, canonical, float_of, is_nan, rounded, widened
+from fast.kernels.bits import MAGNITUDE, SIGN, bits_of, canonical, float_of, is_nan, rounded, widened
 
 # Pairs d as floats.
 _WIDEN_BFLOAT16 = "shl.b32 l, d, 16; and.b32 h, d, 0xFFFF0000; mov.b32 $0, l; mov.b32 $1, h;"
@@ -216,3 +216,40 @@ def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexp
     else:
         text: tl.constexpr = NORMAL_BFLOAT16 if BRAIN else NORMAL_FLOAT16
         return tl.inline_asm_elementwise(text, "=r,r,r,f,f", [h, w, r], dtype=h.dtype, is_pure=True, pack=2)
+
+
+def _limited(kind: str, nan: str) -> tl.constexpr:
+    """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
+
+    The conversion writes 0x7fff for NaN, the only pattern above it as a signed number.
+    """
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 d, n;
+        cvt.rn.{kind}x2.f32 d, $2, $1;
+        xor.b32 n, $3, 0x80008000;
+        min.NaN.{kind}x2 d, d, $3;
+        max.NaN.{kind}x2 d, d, n;
+        mov.b32 n, {nan};
+        min.s16x2 $0, d, n;
+        }}"""
+    )
+
+
+LIMITED_BFLOAT16, LIMITED_FLOAT16 = _limited("bf16", "0x7FC07FC0"), _limited("f16", "0x7E007E00")
+
+
+@triton.jit
+def bfloat16_of(v, limit):
+    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0."""
+    return tl.inline_asm_elementwise(
+        LIMITED_BFLOAT16, "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def float16_of(v, limit):
+    """The same for float16; NaN becomes 0x7e00."""
+    return tl.inline_asm_elementwise(
+        LIMITED_FLOAT16, "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2
+    )

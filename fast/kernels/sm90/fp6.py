@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import quarters
-from fast.kernels.sm90.fast_codes import kept_where, store_words
+from fast.kernels.sm90.bit_tricks import kept_where, quarters, store_words
 from fast.kernels.sm90.fp4 import side_by_side
 
 

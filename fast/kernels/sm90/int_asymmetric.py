@@ -8,17 +8,9 @@ maximum of numbers with their signs flipped: what lanes exchange is one word, (m
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
-    INFINITY,
-    LARGEST,
-    MAGNITUDE,
-    bits_of,
-    float_of,
-    high_float,
-    is_nan,
-    low_float,
-)
-from fast.kernels.sm90.bit_tricks import TO_INTEGER, divided, inverse, negated, quarters, quotient, short
+from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, bits_of, float_of, high_float, is_nan, low_float
+from fast.kernels.sm90.bit_tricks import TO_INTEGER, quarters
+from fast.kernels.sm90.division import divided, inverse, negated, quotient, short
 from fast.kernels.sm90.fp4 import side_by_side
 
 # Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.

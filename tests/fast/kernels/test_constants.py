@@ -14,7 +14,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.launch import plan as passes
-from fast.kernels.scheme.constants import element_of, rule_of
+from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, ocp_name
 from fast.kernels.scheme.ordinary_blocks import log2_is_exact
 

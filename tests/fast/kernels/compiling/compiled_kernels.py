@@ -76,8 +76,8 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
 
 def output_arguments(name: str | None, dtype: str) -> dict[str, Any]:
     """What a kernel that makes a tensor takes for its outputs: a scheme's codes and scales, or the tensor itself."""
-    from fast.kernels.quantize.kernel import job
     from fast.kernels.scheme.constants import rule_of
+    from fast.kernels.tile.block_op import job
 
     common = {"DTYPE": dtype, "NATIVE": True}
     if name is None:

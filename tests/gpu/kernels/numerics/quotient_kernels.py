@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import divided, inverse, quotient
+from fast.kernels.sm90.division import divided, inverse, quotient
 
 
 @triton.jit

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, LARGEST, bits_of, float_of, is_nan
+from fast.kernels.bits import INFINITY, LARGEST, bits_of, float_of, is_nan
 from fast.kernels.rules.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.rules.scaled import bounded
 from fast.kernels.rules.scales import nonnegative
-from fast.kernels.sm90.bit_tricks import divided, inverse, quotient, short
+from fast.kernels.sm90.division import divided, inverse, quotient, short
 
 
 @triton.jit

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import narrow, read
+from fast.kernels.bits import narrow, read
 from fast.kernels.rules.packing import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.values import combined, loaded_zero, values
-from fast.kernels.sm90.fast_codes import finished, loaded_values
+from fast.kernels.tile.fast_values import finished, loaded_values
 
 
 @triton.jit

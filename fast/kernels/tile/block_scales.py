@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import bits_of
+from fast.kernels.bits import bits_of
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import (
     exact_scale,
@@ -14,7 +14,7 @@ from fast.kernels.rules.scales import (
     zero_point,
 )
 from fast.kernels.sm90.int_asymmetric import scale_of_range
-from fast.kernels.sm90.outer_scales import choose_under_outer, ordinary_e4m3_scales
+from fast.kernels.tile.outer_scales import choose_under_outer, ordinary_e4m3_scales
 
 
 @triton.jit

@@ -9,11 +9,11 @@ the gradients only those of noted blocks are touched: what was lost gets 0.
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import float_of, read, widened
-from fast.kernels.rules.block_scales import choose
+from fast.kernels.bits import float_of, read, widened
 from fast.kernels.rules.elements import TO_INTEGER
 from fast.kernels.rules.scaled import reciprocal
 from fast.kernels.rules.statistics import bound, value_range
+from fast.kernels.tile.block_scales import choose
 
 
 @triton.jit

@@ -7,36 +7,27 @@ finite, and what must become the poison code is masked a word at a time. Everyth
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
+from fast.kernels.bits import NAN, bits_of, float_of, is_nan
 from fast.kernels.rules.packing import store_packed
 from fast.kernels.rules.scaled import power_multiplier
 from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.sm90.bit_tricks import (
     TO_INTEGER,
-    bfloat16_of,
     bytes_of,
-    corrected_quotient,
     e2m1_numbers,
-    e2m1_values,
     e2m1_words,
     e2m3_bytes,
-    e2m3_values,
     e3m2_bytes,
-    e3m2_values,
-    float16_of,
-    int4_values,
     int4_words,
-    integer_values,
-    inverse,
+    kept_where,
     nibble_words,
-    refined,
-    short,
-    six_triples,
     six_words,
+    store_words,
 )
-from fast.kernels.sm90.codebook16 import codebook_numbers, codebook_values, codebook_word_values
-from fast.kernels.sm90.pack_32 import integer_quads, load_quads, quad_values, store_quads
-from fast.kernels.sm90.uniform_codebook import stretched_numbers, stretched_values
+from fast.kernels.sm90.codebook16 import codebook_numbers
+from fast.kernels.sm90.division import corrected_quotient, inverse, refined, short
+from fast.kernels.sm90.pack_32 import integer_quads, store_quads
+from fast.kernels.sm90.uniform_codebook import stretched_numbers
 
 
 @triton.jit
@@ -74,12 +65,6 @@ def _reciprocals(scale):
     else:
         made = tl.div_rn(1.0, scale)
     return made
-
-
-@triton.jit
-def kept_where(scale, MASK: tl.constexpr):
-    """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
-    return tl.where(is_nan(scale), 0, MASK)
 
 
 @triton.jit
@@ -208,14 +193,6 @@ def _masked_bytes(codes, scale, MASK: tl.constexpr):
 
 
 @triton.jit
-def store_words(codes, words, block, exists):
-    """Words of a tile behind a pointer to bytes."""
-    COUNT: tl.constexpr = words.shape[1]
-    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
-    tl.store(out, words, mask=exists)
-
-
-@triton.jit
 def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
     if RULE.power_of_two:
         signed = v
@@ -258,110 +235,3 @@ def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr
         tl.store(
             codes + at, (made & kept_where(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside
         )
-
-
-@triton.jit
-def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
-    """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
-    if RULE.hot == "int":
-        n = integers(v, m, scale, zero, RULE) - TO_INTEGER
-        if RULE.zero == "code":
-            n = n - zero.to(tl.float32)
-        if RULE.fraction_bits != 0:
-            n = n * (1.0 / (1 << RULE.fraction_bits))
-        return n
-    elif RULE.hot == "codebook":
-        y = scaled(v, m, scale, zero, RULE)
-        return codebook_values(bits_of(codebook_numbers(y, RULE.element)), RULE.element)
-    elif RULE.hot == "stretched":
-        return stretched_values(stretched_numbers(v * m, RULE.element), RULE.element)
-    else:
-        y = scaled(v, m, scale, zero, RULE)
-        if RULE.hot == "e4m3":
-            return y.to(tl.float8e4nv).to(tl.float32)
-        else:
-            return _rounded_float(y, RULE.element)
-
-
-@triton.jit
-def _rounded_float(y, E: tl.constexpr):
-    """y rounded to a float format by adding and subtracting 1.5 * 2**(e + 23 - mantissa); saturating, sign kept."""
-    top: tl.constexpr = E.max_value
-    a = tl.minimum(tl.maximum(y, -top), top)
-    least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
-    unit = float_of(
-        ((bits_of(tl.maximum(tl.abs(a), least)) & INFINITY) + ((23 - E.mantissa) << 23)) | 0x00400000
-    )
-    made = (a + unit) - unit
-    return float_of((bits_of(made) & MAGNITUDE) | (bits_of(y) & SIGN))
-
-
-@triton.jit
-def finished(product, scale, DTYPE: tl.constexpr):
-    """Products as the output dtype: finite values stay finite where the scale is, NaN canonical."""
-    finite = (bits_of(scale) & MAGNITUDE) < INFINITY
-    if DTYPE == "bfloat16":
-        limit = tl.where(finite, 0x7F7F, 0x7F80).to(tl.int16)
-        return bfloat16_of(product, tl.broadcast_to(limit, product.shape))
-    elif DTYPE == "float16":
-        limit = tl.where(finite, 0x7BFF, 0x7C00).to(tl.int16)
-        return float16_of(product, tl.broadcast_to(limit, product.shape))
-    else:
-        bound = float_of(tl.where(finite, LARGEST, INFINITY))
-        return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
-
-
-@triton.jit
-def loaded_values(
-    codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
-):
-    """What the codes of a tile count in units of the scale, less the zero point."""
-    value = loaded_numbers(codes, at, inside, block, exists, RULE, PACKED, SIZE)
-    if RULE.zero == "code":
-        value = value - zero.to(tl.float32)
-    return value
-
-
-@triton.jit
-def loaded_numbers(
-    codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
-):
-    """What the codes of a tile count in units of the scale, read as words where they are packed; zero points are left out."""
-    if PACKED and RULE.bits == 4:
-        words = _load_words(codes, block, exists, SIZE // 8)
-        if RULE.kind == "int":
-            value = int4_values(words)
-        elif RULE.kind == "codebook":
-            value = codebook_word_values(words, RULE.element)
-        else:
-            value = e2m1_values(words)
-    elif PACKED and RULE.kind == "int":
-        value = quad_values(load_quads(codes, block, exists, SIZE, RULE.bits), RULE.bits)
-    elif PACKED:
-        COUNT: tl.constexpr = SIZE // 16
-        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
-        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
-        a = tl.load(word, mask=exists, other=0)
-        b = tl.load(word + 1, mask=exists, other=0)
-        c = tl.load(word + 2, mask=exists, other=0)
-        if RULE.element.mantissa == 3:
-            value = e2m3_values(six_triples(a, b, c))
-        else:
-            value = e3m2_values(six_triples(a, b, c))
-    else:
-        code = tl.load(codes + at, mask=inside, other=0)
-        if RULE.kind == "int":
-            value = integer_values(code.to(tl.int8, bitcast=True), RULE.bits)
-        elif RULE.kind == "codebook":
-            value = codebook_values(code.to(tl.int32), RULE.element)
-        else:
-            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if RULE.fraction_bits != 0:
-        value = value * (1.0 / (1 << RULE.fraction_bits))
-    return value
-
-
-@triton.jit
-def _load_words(codes, block, exists, COUNT: tl.constexpr):
-    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
-    return tl.load(out, mask=exists, other=0)

@@ -9,7 +9,7 @@ other's code where it does not apply, so the larger one is the code. Only for sc
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import MAGNITUDE, bits_of, is_nan
+from fast.kernels.bits import MAGNITUDE, bits_of, is_nan
 from fast.kernels.rules.packing import store_packed
 from fast.kernels.sm90.bit_tricks import bytes_of
 
