@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from fast.kernels.bits import bits_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE, SEQUENCES, is_quick, kept_as, ocp_name
 from reference.arrays.log2 import LOWEST, steps_above, steps_below
+from reference.arrays.softfloat import bits_of
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.power_scales import even_carry
 from reference.quantize.scales import floor_value
