@@ -46,13 +46,13 @@ LONG, WHOLE_PER_THREAD, GROUPS_PER_THREAD = 8192, 128, 32
 def sums_kernel(
     x, residual, sums, rows, length, per_row, column_tiles,
     DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of parts of rows: one row, SIZE columns a program."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
-    h = floats(summed(x, residual, row * length + column, inside, DTYPE, NATIVE), NATIVE)
+    h = floats(summed(x, residual, row * length + column, inside, DTYPE, HAS_PTX), HAS_PTX)
     total = tl.sum(tree_sum(tl.reshape(h * h, (1, SIZE))))
     tl.store(sums + tl.program_id(0), total)
 
@@ -61,14 +61,14 @@ def sums_kernel(
 def norm_kernel(
     x, residual, weight, sums, new_residual, y, codes, scale, zero, eps, rows, length, per_row, column_tiles,
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """Normalize a tile, and quantize it where there is a RULE. SUMS: sums of parts of a row, filled to a power of two."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
     at = row * length + column
-    h = summed(x, residual, at, inside, DTYPE, NATIVE)
+    h = summed(x, residual, at, inside, DTYPE, HAS_PTX)
     if new_residual is not None:
         tl.store(new_residual + at, h, mask=inside)
     if SUMS > 0:
@@ -76,7 +76,7 @@ def norm_kernel(
         first = tl.program_id(0) // column_tiles * column_tiles
         total = tree_sum(tl.load(sums + first + parts, mask=parts < column_tiles, other=0.0))
     else:
-        wide = floats(h, NATIVE)
+        wide = floats(h, HAS_PTX)
         total = tree_sum(tl.reshape(wide * wide, (ROWS, SIZE)))
     if ROWS == 1:
         # As a number it is in every thread.
@@ -89,9 +89,9 @@ def norm_kernel(
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
     if RULE is None:
-        tl.store(y + at, normal(h, r, w, DTYPE, False, NATIVE), mask=inside)
+        tl.store(y + at, normal(h, r, w, DTYPE, False, HAS_PTX), mask=inside)
     else:
-        v = normal(h, r, w, DTYPE, True, NATIVE)
+        v = normal(h, r, w, DTYPE, True, HAS_PTX)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 

@@ -68,9 +68,9 @@ def power_of_fraction(f, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def inverse(d, NATIVE: tl.constexpr):
+def approximate_reciprocal(d, HAS_PTX: tl.constexpr):
     """1 / d, to a unit in the last place."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -79,7 +79,7 @@ def inverse(d, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def silu(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit numbers."""
     z = tl.fma(v, -LOG2E, TO_INTEGER)
     k = z - TO_INTEGER
@@ -88,7 +88,7 @@ def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         f = tl.fma(v, -LOG2E_REST, f)
     power = float_of((bits_of(z) << 23) + SCALED_ONE)
     d = tl.fma(power, power_of_fraction(f, DTYPE), SCALE)
-    r = inverse(d, NATIVE)
+    r = approximate_reciprocal(d, HAS_PTX)
     q = v * r
     if REFINED or DTYPE == "float16":
         q = tl.fma(tl.fma(-q, d, v), r, q)
@@ -101,7 +101,7 @@ def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 def swiglu_kernel(
     gate, up, y, codes, scale, zero, rows, length, per_row, column_tiles, gate_stride, up_stride,
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a tile, quantized where there is a RULE."""
     row, column, inside, block, exists = tile_of(
@@ -109,12 +109,12 @@ def swiglu_kernel(
     )
     g = read(gate + (row * gate_stride + column), inside)
     u = read(up + (row * up_stride + column), inside)
-    s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
+    s = silu(clamped_gate(g, DTYPE, HAS_PTX), DTYPE, HAS_PTX)
     at = row * length + column
     if RULE is None:
-        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
+        tl.store(y + at, gated(s, g, u, DTYPE, False, HAS_PTX), mask=inside)
     else:
-        v = gated(s, g, u, DTYPE, True, NATIVE)
+        v = gated(s, g, u, DTYPE, True, HAS_PTX)
         quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
 
 
@@ -122,24 +122,24 @@ def swiglu_kernel(
 def swiglu_pieces_kernel(
     gate, up, codes, scale, length, gate_stride, up_stride,
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
+    C: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a row of A, B and C numbers, quantized under one scale; see `row_pieces`."""
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     gates, ups = gate + row * gate_stride, up + row * up_stride
-    a = _gated_piece(gates, ups, A, DTYPE, NATIVE)
-    b = _gated_piece(gates + A, ups + A, B, DTYPE, NATIVE)
+    a = _gated_piece(gates, ups, A, DTYPE, HAS_PTX)
+    b = _gated_piece(gates + A, ups + A, B, DTYPE, HAS_PTX)
     c = b
     if C > 0:
-        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, NATIVE)
+        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, HAS_PTX)
     quantize_row(a, b, c, codes, scale, row * length, row, RULE, JOB, C, THREADS)
 
 
 @triton.jit
-def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     i = tl.arange(0, SIZE)[None, :]
     g, u = tl.load(gate + i), tl.load(up + i)
-    return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
+    return gated(silu(clamped_gate(g, DTYPE, HAS_PTX), DTYPE, HAS_PTX), g, u, DTYPE, True, HAS_PTX)
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:

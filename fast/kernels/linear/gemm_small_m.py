@@ -10,28 +10,29 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.linear.weight_values import block_scales, block_zeros, row_numbers
+from fast.kernels.linear.weight_values import block_scales, block_zeros, row_elements
 
 
 @triton.jit
 def tile_kernel(
     x, codes, scale, outer, zero, bias, y, count, rows, per_row,
     LENGTH: tl.constexpr,
-    RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+    RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile (TALL, ROWS) of Y. `count`: M; the others as in `vector_product`; SIZE is at most BLOCK where that is positive."""
-    m = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    """A tile (BLOCK_M, ROWS) of Y. `count`: M; the others as in `vector_product`; SIZE is at most BLOCK where that is
+    positive."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, rows - 1)[:, None]
     row = row.to(tl.int64) if WIDE else row
     inputs = x + m.to(tl.int64)[:, None] * LENGTH + tl.arange(0, SIZE)[None, :]
-    total = tl.zeros((TALL, ROWS), tl.float32)
+    total = tl.zeros((BLOCK_M, ROWS), tl.float32)
     for k in tl.range(0, LENGTH, SIZE, num_stages=STAGES):
-        c = row_numbers(codes, row, k, LENGTH, RULE, PACKED, SIZE)
+        c = row_elements(codes, row, k, LENGTH, RULE, PACKED, SIZE)
         v = tl.load(inputs + k, mask=m[:, None] < count, other=0.0)
         if BLOCK > 0:
-            block = row // HIGH * per_row + k // BLOCK
+            block = row // BLOCK_ROWS * per_row + k // BLOCK
             if RULE.zero == "code":
                 c = c - block_zeros(zero, block, RULE)
             s = block_scales(scale, outer, zero, block, RULE)

@@ -13,17 +13,17 @@ from fast.kernels.rules.packing import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.values import combined, loaded_zero
-from fast.kernels.tile.fast_values import loaded_numbers
+from fast.kernels.tile.fast_values import load_elements
 
 
 @triton.jit
-def row_numbers(codes, row, k, length, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr):
+def row_elements(codes, row, k, length, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr):
     """Numbers (P, SIZE) of the codes from k on of rows (P, 1), float32; `length` codes a row, a multiple of SIZE, like k."""
     at = row * length + (k + tl.arange(0, SIZE))[None, :]
     block = row * (length // SIZE) + k // SIZE
     exists = row >= 0
     if RULE.hot_values and (PACKED or RULE.bits == 8):
-        return loaded_numbers(codes, at, exists, block, exists, RULE, PACKED, SIZE)
+        return load_elements(codes, at, exists, block, exists, RULE, PACKED, SIZE)
     else:
         if PACKED:
             code = load_packed(codes, block, exists, SIZE, RULE.bits)

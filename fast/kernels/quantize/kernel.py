@@ -25,7 +25,7 @@ from fast.kernels.rules.statistics import absmax, value_range
 from fast.kernels.sm90.pack_32 import load_groups
 from fast.kernels.tile.dequantize import dequantize_tile
 from fast.kernels.tile.quantize import pairs_tile, quantize_tile, segments_tile
-from fast.kernels.tile.saturation import clip_tile
+from fast.kernels.tile.saturation import mask_saturated_gradients
 
 
 @triton.jit
@@ -35,10 +35,10 @@ def all_of(SIZE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TURNED: tl.constexpr):
-    """Paths in a block, (1, SIZE), row by row; TURNED: of a rectangle with rows of INNER, column by column."""
+def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Paths in a block, (1, SIZE), row by row; TRANSPOSED: of a rectangle with rows of INNER, column by column."""
     i = tl.arange(0, SIZE)[None, :]
-    if TURNED:
+    if TRANSPOSED:
         HEIGHT: tl.constexpr = SIZE // INNER
         i = i % HEIGHT * INNER + i // HEIGHT
     return i
@@ -48,13 +48,13 @@ def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TURNED: tl.constexpr):
 def block_places(
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, REVERSE: tl.constexpr,
-    SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr, TURNED: tl.constexpr = False,
+    SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """(offsets (P, SIZE), which exist, block number (P, 1), which exist, first chunk). TURNED: see `in_block`."""
+    """(offsets (P, SIZE), which exist, block number (P, 1), which exist, first chunk). TRANSPOSED: see `in_block`."""
     program = tl.program_id(0)
     if REVERSE:
         program = tl.num_programs(0) - 1 - program
-    i = in_block(SIZE, INNER, TURNED)
+    i = in_block(SIZE, INNER, TRANSPOSED)
     p = tl.arange(0, P)[:, None]
     chunk = 0
     if CHUNKED and SHAPE == "flat":
@@ -115,7 +115,7 @@ def blocks_kernel(
             x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE, JOB, SIZE
         )
     elif JOB.clipped == "gradient":
-        clip_tile(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
+        mask_saturated_gradients(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
         # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their numbers.
         GROUPS: tl.constexpr = JOB.packed and RULE.digits != "" and not MASKED and SIZE % 32 == 0
@@ -138,12 +138,12 @@ def _leave_statistic(tile, inside, statistic, block, exists, stride, RULE: tl.co
     v = widened(tile, RULE.signs_nan)
     if JOB.outer == "statistic":
         # Over all elements: one number, and in house schemes only finite ones count.
-        largest = tl.max(absmax(v, RULE.house, RULE.native), axis=0)
+        largest = tl.max(absmax(v, RULE.house, RULE.has_ptx), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
     elif RULE.level.statistic == "absmax":
-        tl.atomic_max(statistic + block, absmax(v, False, RULE.native), mask=exists, sem="relaxed")
+        tl.atomic_max(statistic + block, absmax(v, False, RULE.has_ptx), mask=exists, sem="relaxed")
     else:
-        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.has_ptx)
         tl.atomic_max(statistic + block, largest, mask=exists, sem="relaxed")
         tl.atomic_min(statistic + stride + block, order_key(low), mask=exists, sem="relaxed")
         tl.atomic_max(statistic + 2 * stride + block, order_key(high), mask=exists, sem="relaxed")

@@ -16,7 +16,7 @@ from fast.kernels.quantize.kernel import block_places, in_block
 from fast.kernels.rules.scaled import element_codes
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.trees import MOST_LEVELS, tree_sum
-from fast.kernels.rules.values import counted, decoding, in_units, passed_on, saturated
+from fast.kernels.rules.values import decoding, in_units, passed_on, saturated, unscaled
 from fast.kernels.tile.quantize import loaded_scales
 
 
@@ -25,18 +25,18 @@ def slopes_kernel(
     x, g, words, scale, divisor, outer, zero, y, dscale, dzero,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
     RULE: tl.constexpr, MARKING: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
-    WIDE: tl.constexpr, TURNED: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile, and the sums of its blocks or, CHUNKED or SPLIT, of its parts of a block.
 
-    MARKING: the rule under which codes show what saturates. TURNED: blocks are read down their columns (transposed in
+    MARKING: the rule under which codes show what saturates. TRANSPOSED: blocks are read down their columns (transposed in
     registers before the sums, they had others on a GPU). SPLIT: rectangles that are parts of blocks, of their "rows" or
     "columns". divisor: float32 scales that made the codes, beside the `scale` of their values, where scales are quantized
     themselves; None elsewhere.
     """
     at, inside, block, exists, _ = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TURNED,
+        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TRANSPOSED,
     )  # fmt: skip
     near, belongs = at, inside
     if MASKED:
@@ -56,7 +56,7 @@ def slopes_kernel(
             SIZE,
             INNER,
             P,
-            TURNED,
+            TRANSPOSED,
         )
     part = block
     if CHUNKED:
@@ -87,13 +87,13 @@ def slopes_kernel(
     dy = read(g + at, inside)
     tl.store(y + at, passed_on(dy, lost, RULE.dtype), mask=inside)
     dy = widened(dy)
-    value = counted(element_codes(v, d, o, z, drawn, RULE), z, RULE)
+    value = unscaled(element_codes(v, d, o, z, drawn, RULE), z, RULE)
     slopes = dy * _slope(v, value, lost, s, o, z, RULE)
-    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.native)
+    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.has_ptx)
     if RULE.zero == "value":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.native)
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.has_ptx)
     elif RULE.zero == "code":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy * negated(s), 0.0), RULE.native)
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy * negative_by_product(s), 0.0), RULE.has_ptx)
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
 def _filled(
     at, block, exists, columns, rows, length, limit, chunks, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(offsets, which belong to a block): a short block goes on with its last element, what lies beyond a block is none."""
-    i = in_block(SIZE, INNER, TURNED)
+    i = in_block(SIZE, INNER, TRANSPOSED)
     if CHUNKED:
         i = i + _chunk(columns, chunks, SHAPE, P) * SIZE
     if SHAPE == "flat":
@@ -129,7 +129,7 @@ def _filled(
 
 
 @triton.jit
-def negated(v):
+def negative_by_product(v):
     """-v; Triton's own minus is 0 - v, which makes +0 of +0."""
     return float_of(bits_of(v) ^ SIGN)
 
@@ -140,22 +140,22 @@ def _slope(v, value, lost, scale, outer, zero, RULE: tl.constexpr):
     slope = value - tl.where(lost, 0.0, in_units(v, scale, outer, zero, RULE))
     if RULE.stored == "encode":
         # y = v / S: the derivative of 1 / S is -1 / S**2.
-        slope = negated(tl.div_rn(slope, scale * scale))
+        slope = negative_by_product(tl.div_rn(slope, scale * scale))
     if RULE.has_outer:
         slope = slope * decoding(outer, RULE)
     return slope
 
 
 @triton.jit
-def _leave(sums, part, exists, v, NATIVE: tl.constexpr):
+def _leave(sums, part, exists, v, HAS_PTX: tl.constexpr):
     """Store the sums of the rows of (P, SIZE)."""
-    tl.store(sums + part, canonical(added(v, NATIVE)), mask=exists)
+    tl.store(sums + part, canonical(added(v, HAS_PTX)), mask=exists)
 
 
 @triton.jit
-def added(v, NATIVE: tl.constexpr):
+def added(v, HAS_PTX: tl.constexpr):
     """`tree_sum`; the interpreter's own sum of two -0 is +0, so there the pairs are taken apart."""
-    if NATIVE:
+    if HAS_PTX:
         v = tree_sum(v)
     else:
         COUNT: tl.constexpr = v.shape[0]
@@ -167,11 +167,11 @@ def added(v, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def part_sums_kernel(parts, sums, rows, length, NATIVE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr):
+def part_sums_kernel(parts, sums, rows, length, HAS_PTX: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr):
     """Sums of rows of `length` numbers, or of their parts of SIZE: one part of P rows a program."""
     per_row = tl.cdiv(length, SIZE)
     part = tl.program_id(0) % per_row
     row = tl.program_id(0) // per_row * P + tl.arange(0, P)[:, None]
     i = part * SIZE + tl.arange(0, SIZE)[None, :]
     v = tl.load(parts + row * length + i, mask=(row < rows) & (i < length), other=0.0)
-    tl.store(sums + row * per_row + part, canonical(added(v, NATIVE)), mask=row < rows)
+    tl.store(sums + row * per_row + part, canonical(added(v, HAS_PTX)), mask=row < rows)

@@ -12,7 +12,7 @@ import triton.language as tl
 from fast.kernels.bits import MAGNITUDE, bits_of
 from fast.kernels.layers.outputs import Outputs
 from fast.kernels.rules.statistics import larger
-from fast.kernels.tile.block_scales import choose
+from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier, store_codes
 
 # Neighbours that a thread has: as many as it stores bytes at a time.
@@ -33,12 +33,14 @@ def quantize_row(
     exists = tl.full((1, 1), 1, tl.int1)
     block = row + tl.zeros((1, 1), tl.int32)
     outer = tl.full((), 1.0, tl.float32)
-    _, s, z, kept = choose(largest, largest, largest, outer, scale, None, block, exists, 0, RULE, JOB)
-    m = multiplier(s, kept, z, RULE)
-    _store(a, codes, start, 0, block, m, s, z, RULE, JOB)
-    _store(b, codes, start, A, block, m, s, z, RULE, JOB)
+    _, s, scale_code, prepared, z = choose_scales(
+        largest, largest, largest, outer, scale, None, block, exists, 0, RULE, JOB
+    )
+    inv_scale = multiplier(s, scale_code, prepared, RULE)
+    _store(a, codes, start, 0, block, inv_scale, s, z, RULE, JOB)
+    _store(b, codes, start, A, block, inv_scale, s, z, RULE, JOB)
     if C > 0:
-        _store(c, codes, start, A + B, block, m, s, z, RULE, JOB)
+        _store(c, codes, start, A + B, block, inv_scale, s, z, RULE, JOB)
 
 
 @triton.jit
@@ -51,10 +53,10 @@ def _largest_of_threads(v, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _store(v, codes, start, offset, block, m, s, z, RULE: tl.constexpr, JOB: tl.constexpr):
+def _store(v, codes, start, offset, block, inv_scale, s, z, RULE: tl.constexpr, JOB: tl.constexpr):
     at = start + offset + tl.arange(0, v.shape[1])[None, :]
     inside, exists = tl.full(v.shape, 1, tl.int1), tl.full((1, 1), 1, tl.int1)
-    store_codes(codes, at, inside, block, exists, v, m, s, z, RULE, JOB.packed)
+    store_codes(codes, at, inside, block, exists, v, inv_scale, s, z, RULE, JOB.packed)
 
 
 def takes_row_pieces(made: Outputs) -> bool:

@@ -38,7 +38,7 @@ GROUP = tl.constexpr(32)
 @triton.jit
 def _codes8(y, RULE: tl.constexpr):
     """uint8 codes of scaled float32 by the conversion instruction, which the interpreter does not have."""
-    if not RULE.native:
+    if not RULE.has_ptx:
         return encode(y, None, RULE.element).to(tl.uint8)
     elif RULE.hot == "e4m3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -68,7 +68,7 @@ def mx_both_kernel(
     v = widened(tl.load(x + at))
 
     groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
-    code = power_scale(absmax(groups, False, RULE.native), RULE.level, True)
+    code = power_scale(absmax(groups, False, RULE.has_ptx), RULE.level, True)
     made = _codes8(groups * inverse_power(code), RULE)
     tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
     block = across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)

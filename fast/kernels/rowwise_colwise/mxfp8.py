@@ -13,7 +13,7 @@ the L2 cache.
 Elements are multiplied in float32, whose products with a power of two are exact from 2**-126 on; what is rounded below that is
 far under half the smallest code (2**-10 for e4m3, 2**-17 for e5m2) before and after, and becomes 0 with its sign.
 
-NATIVE is False in Triton's interpreter, which knows no instructions: there integer operations do the same.
+HAS_PTX is False in Triton's interpreter, which knows no instructions: there integer operations do the same.
 """
 
 import triton
@@ -40,18 +40,18 @@ def _larger_plain(a, b):
 
 
 @triton.jit
-def _largest(pairs, AXIS: tl.constexpr, NATIVE: tl.constexpr):
+def _largest(pairs, AXIS: tl.constexpr, HAS_PTX: tl.constexpr):
     """Maxima of halves along an axis."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.reduce(pairs, AXIS, larger_pair)
     else:
         return tl.reduce(pairs, AXIS, _larger_plain)
 
 
 @triton.jit
-def _crossed(a, b, NATIVE: tl.constexpr):
+def _crossed(a, b, HAS_PTX: tl.constexpr):
     """The larger half of a as the low half, that of b as the high half."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 l, h;
             prmt.b32 l, $1, $2, 0x5410; prmt.b32 h, $1, $2, 0x7632; max.u16x2 $0, l, h; }""",
@@ -62,12 +62,12 @@ def _crossed(a, b, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _stopped(multiplier, largest, NATIVE: tl.constexpr):
+def _stopped(multiplier, largest, HAS_PTX: tl.constexpr):
     """Pairs of bfloat16 multipliers, at most 2**127, and 0x7fff (NaN) where the largest magnitude is not finite.
 
     0 times a finite number plus m is m; 0 times infinity or NaN is the instruction's NaN.
     """
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 m, t, z;
             mov.b32 t, 0x7F007F00; mov.b32 z, 0; min.u16x2 m, $1, t; fma.rn.bf16x2 $0, $2, z, m; }""",
@@ -81,18 +81,18 @@ def _stopped(multiplier, largest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _scales(largest, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _scales(largest, IS_BF16: tl.constexpr, RULE: tl.constexpr):
     """Pairs of magnitudes as (multiplier of the low halves, of the high halves, their codes, those of the high halves).
 
     Multipliers are float32, codes int32 whose low byte counts. This is `power_scale`, for bfloat16 on pairs: with E the
     exponent field of a maximum after the record's carry (of which the upper half is left, as the lower halves of widened
     maxima are 0), the code is max(E - target, 0) and the multiplier's field 254 - code = min(254 + target - E, 254).
     """
-    if BRAIN:
+    if IS_BF16:
         CARRY: tl.constexpr = (RULE.level.carry >> 16) * 0x10001
         TOP: tl.constexpr = (254 + RULE.level.target_exponent) * 0x800080
         SIGNED: tl.constexpr = TOP - 0x100000000 if TOP >= 0x80000000 else TOP
-        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, RULE.native)
+        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, RULE.has_ptx)
         # NaN has the field 255, and 254 - 255 is 255 in a byte.
         code = CODES_254 - ((m >> 7) & LOW_BYTES)
         return low_float(m, True), high_float(m, True), code, code >> 16
@@ -111,7 +111,7 @@ def inverse_power(code):
 @triton.jit
 def _word(a, b, c, d, RULE: tl.constexpr):
     """Codes of four scaled numbers in a word; NaN becomes 0x7f."""
-    if not RULE.native:
+    if not RULE.has_ptx:
         low = encode(a, None, RULE.element) | (encode(b, None, RULE.element) << 8)
         return low | (encode(c, None, RULE.element) << 16) | (encode(d, None, RULE.element) << 24)
     elif RULE.hot == "e4m3":
@@ -129,16 +129,16 @@ def _word(a, b, c, d, RULE: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, RULE: tl.constexpr):
     """(words of codes (32 WARPS, 16), codes of scales (32 WARPS, 2)) of blocks of 32 columns.
 
     The first axis is (8 registers, WARPS, 4 lanes). Two of a lane's rows make a pair before lanes are compared.
     """
     LEAD: tl.constexpr = 32 * WARPS
-    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, RULE.native)
+    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, RULE.has_ptx)
     first, second = tl.split(tl.permute(tl.reshape(own, (2, 4, 4 * WARPS, 2, 4)), (1, 2, 3, 4, 0)))
-    largest = _largest(_crossed(first, second, RULE.native), 3, RULE.native)
-    by_first, by_second, code, other = _scales(largest, BRAIN, RULE)
+    largest = _largest(_crossed(first, second, RULE.has_ptx), 3, RULE.has_ptx)
+    by_first, by_second, code, other = _scales(largest, IS_BF16, RULE)
     by = tl.reshape(tl.permute(tl.join(by_first, by_second), (3, 0, 1, 2)), (LEAD, 2, 1))
     code = tl.reshape(tl.permute(tl.join(code, other), (3, 0, 1, 2)), (LEAD, 2))
     a, c = tl.split(tl.reshape(tl.reshape(low, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
@@ -162,10 +162,10 @@ def _words_of_rows(v, WARPS: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, RULE: tl.constexpr):
     """(words of codes (WARPS, 8, 64), codes of scales (WARPS, 64)) of blocks of 32 rows."""
-    largest = _largest(_patchwise(magnitudes, WARPS), 1, RULE.native)
-    by_low, by_high, code, other = _scales(largest, BRAIN, RULE)
+    largest = _largest(_patchwise(magnitudes, WARPS), 1, RULE.has_ptx)
+    by_low, by_high, code, other = _scales(largest, IS_BF16, RULE)
     even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, RULE)
     odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, RULE)
     words = tl.reshape(tl.join(even, odd), (WARPS, 8, 64))
@@ -209,15 +209,15 @@ def mx_pairs_kernel(
 @triton.jit
 def _both_of_tile(
     w, codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-    BRAIN: tl.constexpr, RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    IS_BF16: tl.constexpr, RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Both outputs of a tile of words."""
     WARPS: tl.constexpr = DOWN * ACROSS
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     quads = columns // 4
-    magnitudes, low, high = w & MAGNITUDES, low_float(w, BRAIN), high_float(w, BRAIN)
+    magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
 
-    made, code = _along_rows(magnitudes, low, high, WARPS, BRAIN, RULE)
+    made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, RULE)
     # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
     to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
     to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
@@ -226,7 +226,7 @@ def _both_of_tile(
     code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
     _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
-    made, code = _along_columns(magnitudes, low, high, WARPS, BRAIN, RULE)
+    made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, RULE)
     made = tl.reshape(
         tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
     )

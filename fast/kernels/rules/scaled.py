@@ -28,12 +28,12 @@ from fast.kernels.rules.elements import (
 
 
 @triton.jit
-def element_codes(v, scale, outer, zero, words, RULE: tl.constexpr):
+def element_codes(v, scale, outer, zero, random_bits, RULE: tl.constexpr):
     """int32 codes of a tile (blocks, elements): v float32, scale (blocks, 1) float32, zero (blocks, 1) or None."""
     if RULE.power_of_two:
-        codes = _shifted(v, scale, words, RULE)
+        codes = _shifted(v, scale, random_bits, RULE)
     else:
-        codes = _scaled(v, scale, outer, zero, words, RULE)
+        codes = _scaled(v, scale, outer, zero, random_bits, RULE)
     if RULE.nan == "ieee":
         return codes
     else:
@@ -60,13 +60,13 @@ def power_multiplier(scale, RULE: tl.constexpr):
     exponent = bits_of(scale) >> 23
     if RULE.smallest_exponent is not None:
         exponent = tl.where(exponent == 0, RULE.smallest_exponent + 127, exponent)
-    inverse = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+    reciprocal_rn = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
     nan: tl.constexpr = 0x00200000 if RULE.nan == "ieee" else 0x7FC00000
-    return float_of(tl.where(exponent == 255, nan, inverse))
+    return float_of(tl.where(exponent == 255, nan, reciprocal_rn))
 
 
 @triton.jit
-def _shifted(v, scale, words, RULE: tl.constexpr):
+def _shifted(v, scale, random_bits, RULE: tl.constexpr):
     """v * 2**-e, rounded once."""
     if RULE.rounding == "nearest_even" and RULE.overflow == "saturate":
         if RULE.house and RULE.kind == "float":
@@ -74,7 +74,7 @@ def _shifted(v, scale, words, RULE: tl.constexpr):
             largest = float_of(tl.full((), LARGEST, tl.int32))
             v = tl.clamp(v, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
         # Exact, or below 2**-126, where every format rounds to zero.
-        return encode(v * power_multiplier(scale, RULE), words, RULE.element)
+        return encode(v * power_multiplier(scale, RULE), random_bits, RULE.element)
     else:
         exponent = tl.maximum(bits_of(scale) >> 23, 0) - 127
         if RULE.smallest_exponent is not None:
@@ -84,7 +84,9 @@ def _shifted(v, scale, words, RULE: tl.constexpr):
         if RULE.kind == "int":
             own = tl.maximum(magnitude >> 23, 1) - 127 + (RULE.fraction_bits - exponent)
             significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-            made = clamp_integer(shifted_integer(b, own, significand, words, RULE.element), RULE.element)
+            made = clamp_integer(
+                shifted_integer(b, own, significand, random_bits, RULE.element), RULE.element
+            )
             return tl.where(magnitude > INFINITY, 0, made)
         else:
             own, significand = normalized(magnitude)
@@ -92,14 +94,14 @@ def _shifted(v, scale, words, RULE: tl.constexpr):
             # A zero has the smallest exponent: any above it would show in the code.
             own = tl.where(magnitude >= INFINITY, 128, own - exponent)
             own = tl.where(magnitude == 0, RULE.element.emin, own)
-            return encode_parts(b, own, significand, words, RULE.element)
+            return encode_parts(b, own, significand, random_bits, RULE.element)
 
 
 @triton.jit
-def _scaled(v, scale, outer, zero, words, RULE: tl.constexpr):
+def _scaled(v, scale, outer, zero, random_bits, RULE: tl.constexpr):
     """v divided by its scale in the order of the record, and rounded."""
     if RULE.zero == "value":
-        return _from_minimum(v, scale, zero, words, RULE)
+        return _from_minimum(v, scale, zero, random_bits, RULE)
     else:
         if RULE.apply == "encode":
             scaled = rounded(v * scale, RULE.arithmetic)
@@ -113,9 +115,9 @@ def _scaled(v, scale, outer, zero, words, RULE: tl.constexpr):
         if RULE.kind == "codebook" and RULE.by_difference:
             return nearest_by_difference(scaled, RULE.element, RULE.arithmetic)
         elif RULE.kind != "int":
-            return _special_codes(encode(scaled, words, RULE.element), scaled, RULE)
+            return _special_codes(encode(scaled, random_bits, RULE.element), scaled, RULE)
         else:
-            integer = to_integer(scaled, words, RULE.element)
+            integer = to_integer(scaled, random_bits, RULE.element)
             if RULE.zero == "code":
                 integer = integer + zero
             return tl.where(is_nan(scaled), 0, clamp_integer(integer, RULE.element))
@@ -159,10 +161,10 @@ def bounded(v):
 
 
 @triton.jit
-def _from_minimum(v, scale, zero, words, RULE: tl.constexpr):
+def _from_minimum(v, scale, zero, random_bits, RULE: tl.constexpr):
     """tinygemm: round((v - (z - s * mid)) / s), every operation rounded to the input's dtype."""
     step = rounded(scale * RULE.middle_input, RULE.arithmetic)
     minimum = rounded(zero - step, RULE.arithmetic)
     scaled = rounded(tl.div_rn(rounded(v - minimum, RULE.arithmetic), scale), RULE.arithmetic)
-    integer = to_integer(scaled, words, RULE.element)
+    integer = to_integer(scaled, random_bits, RULE.element)
     return tl.where(is_nan(scaled), 0, clamp_integer(integer, RULE.element))

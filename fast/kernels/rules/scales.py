@@ -22,7 +22,7 @@ from fast.kernels.bits import (
     rounded,
 )
 from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
-from fast.kernels.sm90.division import quotient, short
+from fast.kernels.sm90.division import quotient, round_to_dtype
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         # A statistic that is an element, or was rounded as one, is its own quotient.
         made = rounded(statistic, L.compute)
     elif L.quick:
-        made = short(quotient(statistic, L.target, L.inverse), L.compute)
+        made = round_to_dtype(quotient(statistic, L.target, L.target_reciprocal), L.compute)
     elif L.stored == "encode":
         made = _encoding(statistic, L)
     else:
@@ -140,8 +140,8 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
 def _encoding(statistic, L: tl.constexpr):
     """target / statistic, in one rounding or as target * (1 / statistic)."""
     if L.by_reciprocal:
-        inverse = rounded(tl.div_rn(1.0, statistic), L.compute)
-        made = rounded(inverse * L.target, L.compute)
+        reciprocal_rn = rounded(tl.div_rn(1.0, statistic), L.compute)
+        made = rounded(reciprocal_rn * L.target, L.compute)
     else:
         made = rounded(tl.div_rn(L.target, statistic), L.compute)
     if L.floor_quotient is not None:
@@ -156,14 +156,16 @@ def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         return float_of(largest)
     elif L.statistic == "minmax_split" and L.ordinary:
         # The smallest integer is a power of two; low <= 0 <= high.
-        a = short(low * (1.0 / L.element_min), L.compute)
-        return tl.maximum(tl.abs(a), short(quotient(tl.abs(high), L.target, L.inverse), L.compute))
+        a = round_to_dtype(low * (1.0 / L.element_min), L.compute)
+        return tl.maximum(
+            tl.abs(a), round_to_dtype(quotient(tl.abs(high), L.target, L.target_reciprocal), L.compute)
+        )
     elif L.statistic == "minmax_split":
         a = bits_of(canonical(rounded(tl.div_rn(low, L.element_min), L.compute))) & MAGNITUDE
         b = bits_of(canonical(rounded(tl.div_rn(high, L.target), L.compute))) & MAGNITUDE
         return float_of(tl.maximum(a, b))
     elif L.ordinary:
-        return short(high - low, L.compute)
+        return round_to_dtype(high - low, L.compute)
     else:
         width = canonical(rounded(high - low, L.compute))
         if HOUSE:
@@ -221,7 +223,7 @@ def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
 
 @triton.jit
 def stored_scale(exact, L: tl.constexpr):
-    """(what is kept, the scale it stands for): rounded to the storage format, raised to the record's floor."""
+    """(code in storage, the scale it stands for): rounded to the storage format, raised to the record's floor."""
     v = raised(exact, "scale", L)
     if L.ordinary and L.storage == "float32":
         v = floored(v, L)
@@ -265,12 +267,12 @@ def nonnegative(v):
 
 
 @triton.jit
-def loaded_scale(kept, L: tl.constexpr):
-    """The scale that a kept one stands for."""
+def loaded_scale(stored, L: tl.constexpr):
+    """float32 of a stored scale."""
     if L.storage == "float32":
-        return canonical(kept)
+        return canonical(stored)
     else:
-        return canonical(decode(kept.to(tl.int32), L.storage_element))
+        return canonical(decode(stored.to(tl.int32), L.storage_element))
 
 
 @triton.jit
@@ -279,7 +281,7 @@ def zero_point(low, exact, RULE: tl.constexpr):
     L: tl.constexpr = RULE.level
     scale = raised(raised(exact, "scale", L), "stored", L)
     if RULE.zero == "value" and RULE.on_ordinary:
-        return short(low + short(scale * RULE.middle, L.compute), RULE.zero_storage)
+        return round_to_dtype(low + round_to_dtype(scale * RULE.middle, L.compute), RULE.zero_storage)
     elif RULE.zero == "value":
         made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
         return canonical(rounded(made, RULE.zero_storage))

@@ -16,13 +16,13 @@ from fast.kernels.rules.trees import MOST_LEVELS
 
 
 @triton.jit
-def averages(v, NATIVE: tl.constexpr):
+def averages(v, HAS_PTX: tl.constexpr):
     """Rows of (P, S), S a power of two, averaged to (P, 1): neighbours first, as `reference.quantize.statistics.mean`."""
     COUNT: tl.constexpr = v.shape[0]
     for _ in tl.static_range(MOST_LEVELS):
         if v.shape[1] > 1:
             halves = tl.reshape(v * 0.5, (COUNT, v.shape[1] // 2, 2))
-            if NATIVE:
+            if HAS_PTX:
                 v = tl.sum(halves, axis=2)
             else:
                 even, odd = tl.split(halves)
@@ -31,7 +31,7 @@ def averages(v, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def counted(v, RULE: tl.constexpr):
+def averaged_scales(v, RULE: tl.constexpr):
     """Scales as the mean has them: in house schemes those of NaN blocks are left out."""
     if RULE.house:
         v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)
@@ -41,7 +41,7 @@ def counted(v, RULE: tl.constexpr):
 @triton.jit
 def leave_averages(scales, averaged, at, inside, part, exists, RULE: tl.constexpr):
     """The averages of parts of the scales, or of averages before them; what lies beyond the last scale is 0."""
-    made = averages(counted(read(scales + at, inside), RULE), RULE.native)
+    made = averages(averaged_scales(read(scales + at, inside), RULE), RULE.has_ptx)
     tl.store(averaged + part, made, mask=exists)
 
 
@@ -52,14 +52,14 @@ def quantize_groups(
     """Codes of scales, the scale of each group, and the mean. count: of all scales. parts: of averages that are left."""
     L: tl.constexpr = RULE.outer
     i = tl.arange(0, JOB.parts)[None, :]
-    top = averages(counted(read(averaged + i, i < parts), RULE), RULE.native)
+    top = averages(averaged_scales(read(averaged + i, i < parts), RULE), RULE.has_ptx)
     share = (count + tl.zeros((1, 1), tl.int32)).to(tl.float32) * JOB.share
     mean = rounded(canonical(tl.div_rn(top, share)), L.compute)
     shifted = tl.where(inside, rounded(read(scales + at, inside) - mean, L.compute), 0.0)
-    made = canonical(ratio(absmax(shifted, RULE.house, RULE.native), None, None, L, RULE.house))
+    made = canonical(ratio(absmax(shifted, RULE.house, RULE.has_ptx), None, None, L, RULE.house))
     tl.store(outer + group, made, mask=exists)
-    kept = _codes(rounded(shifted * made, L.compute), RULE.level.storage_element)
-    tl.store(codes + at, kept.to(tl.int8), mask=inside)
+    scale_code = _codes(rounded(shifted * made, L.compute), RULE.level.storage_element)
+    tl.store(codes + at, scale_code.to(tl.int8), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(center + tl.zeros((1, 1), tl.int32), mean)
 

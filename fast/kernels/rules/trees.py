@@ -21,9 +21,9 @@ def tree_sum(v):
 
 
 @triton.jit
-def summed(x, residual, at, inside, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """x, or x + residual rounded to their dtype, in that dtype."""
     v = read(x + at, inside)
     if residual is not None:
-        v = narrowed(floats(v, NATIVE) + floats(read(residual + at, inside), NATIVE), DTYPE, NATIVE)
+        v = narrowed(floats(v, HAS_PTX) + floats(read(residual + at, inside), HAS_PTX), DTYPE, HAS_PTX)
     return v

@@ -34,7 +34,7 @@ def combined(scale, outer, RULE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def counted(codes, zero, RULE: tl.constexpr):
+def unscaled(codes, zero, RULE: tl.constexpr):
     """What codes count in units of the scale, float32."""
     if RULE.zero == "":
         return decode(codes, RULE.element)
@@ -48,7 +48,7 @@ def counted(codes, zero, RULE: tl.constexpr):
 @triton.jit
 def values(codes, scale, zero, RULE: tl.constexpr, DTYPE: tl.constexpr):
     """float32 values of a tile; scale is the combined one (blocks, 1)."""
-    value = counted(codes, zero, RULE)
+    value = unscaled(codes, zero, RULE)
     if RULE.stored == "encode":
         return rounded(tl.div_rn(value, scale), DTYPE)
     else:
@@ -74,14 +74,14 @@ def _stay_finite(product, value, scale):
 
 
 @triton.jit
-def loaded_zero(kept, RULE: tl.constexpr):
-    """A kept zero point as int32 code or float32."""
+def loaded_zero(stored, RULE: tl.constexpr):
+    """A stored zero point as int32 code or float32."""
     if RULE.zero == "code":
-        return kept.to(tl.int32)
+        return stored.to(tl.int32)
     elif RULE.zero_storage == "float32":
-        return canonical(kept)
+        return canonical(stored)
     else:
-        v = float_of(kept.to(tl.int32) << 16)
+        v = float_of(stored.to(tl.int32) << 16)
         return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))
 
 
@@ -120,8 +120,8 @@ def decoding(outer, RULE: tl.constexpr):
 @triton.jit
 def passed_on(g, lost, DTYPE: tl.constexpr):
     """The gradient g where the element was not lost to saturation, +0 where it was; a float32 NaN keeps its payload."""
-    kept = tl.where(lost, 0.0, widened(g))
+    dx = tl.where(lost, 0.0, widened(g))
     if DTYPE == "float32":
-        return kept
+        return dx
     else:
-        return narrow(kept, DTYPE, False)
+        return narrow(dx, DTYPE, False)

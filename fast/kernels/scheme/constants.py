@@ -13,7 +13,7 @@ from fast.kernels.scheme.element_constants import Constant, constant_part, eleme
 from fast.kernels.scheme.fast_path_rules import (
     has_pairs,
     hot_sequence,
-    is_drawn,
+    is_fast_stochastic,
     is_outer_ordinary,
     is_ranged,
     is_read_by_sequence,
@@ -90,7 +90,7 @@ def _rule(
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
         max_bits=bits_of(fmt.limit),
-        native=hardware, signs_nan=scheme.nan == "element", hot=hot,
+        has_ptx=hardware, signs_nan=scheme.nan == "element", hot=hot,
         digits=digits.get(hot, "") if same is None else same.digits.value,
         under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme),
         hot_values=hardware and house
@@ -101,7 +101,7 @@ def _rule(
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
-        drawn=hardware and not marking and is_drawn(scheme),
+        fast_stochastic=hardware and not marking and is_fast_stochastic(scheme),
         pairs=has_pairs(scheme, dtype, hot) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
         else same.pairs and not same.ranged,
         on_ordinary=ordinary, same=None if same is None else constant_part(same, hardware), has_same=same is not None,

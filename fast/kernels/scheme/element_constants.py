@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from fast.kernels.scheme.fast_path_rules import HARDWARE, SEQUENCES, is_quick, kept_as, ocp_name
+from fast.kernels.scheme.fast_path_rules import HARDWARE, SEQUENCES, is_quick, ocp_name, storage_kind
 from reference.arrays.log2 import LOWEST, steps_above, steps_below
 from reference.arrays.softfloat import bits_of
 from reference.formats.formats import FORMATS, Format
@@ -136,12 +136,12 @@ def level_of(
         statistic=record.statistic, target=in_dtype(record.target, compute), rule=record.rule,
         target_exponent=(target >> 23) - 127, target_fraction=target & 0x7FFFFF, compute=compute, stored=record.stored,
         by_reciprocal=record.by_reciprocal, floor_kind=kind, floor=floor, floor_code=floor_code, floor_quotient=quotient,
-        nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=kept_as(record.storage),
+        nonfinite=None if record.nonfinite is None else bits_of(record.nonfinite), storage=storage_kind(record.storage),
         even_carry=even_carry(record, element), element_min=in_dtype(element.min, compute),
         in_dtype=record.storage == dtype and record.compute == "input",
         steps=_runs(record.rule), one_over_target=in_dtype(float(np.float32(1) / np.float32(record.target)), compute),
         quick=hardware and (ordinary or (quick and is_quick(record))), ordinary=ordinary,
-        inverse=float(np.float32(1) / np.float32(record.target)),
+        target_reciprocal=float(np.float32(1) / np.float32(record.target)),
         simple_power=_is_simple(record.rule, (target >> 23) - 127),
         carry=_carry(record.rule, target & 0x7FFFFF, even_carry(record, element)),
         storage_element=None if record.storage == "float32" else constant_part(_storage(record.storage, hardware), hardware),

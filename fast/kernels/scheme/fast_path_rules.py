@@ -44,7 +44,7 @@ def ocp_name(fmt: Format) -> str:
     return next(same, "")
 
 
-def kept_as(storage: str) -> str:
+def storage_kind(storage: str) -> str:
     """What kernels tell apart among storages: "float32", a name of `OCP`, or "" for other codes."""
     return storage if storage == "float32" else ocp_name(FORMATS[storage])
 
@@ -129,13 +129,20 @@ def is_ranged(scheme: Scheme, hot: str) -> bool:
     )
 
 
-def is_drawn(scheme: Scheme) -> bool:
-    """Whether `drawn` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
+def is_fast_stochastic(scheme: Scheme) -> bool:
+    """Whether `stochastic` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
     fmt, scale = scheme.format, scheme.scale
     plain = scheme.nan == "block" and scheme.nan_code is None and scheme.smallest_exponent is None
     signed = fmt.kind == "float" and fmt.bits <= 8 and bool(fmt.sign_mask) and fmt.has_negative_zero
-    drawn = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
-    return plain and signed and drawn and scale.power_of_two and scheme.outer is None and scale.target >= 4.0
+    stochastic = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
+    return (
+        plain
+        and signed
+        and stochastic
+        and scale.power_of_two
+        and scheme.outer is None
+        and scale.target >= 4.0
+    )
 
 
 def _has_reciprocals(scheme: Scheme) -> bool:
@@ -148,8 +155,8 @@ def _has_reciprocals(scheme: Scheme) -> bool:
 def _codebook_sequence(scheme: Scheme) -> str:
     """ "codebook" where scales are maxima, so that scaled elements lie between -1 and 1; "stretched" for levels one apart."""
     scale, fmt = scheme.scale, scheme.format
-    kept = scale.stored == "decode" and scale.compute == "float32"
-    if not (_is_plain_ratio(scale) and kept and scheme.outer is None and scheme.poison_code == 0):
+    storable = scale.stored == "decode" and scale.compute == "float32"
+    if not (_is_plain_ratio(scale) and storable and scheme.outer is None and scheme.poison_code == 0):
         return ""
     if is_stretched(fmt):
         return "stretched"
@@ -172,10 +179,12 @@ def is_under_outer(scheme: Scheme) -> bool:
         and scale.compute == "float32"
         and scheme.zero is None
     )
-    kept = kept_as(scale.storage) == "e4m3" and scale.floor is not None and scale.floor[0] == "stored"
+    storable = (
+        storage_kind(scale.storage) == "e4m3" and scale.floor is not None and scale.floor[0] == "stored"
+    )
     return (
         plain
-        and kept
+        and storable
         and scale.statistic == "absmax"
         and scheme.outer_order == "decode"
         and scale.target in QUOTIENTS

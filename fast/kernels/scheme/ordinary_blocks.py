@@ -26,7 +26,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fast.kernels.scheme.fast_path_rules import has_quotient, kept_as, ocp_name
+from fast.kernels.scheme.fast_path_rules import has_quotient, ocp_name, storage_kind
 from fast.kernels.sm90.codebook16 import has_cubic
 from reference.arrays.log2 import steps_above
 from reference.formats.formats import Format
@@ -91,7 +91,9 @@ def has_zero_blocks(scheme: Scheme) -> bool:
 
 def has_single_pairs(scheme: Scheme, dtype: str) -> bool:
     """Whether 4-bit floats under e4m3 scales alone are made from pairs of bfloat16, as those under an outer scale are."""
-    single = scheme.outer is None and kept_as(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    single = (
+        scheme.outer is None and storage_kind(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    )
     return single and dtype == "bfloat16" and ocp_name(scheme.format) == "e2m1"
 
 
@@ -156,11 +158,11 @@ def _has_scales(scheme: Scheme, dtype: str) -> bool:
         return False
     if scale.power_of_two:
         return outer is None and scale.rule != "rceil_log2"
-    kept = scale.storage == "float32" or (scale.storage == dtype and scale.compute == "input")
+    storable = scale.storage == "float32" or (scale.storage == dtype and scale.compute == "input")
     plain = scale.rule == "ratio" and has_quotient(scale.target) and scale.compute in ("float32", "input")
-    if kept_as(scale.storage) == "e4m3":
+    if storage_kind(scale.storage) == "e4m3":
         return plain and _has_e4m3_scales(scheme)
-    return plain and kept and outer is None
+    return plain and storable and outer is None
 
 
 def _has_e4m3_scales(scheme: Scheme) -> bool:

@@ -1,7 +1,7 @@
 """16-bit numbers in pairs: what Hopper does with two bfloat16 or float16 numbers in one register.
 
 The instructions round, compare and multiply both numbers at once. They make one NaN, 0x7fff, which as a signed integer is
-the only pattern above the canonical one: a minimum of integers replaces it. NATIVE is False in Triton's interpreter, which
+the only pattern above the canonical one: a minimum of integers replaces it. HAS_PTX is False in Triton's interpreter, which
 knows no instructions: there float32 and integer operations do the same.
 """
 
@@ -81,9 +81,9 @@ NORMAL_WIDE_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _WIDEN_FLOAT16, 2)
 
 
 @triton.jit
-def floats(v, NATIVE: tl.constexpr):
+def floats(v, HAS_PTX: tl.constexpr):
     """float32 of a tensor, pair by pair where it has 16 bits."""
-    if v.dtype == tl.float32 or not NATIVE:
+    if v.dtype == tl.float32 or not HAS_PTX:
         return widened(v)
     else:
         text: tl.constexpr = WIDEN_BFLOAT16 if v.dtype == tl.bfloat16 else WIDEN_FLOAT16
@@ -106,11 +106,11 @@ def set_aside(tile, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def narrowed(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def narrowed(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 rounded to a dtype, nearest even, overflow to infinity, NaN canonical."""
     if DTYPE == "float32":
         return canonical(v)
-    elif not NATIVE:
+    elif not HAS_PTX:
         return _by_integers(v, DTYPE)
     elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
@@ -133,21 +133,21 @@ def _by_integers(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rounded_once(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def rounded_once(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 rounded to a dtype and back to float32; a NaN is some positive NaN."""
     if DTYPE == "float32":
         return canonical(v)
-    elif not NATIVE:
-        return floats(_by_integers(v, DTYPE), NATIVE)
+    elif not HAS_PTX:
+        return floats(_by_integers(v, DTYPE), HAS_PTX)
     else:
         text: tl.constexpr = ROUND_BFLOAT16 if DTYPE == "bfloat16" else ROUND_FLOAT16
         return tl.inline_asm_elementwise(text, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
-def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def clamped_gate(g, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 of a gate between the bounds of `gated`: [-104, 64] for bfloat16, [-32, 32] for float16; NaN: the upper one."""
-    if not NATIVE:
+    if not HAS_PTX:
         v = widened(g)
         low: tl.constexpr = -104.0 if DTYPE == "bfloat16" else -32.0
         top: tl.constexpr = 64.0 if DTYPE == "bfloat16" else 32.0
@@ -158,27 +158,27 @@ def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constexpr):
     """silu(g), given in float32 for the clamped gate, rounded, times up, rounded; NaN canonical.
 
     WIDE: the same as float32, where a NaN is some positive NaN. Beyond the upper bound T of the clamp silu(g) is g: the pattern
     of max(g, T) less that of T is added to the pattern of silu(T) = T, an addition of integers and so exact. The sign is the
     gate's, also that of zeros.
     """
-    BRAIN: tl.constexpr = DTYPE == "bfloat16"
-    if not NATIVE:
+    IS_BF16: tl.constexpr = DTYPE == "bfloat16"
+    if not HAS_PTX:
         made = _gated_by_selects(silu, g, up, DTYPE)
         if WIDE:
             return widened(made)
         else:
             return made
     elif WIDE:
-        text: tl.constexpr = GATE_WIDE_BFLOAT16 if BRAIN else GATE_WIDE_FLOAT16
+        text: tl.constexpr = GATE_WIDE_BFLOAT16 if IS_BF16 else GATE_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
-        text: tl.constexpr = GATE_BFLOAT16 if BRAIN else GATE_FLOAT16
+        text: tl.constexpr = GATE_BFLOAT16 if IS_BF16 else GATE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=r,f,f,r,r", [silu, g, up], dtype=g.dtype, is_pure=True, pack=2
         )
@@ -195,26 +195,26 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constexpr):
     """(h * r) * w in float32, rounded to the dtype of h and w; r is float32. NaN canonical.
 
     WIDE: the same as float32, where a NaN is some positive NaN. 16-bit numbers are taken as pairs again: floats that were used
     before need not be kept, and cost registers.
     """
-    BRAIN: tl.constexpr = DTYPE == "bfloat16"
-    if DTYPE == "float32" or not NATIVE:
-        product = (floats(h, NATIVE) * r) * floats(w, NATIVE)
+    IS_BF16: tl.constexpr = DTYPE == "bfloat16"
+    if DTYPE == "float32" or not HAS_PTX:
+        product = (floats(h, HAS_PTX) * r) * floats(w, HAS_PTX)
         if WIDE:
-            return rounded_once(product, DTYPE, NATIVE)
+            return rounded_once(product, DTYPE, HAS_PTX)
         else:
-            return narrowed(product, DTYPE, NATIVE)
+            return narrowed(product, DTYPE, HAS_PTX)
     elif WIDE:
-        text: tl.constexpr = NORMAL_WIDE_BFLOAT16 if BRAIN else NORMAL_WIDE_FLOAT16
+        text: tl.constexpr = NORMAL_WIDE_BFLOAT16 if IS_BF16 else NORMAL_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
-        text: tl.constexpr = NORMAL_BFLOAT16 if BRAIN else NORMAL_FLOAT16
+        text: tl.constexpr = NORMAL_BFLOAT16 if IS_BF16 else NORMAL_FLOAT16
         return tl.inline_asm_elementwise(text, "=r,r,r,f,f", [h, w, r], dtype=h.dtype, is_pure=True, pack=2)
 
 

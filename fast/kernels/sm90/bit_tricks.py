@@ -89,7 +89,7 @@ def nibble_words(numbers, keep):
 
 
 @triton.jit
-def e2m1_numbers(x, half):
+def e2m1_floats(x, half):
     """2**23 + code of |x| * 2 half in float4_e2m1fn, nearest even, saturating; float32. The product with half is exact.
 
     The code is round(2 m) below 2, plus round(m - 2) from 2 to 4, plus round(m / 2 - 2) beyond: each term saturates to
@@ -112,7 +112,7 @@ def e2m1_numbers(x, half):
 
 @triton.jit
 def e2m1_words(numbers, v, keep):
-    """Patterns that `e2m1_numbers` made, with the signs of v (int32), as words of eight nibbles (P, S / 8)."""
+    """Patterns that `e2m1_floats` made, with the signs of v (int32), as words of eight nibbles (P, S / 8)."""
     ROWS: tl.constexpr = v.shape[0]
     GROUPS: tl.constexpr = v.shape[1] // 8
     place = 4 * (tl.arange(0, v.shape[1]) % 8)[None, :]
@@ -270,7 +270,7 @@ def e3m2_values(triples):
 
 
 @triton.jit
-def kept_where(scale, MASK: tl.constexpr):
+def mask_unless_poisoned(scale, MASK: tl.constexpr):
     """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
     return tl.where(is_nan(scale), 0, MASK)
 

@@ -70,7 +70,7 @@ def looked_up(numbers, index):
 
 
 @triton.jit
-def codebook_numbers(y, E: tl.constexpr):
+def codebook_floats(y, E: tl.constexpr):
     """float32 numbers in whose patterns the low four bits are the codes of y: -1 to 1, or rounded a little beyond."""
     near = tl.fma(y, tl.fma(y * y, CUBIC, LINEAR), NUMBER)
     bound = looked_up(_bounds(E), near.to(tl.int32, bitcast=True))

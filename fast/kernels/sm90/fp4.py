@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from fast.kernels.sm90.bit_tricks import quarters
-from fast.kernels.sm90.division import lacking, negated
+from fast.kernels.sm90.division import negative_by_product, reciprocal_error
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
 # Numbers 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
 _HALVES = "shl.b32 t, ${at}, 16; mov.b32 x, t; {low} and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t; {high} "
-# |x| to 2**23 + code: see `words.e2m1_numbers`.
+# |x| to 2**23 + code: see `words.e2m1_floats`.
 _NUMBER = """{scaled} mul.rn.sat.f32 g, x, {half}; fma.rn.sat.f32 h, x, {half}, 0fBF800000;
 fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000; fma.rn.f32 g, h, 0f40000000, g;
 add.rn.f32 g, k, g; mov.b32 n{number}, g; """
@@ -58,7 +58,7 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
-# See `bit_tricks.corrected_quotient` and `refined`.
+# See `bit_tricks.corrected_quotient` and `refine_quotient`.
 CORRECTED = _words(
     "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
     "0f3F000000",
@@ -109,7 +109,7 @@ def _without_negative_zeros(pairs):
 
 
 @triton.jit
-def words_of_pairs(a, b, m, divisor, keep, RULE: tl.constexpr, PACKED: tl.constexpr):
+def words_of_pairs(a, b, inv_scale, divisor, keep, RULE: tl.constexpr, PACKED: tl.constexpr):
     """Words of pairs (P, 4) each: |x * m| (or |x / divisor|) rounded, the sign of the product; keep: a block's mask.
 
     PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4).
@@ -117,30 +117,36 @@ def words_of_pairs(a, b, m, divisor, keep, RULE: tl.constexpr, PACKED: tl.conste
     if RULE.on_ordinary and not RULE.negative_zero:
         a, b = _without_negative_zeros(a), _without_negative_zeros(b)
     if PACKED:
-        return side_by_side(_word(a, m, divisor, keep, RULE), _word(b, m, divisor, keep, RULE))
+        return side_by_side(
+            _word(a, inv_scale, divisor, keep, RULE), _word(b, inv_scale, divisor, keep, RULE)
+        )
     else:
-        return side_by_side(_two_words(a, m, divisor, keep, RULE), _two_words(b, m, divisor, keep, RULE))
+        return side_by_side(
+            _two_words(a, inv_scale, divisor, keep, RULE), _two_words(b, inv_scale, divisor, keep, RULE)
+        )
 
 
 @triton.jit
-def _two_words(pairs, m, divisor, keep, RULE: tl.constexpr):
+def _two_words(pairs, inv_scale, divisor, keep, RULE: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
     return side_by_side(
-        _bytes_of(a, b, p, q, m, divisor, keep, RULE), _bytes_of(c, d, r, s, m, divisor, keep, RULE)
+        _bytes_of(a, b, p, q, inv_scale, divisor, keep, RULE),
+        _bytes_of(c, d, r, s, inv_scale, divisor, keep, RULE),
     )
 
 
 @triton.jit
-def _bytes_of(a, b, p, q, m, divisor, keep, RULE: tl.constexpr):
-    flip = m.to(tl.int32, bitcast=True) >> 31
+def _bytes_of(a, b, p, q, inv_scale, divisor, keep, RULE: tl.constexpr):
+    flip = inv_scale.to(tl.int32, bitcast=True) >> 31
     if RULE.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor),
+            negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        factor = tl.abs(inv_scale * 0.5 if RULE.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
             EXACT_BYTES if RULE.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,
@@ -154,18 +160,18 @@ def side_by_side(a, b):
 
 
 @triton.jit
-def _word(pairs, m, divisor, keep, RULE: tl.constexpr):
+def _word(pairs, inv_scale, divisor, keep, RULE: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
-    flip = m.to(tl.int32, bitcast=True) >> 31
+    flip = inv_scale.to(tl.int32, bitcast=True) >> 31
     if RULE.corrected:
         return tl.inline_asm_elementwise(
             CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
-            [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            [a, b, c, d, p, q, r, s, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor), negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        factor = tl.abs(inv_scale * 0.5 if RULE.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
             EXACT if RULE.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,

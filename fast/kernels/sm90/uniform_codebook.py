@@ -21,7 +21,7 @@ def is_stretched(fmt: Format) -> bool:
 
 
 @triton.jit
-def stretched_numbers(y, E: tl.constexpr):
+def stretched_floats(y, E: tl.constexpr):
     """1.5 * 2**23 plus the codes of y, float32; 0 for NaN."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 c; max.f32 c, $1, $2; min.f32 c, c, $3; add.rp.f32 $0, c, $4; }",

@@ -18,30 +18,37 @@ from fast.kernels.tile.outer_scales import choose_under_outer, ordinary_e4m3_sca
 
 
 @triton.jit
-def choose(
+def choose_scales(
     largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
 ):
-    """(scale before storage, as stored, zero point, what is kept of the scale), written where the job says so.
+    """(exact scale, its stored value, its code in storage, prepared factor, zero point); the operation's outputs are stored.
 
-    Of rules whose range is known to hold zero the last is the multiplier, and low and high need not hold it.
+    The exact scale is not rounded to the storage format. The prepared factor is what elements are multiplied by (under an outer
+    scale of the order "encode": divided by) where choosing the scale computes it, else the scale.
+    Without a zero point the last is the scale. Where ranges are known to hold zero (`RULE.ranged`), low and high need not.
     """
     if RULE.power_of_two:
-        kept = power_scale(largest, RULE.level, RULE.house)
-        s = power_value(kept)
+        scale_code = power_scale(largest, RULE.level, RULE.house)
+        s = power_value(scale_code)
         e = s
+        prepared = s
         z = s
     elif RULE.ranged:
-        s, kept, z = scale_of_range(largest, low, high, RULE)
+        s, prepared, z = scale_of_range(largest, low, high, RULE)
         e = s
+        scale_code = s
     elif RULE.e4m3_scales:
-        kept, s, z = ordinary_e4m3_scales(largest, outer, RULE)
+        scale_code, s, prepared = ordinary_e4m3_scales(largest, outer, RULE)
         e = s
+        z = s
     elif RULE.under_outer:
-        kept, s, z = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
+        scale_code, s, prepared = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
         e = s
+        z = s
     else:
         e = exact_scale(largest, low, high, outer, RULE)
-        kept, s = stored_scale(e, RULE.level)
+        scale_code, s = stored_scale(e, RULE.level)
+        prepared = s
         z = e
         if RULE.zero != "":
             z = zero_point(low, e, RULE)
@@ -53,11 +60,11 @@ def choose(
         tl.store(zero + block, (bits_of(z) >> 16).to(tl.uint16), mask=writes)
     if JOB.tiled:
         at = scale_place(block // stride, block % stride, stride, True)
-        tl.store(scale + at, kept.to(tl.uint8), mask=writes)
+        tl.store(scale + at, scale_code.to(tl.uint8), mask=writes)
     elif JOB.scales and RULE.ranged and RULE.level.in_dtype:
         tl.store(scale + block, in_storage(s, RULE.level).to(scale.dtype.element_ty), mask=writes)
     elif JOB.scales and RULE.ranged:
         tl.store(scale + block, s, mask=writes)
     elif JOB.scales:
-        tl.store(scale + block, kept.to(scale.dtype.element_ty), mask=writes)
-    return e, s, z, kept
+        tl.store(scale + block, scale_code.to(scale.dtype.element_ty), mask=writes)
+    return e, s, scale_code, prepared, z

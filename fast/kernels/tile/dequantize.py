@@ -8,7 +8,7 @@ from fast.kernels.rules.packing import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.values import combined, loaded_zero, values
-from fast.kernels.tile.fast_values import finished, loaded_values
+from fast.kernels.tile.fast_values import finished, load_values
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def dequantize_tile(
         o = loaded_scale(tl.load(outer), RULE.outer)
     if HOT:
         c = combined(s, o, RULE, "float32")
-        value = loaded_values(codes, at, inside, block, exists, z, RULE, JOB.packed, SIZE)
+        value = load_values(codes, at, inside, block, exists, z, RULE, JOB.packed, SIZE)
         tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
     else:
         value = values(code, combined(s, o, RULE, PRECISION), z, RULE, PRECISION)

@@ -14,43 +14,45 @@ from fast.kernels.sm90.bf16x2 import rounded_once
 from fast.kernels.sm90.bit_tricks import (
     TO_INTEGER,
     bytes_of,
-    e2m1_numbers,
+    e2m1_floats,
     e2m1_words,
     e2m3_bytes,
     e3m2_bytes,
     int4_words,
-    kept_where,
+    mask_unless_poisoned,
     nibble_words,
     six_words,
     store_words,
 )
-from fast.kernels.sm90.codebook16 import codebook_numbers
-from fast.kernels.sm90.division import corrected_quotient, inverse, refined, short
+from fast.kernels.sm90.codebook16 import codebook_floats
+from fast.kernels.sm90.division import corrected_quotient, reciprocal_rn, refine_quotient, round_to_dtype
 from fast.kernels.sm90.pack_32 import integer_quads, store_quads
-from fast.kernels.sm90.uniform_codebook import stretched_numbers
+from fast.kernels.sm90.uniform_codebook import stretched_floats
 
 
 @triton.jit
-def multiplier(scale, kept, prepared, RULE: tl.constexpr):
+def multiplier(scale, scale_code, prepared, RULE: tl.constexpr):
     """What an element is multiplied by, (blocks, 1); NaN in poisoned blocks.
 
-    kept: the e8m0 code of a power of two. kept or prepared: the multiplier, where choosing the scale has made it already.
+    scale_code: the e8m0 code of a power of two. prepared: the multiplier, where `choose_scales` has computed it.
     """
     if RULE.power_of_two and RULE.level.target_exponent >= 2:
         # Codes end at 253 there, so 2**(127 - code) is a normal number.
-        return float_of(tl.where(kept == 255, NAN, (254 - kept) << 23))
+        return float_of(tl.where(scale_code == 255, NAN, (254 - scale_code) << 23))
     elif RULE.power_of_two:
         return power_multiplier(scale, RULE)
-    elif RULE.has_outer:
+    elif RULE.has_outer or RULE.ranged:
         return prepared
-    elif RULE.ranged:
-        return kept
     elif RULE.on_ordinary:
         # Far from the ends of the exponent range. A product that replaces a quotient takes the reciprocal as it is.
-        return inverse(scale) if RULE.apply == "divide" else short(inverse(scale), RULE.arithmetic)
+        return (
+            reciprocal_rn(scale)
+            if RULE.apply == "divide"
+            else round_to_dtype(reciprocal_rn(scale), RULE.arithmetic)
+        )
     elif RULE.level.quick and RULE.level.target >= 4.0:
         # Then no scale is above 2**126, and its reciprocal is a normal number.
-        return inverse(scale)
+        return reciprocal_rn(scale)
     elif RULE.level.quick:
         return _reciprocals(scale)
     else:
@@ -61,30 +63,32 @@ def multiplier(scale, kept, prepared, RULE: tl.constexpr):
 def _reciprocals(scale):
     """1 / scale, correctly rounded, of a tile of scales that are 2**-126 or more, or NaN; few tiles have one above 2**125."""
     if tl.max(tl.reshape(scale, (scale.numel,)), axis=0) <= 4.253529586511731e37:
-        made = inverse(scale)
+        made = reciprocal_rn(scale)
     else:
         made = tl.div_rn(1.0, scale)
     return made
 
 
 @triton.jit
-def scaled(v, m, divisor, zero, RULE: tl.constexpr):
+def scaled(v, inv_scale, divisor, zero, RULE: tl.constexpr):
     """Elements in units of their scale before they are rounded to codes: v * m, or v / divisor, in the record's arithmetic.
 
     zero: of records with a zero point that is a number, which they subtract.
     """
     if RULE.zero == "value":
         # zero is min + mid * scale, rounded at each step, and the steps back are rounded as well.
-        minimum = short(zero - short(divisor * RULE.middle_input, RULE.arithmetic), RULE.arithmetic)
-        v = rounded_once(v - minimum, RULE.arithmetic, RULE.native)
+        minimum = round_to_dtype(
+            zero - round_to_dtype(divisor * RULE.middle_input, RULE.arithmetic), RULE.arithmetic
+        )
+        v = rounded_once(v - minimum, RULE.arithmetic, RULE.has_ptx)
     if RULE.corrected:
-        y = corrected_quotient(v, m, divisor)
+        y = corrected_quotient(v, inv_scale, divisor)
         if RULE.has_outer:
-            y = refined(y, v, m, divisor)
+            y = refine_quotient(y, v, inv_scale, divisor)
     else:
-        y = v * m
+        y = v * inv_scale
     if RULE.arithmetic != "float32":
-        y = rounded_once(y, RULE.arithmetic, RULE.native)
+        y = rounded_once(y, RULE.arithmetic, RULE.has_ptx)
     if RULE.on_ordinary and not RULE.negative_zero and RULE.kind == "float":
         # -0 becomes +0, any other number stays.
         y = y + 0.0
@@ -92,12 +96,12 @@ def scaled(v, m, divisor, zero, RULE: tl.constexpr):
 
 
 @triton.jit
-def integers(v, m, scale, zero, RULE: tl.constexpr):
+def integers(v, inv_scale, scale, zero, RULE: tl.constexpr):
     """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range.
 
     In poisoned blocks they are NaN, or 0 where numbers are brought into the range.
     """
-    y = scaled(v, m, scale, zero, RULE)
+    y = scaled(v, inv_scale, scale, zero, RULE)
     if RULE.fraction_bits != 0:
         y = y * (1 << RULE.fraction_bits)
     t = y + TO_INTEGER
@@ -130,44 +134,44 @@ def _in_range(t, scale, zero, RULE: tl.constexpr):
 
 @triton.jit
 def store_codes(
-    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+    codes, at, inside, block, exists, v, inv_scale, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
 ):
     """Codes of a tile, packed where the job says so."""
     if RULE.hot == "e4m3":
-        y = scaled(v, m, scale, zero, RULE)
+        y = scaled(v, inv_scale, scale, zero, RULE)
         tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
     elif RULE.hot == "e5m2":
-        y = scaled(v, m, scale, zero, RULE)
+        y = scaled(v, inv_scale, scale, zero, RULE)
         tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
     elif RULE.digits != "":
-        _store_integers(codes, at, inside, block, exists, v, m, scale, zero, RULE, PACKED)
+        _store_integers(codes, at, inside, block, exists, v, inv_scale, scale, zero, RULE, PACKED)
     elif RULE.hot == "codebook":
-        y = scaled(v, m, scale, zero, RULE)
+        y = scaled(v, inv_scale, scale, zero, RULE)
         _store_nibbles(
-            codes, at, inside, block, exists, bits_of(codebook_numbers(y, RULE.element)), scale, PACKED
+            codes, at, inside, block, exists, bits_of(codebook_floats(y, RULE.element)), scale, PACKED
         )
     elif RULE.hot == "e2m1":
-        _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+        _store_e2m1(codes, at, inside, block, exists, v, inv_scale, scale, RULE, PACKED)
     else:
-        _store_six(codes, at, inside, block, exists, v, m, scale, RULE, PACKED)
+        _store_six(codes, at, inside, block, exists, v, inv_scale, scale, RULE, PACKED)
 
 
 @triton.jit
 def _store_integers(
-    codes, at, inside, block, exists, v, m, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
+    codes, at, inside, block, exists, v, inv_scale, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
 ):
     if RULE.hot == "stretched":
-        t = bits_of(stretched_numbers(v * m, RULE.element))
+        t = bits_of(stretched_floats(v * inv_scale, RULE.element))
     else:
-        t = bits_of(integers(v, m, scale, zero, RULE))
+        t = bits_of(integers(v, inv_scale, scale, zero, RULE))
     if PACKED and RULE.bits == 4 and RULE.digits == "signed":
-        store_words(codes, int4_words(t, kept_where(scale, -1)), block, exists)
+        store_words(codes, int4_words(t, mask_unless_poisoned(scale, -1)), block, exists)
     elif PACKED and v.shape[1] % 32 == 0:
-        quads = integer_quads(t, kept_where(scale, -1), RULE.bits, RULE.digits == "signed")
+        quads = integer_quads(t, mask_unless_poisoned(scale, -1), RULE.bits, RULE.digits == "signed")
         store_quads(codes, quads, block, exists, RULE.bits)
     elif PACKED:
-        kept = kept_where(scale, (1 << RULE.bits) - 1)
-        store_packed(codes, t & kept, block, exists, RULE.bits)
+        mask = mask_unless_poisoned(scale, (1 << RULE.bits) - 1)
+        store_packed(codes, t & mask, block, exists, RULE.bits)
     else:
         if RULE.clamps and RULE.bits == 8:
             made = bytes_of(t)
@@ -180,51 +184,57 @@ def _store_integers(
 def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.constexpr):
     """Codes in the low four bits of patterns above 0x4b400000."""
     if PACKED:
-        store_words(codes, nibble_words(numbers, kept_where(scale, -1)), block, exists)
+        store_words(codes, nibble_words(numbers, mask_unless_poisoned(scale, -1)), block, exists)
     else:
-        made = bytes_of(numbers) & kept_where(scale, 0x0F).to(tl.int8)
+        made = bytes_of(numbers) & mask_unless_poisoned(scale, 0x0F).to(tl.int8)
         tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit
 def _masked_bytes(codes, scale, MASK: tl.constexpr):
     """The low bytes of codes, 0 in poisoned blocks."""
-    return bytes_of(codes & kept_where(scale, MASK))
+    return bytes_of(codes & mask_unless_poisoned(scale, MASK))
 
 
 @triton.jit
-def _store_e2m1(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+def _store_e2m1(
+    codes, at, inside, block, exists, v, inv_scale, scale, RULE: tl.constexpr, PACKED: tl.constexpr
+):
     if RULE.power_of_two:
         signed = v
-        numbers = bits_of(e2m1_numbers(v, tl.broadcast_to(m * 0.5, v.shape)))
+        numbers = bits_of(e2m1_floats(v, tl.broadcast_to(inv_scale * 0.5, v.shape)))
     else:
         # The scaled element is rounded first; a negative outer scale turns its sign.
-        signed = scaled(v, m, scale, None, RULE)
-        numbers = bits_of(e2m1_numbers(signed, tl.full(v.shape, 0.5, tl.float32)))
+        signed = scaled(v, inv_scale, scale, None, RULE)
+        numbers = bits_of(e2m1_floats(signed, tl.full(v.shape, 0.5, tl.float32)))
     if PACKED:
-        store_words(codes, e2m1_words(numbers, bits_of(signed), kept_where(scale, -1)), block, exists)
+        store_words(
+            codes, e2m1_words(numbers, bits_of(signed), mask_unless_poisoned(scale, -1)), block, exists
+        )
     else:
         made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
         tl.store(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit
-def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr, PACKED: tl.constexpr):
+def _store_six(
+    codes, at, inside, block, exists, v, inv_scale, scale, RULE: tl.constexpr, PACKED: tl.constexpr
+):
     # The power of two is exact: y * 2**-k is below 2**-126 only where y rounds to zero.
     if RULE.hot == "e2m3":
         if RULE.power_of_two:
-            y = v * (m * 0.015625)
+            y = v * (inv_scale * 0.015625)
         else:
-            y = (v * m) * 0.015625
+            y = (v * inv_scale) * 0.015625
         made = e2m3_bytes(y)
     else:
         if RULE.power_of_two:
-            y = v * (m * 0.000244140625)
+            y = v * (inv_scale * 0.000244140625)
         else:
-            y = (v * m) * 0.000244140625
+            y = (v * inv_scale) * 0.000244140625
         made = e3m2_bytes(y)
     if PACKED:
-        a, b, c = six_words(made, kept_where(scale, -1))
+        a, b, c = six_words(made, mask_unless_poisoned(scale, -1))
         COUNT: tl.constexpr = v.shape[1] // 16
         word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
         word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
@@ -233,5 +243,7 @@ def _store_six(codes, at, inside, block, exists, v, m, scale, RULE: tl.constexpr
         tl.store(word + 2, c, mask=exists)
     else:
         tl.store(
-            codes + at, (made & kept_where(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True), mask=inside
+            codes + at,
+            (made & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True),
+            mask=inside,
         )

@@ -14,29 +14,29 @@ from fast.kernels.sm90.bit_tricks import (
     integer_values,
     six_triples,
 )
-from fast.kernels.sm90.codebook16 import codebook_numbers, codebook_values, codebook_word_values
+from fast.kernels.sm90.codebook16 import codebook_floats, codebook_values, codebook_word_values
 from fast.kernels.sm90.pack_32 import load_quads, quad_values
-from fast.kernels.sm90.uniform_codebook import stretched_numbers, stretched_values
+from fast.kernels.sm90.uniform_codebook import stretched_floats, stretched_values
 from fast.kernels.tile.fast_codes import integers, scaled
 
 
 @triton.jit
-def rounded_values(v, m, scale, zero, RULE: tl.constexpr):
+def rounded_values(v, inv_scale, scale, zero, RULE: tl.constexpr):
     """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
     if RULE.hot == "int":
-        n = integers(v, m, scale, zero, RULE) - TO_INTEGER
+        n = integers(v, inv_scale, scale, zero, RULE) - TO_INTEGER
         if RULE.zero == "code":
             n = n - zero.to(tl.float32)
         if RULE.fraction_bits != 0:
             n = n * (1.0 / (1 << RULE.fraction_bits))
         return n
     elif RULE.hot == "codebook":
-        y = scaled(v, m, scale, zero, RULE)
-        return codebook_values(bits_of(codebook_numbers(y, RULE.element)), RULE.element)
+        y = scaled(v, inv_scale, scale, zero, RULE)
+        return codebook_values(bits_of(codebook_floats(y, RULE.element)), RULE.element)
     elif RULE.hot == "stretched":
-        return stretched_values(stretched_numbers(v * m, RULE.element), RULE.element)
+        return stretched_values(stretched_floats(v * inv_scale, RULE.element), RULE.element)
     else:
-        y = scaled(v, m, scale, zero, RULE)
+        y = scaled(v, inv_scale, scale, zero, RULE)
         if RULE.hot == "e4m3":
             return y.to(tl.float8e4nv).to(tl.float32)
         else:
@@ -72,18 +72,18 @@ def finished(product, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def loaded_values(
+def load_values(
     codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
     """What the codes of a tile count in units of the scale, less the zero point."""
-    value = loaded_numbers(codes, at, inside, block, exists, RULE, PACKED, SIZE)
+    value = load_elements(codes, at, inside, block, exists, RULE, PACKED, SIZE)
     if RULE.zero == "code":
         value = value - zero.to(tl.float32)
     return value
 
 
 @triton.jit
-def loaded_numbers(
+def load_elements(
     codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
     """What the codes of a tile count in units of the scale, read as words where they are packed; zero points are left out."""

@@ -7,7 +7,7 @@ from fast.kernels.bits import INFINITY, LARGEST, bits_of, float_of, is_nan
 from fast.kernels.rules.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.rules.scaled import bounded
 from fast.kernels.rules.scales import nonnegative
-from fast.kernels.sm90.division import divided, inverse, quotient, short
+from fast.kernels.sm90.division import divided, quotient, reciprocal_rn, round_to_dtype
 
 
 @triton.jit
@@ -19,24 +19,28 @@ def ordinary_e4m3_scales(largest, outer, RULE: tl.constexpr):
     """
     L: tl.constexpr = RULE.level
     if not RULE.has_outer:
-        code = _e4m3_code(quotient(float_of(largest), L.target, L.inverse), L)
+        code = _e4m3_code(quotient(float_of(largest), L.target, L.target_reciprocal), L)
         scale = finite_e4m3_value(code)
         return code, scale, scale
     elif RULE.outer_order == "folded":
         code = _e4m3_code(float_of(largest) * (outer * L.one_over_target), L)
         scale = finite_e4m3_value(code)
-        m = tl.where(code == 0, float_of(tl.full((), LARGEST, tl.int32)), inverse(scale * inverse(outer)))
-        return code, scale, m
+        inv_scale = tl.where(
+            code == 0, float_of(tl.full((), LARGEST, tl.int32)), reciprocal_rn(scale * reciprocal_rn(outer))
+        )
+        return code, scale, inv_scale
     elif RULE.outer_order == "encode":
-        ratio = short(quotient(float_of(largest), L.target, L.inverse), L.compute)
+        ratio = round_to_dtype(quotient(float_of(largest), L.target, L.target_reciprocal), L.compute)
         code = _e4m3_code(outer * ratio, L)
         scale = finite_e4m3_value(code)
-        return code, scale, divided(scale, outer, inverse(outer))
+        return code, scale, divided(scale, outer, reciprocal_rn(outer))
     else:
-        first = inverse(outer)
-        code = _e4m3_code(divided(quotient(float_of(largest), L.target, L.inverse), outer, first), L)
+        first = reciprocal_rn(outer)
+        code = _e4m3_code(
+            divided(quotient(float_of(largest), L.target, L.target_reciprocal), outer, first), L
+        )
         scale = finite_e4m3_value(code)
-        return code, scale, divided(first, scale, inverse(scale))
+        return code, scale, divided(first, scale, reciprocal_rn(scale))
 
 
 @triton.jit
@@ -60,12 +64,12 @@ def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexp
     that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
     """
     if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+        code, scale, inv_scale = _under_ordinary(largest, outer, RULE.level)
     elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+        code, scale, inv_scale = _under_ordinary(largest, outer, RULE.level)
     else:
-        code, scale, m = _under_any(largest, outer, RULE.level)
-    return code, scale, m
+        code, scale, inv_scale = _under_any(largest, outer, RULE.level)
+    return code, scale, inv_scale
 
 
 @triton.jit
@@ -73,13 +77,13 @@ def _under_ordinary(largest, outer, L: tl.constexpr):
     power = (254 << 23) - (bits_of(outer) & INFINITY)
     unit = float_of(power)
     mantissa = outer * unit
-    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
-    exact = divided(value, mantissa, inverse(mantissa))
+    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.target_reciprocal)
+    exact = divided(value, mantissa, reciprocal_rn(mantissa))
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
     # NaN and infinity poison their block.
     bad = largest >= INFINITY
     scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
-    return tl.where(bad, 127, code), scale, inverse(outer * scale)
+    return tl.where(bad, 127, code), scale, reciprocal_rn(outer * scale)
 
 
 @triton.jit

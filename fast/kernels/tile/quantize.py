@@ -11,8 +11,8 @@ from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
 from fast.kernels.rules.values import combined, loaded_zero, passed_on, saturated, values
 from fast.kernels.sm90.bf16x2 import floats, set_aside
-from fast.kernels.sm90.bit_tricks import kept_where, store_words
-from fast.kernels.sm90.division import inverse
+from fast.kernels.sm90.bit_tricks import mask_unless_poisoned, store_words
+from fast.kernels.sm90.division import reciprocal_rn
 from fast.kernels.sm90.fp4 import (
     larger_pair,
     largest_of_block,
@@ -23,11 +23,11 @@ from fast.kernels.sm90.fp4 import (
 )
 from fast.kernels.sm90.fp6 import store_sixes
 from fast.kernels.sm90.int_asymmetric import load_segments, range_of_segments, store_segments
-from fast.kernels.tile.block_scales import choose
+from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier, store_codes
 from fast.kernels.tile.fast_values import finished, rounded_values
-from fast.kernels.tile.saturation import note_clipped
-from fast.kernels.tile.stochastic_rounding import store_drawn
+from fast.kernels.tile.saturation import store_saturation_mask
+from fast.kernels.tile.stochastic_rounding import store_stochastic
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, J
             low = order_key(tl.load(statistic + stride + block, mask=exists, other=0))
             high = order_key(tl.load(statistic + 2 * stride + block, mask=exists, other=0))
     elif MINMAX:
-        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.native)
+        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.has_ptx)
     else:
-        largest = block_absmax(widened(tile, RULE.signs_nan), RULE.native)
+        largest = block_absmax(widened(tile, RULE.signs_nan), RULE.has_ptx)
     if RULE.ranged:
         return largest, float_of(low), float_of(high)
     elif MINMAX:
@@ -53,44 +53,50 @@ def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, J
 
 @triton.jit
 def quantize_tile(
-    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
     """Scales of a tile's blocks as the job says, then what it writes of the tile. g: gradients, where it is about those."""
     VALUED: tl.constexpr = JOB.output != "" and RULE.same_values
     if RULE.has_same and JOB.source != "given" and (JOB.codes or VALUED):
         _tile_of_ordinary_blocks(
-            tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+            tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first,
+            stride,
             RULE, JOB,
         )  # fmt: skip
     else:
         _tile(
-            tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+            tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first,
+            stride,
             RULE, JOB,
         )  # fmt: skip
 
 
 @triton.jit
 def _tile_of_ordinary_blocks(
-    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
     """A tile by the sequences of `RULE.same` where all of its blocks are ordinary, else by the rules of the record."""
-    later = set_aside(tile, RULE.native and RULE.zero != "")
+    later = set_aside(tile, RULE.has_ptx and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
     if are_ordinary(largest, g_outer, exists, RULE):
-        _, s, z, kept = choose(
+        _, s, scale_code, prepared, z = choose_scales(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE.same, JOB
         )
-        v = floats(later, RULE.native) if RULE.zero != "" else widened(tile)
-        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, z, kept, RULE.same, JOB)
+        v = floats(later, RULE.has_ptx) if RULE.zero != "" else widened(tile)
+        _store_hot(
+            codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, RULE.same, JOB
+        )
     else:
-        e, s, z, kept = choose(
+        e, s, scale_code, prepared, z = choose_scales(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
         v = widened(tile, RULE.signs_nan)
-        _general_tile(v, g, words, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB)
+        _general_tile(
+            v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB
+        )
 
 
 @triton.jit
@@ -109,62 +115,75 @@ def are_ordinary(largest, outer, exists, RULE: tl.constexpr):
 
 @triton.jit
 def _store_hot(
-    codes, y, at, inside, block, exists, v, outer, s, z, kept, RULE: tl.constexpr, JOB: tl.constexpr
+    codes,
+    y,
+    at,
+    inside,
+    block,
+    exists,
+    v,
+    outer,
+    s,
+    scale_code,
+    prepared,
+    z,
+    RULE: tl.constexpr,
+    JOB: tl.constexpr,
 ):
     """Codes and values by the sequences of `fast_codes`, under scales that come from the tensor."""
-    divisor, m = s, multiplier(s, kept, z, RULE)
+    divisor, inv_scale = s, multiplier(s, scale_code, prepared, RULE)
     if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
-        divisor, m = z, inverse(z)
+        divisor, inv_scale = prepared, reciprocal_rn(prepared)
     if JOB.codes:
-        store_codes(codes, at, inside, block, exists, v, m, divisor, z, RULE, JOB.packed)
+        store_codes(codes, at, inside, block, exists, v, inv_scale, divisor, z, RULE, JOB.packed)
     if JOB.output != "":
         c = combined(s, outer, RULE, "float32")
-        value = rounded_values(v, m, divisor, z, RULE)
+        value = rounded_values(v, inv_scale, divisor, z, RULE)
         tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
 
 
 @triton.jit
 def _tile(
-    tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
+    tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
     """A tile by the sequences of the record for any block, or by its rules."""
-    later = set_aside(tile, RULE.native and RULE.zero != "")
+    later = set_aside(tile, RULE.has_ptx and RULE.zero != "")
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     if JOB.source == "given" and RULE.two_level:
         s = double_scale(scale, outer, zero, block, exists, RULE, "float32")
-        divisor_outer, kept, z, e = g_outer, s, s, s
+        divisor_outer, scale_code, prepared, z, e = g_outer, s, s, s, s
         if RULE.house and RULE.codes_from != "exact" and not JOB.exact:
             e = floored(s, RULE.level)
     elif JOB.source == "given":
         s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE)
         if RULE.codes_from == "exact":
             e = s
-        kept = s
+        scale_code, prepared = s, s
     else:
         divisor_outer = g_outer
         largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
-        e, s, z, kept = choose(
+        e, s, scale_code, prepared, z = choose_scales(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
         )
         if JOB.clipped == "note":
-            note_clipped(codes, low, high, s, z, kept, block, exists & first, RULE)
+            store_saturation_mask(codes, low, high, s, z, prepared, block, exists & first, RULE)
     # After the range, which is taken of pairs: floats would wait for it in twice the registers.
     if RULE.zero != "" and not RULE.signs_nan:
-        v = floats(later, RULE.native)
+        v = floats(later, RULE.has_ptx)
     else:
         v = widened(tile, RULE.signs_nan)
     # The sequences make values as the house does.
     VALUES: tl.constexpr = JOB.output != "" and RULE.dequantize == "float32"
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or VALUES):
-        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, z, kept, RULE, JOB)
-    elif RULE.drawn and JOB.source != "given" and JOB.codes:
-        m = multiplier(s, kept, z, RULE)
-        drawn = read(words + at, inside)
-        store_drawn(codes, at, inside, block, exists, v, m, drawn, s, RULE, JOB.packed)
+        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, RULE, JOB)
+    elif RULE.fast_stochastic and JOB.source != "given" and JOB.codes:
+        inv_scale = multiplier(s, scale_code, prepared, RULE)
+        bits = read(random_bits + at, inside)
+        store_stochastic(codes, at, inside, block, exists, v, inv_scale, bits, s, RULE, JOB.packed)
     elif JOB.codes or JOB.output != "" or JOB.gradient:
         _general_tile(
-            v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
+            v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
         )
 
 
@@ -189,7 +208,7 @@ def pairs_tile(
     elif are_ordinary(largest, g_outer, exists, RULE):
         _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE.same, JOB, PARTS)
     else:
-        e, s, z, _ = choose(
+        e, s, _, _, z = choose_scales(
             largest,
             float_of(largest),
             float_of(largest),
@@ -214,18 +233,22 @@ def _store_pairs(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Codes of the parts of blocks, as words."""
-    _, s, z, kept = choose(largest, largest, largest, outer, scale, None, block, exists, stride, RULE, JOB)
-    divisor, m = s, multiplier(s, kept, z, RULE)
+    _, s, scale_code, prepared, z = choose_scales(
+        largest, largest, largest, outer, scale, None, block, exists, stride, RULE, JOB
+    )
+    divisor, inv_scale = s, multiplier(s, scale_code, prepared, RULE)
     if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
-        divisor, m = z, inverse(z)
+        divisor, inv_scale = prepared, reciprocal_rn(prepared)
     if RULE.bits == 6:
-        store_sixes(codes, a, b, c, d, m, s, block, exists, RULE)
+        store_sixes(codes, a, b, c, d, inv_scale, s, block, exists, RULE)
     else:
-        keep = kept_where(s, -1)
-        words = words_of_pairs(a, b, m, divisor, keep, RULE, JOB.packed)
+        keep = mask_unless_poisoned(s, -1)
+        random_bits = words_of_pairs(a, b, inv_scale, divisor, keep, RULE, JOB.packed)
         if PARTS == 4:
-            words = side_by_side(words, words_of_pairs(c, d, m, divisor, keep, RULE, JOB.packed))
-        store_words(codes, words, block, exists)
+            random_bits = side_by_side(
+                random_bits, words_of_pairs(c, d, inv_scale, divisor, keep, RULE, JOB.packed)
+            )
+        store_words(codes, random_bits, block, exists)
 
 
 @triton.jit
@@ -235,12 +258,12 @@ def segments_tile(
     """Packed 4-bit integers with zero points, of 16-bit numbers, 32 of a block in each thread; see `ranges`."""
     a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
     c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
-    BRAIN: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    largest, low, high = range_of_segments(a, b, c, d, BRAIN, SIZE)
-    _, s, z, m = choose(
+    IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    largest, low, high = range_of_segments(a, b, c, d, IS_BF16, SIZE)
+    _, s, _, inv_scale, z = choose_scales(
         largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, RULE, JOB
     )
-    store_segments(codes, a, b, c, d, m, s, z, block, BRAIN, SIZE)
+    store_segments(codes, a, b, c, d, inv_scale, s, z, block, IS_BF16, SIZE)
 
 
 @triton.jit
@@ -263,15 +286,15 @@ def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr):
 
 @triton.jit
 def _general_tile(
-    v, g, words, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, RULE: tl.constexpr,
+    v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, RULE: tl.constexpr,
     JOB: tl.constexpr,
 ):  # fmt: skip
     """Codes, values or masked gradients by the rules of any record."""
     divisor = e if RULE.codes_from == "exact" or JOB.source == "given" else s
-    drawn = None
+    bits = None
     if RULE.rounding == "stochastic":
-        drawn = read(words + at, inside)
-    made = element_codes(v, divisor, divisor_outer, z, drawn, RULE)
+        bits = read(random_bits + at, inside)
+    made = element_codes(v, divisor, divisor_outer, z, bits, RULE)
     if JOB.packed:
         store_packed(codes, made, block, exists, RULE.bits)
     elif JOB.codes:

@@ -15,26 +15,36 @@ from fast.kernels.sm90.bit_tricks import bytes_of
 
 
 @triton.jit
-def drawn_codes(y, words, E: tl.constexpr):
+def stochastic_codes(y, random_bits, E: tl.constexpr):
     """int32 codes of scaled numbers y by the top 24 bits of random words (uint32); sign kept, saturating."""
     M: tl.constexpr = E.mantissa
     LEAST: tl.constexpr = 2.0**E.emin
     UNIT: tl.constexpr = 2.0 ** (24 + M - E.emin)
     rest = (bits_of(y) & MAGNITUDE) - ((E.emin + 126) << 23)
-    normal = (rest + (words >> (9 + M)).to(tl.int32)) >> (23 - M)
+    normal = (rest + (random_bits >> (9 + M)).to(tl.int32)) >> (23 - M)
     # Exact: what lies below the 24 bits is dropped, by the rule as by the conversion.
     fixed = (tl.minimum(tl.abs(y), LEAST) * UNIT).to(tl.int32)
-    small = (fixed + (words >> 8).to(tl.int32)) >> 24
+    small = (fixed + (random_bits >> 8).to(tl.int32)) >> 24
     code = tl.minimum(tl.maximum(normal, small), E.max_code)
     return code | ((bits_of(y) >> (32 - E.bits)) & E.sign_mask)
 
 
 @triton.jit
-def store_drawn(
-    codes, at, inside, block, exists, v, m, words, scale, RULE: tl.constexpr, PACKED: tl.constexpr
+def store_stochastic(
+    codes,
+    at,
+    inside,
+    block,
+    exists,
+    v,
+    inv_scale,
+    random_bits,
+    scale,
+    RULE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Codes of a tile under scales (P, 1), packed where the job says so."""
-    made = drawn_codes(v * m, words, RULE.element)
+    made = stochastic_codes(v * inv_scale, random_bits, RULE.element)
     made = tl.where(is_nan(scale), RULE.poison_code, made)
     if PACKED:
         store_packed(codes, made, block, exists, RULE.bits)

@@ -71,8 +71,8 @@ def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
     from tests.gpu.kernels.numerics.quotient_kernels import unary_kernel
 
     y = torch.empty_like(a)
-    inverse = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
-    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, **UNFUSED)
+    reciprocal_rn = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
+    unary_kernel[(a.numel() // 1024,)](a, y, name, target, reciprocal_rn, **UNFUSED)
     return y
 
 
