@@ -84,7 +84,7 @@ def canonical(v):
 
 @triton.jit
 def order_key(b):
-    """An int32 that orders float32 patterns as numbers (-0 below +0); its own inverse."""
+    """An int32 that orders float32 patterns as floats (-0 below +0); its own inverse."""
     return tl.where(b < 0, b ^ MAGNITUDE, b)
 
 

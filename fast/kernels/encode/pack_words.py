@@ -1,7 +1,7 @@
 """`pack` and `unpack` of codes below 8 bits where rows are whole bytes: one stream of words of eight codes, an octet each.
 
 Codes move inside their word until they touch. Neighbouring lanes store neighbouring words: of 2 or 4 bits 4 or 8 bytes, of
-other widths words of 32 codes (see `groups`), of codes 8 or 16 bytes.
+other widths words of 32 codes (see `pack_32`), of codes 8 or 16 bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _merged(x, y, MASK: tl.constexpr):
 
 @triton.jit
 def _groups(count, WIDE: tl.constexpr, P: tl.constexpr):
-    """(P, 1) numbers of a program's groups, and which of them exist."""
+    """(P, 1) indices of a program's groups, and which of them exist."""
     program = tl.program_id(0)
     group = ((program.to(tl.int64) if WIDE else program) * P + tl.arange(0, P))[:, None]
     return group, group < count
@@ -87,7 +87,7 @@ def unpack_octets_kernel(
 def pack_groups_kernel(
     codes, out, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
 ):
-    """Groups of 32 codes of any width below 8 bits, packed into as many words; see `groups`."""
+    """Groups of 32 codes of any width below 8 bits, packed into as many words; see `pack_32`."""
     group, inside = _groups(count, WIDE, P)
     source = _of(codes, tl.int32) + group * 8 + tl.arange(0, 4)[None, :]
     first, second = tl.load(source, mask=inside, other=0), tl.load(source + 4, mask=inside, other=0)
@@ -137,7 +137,7 @@ def _launch(
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
-        # No word holds fewer than four codes, so none has a larger number.
+        # No word holds fewer than four codes, so none has a larger index.
         wide = codes // 4 > 2**31 - p * size
         call.launch(CompiledLaunch(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
     return count * size

@@ -1,6 +1,6 @@
 """`rms_norm` and `rms_norm_quantize` for CUDA tensors; see `reference.layers.normalize` for every rounding.
 
-A program holds whole rows in registers, so that x is read once and codes, or the normalized numbers, are written once. The sum
+A program holds whole rows in registers, so that x is read once and codes, or the normalized elements, are written once. The sum
 of squares is added in the order of the rule: each step adds neighbours, first in a thread, then between threads, then between
 warps. Rows too long for registers take two passes: aligned parts of a power of two are whole branches of the tree, so the
 first leaves their sums and the second goes on from there.
@@ -79,7 +79,7 @@ def norm_kernel(
         wide = floats(h, HAS_PTX)
         total = tree_sum(tl.reshape(wide * wide, (ROWS, SIZE)))
     if ROWS == 1:
-        # As a number it is in every thread.
+        # As a scalar it is in every thread.
         total = tl.sum(total)
     mean = tl.div_rn(total, tl.zeros_like(total) + length)
     r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))

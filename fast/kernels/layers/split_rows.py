@@ -3,7 +3,7 @@
 Nothing is masked and nothing is read beyond the row. The pieces are branches of the tree in which squares are added (of the
 row filled with zeros to a power of two), as they are aligned to their own length; a sum with the zeros beyond the last one is
 the sum. Where scales belong to blocks that divide the smallest piece, one piece after the other is normalized and quantized;
-a row under one scale is normalized whole before (see `row_pieces`).
+a row under one scale is normalized whole before (see `quantize.split_rows`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def norm_pieces_kernel(
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A row: A numbers, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
+    """A row: A elements, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
 
     THREADS: those of a program where the row has one scale, or 0.
     """
@@ -63,7 +63,7 @@ def norm_pieces_kernel(
 
 @triton.jit
 def _columns(SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Numbers of a piece as (blocks, GROUP)."""
+    """Elements of a piece as (blocks, GROUP)."""
     return tl.arange(0, SIZE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
@@ -71,7 +71,7 @@ def _columns(SIZE: tl.constexpr, GROUP: tl.constexpr):
 def _piece(
     x, residual, new_residual, start, SIZE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr
 ):  # fmt: skip
-    """SIZE numbers from `start` on, with the residual, which is written."""
+    """SIZE elements from `start` on, with the residual, which is written."""
     at = start + _columns(SIZE, GROUP)
     h = summed(x, residual, at, None, DTYPE, HAS_PTX)
     if new_residual is not None:
@@ -81,7 +81,7 @@ def _piece(
 
 @triton.jit
 def _squares(h, HAS_PTX: tl.constexpr):
-    """The sum of squares of a piece, a number."""
+    """The sum of squares of a piece, a scalar."""
     wide = floats(h, HAS_PTX)
     return tl.sum(tree_sum(tl.reshape(wide * wide, (1, h.shape[0] * h.shape[1]))))
 

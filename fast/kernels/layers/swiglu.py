@@ -1,6 +1,6 @@
 """`swiglu` and `swiglu_quantize` for CUDA tensors.
 
-silu has to be the correctly rounded 16-bit number for every input (`reference.swiglu` has the table). It is computed in
+silu has to be the correctly rounded 16-bit float for every input (`reference.swiglu` has the table). It is computed in
 float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
 (`tests/fast/kernels/test_swiglu.py`) and on one (`tests/gpu/kernels/producers.py`). With v the gate between two bounds:
 
@@ -13,7 +13,7 @@ bfloat16 needs degree 4. The minimax polynomial misses one input by one place, s
 until all inputs were right. They stay right where the reciprocals are wrong by up to two units in the last place, but for
 one: silu(5.9375) needs a reciprocal that is not too large. float16 needs degree 6, and log2(e) in two parts.
 
-The rest, and the product with up, is done on pairs of 16-bit numbers: see `halves.gated`.
+The rest, and the product with up, is done on pairs of 16-bit floats: see `bf16x2.gated`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
+# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit floats.
 ELEMENTS = 4096
 PER_THREAD = 32
 
@@ -80,7 +80,7 @@ def approximate_reciprocal(d, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def silu(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit numbers."""
+    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit floats."""
     z = tl.fma(v, -LOG2E, TO_INTEGER)
     k = z - TO_INTEGER
     f = tl.fma(v, -LOG2E, -k)
@@ -124,7 +124,7 @@ def swiglu_pieces_kernel(
     RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a row of A, B and C numbers, quantized under one scale; see `row_pieces`."""
+    """silu(gate) * up of a row of A, B and C elements, quantized under one scale; see `quantize.split_rows`."""
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     gates, ups = gate + row * gate_stride, up + row * up_stride
     a = _gated_piece(gates, ups, A, DTYPE, HAS_PTX)

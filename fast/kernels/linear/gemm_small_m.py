@@ -1,4 +1,4 @@
-"""Y = X W' + bias for a stored weight W (N, K) and some rows X (M, K): codes become 16-bit numbers for the tensor core.
+"""Y = X W' + bias for a stored weight W (N, K) and some rows X (M, K): codes become 16-bit floats for the tensor core.
 
 Codes of up to 8 bits, less their zero points, are exact in bfloat16 and float16, so products are exact and sums are float32's;
 scales multiply sums. Where a scale changes along K, each block is a product of its own from a zero accumulator, which is
@@ -20,7 +20,7 @@ def tile_kernel(
     RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_M, ROWS) of Y. `count`: M; the others as in `vector_product`; SIZE is at most BLOCK where that is
+    """A tile (BLOCK_M, ROWS) of Y. `count`: M; the others as in `gemv_any`; SIZE is at most BLOCK where that is
     positive."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

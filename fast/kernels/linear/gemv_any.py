@@ -24,7 +24,7 @@ def vector_kernel(
     RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a
+    """ROWS elements of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a
     row, -1 for one in all; BLOCK_ROWS: rows of a block; SUB: neighbours that are added before they are scaled."""
     first = tl.program_id(0) * ROWS
     row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)[:, None]

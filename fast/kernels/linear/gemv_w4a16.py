@@ -1,7 +1,7 @@
-"""y = W x + bias for a stored weight W (N, K) of 4-bit integers and one vector x of 16-bit numbers, in Gluon.
+"""y = W x + bias for a stored weight W (N, K) of 4-bit integers and one vector x of 16-bit floats, in Gluon.
 
-At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `vector_product` takes 5 of them. Here two
-codes become a pair of 16-bit numbers by one shift and one logical operation, and the tensor core (`mma.m16n8k16`) multiplies
+At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `gemv_any` takes 5 of them. Here two
+codes become a pair of 16-bit floats by one shift and one logical operation, and the tensor core (`mma.m16n8k16`) multiplies
 and adds: 2 instructions a code in all.
 
 The instruction's 16 rows are rows of the weight; lane (g, t) of a warp reads 16 neighbouring bytes of rows g and g + 8, which
@@ -14,9 +14,9 @@ zeros in place of the other parts of its step. A lane so needs the inputs of one
 core in all of them; what other steps make of its column is not looked at. Each lane ends up with two rows times two parts,
 every one with a scale of its own, so that nothing is scaled twice and no data moves between lanes.
 
-A code sits in the highest bits of the fraction of 16, so that a pair of numbers is 16 more than the codes, and 24 more where
+A code sits in the highest bits of the fraction of 16, so that a pair of elements is 16 more than the codes, and 24 more where
 codes are two's complement (their highest bit is flipped) or 8 stands for 0. What a part has too much, this and its zero
-point, is a number times the sum of its inputs, which the tensor core makes once for all rows; it is taken off before the
+point, is a factor of the sum of its inputs, which the tensor core makes once for all rows; it is taken off before the
 block's scale, in float32, so that nothing grows beyond a block:
 
     y[n] = sum over parts of s (-(24 + z) sum of x  +  sum of (c + 24) x)  [+ z sum of x, where zero points are values]
@@ -39,7 +39,7 @@ from fast.kernels.linear.gluon_swiglu import gated_sums
 
 
 def _decoded(word: str, out: str, kind: str, signed: bool) -> str:
-    """Assembly: the eight codes of a word as four pairs of 16-bit numbers, 16 more than the codes, 24 for two's complement."""
+    """Assembly: the eight codes of a word as four pairs of 16-bit floats, 16 more than the codes, 24 for two's complement."""
     place, one = (3, 0x4180) if kind == "bf16" else (6, 0x4C00)
     magic, mask = one + (8 << place if signed else 0), 15 << place
     text = ""
@@ -121,7 +121,7 @@ def _paired(x, TILE: gl.constexpr):
 
 @gluon.jit
 def _per_row(pointers, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """One number for two columns (WARPS_K, 32, 2 rows, 1 or 2) as one for each of a lane's sums."""
+    """One value for two columns (WARPS_K, 32, 2 rows, 1 or 2) as one for each of a lane's sums."""
     v = gl.load(pointers)
     LAYOUT: gl.constexpr = v.type.layout
     v = gl.broadcast(v, gl.zeros([SHAPE[0], 32, 2, 2], gl.int32, LAYOUT))[0]
@@ -134,7 +134,7 @@ def nibble_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y; see `_dot_products`."""
+    """16 elements of y; see `_dot_products`."""
     _store_rows(
         gl.program_id(0), x, codes, scale, zero, bias, y, rows, LENGTH, BLOCK, WARPS_K, STORAGE, SIGNED, SHIFTED, DTYPE, USE_PDL
     )  # fmt: skip
@@ -165,7 +165,7 @@ def nibble_swiglu_kernel(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """8 numbers of silu(gate) * up, of two weights of `rows` rows: those of one are rows g of the instruction, of the other
+    """8 elements of silu(gate) * up, of two weights of `rows` rows: those of one are rows g of the instruction, of the other
     rows g + 8."""
     first = gl.minimum(gl.program_id(0) * 8, rows - 8)
     made = _dot_products(
@@ -181,7 +181,7 @@ def _store_rows(
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 numbers of y, those of a program. rows: N, at least 16."""
+    """16 elements of y, those of a program. rows: N, at least 16."""
     # The last program takes rows again where they are no multiple of 16.
     first = gl.minimum(program * 16, rows - 16)
     made = _dot_products(
@@ -274,5 +274,5 @@ def _dot_products(
 
 @gluon.jit
 def _of(one, other, before, block, half):
-    """Pointers to numbers of blocks, after those of earlier programs: of rows g + 8 in the other weight, if there is one."""
+    """Pointers to values of blocks, after those of earlier programs: of rows g + 8 in the other weight, if there is one."""
     return select_pointers(one + (before + block), None if other is None else other + (before + block), half)

@@ -1,9 +1,9 @@
 """y = W x + bias for a stored weight W (N, K) of 8-bit elements and one vector x, in Gluon.
 
 Bound by the memory, if enough of it is asked for at once: a lane takes 16 neighbouring codes of each of its rows, the inputs of
-the same places once for all rows, and multiplies and adds in float32 (see `vector_product` for the formula). Codes are decoded
+the same places once for all rows, and multiplies and adds in float32 (see `gemv_any` for the formula). Codes are decoded
 a word at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
-Layouts are explicit: no number changes its lane before the sums of a row do.
+Layouts are explicit: no element changes its lane before the sums of a row do.
 """
 
 import triton.experimental.gluon.language as gl
@@ -62,7 +62,7 @@ def byte_kernel(
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y; see `_dot_products`."""
+    """ROWS elements of y; see `_dot_products`."""
     _store_rows(
         gl.program_id(0), x, codes, scale, zero, bias, y, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
         WARPS_K, WIDE, DTYPE, USE_PDL,
@@ -99,7 +99,7 @@ def byte_swiglu_kernel(
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 numbers of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
+    """ROWS / 2 elements of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
     made = _dot_products(
         gl.program_id(0) * (ROWS // 2), x, codes, scale, zero, codes2, scale2, zero2, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS,
         KIND, STORAGE, FACTOR, ROWS, WARPS_K, WIDE, USE_PDL,
@@ -116,7 +116,7 @@ def _store_rows(
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y, those of a program."""
+    """ROWS elements of y, those of a program."""
     first = program * ROWS
     made = _dot_products(
         first, x, codes, scale, zero, None, None, None, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
@@ -145,7 +145,7 @@ def _dot_products(
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
     STEP: gl.constexpr = 512 * WARPS_K
-    # Rows of the weight, and the weight, by the number of a product.
+    # Rows of the weight, and the weight, by the index of a product.
     EACH: gl.constexpr = 1 if codes2 is None else 2
     i, word = axis_range(ROWS, 1, 4, TILE), word_of(WARPS_K, TILE)
     row = row_of(first + i // EACH, rows, WIDE)
@@ -199,5 +199,5 @@ def _dot_products(
 
 @gluon.jit
 def _of(one, other, at, i):
-    """Pointers to numbers of the weight that product i is of."""
+    """Pointers to values of the weight that product i is of."""
     return select_pointers(one + at, None if other is None else other + at, i % 2)

@@ -1,6 +1,6 @@
 """y = W x + bias for a stored weight W (N, K) and one vector x that are both codes of 8 bits, in Gluon.
 
-As `byte_product`, whose layout this is: a lane takes 16 neighbouring codes of each of its rows, and of the inputs the codes of
+As `gemv_w8a16`, whose layout this is: a lane takes 16 neighbouring codes of each of its rows, and of the inputs the codes of
 the same places once for all rows. Each operand has one scale in all, or the weight one for each row, so nothing is scaled
 before the last sum:
 
@@ -77,7 +77,7 @@ def code_kernel(
     LENGTH: gl.constexpr, EACH: gl.constexpr, INPUT: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
     WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; LENGTH: K, a multiple of 16; EACH: whether each row of the weight has a scale; INPUT, KIND:
+    """ROWS elements of y. rows: N; LENGTH: K, a multiple of 16; EACH: whether each row of the weight has a scale; INPUT, KIND:
     codes of the inputs and the weight, "int" both or "e4m3" or "e5m2"; WARPS_K: warps along K; USE_PDL: programmatic
     dependent launch, see `wait_for_previous_kernel`."""
     SHAPE: gl.constexpr = [WARPS_K, ROWS, 32, 4]

@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: numbers along the axes of a tile, the same for many, rows, and the output's dtype."""
+"""What kernels in Gluon share: elements along the axes of a tile, the same for many, rows, and the output's dtype."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ def axis_range(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYO
 
 @gluon.jit
 def broadcast_to_tile(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
-    """Numbers of some axes of a tile for the whole tile; raises at compile time if that moved data between lanes."""
+    """Elements of some axes of a tile for the whole tile; raises at compile time if that moved data between lanes."""
     v = gl.convert_layout(v, FROM, assert_trivial=True)
     v = gl.broadcast(v, gl.zeros(SHAPE, gl.int32, FROM))[0]
     return gl.convert_layout(v, TILE, assert_trivial=True)
@@ -39,7 +39,7 @@ def row_of(row, rows, WIDE: gl.constexpr):
 
 @gluon.jit
 def word_of(WARPS_K: gl.constexpr, TILE: gl.constexpr):
-    """Paths of the words of 4 bytes that WARPS_K warps take of a row at once, four neighbours a lane: (WARPS_K, 1, 32, 4)."""
+    """Offsets of the words of 4 bytes that WARPS_K warps take of a row at once, four neighbours a lane: (WARPS_K, 1, 32, 4)."""
     return (axis_range(WARPS_K, 0, 4, TILE) * 32 + axis_range(32, 2, 4, TILE)) * 4 + axis_range(4, 3, 4, TILE)
 
 
@@ -80,7 +80,7 @@ def wait_for_previous_kernel(USE_PDL: gl.constexpr):
 
 @gluon.jit
 def as_scale(s, STORAGE: gl.constexpr):
-    """Scales as float32, kept as float32, bfloat16, float16 or e8m0."""
+    """Scales as float32, stored as float32, bfloat16, float16 or e8m0."""
     if STORAGE == "bfloat16":
         return (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
     elif STORAGE == "float16":

@@ -1,6 +1,6 @@
-"""Rows of stored weights as numbers: what products of dequantization and multiplication read.
+"""Rows of stored weights as decoded elements: what products of dequantization and multiplication read.
 
-A number is what a code counts in units of its scale, without the zero point. Scales and zero points follow after sums of
+A decoded element is the value of a code before scaling and without the zero point. Scales and zero points follow after sums of
 products, so that a weight costs one multiplication and no rounding.
 """
 
@@ -18,7 +18,7 @@ from fast.kernels.tile.fast_values import load_elements
 
 @triton.jit
 def row_elements(codes, row, k, length, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """Numbers (P, SIZE) of the codes from k on of rows (P, 1), float32; `length` codes a row, a multiple of SIZE, like k."""
+    """Decoded elements (P, SIZE), float32, from k on of rows (P, 1); `length` codes a row, a multiple of SIZE, like k."""
     at = row * length + (k + tl.arange(0, SIZE))[None, :]
     block = row * (length // SIZE) + k // SIZE
     exists = row >= 0

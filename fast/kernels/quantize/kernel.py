@@ -10,7 +10,7 @@ A program takes a tile of P blocks with SIZE elements each. Where the elements l
 
 With CHUNKED a block is larger than a tile, and neighbouring programs take its parts.
 
-What happens is a `Job`: where scales come from (the tile, a statistic that an earlier pass left, the caller) and what is
+What happens is a `BlockOp`: where scales come from (the tile, a statistic that an earlier pass left, the caller) and what is
 written. Blocks too large for one tile take two passes: the first leaves statistics by atomic maximum on bit patterns, the
 second reads x again, in reverse order, since the end of x is what the L2 cache still holds.
 """
@@ -36,7 +36,7 @@ def all_of(SIZE: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def in_block(SIZE: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Paths in a block, (1, SIZE), row by row; TRANSPOSED: of a rectangle with rows of INNER, column by column."""
+    """Offsets in a block, (1, SIZE), row by row; TRANSPOSED: of a rectangle with rows of INNER, column by column."""
     i = tl.arange(0, SIZE)[None, :]
     if TRANSPOSED:
         HEIGHT: tl.constexpr = SIZE // INNER
@@ -50,7 +50,7 @@ def block_places(
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, REVERSE: tl.constexpr,
     SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """(offsets (P, SIZE), which exist, block number (P, 1), which exist, first chunk). TRANSPOSED: see `in_block`."""
+    """(offsets (P, SIZE), which exist, block index (P, 1), which exist, first chunk). TRANSPOSED: see `in_block`."""
     program = tl.program_id(0)
     if REVERSE:
         program = tl.num_programs(0) - 1 - program
@@ -94,13 +94,13 @@ def blocks_kernel(
     RULE: tl.constexpr, JOB: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Run a job on a tile; see the module."""
+    """Run an operation on a tile; see the module."""
     at, inside, block, exists, first = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
     )  # fmt: skip
     if WIDE and (JOB.packed or JOB.pairs):
-        # Packed codes of many blocks are more bytes than int32 counts, and pairs of numbers may be more than that.
+        # Packed codes of many blocks are more bytes than int32 counts, and pairs of elements may be more than that.
         block = block.to(tl.int64)
     if JOB.level == "averages":
         leave_averages(x, statistic, at, inside, block, exists, RULE)
@@ -117,7 +117,7 @@ def blocks_kernel(
     elif JOB.clipped == "gradient":
         mask_saturated_gradients(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
     else:
-        # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their numbers.
+        # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their elements.
         GROUPS: tl.constexpr = JOB.packed and RULE.digits != "" and not MASKED and SIZE % 32 == 0
         tile = load_groups(x, block, SIZE) if GROUPS else read(x + at, inside)
         if SHAPE == "columns":
@@ -137,7 +137,7 @@ def _leave_statistic(tile, inside, statistic, block, exists, stride, RULE: tl.co
     """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
     v = widened(tile, RULE.signs_nan)
     if JOB.outer == "statistic":
-        # Over all elements: one number, and in house schemes only finite ones count.
+        # Over all elements: one statistic, and in default schemes only finite ones count.
         largest = tl.max(absmax(v, RULE.house, RULE.has_ptx), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
     elif RULE.level.statistic == "absmax":

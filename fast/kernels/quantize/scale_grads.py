@@ -98,7 +98,7 @@ def slopes_kernel(
 
 @triton.jit
 def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
-    """Which part of its block a program takes; see `blocks.block_places`."""
+    """Which part of its block a program takes; see `kernel.block_places`."""
     program = tl.program_id(0)
     if SHAPE == "columns":
         return program // tl.cdiv(columns, P) % chunks
@@ -168,7 +168,7 @@ def added(v, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def part_sums_kernel(parts, sums, rows, length, HAS_PTX: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr):
-    """Sums of rows of `length` numbers, or of their parts of SIZE: one part of P rows a program."""
+    """Sums of rows of `length` elements, or of their parts of SIZE: one part of P rows a program."""
     per_row = tl.cdiv(length, SIZE)
     part = tl.program_id(0) % per_row
     row = tl.program_id(0) // per_row * P + tl.arange(0, P)[:, None]

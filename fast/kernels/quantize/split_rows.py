@@ -1,6 +1,6 @@
 """Rows under one scale that are no power of two, quantized as the pieces of `pieces`: 14336 = 8192 + 4096 + 2048.
 
-A mask over 16384 numbers would let an eighth of all threads compute for nothing. Each thread finds the largest magnitude of
+A mask over 16384 elements would let an eighth of all threads compute for nothing. Each thread finds the largest magnitude of
 what it has of all pieces, so that threads wait for one another once for a row.
 """
 
@@ -60,7 +60,7 @@ def _store(v, codes, start, offset, block, inv_scale, s, z, RULE: tl.constexpr, 
 
 
 def takes_row_pieces(made: Outputs) -> bool:
-    """Whether rows may be quantized in pieces: to 8-bit floats, which leave in the layout in which 16-bit numbers came.
+    """Whether rows may be quantized in pieces: to 8-bit floats, which leave in the layout in which 16-bit floats came.
 
     Integers move through shared memory on their way, and so the pieces cost more than a mask does (measured).
     """

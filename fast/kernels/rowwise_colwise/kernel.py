@@ -4,7 +4,7 @@ A training step multiplies an activation along its columns in the forward GEMM a
 gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
 x's rows: codes (K, M), scales of blocks of `n` rows.
 
-Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `patches`), and 8-bit floats under a given scale
+Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `mxfp8`), and 8-bit floats under a given scale
 for the whole tensor. Everything else is two calls of `quantize`, the same bits from two reads.
 
 A program of the MX kernel takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the
@@ -117,7 +117,7 @@ def given_both_kernel(
 
 @triton.jit
 def _inverse_of(scale, RULE: tl.constexpr):
-    """1 / scale as house schemes divide by a given scale."""
+    """1 / scale as default schemes divide by a given scale."""
     return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
 
 

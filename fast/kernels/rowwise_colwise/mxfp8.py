@@ -1,4 +1,4 @@
-"""MXFP8 of 16-bit matrices in both layouts, two numbers at a time.
+"""MXFP8 of 16-bit matrices in both layouts, two elements at a time.
 
 Integer and comparison instructions run at half the rate of float ones on Hopper, and two maxima for every element are most of
 what this kernel does. So x is read as words of two neighbouring columns: magnitudes of 16-bit floats order like their patterns,
@@ -35,7 +35,7 @@ CODES_254 = tl.constexpr(0x01FE01FE)
 
 @triton.jit
 def _larger_plain(a, b):
-    """`fours.larger_pair` for halves below 2**15."""
+    """`fp4.larger_pair` for halves below 2**15."""
     return tl.maximum(a & LOW_HALF, b & LOW_HALF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
@@ -65,7 +65,7 @@ def _crossed(a, b, HAS_PTX: tl.constexpr):
 def _stopped(multiplier, largest, HAS_PTX: tl.constexpr):
     """Pairs of bfloat16 multipliers, at most 2**127, and 0x7fff (NaN) where the largest magnitude is not finite.
 
-    0 times a finite number plus m is m; 0 times infinity or NaN is the instruction's NaN.
+    0 times a finite element plus m is m; 0 times infinity or NaN is the instruction's NaN.
     """
     if HAS_PTX:
         return tl.inline_asm_elementwise(
@@ -110,7 +110,7 @@ def inverse_power(code):
 
 @triton.jit
 def _word(a, b, c, d, RULE: tl.constexpr):
-    """Codes of four scaled numbers in a word; NaN becomes 0x7f."""
+    """Codes of four scaled elements in a word; NaN becomes 0x7f."""
     if not RULE.has_ptx:
         low = encode(a, None, RULE.element) | (encode(b, None, RULE.element) << 8)
         return low | (encode(c, None, RULE.element) << 16) | (encode(d, None, RULE.element) << 24)

@@ -1,4 +1,4 @@
-"""The rounding rule of `reference.formats.rounding` on int32 significands, and random words for its stochastic mode."""
+"""The rounding rule of `reference.formats.rounding` on int32 significands, and random bits for its stochastic mode."""
 
 import triton
 import triton.language as tl

@@ -246,7 +246,7 @@ def stored_scale(exact, L: tl.constexpr):
     else:
         code = encode(v, None, L.storage_element)
         if L.floor_kind == "stored":
-            # Codes of non-negative numbers order as the numbers do, NaN last.
+            # Codes of non-negative values order as the values do, NaN last.
             code = tl.maximum(code, L.floor_code)
         return code, canonical(decode(code, L.storage_element))
 

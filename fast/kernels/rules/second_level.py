@@ -2,7 +2,7 @@
 functions.
 
 The mean is a tree of averages of neighbours. Programs leave the averages of aligned parts of it, as many passes as it takes,
-and the last pass, whose programs quantize the groups, goes on from there: each makes the same mean of the same few numbers.
+and the last pass, whose programs quantize the groups, goes on from there: each makes the same mean of the same few averages.
 """
 
 import triton
@@ -32,7 +32,7 @@ def averages(v, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def averaged_scales(v, RULE: tl.constexpr):
-    """Scales as the mean has them: in house schemes those of NaN blocks are left out."""
+    """Scales as the mean has them: in default schemes those of NaN blocks are left out."""
     if RULE.house:
         v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)
     return v

@@ -55,7 +55,7 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
     """Patterns of the largest magnitude, the minimum and the maximum of each row, (blocks, 1).
 
     Where a row has a NaN the first is one, and the others are anything. Elements that do not exist are 0, which a range
-    that is widened to hold it does not mind. A tile of 16-bit numbers has neighbours of a row in one register.
+    that is widened to hold it does not mind. A tile of 16-bit floats has neighbours of a row in one register.
     """
     below, above = tile, tile
     # Floats take the fillers in any case: without them the assembler keeps so many at a time that masked tiles spill.
@@ -78,7 +78,7 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
 
 @triton.jit
 def _without(tile, inside, FILLER: tl.constexpr):
-    """A tile, with a number where an element does not exist."""
+    """A tile, with a filler where an element does not exist."""
     return tl.where(inside, tile, tl.full((), float(FILLER), tl.float32).to(tile.dtype))
 
 

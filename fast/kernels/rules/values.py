@@ -1,4 +1,4 @@
-"""What codes stand for: the second half of `reference.quantize.dequantize`, and which elements saturated."""
+"""Decoded values: the second half of `reference.quantize.dequantize`, and which elements saturated."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def combined(scale, outer, RULE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def unscaled(codes, zero, RULE: tl.constexpr):
-    """What codes count in units of the scale, float32."""
+    """Decoded elements before scaling, float32."""
     if RULE.zero == "":
         return decode(codes, RULE.element)
     elif RULE.zero == "code":

@@ -122,7 +122,7 @@ def _limits(scheme: Scheme, dtype: str) -> dict[str, Any]:
 
 
 def _has_same_values(scheme: Scheme, dtype: str) -> bool:
-    """Whether ordinary blocks have the house's values: products with their scales that are rounded once and do not overflow."""
+    """Whether ordinary blocks have the values of default schemes: products that are rounded once and do not overflow."""
     if scheme.dequantize == "float32":
         return True
     if dtype == "float16" or (scheme.zero is not None and scheme.zero.rule == "value"):

@@ -43,7 +43,7 @@ class Constant:
 
 
 class Element(Constant):
-    """How one number is encoded: a format with a rounding mode and an overflow policy."""
+    """How an element is encoded: a format with a rounding mode and an overflow policy."""
 
 
 class Level(Constant):
@@ -61,7 +61,7 @@ def element_of(
 ) -> Element:
     """The constants of `encode` and `decode`. hardware: use the conversion instructions (not in the interpreter).
 
-    fours: and the `SEQUENCES`. thresholds: the largest number of each code of a codebook, where that is not the midpoint.
+    fours: and the `SEQUENCES`. thresholds: the largest value of each code of a codebook, where that is not the midpoint.
     """
     over = {"inf": fmt.infinity_code, "nan": fmt.nan_code, "nonfinite": fmt.infinity_code}.get(overflow, 0)
     beyond = over if over is not None else fmt.nan_code or 0

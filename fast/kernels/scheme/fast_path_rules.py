@@ -1,6 +1,7 @@
 """Which instruction sequences serve a scheme: questions about its record, each of which has one answer for all its kernels.
 
-A sequence is right for some records only: each function says for which, and why. `rule` writes the answers into the constants.
+A sequence is right for some records only: each function says for which, and why. `constants` writes the answers into the
+constants.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def storage_kind(storage: str) -> str:
 
 
 def hot_sequence(scheme: Scheme, nearest: bool) -> str:
-    """Which sequence of `hot` makes the codes of a house scheme whose scales come from the tile; "" for none."""
+    """Which sequence of `fast_codes` makes the codes of a default scheme whose scales come from the tile; "" for none."""
     fmt = scheme.format
     if not nearest or scheme.nan != "block" or scheme.nan_code is not None or scheme.apply != "reciprocal":
         return ""
@@ -75,7 +76,7 @@ def hot_sequence(scheme: Scheme, nearest: bool) -> str:
 
 
 def is_read_by_sequence(fmt: Format) -> bool:
-    """Whether `words` reads this element: signed integers and the OCP formats without infinities; or `codebooks`."""
+    """Whether `fast_values` reads this element: signed integers and the OCP formats without infinities; or `codebook16`."""
     if fmt.kind == "codebook":
         return fmt.bits == 4
     return ocp_name(fmt) in ("e4m3", "e2m3", "e3m2", "e2m1") or (
@@ -84,7 +85,7 @@ def is_read_by_sequence(fmt: Format) -> bool:
 
 
 def is_quick(record: Scale) -> bool:
-    """Whether `words.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target.
+    """Whether `division.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target.
 
     Only in records where infinity poisons a block: the quotient of infinity is NaN.
     """
@@ -102,7 +103,8 @@ def _is_raised(record: Scale, least: float) -> bool:
 def has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
     """Whether packed codes are made from pairs.
 
-    `fours` and `sixes`: MX floats below 8 bits and NVFP4, of bfloat16. `ranges`: 4-bit integers with zero points, of 16 bits.
+    `fp4` and `fp6`: MX floats below 8 bits and NVFP4, of bfloat16. `int_asymmetric`: 4-bit integers with zero points, of 16
+    bits.
     """
     scale = scheme.scale
     if is_ranged(scheme, hot):
@@ -115,7 +117,7 @@ def has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
 
 
 def is_ranged(scheme: Scheme, hot: str) -> bool:
-    """Whether `ranges.scale_of_range` makes scales and zero points.
+    """Whether `int_asymmetric.scale_of_range` makes scales and zero points.
 
     From a target of 4 on no reciprocal is below 2**-126; up to the span of the codes no zero point lies beyond them.
     """
@@ -130,7 +132,7 @@ def is_ranged(scheme: Scheme, hot: str) -> bool:
 
 
 def is_fast_stochastic(scheme: Scheme) -> bool:
-    """Whether `stochastic` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
+    """Whether `stochastic_rounding` rounds: MX floats of default schemes whose multipliers are normal numbers."""
     fmt, scale = scheme.format, scheme.scale
     plain = scheme.nan == "block" and scheme.nan_code is None and scheme.smallest_exponent is None
     signed = fmt.kind == "float" and fmt.bits <= 8 and bool(fmt.sign_mask) and fmt.has_negative_zero
@@ -164,7 +166,7 @@ def _codebook_sequence(scheme: Scheme) -> str:
 
 
 def is_under_outer(scheme: Scheme) -> bool:
-    """Whether `hot.choose_under_outer` makes the scales: e4m3 block scales with a floor under a float32 outer scale."""
+    """Whether `outer_scales.choose_under_outer` makes the scales: e4m3, with a floor, under a float32 outer scale."""
     scale, outer = scheme.scale, scheme.outer
     if (
         outer is None

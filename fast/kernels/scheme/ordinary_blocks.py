@@ -106,8 +106,8 @@ def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size.
     Midpoints of float32 have 25 bits, so quotients of p-bit significands lie 2**-(p + 25) or more away from them: the
     rounding is that of the quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with
-    the exact remainder follows (`refined`, Markstein's theorem: right for an estimate less than a unit away and a correctly
-    rounded reciprocal).
+    the exact remainder follows (`refine_quotient`, Markstein's theorem: right for an estimate less than a unit away and a
+    correctly rounded reciprocal).
     """
     scale = scheme.scale
     if scheme.outer is not None:
@@ -134,11 +134,11 @@ def log2_is_exact(dtype: str, target: float) -> bool:
 
 @lru_cache(maxsize=64)
 def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
-    """The largest number of the dtype with each code, where the nearest entry by rounded differences decides.
+    """The largest value of the dtype with each code, where the nearest entry by rounded differences decides.
 
-    None where codes do not keep the order of the numbers.
+    None where codes do not keep the order of the values.
 
-    Of every number from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
+    Of every value from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
     """
     import ml_dtypes
 

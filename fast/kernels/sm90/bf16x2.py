@@ -1,6 +1,6 @@
-"""16-bit numbers in pairs: what Hopper does with two bfloat16 or float16 numbers in one register.
+"""16-bit floats in pairs: what Hopper does with two bfloat16 or float16 elements in one register.
 
-The instructions round, compare and multiply both numbers at once. They make one NaN, 0x7fff, which as a signed integer is
+The instructions round, compare and multiply both elements at once. They make one NaN, 0x7fff, which as a signed integer is
 the only pattern above the canonical one: a minimum of integers replaces it. HAS_PTX is False in Triton's interpreter, which
 knows no instructions: there float32 and integer operations do the same.
 """
@@ -28,7 +28,7 @@ def _round(kind: str, widen: str) -> tl.constexpr:
 
 
 def _clamp(kind: str, low: str, top: str, widen: str) -> tl.constexpr:
-    """A pair between two numbers, as floats; NaN becomes the upper one."""
+    """A pair clamped between two bounds, as floats; NaN becomes the upper one."""
     return tl.constexpr(
         f"""{{ .reg .b32 d, n, l, h;
         mov.b32 n, {top}; min.{kind}x2 d, $2, n; mov.b32 n, {low}; max.{kind}x2 d, d, n; {widen} }}"""
@@ -92,7 +92,7 @@ def floats(v, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def set_aside(tile, PAIRS: tl.constexpr):
-    """The same numbers: a copy of registers that the assembler drops.
+    """The same elements: a copy of registers that the assembler drops.
 
     For a tile that is made float32 late, so that pairs, half the registers, wait for the block's scale. Without it Triton
     gives the floats the layout of a reduction of the pairs, and moves them through shared memory.
@@ -198,7 +198,7 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
 def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constexpr):
     """(h * r) * w in float32, rounded to the dtype of h and w; r is float32. NaN canonical.
 
-    WIDE: the same as float32, where a NaN is some positive NaN. 16-bit numbers are taken as pairs again: floats that were used
+    WIDE: the same as float32, where a NaN is some positive NaN. 16-bit floats are taken as pairs again: floats that were used
     before need not be kept, and cost registers.
     """
     IS_BF16: tl.constexpr = DTYPE == "bfloat16"
@@ -221,7 +221,7 @@ def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constex
 def _limited(kind: str, nan: str) -> tl.constexpr:
     """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
 
-    The conversion writes 0x7fff for NaN, the only pattern above it as a signed number.
+    The conversion writes 0x7fff for NaN, the only pattern above it as a signed integer.
     """
     return tl.constexpr(
         f"""{{

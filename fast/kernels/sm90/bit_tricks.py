@@ -1,10 +1,10 @@
-"""Instruction sequences of the hot paths: several codes made, or read, as one 32-bit word.
+"""Instruction sequences of the fast paths: several codes made, or read, as one 32-bit word.
 
 On Hopper float32 additions and multiplications run at twice the rate of integer, compare and select operations, and a kernel at
 the memory limit has about 7 issue slots for each byte it moves. So rounding is done by the adder (a constant whose last bit is
 the unit) and by the conversion instructions, and codes are combined into words before anything is selected or masked.
 
-All of these expect finite numbers or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
+All of these expect finite elements or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fast.kernels.bits import is_nan
 
-# 1.5 * 2**23, its pattern, and 2**23: float32 numbers of this size are integers.
+# 1.5 * 2**23, its pattern, and 2**23: float32 values of this size are integers.
 TO_INTEGER = tl.constexpr(12582912.0)
 
 
@@ -54,7 +54,7 @@ def quarters(tile):
 
 @triton.jit
 def joined(a0, a1, a2, a3, a4, a5, a6, a7):
-    """The inverse of `eighths`."""
+    """Eight tensors (P, S) as one (P, 8 S), their elements in turn."""
     even = joined2(joined2(a0, a4), joined2(a2, a6))
     odd = joined2(joined2(a1, a5), joined2(a3, a7))
     return joined2(even, odd)
@@ -169,7 +169,7 @@ def six_words(codes, keep):
 
 
 def _offset_bytes(bits: int) -> tl.constexpr:
-    """float32 of four two's complement numbers of `bits` bits in the bytes of a word."""
+    """float32 of four two's complement integers of `bits` bits in the bytes of a word."""
     bias = 1 << (bits - 1)
     text = f"lop3.b32 w, $4, 0x{(2 * bias - 1) * 0x01010101:08X}, 0x{bias * 0x01010101:08X}, 0x6A; "
     for i in range(4):

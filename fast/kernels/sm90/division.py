@@ -65,7 +65,7 @@ def reciprocal_error(inverse_divisor, divisor):
 
 @triton.jit
 def round_to_dtype(v, DTYPE: tl.constexpr):
-    """float32 rounded to a dtype, one number for each block; NaN stays some NaN."""
+    """float32 rounded to a dtype, one value for each block; NaN stays some NaN."""
     if DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(ROUND_BFLOAT16, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
     elif DTYPE == "float16":

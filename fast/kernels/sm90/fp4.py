@@ -1,8 +1,8 @@
-"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two numbers is not taken apart early.
+"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two elements is not taken apart early.
 
 At the memory limit a packed 4-bit quantizer has about 18 issue slots an element, and integer, compare and select instructions
-count twice. So maxima are taken of two numbers at once, the magnitudes that they need are masked once, and the signs of eight
-numbers are put into place together. Blocks whose scale costs many instructions lie in one thread each.
+count twice. So maxima are taken of two elements at once, the magnitudes that they need are masked once, and the signs of eight
+elements are put into place together. Blocks whose scale costs many instructions lie in one thread each.
 """
 
 import triton
@@ -13,9 +13,9 @@ from fast.kernels.sm90.division import negative_by_product, reciprocal_error
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
-# Numbers 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
+# Elements 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
 _HALVES = "shl.b32 t, ${at}, 16; mov.b32 x, t; {low} and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t; {high} "
-# |x| to 2**23 + code: see `words.e2m1_floats`.
+# |x| to 2**23 + code: see `bit_tricks.e2m1_floats`.
 _NUMBER = """{scaled} mul.rn.sat.f32 g, x, {half}; fma.rn.sat.f32 h, x, {half}, 0fBF800000;
 fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000; fma.rn.f32 g, h, 0f40000000, g;
 add.rn.f32 g, k, g; mov.b32 n{number}, g; """
@@ -23,14 +23,14 @@ add.rn.f32 g, k, g; mov.b32 n{number}, g; """
 _DIGITS = """shl.b32 t, n1, 4; add.u32 n0, n0, t; shl.b32 t, n3, 4; add.u32 n2, n2, t; shl.b32 t, n5, 4; add.u32 n4, n4, t;
 shl.b32 t, n7, 4; add.u32 n6, n6, t; shl.b32 t, n2, 8; add.u32 n0, n0, t; shl.b32 t, n6, 8; add.u32 n4, n4, t;
 shl.b32 t, n4, 16; add.u32 n0, n0, t; add.u32 n0, n0, 0x05000000; """
-# Signs of numbers 0 and 2, 1 and 3 in neighbouring bytes, then the even and the odd ones of all eight in order.
+# Signs of elements 0 and 2, 1 and 3 in neighbouring bytes, then the even and the odd ones of all eight in order.
 _SIGNS = """shr.u32 t, $6, 8; lop3.b32 n1, $5, t, 0x80008000, 0xE4; shr.u32 t, $8, 8; lop3.b32 n2, $7, t, 0x80008000, 0xE4;
 prmt.b32 n3, n1, n2, 0x4501; prmt.b32 n4, n1, n2, 0x6723; shr.u32 n3, n3, 4; lop3.b32 n3, n3, n4, 0x0F0F0F0F, 0xE4;
 lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
 
 
 def _words(scaled: str, half: str) -> tl.constexpr:
-    """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
+    """Eight codes from magnitudes $1 to $4 and elements $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
 
     $12, $13: what the factor lacks of a reciprocal, and the divisor with another sign.
     """
@@ -42,13 +42,13 @@ def _words(scaled: str, half: str) -> tl.constexpr:
     return tl.constexpr(f"{{ {registers} {text}{_DIGITS}{_SIGNS} }}")
 
 
-# Codes of numbers 0 to 3 to the bytes of n0, and their signs.
+# Codes of elements 0 to 3 to the bytes of n0, and their signs.
 _BYTES = """prmt.b32 n0, n0, n1, 0x0040; prmt.b32 n2, n2, n3, 0x0040; prmt.b32 n0, n0, n2, 0x5410; prmt.b32 t, $3, $4, 0x7531;
 shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0xA8; """
 
 
 def _bytes(scaled: str, half: str) -> tl.constexpr:
-    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
+    """Four codes, a byte each, from magnitudes $1 and $2 and elements $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
     text = ""
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -58,7 +58,7 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
-# See `bit_tricks.corrected_quotient` and `refine_quotient`.
+# See `division.corrected_quotient` and `refine_quotient`.
 CORRECTED = _words(
     "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
     "0f3F000000",
@@ -72,7 +72,7 @@ EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0
 
 @triton.jit
 def larger_pair(a, b):
-    """The larger of both pairs of unsigned 16-bit numbers; as patterns of magnitudes NaN is the largest."""
+    """The larger of both pairs of unsigned 16-bit integers; as patterns of magnitudes NaN is the largest."""
     return tl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -179,7 +179,7 @@ def _word(pairs, inv_scale, divisor, keep, RULE: tl.constexpr):
 
 
 def _codes() -> tl.constexpr:
-    """NaN saturates to 0 in every term of the number. The sign is that of a minimum, whose bound replaces NaN."""
+    """NaN saturates to 0 in every term of the sum. The sign is that of a minimum, whose bound replaces NaN."""
     text = ".reg .b32 p, q, w, c0, c1, c2, c3, t0, t1, t2, t3; .reg .f32 a, g, h, k; "
     for i in range(4):
         text += f"""abs.f32 a, ${i + 1};

@@ -1,4 +1,4 @@
-"""Packed 6-bit floats of bfloat16 blocks, made from pairs, as `fours` makes 4-bit ones: a block of 32 lies in one thread."""
+"""Packed 6-bit floats of bfloat16 blocks, made from pairs, as `fp4` makes 4-bit ones: a block of 32 lies in one thread."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ from fast.kernels.sm90.fp4 import side_by_side
 
 
 def _triple(convert: str) -> tl.constexpr:
-    """Four numbers, the pairs $1 and $2, times $3, as 24 bits and more above them.
+    """Four elements, the pairs $1 and $2, times $3, as 24 bits and more above them.
 
-    The conversion makes 8-bit codes of the same exponents, whose bit 5 belongs one place lower (see `words.e2m3_bytes`). Then
-    6 bits of each byte move together, what lies between them is dropped.
+    The conversion makes 8-bit codes of the same exponents, whose bit 5 belongs one place lower (see `bit_tricks.e2m3_bytes`).
+    Then 6 bits of each byte move together, what lies between them is dropped.
     """
     halves = ""
     for pair, (low, high) in ((1, "ab"), (2, "cd")):
@@ -63,7 +63,7 @@ def _triple_of(p, q, inv_scale, RULE: tl.constexpr):
 @triton.jit
 def store_sixes(codes, a, b, c, d, inv_scale, scale, place, exists, RULE: tl.constexpr):
     """Six words of 32 codes, of pairs (P, 4) four times; m is a power of two, scale NaN where the block is poisoned."""
-    # The formats of the conversions have the same exponents 2**-6 and 2**-12 times the number.
+    # The formats of the conversions have the same exponents 2**-6 and 2**-12 times the element.
     factor = inv_scale * (0.015625 if RULE.hot == "e2m3" else 0.000244140625)
     keep = mask_unless_poisoned(scale, -1)
     u, v, w = _six_words(a, b, factor, keep, RULE)

@@ -1,8 +1,8 @@
-"""Integers with zero points: minima and maxima of 16-bit numbers in pairs, and what is made of a range once for a block.
+"""Integers with zero points: minima and maxima of 16-bit floats in pairs, and what is made of a range once for a block.
 
 Comparison instructions run at half the rate of float ones on Hopper, and in float32 a range takes two of them for every
-element. In 16 bits one instruction compares two numbers. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
-maximum of numbers with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
+element. In 16 bits one instruction compares two elements. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
+maximum of elements with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
 """
 
 import triton
@@ -32,7 +32,7 @@ LARGER_BFLOAT16, LARGER_FLOAT16 = _of_pairs("max.NaN")
 
 @triton.jit
 def smaller_bfloat16(a, b):
-    """The smaller numbers of two pairs; NaN if either is."""
+    """The smaller elements of two pairs; NaN if either is."""
     return tl.inline_asm_elementwise(SMALLER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -44,7 +44,7 @@ def smaller_float16(a, b):
 
 @triton.jit
 def larger_bfloat16(a, b):
-    """The larger numbers of two pairs; NaN if either is."""
+    """The larger elements of two pairs; NaN if either is."""
     return tl.inline_asm_elementwise(LARGER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -56,7 +56,7 @@ def larger_float16(a, b):
 
 @triton.jit
 def pairs_of(tile):
-    """Neighbours of a tile (P, S) of 16-bit numbers as int32 (P, S / 2): the registers that they were loaded to."""
+    """Neighbours of a tile (P, S) of 16-bit floats as int32 (P, S / 2): the registers that they were loaded to."""
     low, high = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
     return tl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -96,7 +96,7 @@ def range_of_pairs(below, above, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def range_of_tile(below, above):
-    """The same of tiles of 16-bit numbers, (P, S), that differ in elements that do not exist."""
+    """The same of tiles of 16-bit floats, (P, S), that differ in elements that do not exist."""
     SIDE: tl.constexpr = GROUP if below.shape[1] >= 2 * GROUP else below.shape[1] // 2
     return range_of_pairs(pairs_of(below), pairs_of(above), below.dtype == tl.bfloat16, SIDE)
 
@@ -159,7 +159,7 @@ NIBBLES_FLOAT16 = _nibbles(
 
 @triton.jit
 def _segments(block, SIZE: tl.constexpr):
-    """Numbers of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
+    """Indices of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
     COUNT: tl.constexpr = SIZE // SEGMENT
     return tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
 
@@ -203,7 +203,7 @@ def store_segments(
 
 @triton.jit
 def _spread(v, SIZE: tl.constexpr):
-    """A number of each block (P, 1) for each of its segments."""
+    """A value of each block (P, 1) for each of its segments."""
     COUNT: tl.constexpr = SIZE // SEGMENT
     return tl.reshape(tl.broadcast_to(v, (v.shape[0], COUNT)), (v.shape[0] * COUNT, 1))
 
@@ -212,9 +212,9 @@ def _spread(v, SIZE: tl.constexpr):
 def _word(pairs, inv_scale, offset, top, IS_BF16: tl.constexpr):
     """Words of eight codes (S, 1) of pairs (S, 4).
 
-    Codes come from the adder as in `hot`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less the sum
-    of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8 * 0x1111
-    higher: codes of 0.
+    Codes come from the adder as in `fast_codes`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less
+    the sum of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8
+    * 0x1111 higher: codes of 0.
     """
     p, q, r, s = quarters(pairs)
     return tl.inline_asm_elementwise(

@@ -16,7 +16,7 @@ def dequantize_tile(
     codes, scale, outer, zero, y, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Read codes and scales, write the values that the job asks for."""
+    """Read codes and scales, write the values that the operation asks for."""
     PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
     if JOB.packed:
         SEQUENCE: tl.constexpr = RULE.bits == 4 or RULE.kind == "float" or SIZE % 32 == 0

@@ -1,4 +1,4 @@
-"""Codes and values of house schemes by the instruction sequences of `words`.
+"""Codes and values of default schemes by the instruction sequences of `sm90`.
 
 Only for scales that were computed from the tile: then a block with NaN or infinity has a NaN scale, every other element is
 finite, and what must become the poison code is masked a word at a time. Everything else goes through `elements` and `values`.
@@ -73,7 +73,7 @@ def _reciprocals(scale):
 def scaled(v, inv_scale, divisor, zero, RULE: tl.constexpr):
     """Elements in units of their scale before they are rounded to codes: v * m, or v / divisor, in the record's arithmetic.
 
-    zero: of records with a zero point that is a number, which they subtract.
+    zero: of records with a float zero point, which they subtract.
     """
     if RULE.zero == "value":
         # zero is min + mid * scale, rounded at each step, and the steps back are rounded as well.
@@ -90,7 +90,7 @@ def scaled(v, inv_scale, divisor, zero, RULE: tl.constexpr):
     if RULE.arithmetic != "float32":
         y = rounded_once(y, RULE.arithmetic, RULE.has_ptx)
     if RULE.on_ordinary and not RULE.negative_zero and RULE.kind == "float":
-        # -0 becomes +0, any other number stays.
+        # -0 becomes +0, any other value stays.
         y = y + 0.0
     return y
 
@@ -99,7 +99,7 @@ def scaled(v, inv_scale, divisor, zero, RULE: tl.constexpr):
 def integers(v, inv_scale, scale, zero, RULE: tl.constexpr):
     """Rounded integers + 1.5 * 2**23, zero point included, inside the format's range.
 
-    In poisoned blocks they are NaN, or 0 where numbers are brought into the range.
+    In poisoned blocks they are NaN, or 0 where elements are brought into the range.
     """
     y = scaled(v, inv_scale, scale, zero, RULE)
     if RULE.fraction_bits != 0:
@@ -136,7 +136,7 @@ def _in_range(t, scale, zero, RULE: tl.constexpr):
 def store_codes(
     codes, at, inside, block, exists, v, inv_scale, scale, zero, RULE: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Codes of a tile, packed where the job says so."""
+    """Codes of a tile, packed where the operation asks for it."""
     if RULE.hot == "e4m3":
         y = scaled(v, inv_scale, scale, zero, RULE)
         tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)

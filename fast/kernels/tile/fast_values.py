@@ -22,7 +22,7 @@ from fast.kernels.tile.fast_codes import integers, scaled
 
 @triton.jit
 def rounded_values(v, inv_scale, scale, zero, RULE: tl.constexpr):
-    """What the codes of a tile count in units of the scale, without the codes; the scale of a poisoned block is NaN."""
+    """Decoded elements of a tile before scaling, without the codes; the scale of a poisoned block is NaN."""
     if RULE.hot == "int":
         n = integers(v, inv_scale, scale, zero, RULE) - TO_INTEGER
         if RULE.zero == "code":
@@ -75,7 +75,7 @@ def finished(product, scale, DTYPE: tl.constexpr):
 def load_values(
     codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """What the codes of a tile count in units of the scale, less the zero point."""
+    """Decoded elements of a tile before scaling, less the zero point."""
     value = load_elements(codes, at, inside, block, exists, RULE, PACKED, SIZE)
     if RULE.zero == "code":
         value = value - zero.to(tl.float32)
@@ -86,7 +86,7 @@ def load_values(
 def load_elements(
     codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """What the codes of a tile count in units of the scale, read as words where they are packed; zero points are left out."""
+    """Decoded elements of a tile before scaling, read as words where they are packed; zero points are left out."""
     if PACKED and RULE.bits == 4:
         words = _load_words(codes, block, exists, SIZE // 8)
         if RULE.kind == "int":

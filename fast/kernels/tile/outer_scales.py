@@ -56,7 +56,7 @@ def _e4m3_code(exact, L: tl.constexpr):
 
 @triton.jit
 def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
-    """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
+    """(e4m3 code of the block scale, scale, multiplier of the elements) of default two-level schemes.
 
     (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
     brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong

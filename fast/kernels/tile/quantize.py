@@ -56,7 +56,7 @@ def quantize_tile(
     tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
     RULE: tl.constexpr, JOB: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's blocks as the job says, then what it writes of the tile. g: gradients, where it is about those."""
+    """Choose the scales of a tile's blocks, then write what the operation asks for. g: gradients, where it masks those."""
     VALUED: tl.constexpr = JOB.output != "" and RULE.same_values
     if RULE.has_same and JOB.source != "given" and (JOB.codes or VALUED):
         _tile_of_ordinary_blocks(
@@ -173,7 +173,7 @@ def _tile(
         v = floats(later, RULE.has_ptx)
     else:
         v = widened(tile, RULE.signs_nan)
-    # The sequences make values as the house does.
+    # The sequences make values as default schemes do.
     VALUES: tl.constexpr = JOB.output != "" and RULE.dequantize == "float32"
     if RULE.hot != "" and JOB.source != "given" and (JOB.codes or VALUES):
         _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, RULE, JOB)
@@ -192,7 +192,7 @@ def pairs_tile(
     x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fours` and `sixes`."""
+    """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fp4` and `fp6`."""
     PARTS: tl.constexpr = SIZE // 8
     g_outer = _outer(outer, outer_statistic, RULE, JOB)
     a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
@@ -255,7 +255,7 @@ def _store_pairs(
 def segments_tile(
     x, codes, scale, zero, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Packed 4-bit integers with zero points, of 16-bit numbers, 32 of a block in each thread; see `ranges`."""
+    """Packed 4-bit integers with zero points, of 16-bit floats, 32 of a block in each thread; see `int_asymmetric`."""
     a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
     c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
     IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16

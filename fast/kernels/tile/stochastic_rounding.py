@@ -1,9 +1,9 @@
-"""Stochastic rounding of MX floats: the rule of `rounding.round_shift`, without taking every number apart.
+"""Stochastic rounding of MX floats: the rule of `rounding.round_shift`, without decomposing every element.
 
-The rule adds random bits to the significand where it is cut, and cuts: of numbers that are normal in the format to the float32
-pattern itself, whose exponent takes the carry; below them to a fixed-point number of 24 fraction bits. Each is at most the
+The rule adds random bits to the significand where it is cut, and cuts: of elements that are normal in the format to the float32
+pattern itself, whose exponent takes the carry; below them to a fixed-point value of 24 fraction bits. Each is at most the
 other's code where it does not apply, so the larger one is the code. Only for scales that were computed from the tile, as in
-`hot`: where a block is not poisoned its numbers are finite.
+`fast_codes`: where a block is not poisoned its elements are finite.
 """
 
 import triton
@@ -16,7 +16,7 @@ from fast.kernels.sm90.bit_tricks import bytes_of
 
 @triton.jit
 def stochastic_codes(y, random_bits, E: tl.constexpr):
-    """int32 codes of scaled numbers y by the top 24 bits of random words (uint32); sign kept, saturating."""
+    """int32 codes of scaled elements y by the top 24 bits of random bits (uint32); sign kept, saturating."""
     M: tl.constexpr = E.mantissa
     LEAST: tl.constexpr = 2.0**E.emin
     UNIT: tl.constexpr = 2.0 ** (24 + M - E.emin)
@@ -43,7 +43,7 @@ def store_stochastic(
     RULE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Codes of a tile under scales (P, 1), packed where the job says so."""
+    """Codes of a tile under scales (P, 1), packed where the operation asks for it."""
     made = stochastic_codes(v * inv_scale, random_bits, RULE.element)
     made = tl.where(is_nan(scale), RULE.poison_code, made)
     if PACKED:
