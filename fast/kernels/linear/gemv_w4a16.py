@@ -1,23 +1,42 @@
-"""y = W x + bias for a stored weight W (N, K) of 4-bit integers and one vector x of 16-bit floats, in Gluon.
+"""y = W x + bias for a weight W (N, K) of packed 4-bit integers and one vector x of 16-bit floats, in Gluon.
 
-At the copy rate there are about 7 issue slots for a 4-bit code, and the way of `gemv_any` takes 5 of them. Here two
-codes become a pair of 16-bit floats by one shift and one logical operation, and the tensor core (`mma.m16n8k16`) multiplies
-and adds: 2 instructions a code in all.
+At batch 1 the GEMV is bound by reading the weight: at the copy rate there are about 7 issue slots for a 4-bit code, of which
+`gemv_any` takes 5. Here one shift and one logical operation decode two codes to a pair of 16-bit floats in a register, and the
+tensor core (`mma.m16n8k16`) multiplies and adds: 2 instructions a code in all.
 
-The instruction's 16 rows are rows of the weight; lane (g, t) of a warp reads 16 neighbouring bytes of rows g and g + 8, which
-are 32 codes of the t-th quarter of a step of 128 along K. The order of K is free where both operands have the same one: codes
-j and j + 4 of a word make a pair, and the inputs are paired likewise. Codes therefore go from memory to the tensor core in the
-lane that read them.
+Fragments of the instruction, by lane 4 g + t (g from 0 to 7, t from 0 to 3):
 
-The instruction's 8 columns are 8 neighbouring parts of K, each within one block: column n holds the inputs of part n and
-zeros in place of the other parts of its step. A lane so needs the inputs of one step in STEPS and hands them to the tensor
-core in all of them; what other steps make of its column is not looked at. Each lane ends up with two rows times two parts,
-every one with a scale of its own, so that nothing is scaled twice and no data moves between lanes.
+    A, 16 x 16: the weight                B, 16 x 8: the inputs             C, 16 x 8: the sums
+    row g       a0  a2                    column g    b0  b1                row g       c0  c1
+    row g + 8   a1  a3                                                      row g + 8   c2  c3
+    a0, b0: k = 2 t, 2 t + 1              a2, b1: k = 2 t + 8, 2 t + 9      c0, c2: column 2 t; c1, c3: column 2 t + 1
 
-A code sits in the highest bits of the fraction of 16, so that a pair of elements is 16 more than the codes, and 24 more where
-codes are two's complement (their highest bit is flipped) or 8 stands for 0. What a part has too much, this and its zero
-point, is a factor of the sum of its inputs, which the tensor core makes once for all rows; it is taken off before the
-block's scale, in float32, so that nothing grows beyond a block:
+Rows are rows of the weight. Of a step of 128 along K, lane (g, t) reads the t-th quarter of rows g and g + 8, 16 bytes each:
+
+    k in a step   0 ........ 31 | 32 ....... 63 | 64 ....... 95 | 96 ...... 127
+    lane t              0       |       1       |       2       |       3
+    its 16 bytes  four words w of eight codes; codes j and j + 4 of a word are a pair (j from 0 to 3)
+    mma 2 w       a0, a1: pair 0 of word w of rows g, g + 8; a2, a3: pair 1;  b0, b1: the inputs, paired likewise
+    mma 2 w + 1   the same for pairs 2 and 3
+
+The order of K is free where both operands have the same one, so codes go from memory to the tensor core in the lane that read
+them.
+
+The 8 columns are 8 neighbouring parts of K (32 elements each, 256 in all: STEPS steps), each within one block. Column n holds
+the inputs of part n, and zeros in place of the other parts of its step:
+
+    column           0   1   2   3   4   5   6   7
+    step 0, lane t   0   1   2   3   .   .   .   .     the lane whose quarter is the column's part; the others hold zeros
+    step 1, lane t   .   .   .   .   0   1   2   3
+
+A lane so needs the inputs of one step in STEPS and hands them to the tensor core in all of them; what other steps leave in its
+column is ignored. Each lane ends up with two rows times two parts, every one with a scale of its own, so that nothing is scaled
+twice and no data moves between lanes.
+
+A code sits in the highest bits of the fraction of 16.0, so a decoded element is 16 more than the code, and 24 more where codes
+are two's complement (their highest bit is flipped) or 8 stands for 0. This offset and the zero point are taken off as a factor
+of the sum of a part's inputs, which the tensor core computes once for all rows; before the block's scale, in float32, so that
+nothing grows beyond a block:
 
     y[n] = sum over parts of s (-(24 + z) sum of x  +  sum of (c + 24) x)  [+ z sum of x, where zero points are values]
 
@@ -210,8 +229,8 @@ def _dot_products(
     INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 4, 4], [1, 32, 1, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
     SCALE: gl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [1, 32, 1, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
     IS_BF16: gl.constexpr = DTYPE == "bfloat16"
-    # What codes have too much; elements that the warps along K take at once; blocks in a row.
-    MORE: gl.constexpr = 24.0 if SIGNED or SHIFTED else 16.0
+    # Offset of decoded elements; elements that the warps along K take at once; blocks in a row.
+    OFFSET: gl.constexpr = 24.0 if SIGNED or SHIFTED else 16.0
     TURN: gl.constexpr = UNIT * WARPS_K
     BLOCKS: gl.constexpr = LENGTH // BLOCK
     # Columns of a lane that have a scale each.
@@ -251,14 +270,14 @@ def _dot_products(
         sums = gl.inline_asm_elementwise(
             SUMS[IS_BF16], SUM_OPERANDS, [b0, b1, b2, b3], dtype=gl.float32, is_pure=True, pack=4
         )
-        less = gl.full(SHAPE, -MORE, gl.float32, TILE)
+        less = gl.full(SHAPE, -OFFSET, gl.float32, TILE)
         if zero is not None:
             z = _per_row(_of(zero, zero2, before, block, half), SHAPE, TILE).to(gl.int32)
             if SHIFTED:
                 total = gl.fma((z << 16).to(gl.float32, bitcast=True), sums, total)
             else:
                 less -= z.to(gl.float32)
-        # What codes have too much comes first, so that nothing but the scale is left for the end.
+        # The offset comes first, so that nothing but the scale is left for the end.
         less *= sums
         added = less
         for step in gl.static_range(STEPS):

@@ -1,8 +1,16 @@
-"""y = W x + bias for a stored weight W (N, K) of 8-bit elements and one vector x, in Gluon.
+"""y = W x + bias for a weight W (N, K) of 8-bit elements and one vector x, in Gluon.
 
-Bound by the memory, if enough of it is asked for at once: a lane takes 16 neighbouring codes of each of its rows, the inputs of
-the same places once for all rows, and multiplies and adds in float32 (see `gemv_any` for the formula). Codes are decoded
-a word at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
+Bound by reading the weight, if enough loads are in flight: a lane loads 16 neighbouring codes of each of its rows, and the
+inputs of the same offsets once for all rows; it multiplies and adds in float32 (`gemv_any` has the formula). Codes are decoded
+a word of four at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
+
+Tile (WARPS_K, ROWS, 32 lanes, 4 words), a step of 512 WARPS_K along K:
+
+    k          0 ..... 15 | 16 .... 31 | ... | 496 .. 511 | 512 ... | ...
+    warp           0            0        ...       0           1
+    lane           0            1        ...      31           0
+    registers  4 words of a row times ROWS rows; 16 inputs
+
 Layouts are explicit: no element changes its lane before the sums of a row do.
 """
 

@@ -4,11 +4,17 @@ Integer and comparison instructions run at half the rate of float ones on Hopper
 what this kernel does. So x is read as words of two neighbouring columns: magnitudes of 16-bit floats order like their patterns,
 and one `max.u16x2` compares two. Scales of bfloat16 are made in pairs as well.
 
-A warp has a patch of 32 rows by 64 columns: 8 lanes along columns, 4 along rows, and a lane's registers hold 8 neighbouring
-rows of 8 columns. Neither maximum leaves the warp, and codes of four rows or four columns are made as one word, so that shared
-memory carries only the words of the transposed codes, and scales. A program has DOWN x ACROSS patches. Neighbouring programs go
-down a band of rows first, then to the next columns: bytes of scales that share a sector of memory are written while it is in
-the L2 cache.
+A warp has a patch of 32 rows by 64 columns. Lane 8 r + c (r from 0 to 3, c from 0 to 7) holds 8 rows by 8 columns of it:
+
+    columns     0 .. 7 | 8 .. 15 | ... | 56 .. 63      a row's block of 32: 4 lanes (c = 0..3 or 4..7)
+    rows  0- 7  lane 0 | lane 1  | ... | lane 7        a column's block of 32: 4 lanes (r = 0..3)
+    rows  8-15  lane 8 | lane 9  | ... | lane 15
+    rows 16-23  lane 16| lane 17 | ... | lane 23       registers: 8 rows of 4 words of two columns
+    rows 24-31  lane 24| lane 25 | ... | lane 31
+
+Neither maximum leaves the warp, and codes of four rows or four columns are packed in one word, so that shared memory carries
+only the words of the transposed codes, and scales. A program has DOWN x ACROSS patches. Neighbouring programs go down a band of
+rows first, then to the next columns: bytes of scales that share a sector of memory are written while it is in the L2 cache.
 
 Elements are multiplied in float32, whose products with a power of two are exact from 2**-126 on; what is rounded below that is
 far under half the smallest code (2**-10 for e4m3, 2**-17 for e5m2) before and after, and becomes 0 with its sign.
