@@ -1,8 +1,8 @@
 """y = W x + bias for a weight W (N, K) of 8-bit elements and one vector x, in Gluon.
 
 Bound by reading the weight, if enough loads are in flight: a lane loads 16 neighbouring codes of each of its rows, and the
-inputs of the same offsets once for all rows; it multiplies and adds in float32 (`gemv_any` has the formula). A word of four
-codes is decoded at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
+inputs of the same offsets once for all rows; it multiplies and adds in float32 (`gemv_any` has the formula). Four codes are
+decoded at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
 
 Tile (WARPS_K, ROWS, 32 lanes, 4 words), a step of 512 WARPS_K along K:
 
