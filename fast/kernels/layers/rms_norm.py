@@ -60,10 +60,10 @@ def sums_kernel(
 @triton.jit
 def norm_kernel(
     x, residual, weight, sums, new_residual, y, codes, scale, zero, eps, rows, length, per_row, column_tiles,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a tile, and quantize it where there is a RULE. SUMS: sums of parts of a row, filled to a power of two."""
+    """Normalize a tile, and quantize it where there is a SCHEME. SUMS: sums of parts of a row, filled to a power of two."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
@@ -88,11 +88,11 @@ def norm_kernel(
     # The weight comes from the L2, and later, so that it takes no registers before.
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
-    if RULE is None:
+    if SCHEME is None:
         tl.store(y + at, normal(h, r, w, DTYPE, False, HAS_PTX), mask=inside)
     else:
         v = normal(h, r, w, DTYPE, True, HAS_PTX)
-        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME, OP)
 
 
 def rms_norm(
@@ -138,7 +138,7 @@ def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD
 
 def _per_thread(length: int, made: Outputs, name: str) -> int:
     """Elements of a thread; float32 and zero points leave no registers for many."""
-    if length <= LONG or length % 16 or name == "float32" or made.asked.scheme.zero is not None:
+    if length <= LONG or length % 16 or name == "float32" or made.problem.scheme.zero is not None:
         return PER_THREAD
     return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
@@ -159,7 +159,7 @@ class _NormCall:
 
     def launch(self, place: Tiles, made: Outputs | None = None) -> None:
         """Normalize all rows into y, or into codes and scales; with the sums of parts of rows, if they are there."""
-        rule, do = (None, None) if made is None else (made.rule, made.job)
+        rule, do = (None, None) if made is None else (made.rule, made.block_op)
         length, summed_up = self.shape[-1], "sums" in self.recording.tensors
         apart, threads = (None, 0) if summed_up else self.pieces(made)
         if apart is not None:

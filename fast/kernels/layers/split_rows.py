@@ -26,7 +26,7 @@ PER_THREAD = 32
 @triton.jit
 def norm_pieces_kernel(
     x, residual, weight, new_residual, y, codes, scale, zero, eps, length, per_row,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """A row: A elements, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
@@ -50,14 +50,14 @@ def norm_pieces_kernel(
         u = w
         if C > 0:
             u = _normal_row(c, r, weight, A + B, DTYPE, HAS_PTX)
-        quantize_row(v, w, u, codes, scale, start, row, RULE, JOB, C, THREADS)
+        quantize_row(v, w, u, codes, scale, start, row, SCHEME, OP, C, THREADS)
     else:
         first = row * per_row
-        _finish(a, r, weight, y, codes, scale, zero, start, 0, first, RULE, JOB, DTYPE, GROUP, HAS_PTX)
-        _finish(b, r, weight, y, codes, scale, zero, start, A, first, RULE, JOB, DTYPE, GROUP, HAS_PTX)
+        _finish(a, r, weight, y, codes, scale, zero, start, 0, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX)
+        _finish(b, r, weight, y, codes, scale, zero, start, A, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX)
         if C > 0:
             _finish(
-                c, r, weight, y, codes, scale, zero, start, A + B, first, RULE, JOB, DTYPE, GROUP, HAS_PTX
+                c, r, weight, y, codes, scale, zero, start, A + B, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX
             )
 
 
@@ -95,22 +95,22 @@ def _normal_row(h, r, weight, offset, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr
 
 @triton.jit
 def _finish(
-    h, r, weight, y, codes, scale, zero, start, offset, first, RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr,
+    h, r, weight, y, codes, scale, zero, start, offset, first, SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a piece that begins at `offset`, and quantize it where there is a RULE; first: the row's first block."""
+    """Normalize a piece that begins at `offset`, and quantize it where there is a SCHEME; first: the row's first block."""
     COUNT: tl.constexpr = h.shape[0]
     column = offset + _columns(COUNT * GROUP, GROUP)
     # The weight comes from the L2, and late, so that it takes no registers before.
     w = tl.load(weight + column)
     by = tl.zeros_like(floats(h, HAS_PTX)) + r
-    if RULE is None:
+    if SCHEME is None:
         tl.store(y + start + column, normal(h, by, w, DTYPE, False, HAS_PTX))
     else:
         v = normal(h, by, w, DTYPE, True, HAS_PTX)
         block = first + offset // GROUP + tl.arange(0, COUNT)[:, None]
         inside, exists = tl.full(h.shape, 1, tl.int1), tl.full((COUNT, 1), 1, tl.int1)
-        quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, RULE, JOB)
+        quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, SCHEME, OP)
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ def silu(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
 @triton.jit
 def swiglu_kernel(
     gate, up, y, codes, scale, zero, rows, length, per_row, column_tiles, gate_stride, up_stride,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a tile, quantized where there is a RULE."""
+    """silu(gate) * up of a tile, quantized where there is a SCHEME."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
@@ -111,17 +111,17 @@ def swiglu_kernel(
     u = read(up + (row * up_stride + column), inside)
     s = silu(clamped_gate(g, DTYPE, HAS_PTX), DTYPE, HAS_PTX)
     at = row * length + column
-    if RULE is None:
+    if SCHEME is None:
         tl.store(y + at, gated(s, g, u, DTYPE, False, HAS_PTX), mask=inside)
     else:
         v = gated(s, g, u, DTYPE, True, HAS_PTX)
-        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME, OP)
 
 
 @triton.jit
 def swiglu_pieces_kernel(
     gate, up, codes, scale, length, gate_stride, up_stride,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of a row of A, B and C elements, quantized under one scale; see `quantize.split_rows`."""
@@ -132,7 +132,7 @@ def swiglu_pieces_kernel(
     c = b
     if C > 0:
         c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, HAS_PTX)
-    quantize_row(a, b, c, codes, scale, row * length, row, RULE, JOB, C, THREADS)
+    quantize_row(a, b, c, codes, scale, row * length, row, SCHEME, OP, C, THREADS)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _by_tiles(
     """A launch over tiles of whole blocks."""
     strides = _strides(gate, up)
     place = _place(*gate.shape, block, max(strides))
-    rule, do = (None, None) if into is None else (into.rule, into.job)
+    rule, do = (None, None) if into is None else (into.rule, into.block_op)
     constants = (rule, do, HALVES[gate.dtype], *place.constants.values(), not interpreted())
     return CompiledLaunch(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
 
@@ -218,7 +218,7 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Co
     strides = _strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
     shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
-    constants = (into.rule, into.job, HALVES[gate.dtype], *shape, not interpreted())
+    constants = (into.rule, into.block_op, HALVES[gate.dtype], *shape, not interpreted())
     return CompiledLaunch(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 

@@ -41,7 +41,7 @@ def tile_of(
 
 
 @triton.jit
-def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr):
+def quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME: tl.constexpr, OP: tl.constexpr):
     """Codes and scales of a tile of float32 values that have the precision of the rule's dtype."""
     quantize_tile(
         v,
@@ -60,8 +60,8 @@ def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.con
         exists,
         True,
         0,
-        RULE,
-        JOB,
+        SCHEME,
+        OP,
     )
 
 

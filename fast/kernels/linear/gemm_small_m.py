@@ -17,7 +17,7 @@ from fast.kernels.linear.weight_values import block_scales, block_zeros, row_ele
 def tile_kernel(
     x, codes, scale, outer, zero, bias, y, count, rows, per_row,
     LENGTH: tl.constexpr,
-    RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile (BLOCK_M, ROWS) of Y. `count`: M; the others as in `gemv_any`; SIZE is at most BLOCK where that is
@@ -29,20 +29,20 @@ def tile_kernel(
     inputs = x + m.to(tl.int64)[:, None] * LENGTH + tl.arange(0, SIZE)[None, :]
     total = tl.zeros((BLOCK_M, ROWS), tl.float32)
     for k in tl.range(0, LENGTH, SIZE, num_stages=STAGES):
-        c = row_elements(codes, row, k, LENGTH, RULE, PACKED, SIZE)
+        c = row_elements(codes, row, k, LENGTH, SCHEME, PACKED, SIZE)
         v = tl.load(inputs + k, mask=m[:, None] < count, other=0.0)
         if BLOCK > 0:
             block = row // BLOCK_ROWS * per_row + k // BLOCK
-            if RULE.zero == "code":
-                c = c - block_zeros(zero, block, RULE)
-            s = block_scales(scale, outer, zero, block, RULE)
+            if SCHEME.zero == "code":
+                c = c - block_zeros(zero, block, SCHEME)
+            s = block_scales(scale, outer, zero, block, SCHEME)
             w = tl.trans(c.to(x.dtype.element_ty))
             total += tl.dot(v, w) * tl.reshape(s, (1, ROWS))
         else:
             total = tl.dot(v, tl.trans(c.to(x.dtype.element_ty)), total)
     if BLOCK <= 0:
         block = row if BLOCK == 0 else row * 0
-        total = total * tl.reshape(block_scales(scale, outer, zero, block, RULE), (1, ROWS))
+        total = total * tl.reshape(block_scales(scale, outer, zero, block, SCHEME), (1, ROWS))
     inside = n < rows
     if bias is not None:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -91,59 +91,61 @@ def block_places(
 def blocks_kernel(
     x, g, words, statistic, outer_statistic, outer, scale, zero, codes, y,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column, stride,
-    RULE: tl.constexpr, JOB: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Run an operation on a tile; see the module."""
     at, inside, block, exists, first = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-        SHAPE, CHUNKED, MASKED, WIDE, JOB.reverse, SIZE, INNER, P,
+        SHAPE, CHUNKED, MASKED, WIDE, OP.reverse, SIZE, INNER, P,
     )  # fmt: skip
-    if WIDE and (JOB.packed or JOB.pairs):
+    # Two operations give arguments another meaning: the mask of saturated blocks is `codes`; of scales that are quantized (level
+    # "groups"), x are the scales, zero their mean, limit their number, and rows the number of averages.
+    if WIDE and (OP.packed or OP.pairs):
         # Packed codes of many blocks are more bytes than int32 counts, and pairs of elements may be more than that.
         block = block.to(tl.int64)
-    if JOB.level == "averages":
-        leave_averages(x, statistic, at, inside, block, exists, RULE)
-    elif JOB.level == "groups":
-        quantize_groups(x, statistic, scale, outer, zero, at, inside, block, exists, limit, rows, RULE, JOB)
-    elif JOB.dequantize:
-        dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, RULE, JOB, SIZE)
-    elif JOB.pairs and RULE.ranged:
-        segments_tile(x, codes, scale, zero, block, exists, stride, RULE, JOB, SIZE)
-    elif JOB.pairs:
+    if OP.level == "averages":
+        leave_averages(x, statistic, at, inside, block, exists, SCHEME)
+    elif OP.level == "groups":
+        quantize_groups(x, statistic, scale, outer, zero, at, inside, block, exists, limit, rows, SCHEME, OP)
+    elif OP.dequantize:
+        dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, SCHEME, OP, SIZE)
+    elif OP.pairs and SCHEME.ranged:
+        segments_tile(x, codes, scale, zero, block, exists, stride, SCHEME, OP, SIZE)
+    elif OP.pairs:
         pairs_tile(
-            x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE, JOB, SIZE
+            x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, SCHEME, OP, SIZE
         )
-    elif JOB.clipped == "gradient":
-        mask_saturated_gradients(x, g, codes, at, inside, block, exists, stride, RULE, JOB)
+    elif OP.saturation == "gradient":
+        mask_saturated_gradients(x, g, codes, at, inside, block, exists, stride, SCHEME, OP)
     else:
         # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their elements.
-        GROUPS: tl.constexpr = JOB.packed and RULE.digits != "" and not MASKED and SIZE % 32 == 0
+        GROUPS: tl.constexpr = OP.packed and SCHEME.digits != "" and not MASKED and SIZE % 32 == 0
         tile = load_groups(x, block, SIZE) if GROUPS else read(x + at, inside)
         if SHAPE == "columns":
             # Neighbours in a register are not of one block.
-            tile = widened(tile, RULE.signs_nan)
-        if JOB.statistic:
-            _leave_statistic(tile, inside, statistic, block, exists, stride, RULE, JOB)
+            tile = widened(tile, SCHEME.signs_nan)
+        if OP.statistic:
+            _leave_statistic(tile, inside, statistic, block, exists, stride, SCHEME, OP)
         else:
             quantize_tile(
                 tile, g, words, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists,
-                first, stride, RULE, JOB,
+                first, stride, SCHEME, OP,
             )  # fmt: skip
 
 
 @triton.jit
-def _leave_statistic(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _leave_statistic(tile, inside, statistic, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr):
     """Atomic maxima of what this tile sees: magnitudes, and for ranges the keys of minimum and maximum."""
-    v = widened(tile, RULE.signs_nan)
-    if JOB.outer == "statistic":
+    v = widened(tile, SCHEME.signs_nan)
+    if OP.outer == "statistic":
         # Over all elements: one statistic, and in default schemes only finite ones count.
-        largest = tl.max(absmax(v, RULE.house, RULE.has_ptx), axis=0)
+        largest = tl.max(absmax(v, SCHEME.house, SCHEME.has_ptx), axis=0)
         tl.atomic_max(statistic + tl.zeros_like(largest), largest, sem="relaxed")
-    elif RULE.level.statistic == "absmax":
-        tl.atomic_max(statistic + block, absmax(v, False, RULE.has_ptx), mask=exists, sem="relaxed")
+    elif SCHEME.level.statistic == "absmax":
+        tl.atomic_max(statistic + block, absmax(v, False, SCHEME.has_ptx), mask=exists, sem="relaxed")
     else:
-        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.has_ptx)
+        largest, low, high = value_range(tile, inside, SCHEME.signs_nan, SCHEME.with_zero, SCHEME.has_ptx)
         tl.atomic_max(statistic + block, largest, mask=exists, sem="relaxed")
         tl.atomic_min(statistic + stride + block, order_key(low), mask=exists, sem="relaxed")
         tl.atomic_max(statistic + 2 * stride + block, order_key(high), mask=exists, sem="relaxed")

@@ -24,7 +24,7 @@ from fast.kernels.tile.quantize import loaded_scales
 def slopes_kernel(
     x, g, words, scale, divisor, outer, zero, y, dscale, dzero,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-    RULE: tl.constexpr, MARKING: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    SCHEME: tl.constexpr, MARKING: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile, and the sums of its blocks or, CHUNKED or SPLIT, of its parts of a block.
@@ -67,16 +67,16 @@ def slopes_kernel(
         part = block * chunks + row % chunks
     elif SPLIT == "columns":
         block = block // chunks
-    v = widened(read(x + near, belongs), RULE.signs_nan)
+    v = widened(read(x + near, belongs), SCHEME.signs_nan)
     drawn = None
-    if RULE.rounding == "stochastic":
+    if SCHEME.rounding == "stochastic":
         drawn = read(words + near, belongs)
     if divisor is None:
         o = tl.full((), 1.0, tl.float32)
-        if RULE.has_outer:
-            o = loaded_scale(tl.load(outer), RULE.outer)
-        d, s, o, z = loaded_scales(scale, zero, o, block, exists, RULE)
-        if RULE.codes_from != "exact":
+        if SCHEME.has_outer:
+            o = loaded_scale(tl.load(outer), SCHEME.outer)
+        d, s, o, z = loaded_scales(scale, zero, o, block, exists, SCHEME)
+        if SCHEME.codes_from != "exact":
             d = s
     else:
         o = tl.full((), 1.0, tl.float32)
@@ -85,15 +85,17 @@ def slopes_kernel(
     marked = element_codes(v, d, o, z, drawn, MARKING)
     lost = saturated(v, marked, d, o, MARKING)
     dy = read(g + at, inside)
-    tl.store(y + at, passed_on(dy, lost, RULE.dtype), mask=inside)
+    tl.store(y + at, passed_on(dy, lost, SCHEME.dtype), mask=inside)
     dy = widened(dy)
-    value = unscaled(element_codes(v, d, o, z, drawn, RULE), z, RULE)
-    slopes = dy * _slope(v, value, lost, s, o, z, RULE)
-    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.has_ptx)
-    if RULE.zero == "value":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.has_ptx)
-    elif RULE.zero == "code":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy * negative_by_product(s), 0.0), RULE.has_ptx)
+    value = unscaled(element_codes(v, d, o, z, drawn, SCHEME), z, SCHEME)
+    slopes = dy * _slope(v, value, lost, s, o, z, SCHEME)
+    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), SCHEME.has_ptx)
+    if SCHEME.zero == "value":
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), SCHEME.has_ptx)
+    elif SCHEME.zero == "code":
+        _leave(
+            dzero, part, exists, tl.where(belongs & lost, dy * negative_by_product(s), 0.0), SCHEME.has_ptx
+        )
 
 
 @triton.jit
@@ -135,14 +137,14 @@ def negative_by_product(v):
 
 
 @triton.jit
-def _slope(v, value, lost, scale, outer, zero, RULE: tl.constexpr):
+def _slope(v, value, lost, scale, outer, zero, SCHEME: tl.constexpr):
     """dy/ds for values in units of the scale: their difference from x / s, or they themselves where they saturated."""
-    slope = value - tl.where(lost, 0.0, in_units(v, scale, outer, zero, RULE))
-    if RULE.stored == "encode":
+    slope = value - tl.where(lost, 0.0, in_units(v, scale, outer, zero, SCHEME))
+    if SCHEME.stored == "encode":
         # y = v / S: the derivative of 1 / S is -1 / S**2.
         slope = negative_by_product(tl.div_rn(slope, scale * scale))
-    if RULE.has_outer:
-        slope = slope * decoding(outer, RULE)
+    if SCHEME.has_outer:
+        slope = slope * decoding(outer, SCHEME)
     return slope
 
 

@@ -21,7 +21,7 @@ TOGETHER = tl.constexpr(16)
 
 @triton.jit
 def quantize_row(
-    a, b, c, codes, scale, start, row, RULE: tl.constexpr, JOB: tl.constexpr, C: tl.constexpr, THREADS: tl.constexpr
+    a, b, c, codes, scale, start, row, SCHEME: tl.constexpr, OP: tl.constexpr, C: tl.constexpr, THREADS: tl.constexpr
 ):  # fmt: skip
     """Codes and scale of a row that begins at `start`: float32 pieces of shape (1, length), C the last one's or 0."""
     A: tl.constexpr = a.shape[1]
@@ -34,13 +34,13 @@ def quantize_row(
     block = row + tl.zeros((1, 1), tl.int32)
     outer = tl.full((), 1.0, tl.float32)
     _, s, scale_code, prepared, z = choose_scales(
-        largest, largest, largest, outer, scale, None, block, exists, 0, RULE, JOB
+        largest, largest, largest, outer, scale, None, block, exists, 0, SCHEME, OP
     )
-    inv_scale = multiplier(s, scale_code, prepared, RULE)
-    _store(a, codes, start, 0, block, inv_scale, s, z, RULE, JOB)
-    _store(b, codes, start, A, block, inv_scale, s, z, RULE, JOB)
+    inv_scale = multiplier(s, scale_code, prepared, SCHEME)
+    _store(a, codes, start, 0, block, inv_scale, s, z, SCHEME, OP)
+    _store(b, codes, start, A, block, inv_scale, s, z, SCHEME, OP)
     if C > 0:
-        _store(c, codes, start, A + B, block, inv_scale, s, z, RULE, JOB)
+        _store(c, codes, start, A + B, block, inv_scale, s, z, SCHEME, OP)
 
 
 @triton.jit
@@ -53,10 +53,10 @@ def _largest_of_threads(v, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _store(v, codes, start, offset, block, inv_scale, s, z, RULE: tl.constexpr, JOB: tl.constexpr):
+def _store(v, codes, start, offset, block, inv_scale, s, z, SCHEME: tl.constexpr, OP: tl.constexpr):
     at = start + offset + tl.arange(0, v.shape[1])[None, :]
     inside, exists = tl.full(v.shape, 1, tl.int1), tl.full((1, 1), 1, tl.int1)
-    store_codes(codes, at, inside, block, exists, v, inv_scale, s, z, RULE, JOB.packed)
+    store_codes(codes, at, inside, block, exists, v, inv_scale, s, z, SCHEME, OP.packed)
 
 
 def takes_row_pieces(made: Outputs) -> bool:
@@ -64,6 +64,6 @@ def takes_row_pieces(made: Outputs) -> bool:
 
     Integers move through shared memory on their way, and so the pieces cost more than a mask does (measured).
     """
-    rule, scale = made.rule, made.asked.scheme.scale
-    one = made.length == made.asked.blocks.shape[-1] and scale.statistic == "absmax"
-    return one and rule.hot.value in ("e4m3", "e5m2") and not rule.power_of_two and not made.packed
+    rule, scale = made.rule, made.problem.scheme.scale
+    one = made.length == made.problem.blocks.shape[-1] and scale.statistic == "absmax"
+    return one and rule.fast_path.value in ("e4m3", "e5m2") and not rule.power_of_two and not made.packed

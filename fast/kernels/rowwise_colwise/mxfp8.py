@@ -87,7 +87,7 @@ def _stopped(multiplier, largest, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def _scales(largest, IS_BF16: tl.constexpr, RULE: tl.constexpr):
+def _scales(largest, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """Pairs of magnitudes as (multiplier of the low halves, of the high halves, their codes, those of the high halves).
 
     Multipliers are float32, codes int32 whose low byte counts. This is `power_scale`, for bfloat16 on pairs: with E the
@@ -95,16 +95,16 @@ def _scales(largest, IS_BF16: tl.constexpr, RULE: tl.constexpr):
     maxima are 0), the code is max(E - target, 0) and the multiplier's field 254 - code = min(254 + target - E, 254).
     """
     if IS_BF16:
-        CARRY: tl.constexpr = (RULE.level.carry >> 16) * 0x10001
-        TOP: tl.constexpr = (254 + RULE.level.target_exponent) * 0x800080
+        CARRY: tl.constexpr = (SCHEME.level.carry >> 16) * 0x10001
+        TOP: tl.constexpr = (254 + SCHEME.level.target_exponent) * 0x800080
         SIGNED: tl.constexpr = TOP - 0x100000000 if TOP >= 0x80000000 else TOP
-        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, RULE.has_ptx)
+        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, SCHEME.has_ptx)
         # NaN has the field 255, and 254 - 255 is 255 in a byte.
         code = CODES_254 - ((m >> 7) & LOW_BYTES)
         return low_float(m, True), high_float(m, True), code, code >> 16
     else:
-        low = power_scale(bits_of(low_float(largest, False)), RULE.level, True)
-        high = power_scale(bits_of(high_float(largest, False)), RULE.level, True)
+        low = power_scale(bits_of(low_float(largest, False)), SCHEME.level, True)
+        high = power_scale(bits_of(high_float(largest, False)), SCHEME.level, True)
         return inverse_power(low), inverse_power(high), low, high
 
 
@@ -115,12 +115,12 @@ def inverse_power(code):
 
 
 @triton.jit
-def _word(a, b, c, d, RULE: tl.constexpr):
+def _word(a, b, c, d, SCHEME: tl.constexpr):
     """Codes of four scaled elements in a word; NaN becomes 0x7f."""
-    if not RULE.has_ptx:
-        low = encode(a, None, RULE.element) | (encode(b, None, RULE.element) << 8)
-        return low | (encode(c, None, RULE.element) << 16) | (encode(d, None, RULE.element) << 24)
-    elif RULE.hot == "e4m3":
+    if not SCHEME.has_ptx:
+        low = encode(a, None, SCHEME.element) | (encode(b, None, SCHEME.element) << 8)
+        return low | (encode(c, None, SCHEME.element) << 16) | (encode(d, None, SCHEME.element) << 24)
+    elif SCHEME.fast_path == "e4m3":
         return tl.inline_asm_elementwise(
             """{ .reg .b16 l, h;
             cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }""",
@@ -135,21 +135,21 @@ def _word(a, b, c, d, RULE: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, RULE: tl.constexpr):
+def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (32 WARPS, 16), codes of scales (32 WARPS, 2)) of blocks of 32 columns.
 
     The first axis is (8 registers, WARPS, 4 lanes). Two of a lane's rows make a pair before lanes are compared.
     """
     LEAD: tl.constexpr = 32 * WARPS
-    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, RULE.has_ptx)
+    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, SCHEME.has_ptx)
     first, second = tl.split(tl.permute(tl.reshape(own, (2, 4, 4 * WARPS, 2, 4)), (1, 2, 3, 4, 0)))
-    largest = _largest(_crossed(first, second, RULE.has_ptx), 3, RULE.has_ptx)
-    by_first, by_second, code, other = _scales(largest, IS_BF16, RULE)
+    largest = _largest(_crossed(first, second, SCHEME.has_ptx), 3, SCHEME.has_ptx)
+    by_first, by_second, code, other = _scales(largest, IS_BF16, SCHEME)
     by = tl.reshape(tl.permute(tl.join(by_first, by_second), (3, 0, 1, 2)), (LEAD, 2, 1))
     code = tl.reshape(tl.permute(tl.join(code, other), (3, 0, 1, 2)), (LEAD, 2))
     a, c = tl.split(tl.reshape(tl.reshape(low, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
     b, d = tl.split(tl.reshape(tl.reshape(high, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
-    return _word(a, b, c, d, RULE), code
+    return _word(a, b, c, d, SCHEME), code
 
 
 @triton.jit
@@ -159,21 +159,21 @@ def _patchwise(tile, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _words_of_rows(v, WARPS: tl.constexpr, RULE: tl.constexpr):
+def _words_of_rows(v, WARPS: tl.constexpr, SCHEME: tl.constexpr):
     """Codes of four neighbouring rows in a word: (WARPS, 32, 32) -> (WARPS, 8, 32)."""
     even, odd = tl.split(tl.permute(tl.reshape(v, (WARPS, 8, 2, 2, 32)), (0, 1, 4, 2, 3)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    return _word(a, b, c, d, RULE)
+    return _word(a, b, c, d, SCHEME)
 
 
 @triton.jit
-def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, RULE: tl.constexpr):
+def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (WARPS, 8, 64), codes of scales (WARPS, 64)) of blocks of 32 rows."""
-    largest = _largest(_patchwise(magnitudes, WARPS), 1, RULE.has_ptx)
-    by_low, by_high, code, other = _scales(largest, IS_BF16, RULE)
-    even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, RULE)
-    odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, RULE)
+    largest = _largest(_patchwise(magnitudes, WARPS), 1, SCHEME.has_ptx)
+    by_low, by_high, code, other = _scales(largest, IS_BF16, SCHEME)
+    even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, SCHEME)
+    odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, SCHEME)
     words = tl.reshape(tl.join(even, odd), (WARPS, 8, 64))
     return words, tl.reshape(tl.join(code, other), (WARPS, 64))
 
@@ -191,7 +191,7 @@ def _store_scales(
 @triton.jit
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS."""
     WARPS: tl.constexpr = DOWN * ACROSS
@@ -208,14 +208,14 @@ def mx_pairs_kernel(
     at = at + (lane * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :] + (turn * pairs)[:, None]
     _both_of_tile(
         tl.load(at), codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-        x.dtype.element_ty == tl.bfloat16, RULE, TILED, DOWN, ACROSS,
+        x.dtype.element_ty == tl.bfloat16, SCHEME, TILED, DOWN, ACROSS,
     )  # fmt: skip
 
 
 @triton.jit
 def _both_of_tile(
     w, codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-    IS_BF16: tl.constexpr, RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    IS_BF16: tl.constexpr, SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Both outputs of a tile of words."""
     WARPS: tl.constexpr = DOWN * ACROSS
@@ -223,7 +223,7 @@ def _both_of_tile(
     quads = columns // 4
     magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
 
-    made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, RULE)
+    made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
     to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
     to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
@@ -232,7 +232,7 @@ def _both_of_tile(
     code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
     _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
-    made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, RULE)
+    made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     made = tl.reshape(
         tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
     )

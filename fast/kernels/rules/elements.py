@@ -1,6 +1,6 @@
 """Codes of values, and values of codes: `reference.encode` and `reference.decode` as device functions.
 
-Everything takes float32 and gives int32 codes (or float32 values). `E` is an `Element`, `RULE` a `Rule` (see
+Everything takes float32 and gives int32 codes (or float32 values). `E` is an `Element`, `SCHEME` a `SchemeConstants` (see
 `scheme.constants`). The two 8-bit float formats have conversion instructions; the other floats round by one float32 addition
 whose unit is the last kept bit; modes other than nearest even go through integers.
 """

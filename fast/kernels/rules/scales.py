@@ -2,7 +2,7 @@
 device functions.
 
 Statistics come as patterns of magnitudes and as float32 minima and maxima, shape (blocks, 1); scales leave as float32, NaN
-canonical, beside the code or value that is stored. `L` is a `Level`, `RULE` a `Rule`.
+canonical, beside the code or value that is stored. `L` is a `Level`, `SCHEME` a `SchemeConstants`.
 """
 
 import triton
@@ -194,10 +194,10 @@ def _to_power(v, L: tl.constexpr):
 
 
 @triton.jit
-def outer_scale(largest, RULE: tl.constexpr):
+def outer_scale(largest, SCHEME: tl.constexpr):
     """The scale over all elements, from the pattern of their largest magnitude."""
-    L: tl.constexpr = RULE.outer
-    b = bits_of(canonical(ratio(largest, None, None, L, RULE.house)))
+    L: tl.constexpr = SCHEME.outer
+    b = bits_of(canonical(ratio(largest, None, None, L, SCHEME.house)))
     if L.nonfinite is not None:
         b = tl.where(b >= INFINITY, L.nonfinite, b)
     if L.stored == "encode":
@@ -206,18 +206,18 @@ def outer_scale(largest, RULE: tl.constexpr):
 
 
 @triton.jit
-def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
+def exact_scale(largest, low, high, outer, SCHEME: tl.constexpr):
     """The block scale before storage rounding, relative to the outer scale if there is one; NaN canonical."""
-    L: tl.constexpr = RULE.level
-    if not RULE.has_outer:
-        return canonical(ratio(largest, low, high, L, RULE.house))
-    elif RULE.outer_order == "folded":
+    L: tl.constexpr = SCHEME.level
+    if not SCHEME.has_outer:
+        return canonical(ratio(largest, low, high, L, SCHEME.house))
+    elif SCHEME.outer_order == "folded":
         multiplier = rounded(outer * L.one_over_target, L.compute)
         return finite(canonical(rounded(float_of(largest) * multiplier, L.compute)))
-    elif RULE.outer_order == "encode":
-        return canonical(outer * ratio(largest, low, high, L, RULE.house))
+    elif SCHEME.outer_order == "encode":
+        return canonical(outer * ratio(largest, low, high, L, SCHEME.house))
     else:
-        made = ratio(largest, low, high, L, RULE.house)
+        made = ratio(largest, low, high, L, SCHEME.house)
         return canonical(tl.div_rn(made, outer))
 
 
@@ -276,16 +276,16 @@ def loaded_scale(stored, L: tl.constexpr):
 
 
 @triton.jit
-def zero_point(low, exact, RULE: tl.constexpr):
+def zero_point(low, exact, SCHEME: tl.constexpr):
     """The zero point: int32 codes, or a float32 rounded to its storage."""
-    L: tl.constexpr = RULE.level
+    L: tl.constexpr = SCHEME.level
     scale = raised(raised(exact, "scale", L), "stored", L)
-    if RULE.zero == "value" and RULE.on_ordinary:
-        return round_to_dtype(low + round_to_dtype(scale * RULE.middle, L.compute), RULE.zero_storage)
-    elif RULE.zero == "value":
-        made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
-        return canonical(rounded(made, RULE.zero_storage))
+    if SCHEME.zero == "value" and SCHEME.on_ordinary:
+        return round_to_dtype(low + round_to_dtype(scale * SCHEME.middle, L.compute), SCHEME.zero_storage)
+    elif SCHEME.zero == "value":
+        made = rounded(low + rounded(scale * SCHEME.middle, L.compute), L.compute)
+        return canonical(rounded(made, SCHEME.zero_storage))
     else:
         steps = rounded(tl.div_rn(low, scale), L.compute)
-        code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
+        code = tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)
         return tl.where(is_nan(steps), 0, code)

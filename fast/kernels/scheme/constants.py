@@ -11,8 +11,8 @@ from typing import Any
 
 from fast.kernels.scheme.element_constants import Constant, constant_part, element_of, in_dtype, level_of
 from fast.kernels.scheme.fast_path_rules import (
+    fast_path_of,
     has_pairs,
-    hot_sequence,
     is_fast_stochastic,
     is_outer_ordinary,
     is_ranged,
@@ -34,18 +34,18 @@ from reference.arrays.softfloat import bits_of
 from reference.schemes.schemes import Scheme
 
 
-class Rule(Constant):
+class SchemeConstants(Constant):
     """A scheme for an input dtype."""
 
 
 @lru_cache(maxsize=4096)
-def rule_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = False) -> Rule:
+def constants_of(scheme: Scheme, dtype: str, hardware: bool = True, marking: bool = False) -> SchemeConstants:
     """The constants of a scheme for an input dtype ("float32", "bfloat16", "float16").
 
     marking: codes only show which elements saturate.
     """
     same = on_ordinary_blocks(scheme, dtype) if hardware and not marking else None
-    if same is None or hot_sequence(scheme, True):
+    if same is None or fast_path_of(scheme, True):
         return _rule(scheme, dtype, hardware, marking)
     return _rule(scheme, dtype, hardware, marking, _rule(same, dtype, hardware, ordinary=True))
 
@@ -55,10 +55,10 @@ def _rule(
     dtype: str,
     hardware: bool,
     marking: bool = False,
-    same: Rule | None = None,
+    same: SchemeConstants | None = None,
     *,
     ordinary: bool = False,
-) -> Rule:
+) -> SchemeConstants:
     """The constants of a scheme. same: those of its ordinary blocks, where these go by a sequence; ordinary: these are they."""
     fmt = scheme.format
     outer = scheme.outer
@@ -69,10 +69,10 @@ def _rule(
     overflow, nan = ("mark", "ieee") if marking else (scheme.overflow, scheme.nan)
     nearest = not marking and scheme.rounding == "nearest_even" and scheme.overflow == "saturate"
     quick = house and scheme.codes_from == "stored"
-    hot = ordinary_sequence(scheme, dtype) if ordinary else hot_sequence(scheme, nearest and hardware)
+    fast_path = ordinary_sequence(scheme, dtype) if ordinary else fast_path_of(scheme, nearest and hardware)
     thresholds = difference_thresholds(fmt, dtype) if ordinary and fmt.kind == "codebook" else None
     digits = {"int": "signed" if fmt.kind == "int" and fmt.signed else "unsigned", "stretched": "unsigned"}
-    return Rule(
+    return SchemeConstants(
         dtype=dtype, kind=fmt.kind, bits=fmt.bits, fraction_bits=fmt.fraction_bits,
         element=constant_part(element_of(fmt, scheme.rounding, overflow, hardware=hardware, thresholds=thresholds), hardware),
         level=constant_part(level_of(scheme.scale, dtype, fmt, hardware=hardware, quick=quick, ordinary=ordinary), hardware),
@@ -90,19 +90,19 @@ def _rule(
         smallest_exponent=scheme.smallest_exponent, dequantize=scheme.dequantize, stored=scheme.scale.stored,
         rounding=scheme.rounding, overflow=overflow, house=house, finite_reciprocal=house and not marking,
         max_bits=bits_of(fmt.limit),
-        has_ptx=hardware, signs_nan=scheme.nan == "element", hot=hot,
-        digits=digits.get(hot, "") if same is None else same.digits.value,
+        has_ptx=hardware, signs_nan=scheme.nan == "element", fast_path=fast_path,
+        digits=digits.get(fast_path, "") if same is None else same.digits.value,
         under_outer=hardware and not ordinary and is_under_outer(scheme), ordinary=is_outer_ordinary(scheme),
-        hot_values=hardware and house
+        fast_values=hardware and house
         and scheme.dequantize == "float32" and scheme.scale.stored == "decode" and is_read_by_sequence(fmt),
-        ranged=hot == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary
-        else is_ranged(scheme, hot),
+        ranged=fast_path == "int" and scheme.zero is not None and scheme.zero.rule == "code" if ordinary
+        else is_ranged(scheme, fast_path),
         clamps=ordinary or not never_saturates(scheme), lowest=float(low), highest=float(high),
         by_difference=fmt.kind == "codebook" and scheme.arithmetic == "input",
         poison_by_product=house and nearest and scheme.nan_code is None and scheme.poison_code == (fmt.nan_code or 0)
         and fmt.kind in ("float", "int"),
         fast_stochastic=hardware and not marking and is_fast_stochastic(scheme),
-        pairs=has_pairs(scheme, dtype, hot) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
+        pairs=has_pairs(scheme, dtype, fast_path) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
         else same.pairs and not same.ranged,
         on_ordinary=ordinary, same=None if same is None else constant_part(same, hardware), has_same=same is not None,
         corrected=ordinary and scheme.apply == "divide" and quotient_sequence(scheme, dtype) == "corrected",

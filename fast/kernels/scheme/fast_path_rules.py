@@ -50,7 +50,7 @@ def storage_kind(storage: str) -> str:
     return storage if storage == "float32" else ocp_name(FORMATS[storage])
 
 
-def hot_sequence(scheme: Scheme, nearest: bool) -> str:
+def fast_path_of(scheme: Scheme, nearest: bool) -> str:
     """Which sequence of `fast_codes` makes the codes of a default scheme whose scales come from the tile; "" for none."""
     fmt = scheme.format
     if not nearest or scheme.nan != "block" or scheme.nan_code is not None or scheme.apply != "reciprocal":
@@ -100,29 +100,29 @@ def _is_raised(record: Scale, least: float) -> bool:
     return kind == "stored" and (2.0**-126 if isinstance(value, str) else value) >= least
 
 
-def has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
+def has_pairs(scheme: Scheme, dtype: str, fast_path: str) -> bool:
     """Whether packed codes are made from pairs.
 
     `fp4` and `fp6`: MX floats below 8 bits and NVFP4, of bfloat16. `int_asymmetric`: 4-bit integers with zero points, of 16
     bits.
     """
     scale = scheme.scale
-    if is_ranged(scheme, hot):
+    if is_ranged(scheme, fast_path):
         return dtype != "float32" and scheme.format.bits == 4 and scale.block in (32, 64, 128, 256)
     if dtype != "bfloat16":
         return False
     if scheme.outer is not None:
-        return hot == "e2m1" and scale.block == 16 and not scale.power_of_two
-    return hot in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
+        return fast_path == "e2m1" and scale.block == 16 and not scale.power_of_two
+    return fast_path in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
 
 
-def is_ranged(scheme: Scheme, hot: str) -> bool:
+def is_ranged(scheme: Scheme, fast_path: str) -> bool:
     """Whether `int_asymmetric.scale_of_range` makes scales and zero points.
 
     From a target of 4 on no reciprocal is below 2**-126; up to the span of the codes no zero point lies beyond them.
     """
     scale, zero = scheme.scale, scheme.zero
-    coded = hot == "int" and zero is not None and zero.rule == "code"
+    coded = fast_path == "int" and zero is not None and zero.rule == "code"
     return (
         coded
         and scale.statistic == "minmax_with_zero"

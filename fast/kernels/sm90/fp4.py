@@ -109,46 +109,46 @@ def _without_negative_zeros(pairs):
 
 
 @triton.jit
-def words_of_pairs(a, b, inv_scale, divisor, keep, RULE: tl.constexpr, PACKED: tl.constexpr):
+def words_of_pairs(a, b, inv_scale, divisor, keep, SCHEME: tl.constexpr, PACKED: tl.constexpr):
     """Words of pairs (P, 4) each: |x * m| (or |x / divisor|) rounded, the sign of the product; keep: a block's mask.
 
     PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4).
     """
-    if RULE.on_ordinary and not RULE.negative_zero:
+    if SCHEME.on_ordinary and not SCHEME.negative_zero:
         a, b = _without_negative_zeros(a), _without_negative_zeros(b)
     if PACKED:
         return side_by_side(
-            _word(a, inv_scale, divisor, keep, RULE), _word(b, inv_scale, divisor, keep, RULE)
+            _word(a, inv_scale, divisor, keep, SCHEME), _word(b, inv_scale, divisor, keep, SCHEME)
         )
     else:
         return side_by_side(
-            _two_words(a, inv_scale, divisor, keep, RULE), _two_words(b, inv_scale, divisor, keep, RULE)
+            _two_words(a, inv_scale, divisor, keep, SCHEME), _two_words(b, inv_scale, divisor, keep, SCHEME)
         )
 
 
 @triton.jit
-def _two_words(pairs, inv_scale, divisor, keep, RULE: tl.constexpr):
+def _two_words(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
     return side_by_side(
-        _bytes_of(a, b, p, q, inv_scale, divisor, keep, RULE),
-        _bytes_of(c, d, r, s, inv_scale, divisor, keep, RULE),
+        _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME),
+        _bytes_of(c, d, r, s, inv_scale, divisor, keep, SCHEME),
     )
 
 
 @triton.jit
-def _bytes_of(a, b, p, q, inv_scale, divisor, keep, RULE: tl.constexpr):
+def _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     flip = inv_scale.to(tl.int32, bitcast=True) >> 31
-    if RULE.corrected:
+    if SCHEME.corrected:
         return tl.inline_asm_elementwise(
             CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor),
             negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(inv_scale * 0.5 if RULE.power_of_two else inv_scale)
+        factor = tl.abs(inv_scale * 0.5 if SCHEME.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
-            EXACT_BYTES if RULE.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
+            EXACT_BYTES if SCHEME.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
@@ -160,20 +160,20 @@ def side_by_side(a, b):
 
 
 @triton.jit
-def _word(pairs, inv_scale, divisor, keep, RULE: tl.constexpr):
+def _word(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
     flip = inv_scale.to(tl.int32, bitcast=True) >> 31
-    if RULE.corrected:
+    if SCHEME.corrected:
         return tl.inline_asm_elementwise(
             CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
             [a, b, c, d, p, q, r, s, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor), negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(inv_scale * 0.5 if RULE.power_of_two else inv_scale)
+        factor = tl.abs(inv_scale * 0.5 if SCHEME.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
-            EXACT if RULE.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
+            EXACT if SCHEME.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 

@@ -102,30 +102,35 @@ def range_of_tile(below, above):
 
 
 @triton.jit
-def scale_of_range(largest, low, high, RULE: tl.constexpr):
+def scale_of_range(largest, low, high, SCHEME: tl.constexpr):
     """(scale, multiplier of the elements, zero point) of blocks with these extremes, which need not hold zero yet.
 
-    (high - low) / target, raised to the record's floor; 1 / scale; RULE.low - round(low / scale), each correctly rounded. Where
+    (high - low) / target, raised to the record's floor; 1 / scale; SCHEME.low - round(low / scale),
+    each correctly rounded. Where
     the scale is brought to [1, 2) short divisions do. low / scale is at least -target, but for a rounding, so no zero point
     needs a limit. largest: pattern of the largest magnitude; NaN and infinity poison their block.
     """
-    L: tl.constexpr = RULE.level
+    L: tl.constexpr = SCHEME.level
     bad = largest >= INFINITY
     below, above = tl.maximum(negative_by_product(low), 0.0), tl.maximum(high, 0.0)
     width = round_to_dtype(tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32))), L.compute)
     # Below 2**-126, where the product may be wrong, is the floor.
     ratio = round_to_dtype(quotient(width, L.target, L.target_reciprocal), L.compute)
     scale = tl.maximum(ratio, float_of(tl.full((), L.floor, tl.int32)))
-    if not RULE.on_ordinary:
+    if not SCHEME.on_ordinary:
         scale = tl.where(bad, float("nan"), scale)
     unit = float_of((254 << 23) - (bits_of(scale) & INFINITY))
     mantissa = scale * unit
     inverse_mantissa = reciprocal_rn(mantissa)
     steps = round_to_dtype(divided(below * unit, mantissa, inverse_mantissa), L.compute)
-    zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - RULE.low)
-    if RULE.on_ordinary:
+    zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - SCHEME.low)
+    if SCHEME.on_ordinary:
         # A scale that was rounded down may leave more steps than there are codes.
-        return scale, round_to_dtype(inverse_mantissa * unit, RULE.arithmetic), tl.minimum(zero, RULE.high)
+        return (
+            scale,
+            round_to_dtype(inverse_mantissa * unit, SCHEME.arithmetic),
+            tl.minimum(zero, SCHEME.high),
+        )
     else:
         return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
 

@@ -19,52 +19,52 @@ from fast.kernels.tile.outer_scales import choose_under_outer, ordinary_e4m3_sca
 
 @triton.jit
 def choose_scales(
-    largest, low, high, outer, scale, zero, block, writes, stride, RULE: tl.constexpr, JOB: tl.constexpr
+    largest, low, high, outer, scale, zero, block, writes, stride, SCHEME: tl.constexpr, OP: tl.constexpr
 ):
     """(exact scale, its stored value, its code in storage, prepared factor, zero point); the operation's outputs are stored.
 
     The exact scale is not rounded to the storage format. The prepared factor is what elements are multiplied by (under an outer
     scale of the order "encode": divided by) where choosing the scale computes it, else the scale.
-    Without a zero point the last is the scale. Where ranges are known to hold zero (`RULE.ranged`), low and high need not.
+    Without a zero point the last is the scale. Where ranges are known to hold zero (`SCHEME.ranged`), low and high need not.
     """
-    if RULE.power_of_two:
-        scale_code = power_scale(largest, RULE.level, RULE.house)
+    if SCHEME.power_of_two:
+        scale_code = power_scale(largest, SCHEME.level, SCHEME.house)
         s = power_value(scale_code)
         e = s
         prepared = s
         z = s
-    elif RULE.ranged:
-        s, prepared, z = scale_of_range(largest, low, high, RULE)
+    elif SCHEME.ranged:
+        s, prepared, z = scale_of_range(largest, low, high, SCHEME)
         e = s
         scale_code = s
-    elif RULE.e4m3_scales:
-        scale_code, s, prepared = ordinary_e4m3_scales(largest, outer, RULE)
+    elif SCHEME.e4m3_scales:
+        scale_code, s, prepared = ordinary_e4m3_scales(largest, outer, SCHEME)
         e = s
         z = s
-    elif RULE.under_outer:
-        scale_code, s, prepared = choose_under_outer(largest, outer, RULE, JOB.outer == "statistic")
+    elif SCHEME.under_outer:
+        scale_code, s, prepared = choose_under_outer(largest, outer, SCHEME, OP.outer == "statistic")
         e = s
         z = s
     else:
-        e = exact_scale(largest, low, high, outer, RULE)
-        scale_code, s = stored_scale(e, RULE.level)
+        e = exact_scale(largest, low, high, outer, SCHEME)
+        scale_code, s = stored_scale(e, SCHEME.level)
         prepared = s
         z = e
-        if RULE.zero != "":
-            z = zero_point(low, e, RULE)
-    if RULE.zero == "code" and JOB.scales:
+        if SCHEME.zero != "":
+            z = zero_point(low, e, SCHEME)
+    if SCHEME.zero == "code" and OP.scales:
         tl.store(zero + block, z.to(tl.int8), mask=writes)
-    elif RULE.zero == "value" and JOB.scales and RULE.zero_storage == "float32":
+    elif SCHEME.zero == "value" and OP.scales and SCHEME.zero_storage == "float32":
         tl.store(zero + block, z, mask=writes)
-    elif RULE.zero == "value" and JOB.scales:
+    elif SCHEME.zero == "value" and OP.scales:
         tl.store(zero + block, (bits_of(z) >> 16).to(tl.uint16), mask=writes)
-    if JOB.tiled:
+    if OP.tiled:
         at = scale_place(block // stride, block % stride, stride, True)
         tl.store(scale + at, scale_code.to(tl.uint8), mask=writes)
-    elif JOB.scales and RULE.ranged and RULE.level.in_dtype:
-        tl.store(scale + block, in_storage(s, RULE.level).to(scale.dtype.element_ty), mask=writes)
-    elif JOB.scales and RULE.ranged:
+    elif OP.scales and SCHEME.ranged and SCHEME.level.in_dtype:
+        tl.store(scale + block, in_storage(s, SCHEME.level).to(scale.dtype.element_ty), mask=writes)
+    elif OP.scales and SCHEME.ranged:
         tl.store(scale + block, s, mask=writes)
-    elif JOB.scales:
+    elif OP.scales:
         tl.store(scale + block, scale_code.to(scale.dtype.element_ty), mask=writes)
     return e, s, scale_code, prepared, z

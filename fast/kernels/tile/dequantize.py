@@ -13,36 +13,36 @@ from fast.kernels.tile.fast_values import finished, load_values
 
 @triton.jit
 def dequantize_tile(
-    codes, scale, outer, zero, y, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr,
+    codes, scale, outer, zero, y, at, inside, block, exists, SCHEME: tl.constexpr, OP: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Read codes and scales, write the values that the operation asks for."""
-    PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
-    if JOB.packed:
-        SEQUENCE: tl.constexpr = RULE.bits == 4 or RULE.kind == "float" or SIZE % 32 == 0
+    PRECISION: tl.constexpr = OP.output if SCHEME.dequantize == "target" else "float32"
+    if OP.packed:
+        SEQUENCE: tl.constexpr = SCHEME.bits == 4 or SCHEME.kind == "float" or SIZE % 32 == 0
     else:
-        SEQUENCE: tl.constexpr = RULE.bits == 8 or RULE.kind == "int" or RULE.kind == "codebook"
-    HOT: tl.constexpr = RULE.hot_values and SEQUENCE
-    if HOT:
+        SEQUENCE: tl.constexpr = SCHEME.bits == 8 or SCHEME.kind == "int" or SCHEME.kind == "codebook"
+    FAST_PATH: tl.constexpr = SCHEME.fast_values and SEQUENCE
+    if FAST_PATH:
         code = block
-    elif JOB.packed:
-        code = load_packed(codes, block, exists, SIZE, RULE.bits)
+    elif OP.packed:
+        code = load_packed(codes, block, exists, SIZE, SCHEME.bits)
     else:
-        code = read(codes + at, inside).to(tl.int32) & ((1 << RULE.bits) - 1)
-    if RULE.two_level:
-        s = double_scale(scale, outer, zero, block, exists, RULE, PRECISION)
+        code = read(codes + at, inside).to(tl.int32) & ((1 << SCHEME.bits) - 1)
+    if SCHEME.two_level:
+        s = double_scale(scale, outer, zero, block, exists, SCHEME, PRECISION)
     else:
-        s = loaded_scale(read(scale + block, exists), RULE.level)
+        s = loaded_scale(read(scale + block, exists), SCHEME.level)
     z = s
-    if RULE.zero != "":
-        z = loaded_zero(read(zero + block, exists), RULE)
+    if SCHEME.zero != "":
+        z = loaded_zero(read(zero + block, exists), SCHEME)
     o = tl.full((), 1.0, tl.float32)
-    if RULE.has_outer:
-        o = loaded_scale(tl.load(outer), RULE.outer)
-    if HOT:
-        c = combined(s, o, RULE, "float32")
-        value = load_values(codes, at, inside, block, exists, z, RULE, JOB.packed, SIZE)
-        tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    if SCHEME.has_outer:
+        o = loaded_scale(tl.load(outer), SCHEME.outer)
+    if FAST_PATH:
+        c = combined(s, o, SCHEME, "float32")
+        value = load_values(codes, at, inside, block, exists, z, SCHEME, OP.packed, SIZE)
+        tl.store(y + at, finished(value * c, c, OP.output), mask=inside)
     else:
-        value = values(code, combined(s, o, RULE, PRECISION), z, RULE, PRECISION)
-        tl.store(y + at, narrow(value, JOB.output, RULE.dequantize == "float32"), mask=inside)
+        value = values(code, combined(s, o, SCHEME, PRECISION), z, SCHEME, PRECISION)
+        tl.store(y + at, narrow(value, OP.output, SCHEME.dequantize == "float32"), mask=inside)

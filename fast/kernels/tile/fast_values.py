@@ -21,26 +21,26 @@ from fast.kernels.tile.fast_codes import integers, scaled
 
 
 @triton.jit
-def rounded_values(v, inv_scale, scale, zero, RULE: tl.constexpr):
+def rounded_values(v, inv_scale, scale, zero, SCHEME: tl.constexpr):
     """Decoded elements of a tile before scaling, without the codes; the scale of a poisoned block is NaN."""
-    if RULE.hot == "int":
-        n = integers(v, inv_scale, scale, zero, RULE) - TO_INTEGER
-        if RULE.zero == "code":
+    if SCHEME.fast_path == "int":
+        n = integers(v, inv_scale, scale, zero, SCHEME) - TO_INTEGER
+        if SCHEME.zero == "code":
             n = n - zero.to(tl.float32)
-        if RULE.fraction_bits != 0:
-            n = n * (1.0 / (1 << RULE.fraction_bits))
+        if SCHEME.fraction_bits != 0:
+            n = n * (1.0 / (1 << SCHEME.fraction_bits))
         return n
-    elif RULE.hot == "codebook":
-        y = scaled(v, inv_scale, scale, zero, RULE)
-        return codebook_values(bits_of(codebook_floats(y, RULE.element)), RULE.element)
-    elif RULE.hot == "stretched":
-        return stretched_values(stretched_floats(v * inv_scale, RULE.element), RULE.element)
+    elif SCHEME.fast_path == "codebook":
+        y = scaled(v, inv_scale, scale, zero, SCHEME)
+        return codebook_values(bits_of(codebook_floats(y, SCHEME.element)), SCHEME.element)
+    elif SCHEME.fast_path == "stretched":
+        return stretched_values(stretched_floats(v * inv_scale, SCHEME.element), SCHEME.element)
     else:
-        y = scaled(v, inv_scale, scale, zero, RULE)
-        if RULE.hot == "e4m3":
+        y = scaled(v, inv_scale, scale, zero, SCHEME)
+        if SCHEME.fast_path == "e4m3":
             return y.to(tl.float8e4nv).to(tl.float32)
         else:
-            return _rounded_float(y, RULE.element)
+            return _rounded_float(y, SCHEME.element)
 
 
 @triton.jit
@@ -73,30 +73,30 @@ def finished(product, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_values(
-    codes, at, inside, block, exists, zero, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+    codes, at, inside, block, exists, zero, SCHEME: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
     """Decoded elements of a tile before scaling, less the zero point."""
-    value = load_elements(codes, at, inside, block, exists, RULE, PACKED, SIZE)
-    if RULE.zero == "code":
+    value = load_elements(codes, at, inside, block, exists, SCHEME, PACKED, SIZE)
+    if SCHEME.zero == "code":
         value = value - zero.to(tl.float32)
     return value
 
 
 @triton.jit
 def load_elements(
-    codes, at, inside, block, exists, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+    codes, at, inside, block, exists, SCHEME: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
     """Decoded elements of a tile before scaling, read as words where they are packed; zero points are left out."""
-    if PACKED and RULE.bits == 4:
+    if PACKED and SCHEME.bits == 4:
         words = _load_words(codes, block, exists, SIZE // 8)
-        if RULE.kind == "int":
+        if SCHEME.kind == "int":
             value = int4_values(words)
-        elif RULE.kind == "codebook":
-            value = codebook_word_values(words, RULE.element)
+        elif SCHEME.kind == "codebook":
+            value = codebook_word_values(words, SCHEME.element)
         else:
             value = e2m1_values(words)
-    elif PACKED and RULE.kind == "int":
-        value = quad_values(load_quads(codes, block, exists, SIZE, RULE.bits), RULE.bits)
+    elif PACKED and SCHEME.kind == "int":
+        value = quad_values(load_quads(codes, block, exists, SIZE, SCHEME.bits), SCHEME.bits)
     elif PACKED:
         COUNT: tl.constexpr = SIZE // 16
         word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -104,20 +104,20 @@ def load_elements(
         a = tl.load(word, mask=exists, other=0)
         b = tl.load(word + 1, mask=exists, other=0)
         c = tl.load(word + 2, mask=exists, other=0)
-        if RULE.element.mantissa == 3:
+        if SCHEME.element.mantissa == 3:
             value = e2m3_values(six_triples(a, b, c))
         else:
             value = e3m2_values(six_triples(a, b, c))
     else:
         code = tl.load(codes + at, mask=inside, other=0)
-        if RULE.kind == "int":
-            value = integer_values(code.to(tl.int8, bitcast=True), RULE.bits)
-        elif RULE.kind == "codebook":
-            value = codebook_values(code.to(tl.int32), RULE.element)
+        if SCHEME.kind == "int":
+            value = integer_values(code.to(tl.int8, bitcast=True), SCHEME.bits)
+        elif SCHEME.kind == "codebook":
+            value = codebook_values(code.to(tl.int32), SCHEME.element)
         else:
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if RULE.fraction_bits != 0:
-        value = value * (1.0 / (1 << RULE.fraction_bits))
+    if SCHEME.fraction_bits != 0:
+        value = value * (1.0 / (1 << SCHEME.fraction_bits))
     return value
 
 

@@ -11,25 +11,25 @@ from fast.kernels.sm90.division import divided, quotient, reciprocal_rn, round_t
 
 
 @triton.jit
-def ordinary_e4m3_scales(largest, outer, RULE: tl.constexpr):
+def ordinary_e4m3_scales(largest, outer, SCHEME: tl.constexpr):
     """(e4m3 code, scale, divisor or multiplier of the elements) of ordinary blocks, in the order of the record.
 
     Without an outer scale the last is the scale. Under one, in the orders of `reference.schemes.schemes.Scheme.outer_order`:
     "reciprocal_first" (1 / g) / s, "folded" min(1 / (s * (1 / g)), largest float32), "encode" the divisor s / g.
     """
-    L: tl.constexpr = RULE.level
-    if not RULE.has_outer:
+    L: tl.constexpr = SCHEME.level
+    if not SCHEME.has_outer:
         code = _e4m3_code(quotient(float_of(largest), L.target, L.target_reciprocal), L)
         scale = finite_e4m3_value(code)
         return code, scale, scale
-    elif RULE.outer_order == "folded":
+    elif SCHEME.outer_order == "folded":
         code = _e4m3_code(float_of(largest) * (outer * L.one_over_target), L)
         scale = finite_e4m3_value(code)
         inv_scale = tl.where(
             code == 0, float_of(tl.full((), LARGEST, tl.int32)), reciprocal_rn(scale * reciprocal_rn(outer))
         )
         return code, scale, inv_scale
-    elif RULE.outer_order == "encode":
+    elif SCHEME.outer_order == "encode":
         ratio = round_to_dtype(quotient(float_of(largest), L.target, L.target_reciprocal), L.compute)
         code = _e4m3_code(outer * ratio, L)
         scale = finite_e4m3_value(code)
@@ -55,7 +55,7 @@ def _e4m3_code(exact, L: tl.constexpr):
 
 
 @triton.jit
-def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
+def choose_under_outer(largest, outer, SCHEME: tl.constexpr, COMPUTED: tl.constexpr):
     """(e4m3 code of the block scale, scale, multiplier of the elements) of default two-level schemes.
 
     (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
@@ -63,12 +63,12 @@ def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexp
     lies far below the smallest block scale. COMPUTED: the outer scale comes from a tensor, and of records
     that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
     """
-    if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
-        code, scale, inv_scale = _under_ordinary(largest, outer, RULE.level)
+    if COMPUTED and SCHEME.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
+        code, scale, inv_scale = _under_ordinary(largest, outer, SCHEME.level)
     elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
-        code, scale, inv_scale = _under_ordinary(largest, outer, RULE.level)
+        code, scale, inv_scale = _under_ordinary(largest, outer, SCHEME.level)
     else:
-        code, scale, inv_scale = _under_any(largest, outer, RULE.level)
+        code, scale, inv_scale = _under_any(largest, outer, SCHEME.level)
     return code, scale, inv_scale
 
 

@@ -31,22 +31,26 @@ from fast.kernels.tile.stochastic_rounding import store_stochastic
 
 
 @triton.jit
-def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr):
+def _range(tile, inside, statistic, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr):
     """(pattern of the largest magnitude, minimum, maximum) of each block."""
-    MINMAX: tl.constexpr = RULE.level.statistic != "absmax"
-    if JOB.source == "statistic":
+    MINMAX: tl.constexpr = SCHEME.level.statistic != "absmax"
+    if OP.source == "statistic":
         largest = read(statistic + block, exists)
         if MINMAX:
             low = order_key(tl.load(statistic + stride + block, mask=exists, other=0))
             high = order_key(tl.load(statistic + 2 * stride + block, mask=exists, other=0))
     elif MINMAX:
-        largest, low, high = value_range(tile, inside, RULE.signs_nan, RULE.with_zero, RULE.has_ptx)
+        largest, low, high = value_range(tile, inside, SCHEME.signs_nan, SCHEME.with_zero, SCHEME.has_ptx)
     else:
-        largest = block_absmax(widened(tile, RULE.signs_nan), RULE.has_ptx)
-    if RULE.ranged:
+        largest = block_absmax(widened(tile, SCHEME.signs_nan), SCHEME.has_ptx)
+    if SCHEME.ranged:
         return largest, float_of(low), float_of(high)
     elif MINMAX:
-        return largest, bound(low, largest, RULE.with_zero, True), bound(high, largest, RULE.with_zero, False)
+        return (
+            largest,
+            bound(low, largest, SCHEME.with_zero, True),
+            bound(high, largest, SCHEME.with_zero, False),
+        )
     else:
         return largest, float_of(largest), float_of(largest)
 
@@ -54,67 +58,67 @@ def _range(tile, inside, statistic, block, exists, stride, RULE: tl.constexpr, J
 @triton.jit
 def quantize_tile(
     tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
-    RULE: tl.constexpr, JOB: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Choose the scales of a tile's blocks, then write what the operation asks for. g: gradients, where it masks those."""
-    VALUED: tl.constexpr = JOB.output != "" and RULE.same_values
-    if RULE.has_same and JOB.source != "given" and (JOB.codes or VALUED):
+    VALUED: tl.constexpr = OP.output != "" and SCHEME.same_values
+    if SCHEME.has_same and OP.source != "given" and (OP.codes or VALUED):
         _tile_of_ordinary_blocks(
             tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first,
             stride,
-            RULE, JOB,
+            SCHEME, OP,
         )  # fmt: skip
     else:
         _tile(
             tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first,
             stride,
-            RULE, JOB,
+            SCHEME, OP,
         )  # fmt: skip
 
 
 @triton.jit
 def _tile_of_ordinary_blocks(
     tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
-    RULE: tl.constexpr, JOB: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """A tile by the sequences of `RULE.same` where all of its blocks are ordinary, else by the rules of the record."""
-    later = set_aside(tile, RULE.has_ptx and RULE.zero != "")
-    g_outer = _outer(outer, outer_statistic, RULE, JOB)
-    largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
-    if are_ordinary(largest, g_outer, exists, RULE):
+    """A tile by the sequences of `SCHEME.same` where all of its blocks are ordinary, else by the rules of the record."""
+    later = set_aside(tile, SCHEME.has_ptx and SCHEME.zero != "")
+    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
+    largest, low, high = _range(tile, inside, statistic, block, exists, stride, SCHEME, OP)
+    if are_ordinary(largest, g_outer, exists, SCHEME):
         _, s, scale_code, prepared, z = choose_scales(
-            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE.same, JOB
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, SCHEME.same, OP
         )
-        v = floats(later, RULE.has_ptx) if RULE.zero != "" else widened(tile)
-        _store_hot(
-            codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, RULE.same, JOB
+        v = floats(later, SCHEME.has_ptx) if SCHEME.zero != "" else widened(tile)
+        _store_by_fast_path(
+            codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, SCHEME.same, OP
         )
     else:
         e, s, scale_code, prepared, z = choose_scales(
-            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, SCHEME, OP
         )
-        v = widened(tile, RULE.signs_nan)
+        v = widened(tile, SCHEME.signs_nan)
         _general_tile(
-            v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB
+            v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
         )
 
 
 @triton.jit
-def are_ordinary(largest, outer, exists, RULE: tl.constexpr):
+def are_ordinary(largest, outer, exists, SCHEME: tl.constexpr):
     """Whether all blocks of a tile are ordinary (`scheme.ordinary_blocks`), by the patterns of their largest magnitudes."""
-    S: tl.constexpr = RULE.same
+    S: tl.constexpr = SCHEME.same
     beyond = largest - S.least
     if S.zero_blocks:
         beyond = tl.where(largest == 0, 0, beyond)
     beyond = tl.where(exists, beyond, 0).to(tl.uint32, bitcast=True)
     made = tl.max(tl.reshape(beyond, (beyond.numel,)), axis=0) <= S.span
-    if RULE.has_outer:
+    if SCHEME.has_outer:
         made = made & ((bits_of(outer) - S.outer_least).to(tl.uint32, bitcast=True) <= S.outer_span)
     return made
 
 
 @triton.jit
-def _store_hot(
+def _store_by_fast_path(
     codes,
     y,
     at,
@@ -127,74 +131,91 @@ def _store_hot(
     scale_code,
     prepared,
     z,
-    RULE: tl.constexpr,
-    JOB: tl.constexpr,
+    SCHEME: tl.constexpr,
+    OP: tl.constexpr,
 ):
     """Codes and values by the sequences of `fast_codes`, under scales that come from the tensor."""
-    divisor, inv_scale = s, multiplier(s, scale_code, prepared, RULE)
-    if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
+    divisor, inv_scale = s, multiplier(s, scale_code, prepared, SCHEME)
+    if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
         divisor, inv_scale = prepared, reciprocal_rn(prepared)
-    if JOB.codes:
-        store_codes(codes, at, inside, block, exists, v, inv_scale, divisor, z, RULE, JOB.packed)
-    if JOB.output != "":
-        c = combined(s, outer, RULE, "float32")
-        value = rounded_values(v, inv_scale, divisor, z, RULE)
-        tl.store(y + at, finished(value * c, c, JOB.output), mask=inside)
+    if OP.codes:
+        store_codes(codes, at, inside, block, exists, v, inv_scale, divisor, z, SCHEME, OP.packed)
+    if OP.output != "":
+        c = combined(s, outer, SCHEME, "float32")
+        value = rounded_values(v, inv_scale, divisor, z, SCHEME)
+        tl.store(y + at, finished(value * c, c, OP.output), mask=inside)
 
 
 @triton.jit
 def _tile(
     tile, g, random_bits, codes, scale, outer, zero, statistic, outer_statistic, y, at, inside, block, exists, first, stride,
-    RULE: tl.constexpr, JOB: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """A tile by the sequences of the record for any block, or by its rules."""
-    later = set_aside(tile, RULE.has_ptx and RULE.zero != "")
-    g_outer = _outer(outer, outer_statistic, RULE, JOB)
-    if JOB.source == "given" and RULE.two_level:
-        s = double_scale(scale, outer, zero, block, exists, RULE, "float32")
+    later = set_aside(tile, SCHEME.has_ptx and SCHEME.zero != "")
+    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
+    if OP.source == "given" and SCHEME.two_level:
+        s = double_scale(scale, outer, zero, block, exists, SCHEME, "float32")
         divisor_outer, scale_code, prepared, z, e = g_outer, s, s, s, s
-        if RULE.house and RULE.codes_from != "exact" and not JOB.exact:
-            e = floored(s, RULE.level)
-    elif JOB.source == "given":
-        s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, RULE)
-        if RULE.codes_from == "exact":
+        if SCHEME.house and SCHEME.codes_from != "exact" and not OP.exact:
+            e = floored(s, SCHEME.level)
+    elif OP.source == "given":
+        s, e, divisor_outer, z = loaded_scales(scale, zero, g_outer, block, exists, SCHEME)
+        if SCHEME.codes_from == "exact":
             e = s
         scale_code, prepared = s, s
     else:
         divisor_outer = g_outer
-        largest, low, high = _range(tile, inside, statistic, block, exists, stride, RULE, JOB)
+        largest, low, high = _range(tile, inside, statistic, block, exists, stride, SCHEME, OP)
         e, s, scale_code, prepared, z = choose_scales(
-            largest, low, high, g_outer, scale, zero, block, exists & first, stride, RULE, JOB
+            largest, low, high, g_outer, scale, zero, block, exists & first, stride, SCHEME, OP
         )
-        if JOB.clipped == "note":
-            store_saturation_mask(codes, low, high, s, z, prepared, block, exists & first, RULE)
+        if OP.saturation == "mask":
+            store_saturation_mask(codes, low, high, s, z, prepared, block, exists & first, SCHEME)
     # After the range, which is taken of pairs: floats would wait for it in twice the registers.
-    if RULE.zero != "" and not RULE.signs_nan:
-        v = floats(later, RULE.has_ptx)
+    if SCHEME.zero != "" and not SCHEME.signs_nan:
+        v = floats(later, SCHEME.has_ptx)
     else:
-        v = widened(tile, RULE.signs_nan)
+        v = widened(tile, SCHEME.signs_nan)
     # The sequences make values as default schemes do.
-    VALUES: tl.constexpr = JOB.output != "" and RULE.dequantize == "float32"
-    if RULE.hot != "" and JOB.source != "given" and (JOB.codes or VALUES):
-        _store_hot(codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, RULE, JOB)
-    elif RULE.fast_stochastic and JOB.source != "given" and JOB.codes:
-        inv_scale = multiplier(s, scale_code, prepared, RULE)
+    VALUES: tl.constexpr = OP.output != "" and SCHEME.dequantize == "float32"
+    if SCHEME.fast_path != "" and OP.source != "given" and (OP.codes or VALUES):
+        _store_by_fast_path(
+            codes, y, at, inside, block, exists, v, g_outer, s, scale_code, prepared, z, SCHEME, OP
+        )
+    elif SCHEME.fast_stochastic and OP.source != "given" and OP.codes:
+        inv_scale = multiplier(s, scale_code, prepared, SCHEME)
         bits = read(random_bits + at, inside)
-        store_stochastic(codes, at, inside, block, exists, v, inv_scale, bits, s, RULE, JOB.packed)
-    elif JOB.codes or JOB.output != "" or JOB.gradient:
+        store_stochastic(codes, at, inside, block, exists, v, inv_scale, bits, s, SCHEME, OP.packed)
+    elif OP.codes or OP.output != "" or OP.gradient:
         _general_tile(
-            v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, g_outer, RULE, JOB
+            v,
+            g,
+            random_bits,
+            codes,
+            y,
+            at,
+            inside,
+            block,
+            exists,
+            e,
+            s,
+            z,
+            divisor_outer,
+            g_outer,
+            SCHEME,
+            OP,
         )
 
 
 @triton.jit
 def pairs_tile(
-    x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
+    x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fp4` and `fp6`."""
     PARTS: tl.constexpr = SIZE // 8
-    g_outer = _outer(outer, outer_statistic, RULE, JOB)
+    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
     a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
     top = larger_pair(largest_of_pairs(a), largest_of_pairs(b))
     if PARTS == 4:
@@ -203,10 +224,12 @@ def pairs_tile(
     largest = largest_of_block(top)
     if PARTS == 2:
         c, d = a, b
-    if not RULE.has_same:
-        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE, JOB, PARTS)
-    elif are_ordinary(largest, g_outer, exists, RULE):
-        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, RULE.same, JOB, PARTS)
+    if not SCHEME.has_same:
+        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, SCHEME, OP, PARTS)
+    elif are_ordinary(largest, g_outer, exists, SCHEME):
+        _store_pairs(
+            codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, SCHEME.same, OP, PARTS
+        )
     else:
         e, s, _, _, z = choose_scales(
             largest,
@@ -218,42 +241,42 @@ def pairs_tile(
             block,
             exists,
             stride,
-            RULE,
-            JOB,
+            SCHEME,
+            OP,
         )
-        v = widened(read(x + at, inside), RULE.signs_nan)
+        v = widened(read(x + at, inside), SCHEME.signs_nan)
         _general_tile(
-            v, None, None, codes, None, at, inside, block, exists, e, s, z, g_outer, g_outer, RULE, JOB
+            v, None, None, codes, None, at, inside, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
         )
 
 
 @triton.jit
 def _store_pairs(
-    codes, a, b, c, d, largest, outer, scale, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr,
+    codes, a, b, c, d, largest, outer, scale, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Codes of the parts of blocks, as words."""
     _, s, scale_code, prepared, z = choose_scales(
-        largest, largest, largest, outer, scale, None, block, exists, stride, RULE, JOB
+        largest, largest, largest, outer, scale, None, block, exists, stride, SCHEME, OP
     )
-    divisor, inv_scale = s, multiplier(s, scale_code, prepared, RULE)
-    if RULE.on_ordinary and RULE.has_outer and RULE.outer_order == "encode":
+    divisor, inv_scale = s, multiplier(s, scale_code, prepared, SCHEME)
+    if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
         divisor, inv_scale = prepared, reciprocal_rn(prepared)
-    if RULE.bits == 6:
-        store_sixes(codes, a, b, c, d, inv_scale, s, block, exists, RULE)
+    if SCHEME.bits == 6:
+        store_sixes(codes, a, b, c, d, inv_scale, s, block, exists, SCHEME)
     else:
         keep = mask_unless_poisoned(s, -1)
-        random_bits = words_of_pairs(a, b, inv_scale, divisor, keep, RULE, JOB.packed)
+        random_bits = words_of_pairs(a, b, inv_scale, divisor, keep, SCHEME, OP.packed)
         if PARTS == 4:
             random_bits = side_by_side(
-                random_bits, words_of_pairs(c, d, inv_scale, divisor, keep, RULE, JOB.packed)
+                random_bits, words_of_pairs(c, d, inv_scale, divisor, keep, SCHEME, OP.packed)
             )
         store_words(codes, random_bits, block, exists)
 
 
 @triton.jit
 def segments_tile(
-    x, codes, scale, zero, block, exists, stride, RULE: tl.constexpr, JOB: tl.constexpr, SIZE: tl.constexpr
+    x, codes, scale, zero, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr, SIZE: tl.constexpr
 ):
     """Packed 4-bit integers with zero points, of 16-bit floats, 32 of a block in each thread; see `int_asymmetric`."""
     a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
@@ -261,63 +284,63 @@ def segments_tile(
     IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     largest, low, high = range_of_segments(a, b, c, d, IS_BF16, SIZE)
     _, s, _, inv_scale, z = choose_scales(
-        largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, RULE, JOB
+        largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, SCHEME, OP
     )
     store_segments(codes, a, b, c, d, inv_scale, s, z, block, IS_BF16, SIZE)
 
 
 @triton.jit
-def loaded_scales(scale, zero, outer, block, exists, RULE: tl.constexpr):
+def loaded_scales(scale, zero, outer, block, exists, SCHEME: tl.constexpr):
     """(given scale, what elements are divided by, the same of the outer scale, zero point).
 
     Elements are divided by a scale that is raised to the floor, so that a scale of 0 makes no NaN.
     """
-    s = loaded_scale(read(scale + block, exists), RULE.level)
+    s = loaded_scale(read(scale + block, exists), SCHEME.level)
     e, divisor_outer = s, outer
-    if RULE.house and not RULE.power_of_two:
-        e = floored(s, RULE.level)
-        if RULE.has_outer:
-            divisor_outer = floored(outer, RULE.outer)
+    if SCHEME.house and not SCHEME.power_of_two:
+        e = floored(s, SCHEME.level)
+        if SCHEME.has_outer:
+            divisor_outer = floored(outer, SCHEME.outer)
     z = s
-    if RULE.zero != "":
-        z = loaded_zero(read(zero + block, exists), RULE)
+    if SCHEME.zero != "":
+        z = loaded_zero(read(zero + block, exists), SCHEME)
     return s, e, divisor_outer, z
 
 
 @triton.jit
 def _general_tile(
-    v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, RULE: tl.constexpr,
-    JOB: tl.constexpr,
+    v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, SCHEME: tl.constexpr,
+    OP: tl.constexpr,
 ):  # fmt: skip
     """Codes, values or masked gradients by the rules of any record."""
-    divisor = e if RULE.codes_from == "exact" or JOB.source == "given" else s
+    divisor = e if SCHEME.codes_from == "exact" or OP.source == "given" else s
     bits = None
-    if RULE.rounding == "stochastic":
+    if SCHEME.rounding == "stochastic":
         bits = read(random_bits + at, inside)
-    made = element_codes(v, divisor, divisor_outer, z, bits, RULE)
-    if JOB.packed:
-        store_packed(codes, made, block, exists, RULE.bits)
-    elif JOB.codes:
+    made = element_codes(v, divisor, divisor_outer, z, bits, SCHEME)
+    if OP.packed:
+        store_packed(codes, made, block, exists, SCHEME.bits)
+    elif OP.codes:
         tl.store(codes + at, made.to(codes.dtype.element_ty), mask=inside)
-    if JOB.gradient:
+    if OP.gradient:
         dy = read(g + at, inside)
-        lost = saturated(v, made, divisor, divisor_outer, RULE)
-        tl.store(y + at, passed_on(dy, lost, RULE.dtype), mask=inside)
-    elif JOB.output != "":
-        PRECISION: tl.constexpr = JOB.output if RULE.dequantize == "target" else "float32"
-        value = values(made, combined(s, outer, RULE, PRECISION), z, RULE, PRECISION)
-        tl.store(y + at, narrow(value, JOB.output, RULE.dequantize == "float32"), mask=inside)
+        lost = saturated(v, made, divisor, divisor_outer, SCHEME)
+        tl.store(y + at, passed_on(dy, lost, SCHEME.dtype), mask=inside)
+    elif OP.output != "":
+        PRECISION: tl.constexpr = OP.output if SCHEME.dequantize == "target" else "float32"
+        value = values(made, combined(s, outer, SCHEME, PRECISION), z, SCHEME, PRECISION)
+        tl.store(y + at, narrow(value, OP.output, SCHEME.dequantize == "float32"), mask=inside)
 
 
 @triton.jit
-def _outer(outer, outer_statistic, RULE: tl.constexpr, JOB: tl.constexpr):
+def _outer(outer, outer_statistic, SCHEME: tl.constexpr, OP: tl.constexpr):
     """The scale over all elements, float32; 1 where there is none."""
-    if not RULE.has_outer:
+    if not SCHEME.has_outer:
         return tl.full((), 1.0, tl.float32)
-    elif JOB.outer == "statistic":
-        made = outer_scale(tl.load(outer_statistic), RULE)
+    elif OP.outer == "statistic":
+        made = outer_scale(tl.load(outer_statistic), SCHEME)
         if tl.program_id(0) == 0:
             tl.store(outer, made)
         return made
     else:
-        return loaded_scale(tl.load(outer), RULE.outer)
+        return loaded_scale(tl.load(outer), SCHEME.outer)

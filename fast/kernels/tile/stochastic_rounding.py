@@ -40,13 +40,13 @@ def store_stochastic(
     inv_scale,
     random_bits,
     scale,
-    RULE: tl.constexpr,
+    SCHEME: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Codes of a tile under scales (P, 1), packed where the operation asks for it."""
-    made = stochastic_codes(v * inv_scale, random_bits, RULE.element)
-    made = tl.where(is_nan(scale), RULE.poison_code, made)
+    made = stochastic_codes(v * inv_scale, random_bits, SCHEME.element)
+    made = tl.where(is_nan(scale), SCHEME.poison_code, made)
     if PACKED:
-        store_packed(codes, made, block, exists, RULE.bits)
+        store_packed(codes, made, block, exists, SCHEME.bits)
     else:
         tl.store(codes + at, bytes_of(made).to(tl.uint8, bitcast=True), mask=inside)
