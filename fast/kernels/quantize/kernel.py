@@ -99,7 +99,7 @@ def blocks_kernel(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
         SHAPE, CHUNKED, MASKED, WIDE, OP.reverse, SIZE, INNER, P,
     )  # fmt: skip
-    # Two operations give arguments another meaning: the mask of saturated blocks is `codes`; of scales that are quantized (level
+    # Two operations use arguments otherwise: the mask of saturated blocks is `codes`; of scales that are quantized (level
     # "groups"), x are the scales, zero their mean, limit their number, and rows the number of averages.
     if WIDE and (OP.packed or OP.pairs):
         # Packed codes of many blocks are more bytes than int32 counts, and pairs of elements may be more than that.
