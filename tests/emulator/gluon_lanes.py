@@ -141,7 +141,7 @@ def body(module, kernel, program):
         fma=fma,
     )  # fmt: skip
     gl.broadcast = lambda *v: [part.view(Tensor) for part in np.broadcast_arrays(*v)]
-    names = {"gl": gl, "tl": gl, "_alone": lambda *_: None}
+    names = {"gl": gl, "tl": gl, "_axis_layout": lambda *_: None}
     for home in (bits, halves, swiglu, lane_swiglu, lanes, module):
         for name, value in vars(home).items():
             if isinstance(value, JITFunction):

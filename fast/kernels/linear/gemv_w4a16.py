@@ -52,7 +52,7 @@ from fast.kernels.linear.gluon import (
     axis_range,
     narrowed,
     select_pointers,
-    wait_for_previous_kernel,
+    wait_for_previous,
 )
 from fast.kernels.linear.gluon_swiglu import gated_sums
 
@@ -256,7 +256,7 @@ def _dot_products(
     # Blocks of these rows, which a program counts from its first.
     before = first.to(gl.int64) * BLOCKS
     mine = 2 * (lane % 4) // PARTS
-    wait_for_previous_kernel(USE_PDL)
+    wait_for_previous(USE_PDL)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     for at in range(0, LENGTH, TURN):
         w = ()

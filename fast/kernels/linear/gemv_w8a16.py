@@ -24,7 +24,7 @@ from fast.kernels.linear.gluon import (
     narrowed,
     row_of,
     select_pointers,
-    wait_for_previous_kernel,
+    wait_for_previous,
     word_of,
     words_of_rows,
 )
@@ -167,7 +167,7 @@ def _dot_products(
     start = (axis_range(WARPS_K, 0, 3, LANES) * 32 + axis_range(32, 2, 3, LANES)) * 16
     j = axis_range(ROWS, 1, 3, LANES)
     blocks = row_of(first + j // EACH, rows, WIDE) // BLOCK_ROWS * per_row
-    wait_for_previous_kernel(USE_PDL)
+    wait_for_previous(USE_PDL)
     total = gl.zeros(SHAPE, gl.float32, TILE)
     scaled = gl.zeros([WARPS_K, ROWS, 32], gl.float32, LANES)
     for turn in range(0, LENGTH, STEP):

@@ -22,7 +22,7 @@ from fast.kernels.linear.gluon import (
     broadcast_to_tile,
     narrowed,
     row_of,
-    wait_for_previous_kernel,
+    wait_for_previous,
     word_of,
     words_of_rows,
 )
@@ -79,7 +79,7 @@ def code_kernel(
 ):  # fmt: skip
     """ROWS elements of y. rows: N; LENGTH: K, a multiple of 16; EACH: whether each row of the weight has a scale; INPUT, KIND:
     codes of the inputs and the weight, "int" both or "e4m3" or "e5m2"; WARPS_K: warps along K; USE_PDL: programmatic
-    dependent launch, see `wait_for_previous_kernel`."""
+    dependent launch, see `wait_for_previous`."""
     SHAPE: gl.constexpr = [WARPS_K, ROWS, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
     STEP: gl.constexpr = 128 * WARPS_K
@@ -87,7 +87,7 @@ def code_kernel(
     word = word_of(WARPS_K, TILE)
     words = words_of_rows(codes, row_of(first + axis_range(ROWS, 1, 4, TILE), rows, WIDE), word, LENGTH)
     inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + word
-    wait_for_previous_kernel(USE_PDL)
+    wait_for_previous(USE_PDL)
     total = gl.zeros(SHAPE, gl.int32 if KIND == "int" else gl.float32, TILE)
     whole = gl.zeros(SHAPE, gl.int32, TILE)
     for turn in range(0, LENGTH // 4, STEP):

@@ -65,7 +65,7 @@ def select_pointers(one, other, which):
 
 
 @gluon.jit
-def wait_for_previous_kernel(USE_PDL: gl.constexpr):
+def wait_for_previous(USE_PDL: gl.constexpr):
     """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch).
 
     Then the one behind may begin, if it was launched so. Where each kernel waits before it lets the next one begin, what lies

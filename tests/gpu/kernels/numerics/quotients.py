@@ -1,4 +1,4 @@
-"""The short divisions of `fast.kernels.sm90.bit_tricks` against correctly rounded ones, for every significand.
+"""The short divisions of `fast.kernels.sm90.division` against correctly rounded ones, for every significand.
 
 A quotient or reciprocal of normal numbers depends on the exponents only by a power of two, so all 2**23 significands at a few
 exponents are all cases, as long as nothing leaves the range that the functions promise.
