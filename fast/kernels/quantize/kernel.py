@@ -24,7 +24,8 @@ from fast.kernels.rules.second_level import leave_averages, quantize_groups
 from fast.kernels.rules.statistics import absmax, value_range
 from fast.kernels.sm90.pack_32 import load_groups
 from fast.kernels.tile.dequantize import dequantize_tile
-from fast.kernels.tile.quantize import pairs_tile, quantize_tile, segments_tile
+from fast.kernels.tile.quantize import quantize_tile
+from fast.kernels.tile.quantize_pairs import pairs_tile, segments_tile
 from fast.kernels.tile.saturation import mask_saturated_gradients
 
 

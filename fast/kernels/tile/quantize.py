@@ -11,18 +11,7 @@ from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
 from fast.kernels.rules.values import combined, loaded_zero, passed_on, saturated, values
 from fast.kernels.sm90.bf16x2 import floats, set_aside
-from fast.kernels.sm90.bit_tricks import mask_unless_poisoned, store_words
 from fast.kernels.sm90.division import reciprocal_rn
-from fast.kernels.sm90.fp4 import (
-    larger_pair,
-    largest_of_block,
-    largest_of_pairs,
-    load_pairs,
-    side_by_side,
-    words_of_pairs,
-)
-from fast.kernels.sm90.fp6 import store_sixes
-from fast.kernels.sm90.int_asymmetric import load_segments, range_of_segments, store_segments
 from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier, store_codes
 from fast.kernels.tile.fast_values import finished, rounded_values
@@ -83,7 +72,7 @@ def _tile_of_ordinary_blocks(
 ):  # fmt: skip
     """A tile by the sequences of `SCHEME.same` where all of its blocks are ordinary, else by the rules of the record."""
     later = set_aside(tile, SCHEME.has_ptx and SCHEME.zero != "")
-    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
+    g_outer = load_outer(outer, outer_statistic, SCHEME, OP)
     largest, low, high = _range(tile, inside, statistic, block, exists, stride, SCHEME, OP)
     if are_ordinary(largest, g_outer, exists, SCHEME):
         _, s, scale_code, prepared, z = choose_scales(
@@ -98,7 +87,7 @@ def _tile_of_ordinary_blocks(
             largest, low, high, g_outer, scale, zero, block, exists & first, stride, SCHEME, OP
         )
         v = widened(tile, SCHEME.signs_nan)
-        _general_tile(
+        general_tile(
             v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
         )
 
@@ -153,7 +142,7 @@ def _tile(
 ):  # fmt: skip
     """A tile by the sequences of the record for any block, or by its rules."""
     later = set_aside(tile, SCHEME.has_ptx and SCHEME.zero != "")
-    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
+    g_outer = load_outer(outer, outer_statistic, SCHEME, OP)
     if OP.source == "given" and SCHEME.two_level:
         s = double_scale(scale, outer, zero, block, exists, SCHEME, "float32")
         divisor_outer, scale_code, prepared, z, e = g_outer, s, s, s, s
@@ -188,7 +177,7 @@ def _tile(
         bits = read(random_bits + at, inside)
         store_stochastic(codes, at, inside, block, exists, v, inv_scale, bits, s, SCHEME, OP.packed)
     elif OP.codes or OP.output != "" or OP.gradient:
-        _general_tile(
+        general_tile(
             v,
             g,
             random_bits,
@@ -206,87 +195,6 @@ def _tile(
             SCHEME,
             OP,
         )
-
-
-@triton.jit
-def pairs_tile(
-    x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """4-bit and packed 6-bit floats of bfloat16 in blocks of 16 or 32, each in one thread; see `fp4` and `fp6`."""
-    PARTS: tl.constexpr = SIZE // 8
-    g_outer = _outer(outer, outer_statistic, SCHEME, OP)
-    a, b = load_pairs(x, block, SIZE, 0, PARTS), load_pairs(x, block, SIZE, 1, PARTS)
-    top = larger_pair(largest_of_pairs(a), largest_of_pairs(b))
-    if PARTS == 4:
-        c, d = load_pairs(x, block, SIZE, 2, PARTS), load_pairs(x, block, SIZE, 3, PARTS)
-        top = larger_pair(top, larger_pair(largest_of_pairs(c), largest_of_pairs(d)))
-    largest = largest_of_block(top)
-    if PARTS == 2:
-        c, d = a, b
-    if not SCHEME.has_same:
-        _store_pairs(codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, SCHEME, OP, PARTS)
-    elif are_ordinary(largest, g_outer, exists, SCHEME):
-        _store_pairs(
-            codes, a, b, c, d, largest, g_outer, scale, block, exists, stride, SCHEME.same, OP, PARTS
-        )
-    else:
-        e, s, _, _, z = choose_scales(
-            largest,
-            float_of(largest),
-            float_of(largest),
-            g_outer,
-            scale,
-            None,
-            block,
-            exists,
-            stride,
-            SCHEME,
-            OP,
-        )
-        v = widened(read(x + at, inside), SCHEME.signs_nan)
-        _general_tile(
-            v, None, None, codes, None, at, inside, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
-        )
-
-
-@triton.jit
-def _store_pairs(
-    codes, a, b, c, d, largest, outer, scale, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Codes of the parts of blocks, as words."""
-    _, s, scale_code, prepared, z = choose_scales(
-        largest, largest, largest, outer, scale, None, block, exists, stride, SCHEME, OP
-    )
-    divisor, inv_scale = s, multiplier(s, scale_code, prepared, SCHEME)
-    if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
-        divisor, inv_scale = prepared, reciprocal_rn(prepared)
-    if SCHEME.bits == 6:
-        store_sixes(codes, a, b, c, d, inv_scale, s, block, exists, SCHEME)
-    else:
-        keep = mask_unless_poisoned(s, -1)
-        random_bits = words_of_pairs(a, b, inv_scale, divisor, keep, SCHEME, OP.packed)
-        if PARTS == 4:
-            random_bits = side_by_side(
-                random_bits, words_of_pairs(c, d, inv_scale, divisor, keep, SCHEME, OP.packed)
-            )
-        store_words(codes, random_bits, block, exists)
-
-
-@triton.jit
-def segments_tile(
-    x, codes, scale, zero, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr, SIZE: tl.constexpr
-):
-    """Packed 4-bit integers with zero points, of 16-bit floats, 32 of a block in each thread; see `int_asymmetric`."""
-    a, b = load_segments(x, block, SIZE, 0), load_segments(x, block, SIZE, 1)
-    c, d = load_segments(x, block, SIZE, 2), load_segments(x, block, SIZE, 3)
-    IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    largest, low, high = range_of_segments(a, b, c, d, IS_BF16, SIZE)
-    _, s, _, inv_scale, z = choose_scales(
-        largest, float_of(low), float_of(high), None, scale, zero, block, exists, stride, SCHEME, OP
-    )
-    store_segments(codes, a, b, c, d, inv_scale, s, z, block, IS_BF16, SIZE)
 
 
 @triton.jit
@@ -308,7 +216,7 @@ def loaded_scales(scale, zero, outer, block, exists, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def _general_tile(
+def general_tile(
     v, g, random_bits, codes, y, at, inside, block, exists, e, s, z, divisor_outer, outer, SCHEME: tl.constexpr,
     OP: tl.constexpr,
 ):  # fmt: skip
@@ -333,7 +241,7 @@ def _general_tile(
 
 
 @triton.jit
-def _outer(outer, outer_statistic, SCHEME: tl.constexpr, OP: tl.constexpr):
+def load_outer(outer, outer_statistic, SCHEME: tl.constexpr, OP: tl.constexpr):
     """The scale over all elements, float32; 1 where there is none."""
     if not SCHEME.has_outer:
         return tl.full((), 1.0, tl.float32)
