@@ -66,7 +66,7 @@ def kernel_call(one: Pass, types: tuple[tuple[str, str], ...]) -> bytes:
     """The message for a pass whose arrays (name, dtype) are given in the order of `POINTERS`."""
     place = one.place
     constants = {
-        "RULE": one.rule, "JOB": one.job, "SHAPE": place.shape, "CHUNKED": place.chunked, "MASKED": place.masked,
+        "SCHEME": one.rule, "OP": one.block_op, "SHAPE": place.shape, "CHUNKED": place.chunked, "MASKED": place.masked,
         "WIDE": place.wide, "SIZE": place.size, "INNER": place.inner, "P": place.p,
     }  # fmt: skip
     integers = (*place.integers, place.blocks)

@@ -76,7 +76,7 @@ def covered(operation: Operation) -> bool:
     """Whether kernels cover the tensor; otherwise (no elements, blocks of unusual sizes) the specification runs."""
     from fast.kernels.launch import plan as passes
 
-    return passes.asked(operation.dtype, operation.scheme, operation.blocks) is not None
+    return passes.problem_of(operation.dtype, operation.scheme, operation.blocks) is not None
 
 
 def mapped(operation: Operation, arrays: Arrays) -> Arrays:
@@ -161,7 +161,7 @@ def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
     """Launches of the block kernel, and for odd packings XLA operations."""
     from fast.kernels.launch import plan as passes
 
-    of = passes.asked(operation.dtype, operation.scheme, operation.blocks)
+    of = passes.problem_of(operation.dtype, operation.scheme, operation.blocks)
     if of is None:
         return by_reference(operation, arrays)
     if operation.kind == "dequantize":

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
+from fast.kernels import bits
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import gluon as lanes
 from fast.kernels.linear import gluon_swiglu as lane_swiglu
-from fast.kernels.rules import bits
 from fast.kernels.sm90 import bf16x2 as halves
 from tests.emulator.ptx import OPERAND, immediate, parsed, run
 from tests.emulator.ptx_opcodes import OPCODES, fused
@@ -141,7 +141,7 @@ def body(module, kernel, program):
         fma=fma,
     )  # fmt: skip
     gl.broadcast = lambda *v: [part.view(Tensor) for part in np.broadcast_arrays(*v)]
-    names = {"gl": gl, "tl": gl, "_alone": lambda *_: None}
+    names = {"gl": gl, "tl": gl, "_axis_layout": lambda *_: None}
     for home in (bits, halves, swiglu, lane_swiglu, lanes, module):
         for name, value in vars(home).items():
             if isinstance(value, JITFunction):

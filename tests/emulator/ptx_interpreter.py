@@ -18,7 +18,7 @@ from fast.kernels.encode import pointwise
 from fast.kernels.layers import outputs, swiglu
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.scheme import constants as rule
+from fast.kernels.scheme import constants, element_constants
 from tests.emulator import ptx, quick_interpreter
 from tests.emulator.ptx_opcodes import (
     OPCODES,
@@ -135,4 +135,5 @@ def install() -> None:
     for module in (normalize, outputs, pointwise, quantizer, swiglu):
         module.interpreted = lambda: False
     # The interpreter takes constants inside constants as the objects that they are.
-    rule._part = lambda constant, _hardware: constant
+    for module in (constants, element_constants):
+        module.constant_part = lambda constant, _hardware: constant

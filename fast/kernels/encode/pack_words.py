@@ -1,7 +1,7 @@
 """`pack` and `unpack` of codes below 8 bits where rows are whole bytes: one stream of words of eight codes, an octet each.
 
 Codes move inside their word until they touch. Neighbouring lanes store neighbouring words: of 2 or 4 bits 4 or 8 bytes, of
-other widths words of 32 codes (see `groups`), of codes 8 or 16 bytes.
+other widths words of 32 codes (see `pack_32`), of codes 8 or 16 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUPED = (3, 5, 6, 7)
 
 
 @triton.jit
-def gathered(octets, BITS: tl.constexpr):
+def pack_bits(octets, BITS: tl.constexpr):
     """Eight codes in the low bits of the bytes of an int64, whatever lies above them, as 8 * BITS bits."""
     x = _merged(octets, octets >> (8 - BITS), ((1 << BITS) - 1) * 0x0001000100010001)
     x = _merged(x, x >> (16 - 2 * BITS), ((1 << (2 * BITS)) - 1) * 0x0000000100000001)
@@ -31,8 +31,8 @@ def gathered(octets, BITS: tl.constexpr):
 
 
 @triton.jit
-def spread(bits, BITS: tl.constexpr):
-    """The inverse of `gathered`, whatever lies above the 8 * BITS bits."""
+def unpack_bits(bits, BITS: tl.constexpr):
+    """The inverse of `pack_bits`, whatever lies above the 8 * BITS bits."""
     x = _merged(bits, bits << (32 - 4 * BITS), 0x00000000FFFFFFFF)
     x = _merged(x, x << (16 - 2 * BITS), 0x0000FFFF0000FFFF)
     x = _merged(x, x << (8 - BITS), 0x00FF00FF00FF00FF)
@@ -47,7 +47,7 @@ def _merged(x, y, MASK: tl.constexpr):
 
 @triton.jit
 def _groups(count, WIDE: tl.constexpr, P: tl.constexpr):
-    """(P, 1) numbers of a program's groups, and which of them exist."""
+    """(P, 1) indices of a program's groups, and which of them exist."""
     program = tl.program_id(0)
     group = ((program.to(tl.int64) if WIDE else program) * P + tl.arange(0, P))[:, None]
     return group, group < count
@@ -66,7 +66,7 @@ def pack_octets_kernel(
     """Groups of SIZE codes of 2 or 4 bits, packed."""
     group, inside = _groups(count, WIDE, P)
     word = group * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
-    bits = gathered(tl.load(_of(codes, tl.int64) + word, mask=inside, other=0), BITS)
+    bits = pack_bits(tl.load(_of(codes, tl.int64) + word, mask=inside, other=0), BITS)
     part: tl.constexpr = tl.uint32 if BITS == 4 else tl.uint16
     tl.store(_of(out, part) + word, bits.to(part), mask=inside)
 
@@ -80,23 +80,23 @@ def unpack_octets_kernel(
     word = group * (SIZE // 8) + tl.arange(0, SIZE // 8)[None, :]
     part: tl.constexpr = tl.uint32 if BITS == 4 else tl.uint16
     bits = tl.load(_of(packed, part) + word, mask=inside, other=0).to(tl.int64)
-    tl.store(_of(codes, tl.int64) + word, spread(bits, BITS), mask=inside)
+    tl.store(_of(codes, tl.int64) + word, unpack_bits(bits, BITS), mask=inside)
 
 
 @triton.jit
 def pack_groups_kernel(
     codes, out, count, BITS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr
 ):
-    """Groups of 32 codes of any width below 8 bits, packed into as many words; see `groups`."""
+    """Groups of 32 codes of any width below 8 bits, packed into as many words; see `pack_32`."""
     group, inside = _groups(count, WIDE, P)
     source = _of(codes, tl.int32) + group * 8 + tl.arange(0, 4)[None, :]
     first, second = tl.load(source, mask=inside, other=0), tl.load(source + 4, mask=inside, other=0)
-    quads = side_by_side(_gathered_four(first, BITS), _gathered_four(second, BITS))
+    quads = side_by_side(_pack_four(first, BITS), _pack_four(second, BITS))
     store_quads(out, quads, group, inside, BITS)
 
 
 @triton.jit
-def _gathered_four(word, BITS: tl.constexpr):
+def _pack_four(word, BITS: tl.constexpr):
     """Four codes in the low bits of the bytes of an int32, whatever lies above them, as 4 * BITS bits."""
     x = _merged(word, word >> (8 - BITS), ((1 << BITS) - 1) * 0x00010001)
     return _merged(x, x >> (16 - 2 * BITS), (1 << (2 * BITS)) - 1) & ((1 << (4 * BITS)) - 1)
@@ -128,7 +128,7 @@ def unpack_sixes_kernel(
     c = tl.load(source + 2, mask=inside, other=0).to(tl.int64)
     bits = tl.join(a | ((b & 0xFFFF) << 32), (b >> 16) | (c << 16))
     target = _of(codes, tl.int64) + group * 2 + tl.arange(0, 2)[None, :]
-    tl.store(target, spread(tl.reshape(bits, (P, 2)), 6), mask=inside)
+    tl.store(target, unpack_bits(tl.reshape(bits, (P, 2)), 6), mask=inside)
 
 
 def _launch(
@@ -137,7 +137,7 @@ def _launch(
     """Run on whole groups of `size` codes, p a program; returns how many codes they are."""
     count = codes // size
     if count:
-        # No word holds fewer than four codes, so none has a larger number.
+        # No word holds fewer than four codes, so none has a larger index.
         wide = codes // 4 > 2**31 - p * size
         call.launch(CompiledLaunch(kernel, -(-count // p), (count, bits, wide, size, p), warps), pointers)
     return count * size

@@ -77,7 +77,7 @@ def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
     place = step.place
     names = {**step.reads, **step.writes, **step.updates}
     tail = (
-        *place.integers, place.blocks, step.rule, step.job, place.shape, place.chunked, place.masked, place.wide,
+        *place.integers, place.blocks, step.rule, step.block_op, place.shape, place.chunked, place.masked, place.wide,
         place.size, place.inner, place.p,
     )  # fmt: skip
     launch = CompiledLaunch(blocks_kernel, place.programs, tail, place.warps, **_registers(step))
@@ -86,10 +86,12 @@ def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
 
 def _registers(step: Pass) -> dict[str, int]:
     """A limit where the largest tile is rounded under masks by a fast path: rows of 14336 16-bit numbers."""
-    place, do = step.place, step.job
+    place, do = step.place, step.block_op
     large = place.shape == "flat" and place.masked and not place.chunked and place.size == LARGEST_TILE
     # Masks of single numbers, other paths and random words need more, and would spill.
-    plain = place.integers[3] % ALIGNMENT == 0 and step.rule.hot.value != "" and "words" not in step.reads
+    plain = (
+        place.integers[3] % ALIGNMENT == 0 and step.rule.fast_path.value != "" and "words" not in step.reads
+    )
     rounded = do.output in ("bfloat16", "float16") and not do.dequantize
     return {"maxnreg": ROUNDING_REGISTERS} if large and plain and rounded and place.warps == 8 else {}
 

@@ -22,8 +22,8 @@ from fast.kernels.quantize.geometry import (
     geometry,
     power_above,
 )
-from fast.kernels.quantize.kernel import Job, job
-from fast.kernels.scheme.constants import Rule, is_two_level, rule_of
+from fast.kernels.scheme.constants import SchemeConstants, constants_of, is_two_level
+from fast.kernels.tile.block_op import BlockOp, block_op
 from reference.formats.formats import FORMATS
 from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
@@ -57,8 +57,8 @@ class Pass:
     """A launch. reads, writes, updates: kernel argument -> name of the buffer; what is updated holds its fill before."""
 
     place: Geometry
-    rule: Rule
-    job: Job
+    rule: SchemeConstants
+    block_op: BlockOp
     reads: Mapping[str, str]
     writes: Mapping[str, str] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
@@ -74,8 +74,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A tensor's shape and dtype, its scheme, its blocks and how the kernel covers them; see `asked`."""
+class Problem:
+    """A tensor's shape and dtype, its scheme, its blocks and how the kernel covers them; see `problem_of`."""
 
     dtype: str
     scheme: Scheme
@@ -84,19 +84,19 @@ class Asked:
     hardware: bool
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> SchemeConstants:
         """The constants of the scheme."""
-        return rule_of(self.scheme, self.dtype, self.hardware)
+        return constants_of(self.scheme, self.dtype, self.hardware)
 
 
-def asked(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> Asked | None:
+def problem_of(dtype: str, scheme: Scheme, blocks: Blocks, hardware: bool = True) -> Problem | None:
     """What plans are made from, or None where no kernel covers the tensor. hardware: not in the interpreter."""
     # Zero points that are numbers are read and written as these.
     kept = (
         scheme.zero is None or scheme.zero.rule != "value" or scheme.zero.storage in ("bfloat16", "float32")
     )
     place = geometry(blocks) if dtype in DTYPES and _has_levels(scheme, blocks) and kept else None
-    return None if place is None else Asked(dtype, scheme, blocks, place, hardware)
+    return None if place is None else Problem(dtype, scheme, blocks, place, hardware)
 
 
 def _has_levels(scheme: Scheme, blocks: Blocks) -> bool:
@@ -116,7 +116,7 @@ def first_level(scheme: Scheme) -> Scheme:
     return replace(scheme, scale=scale, outer=None, codes_from="stored")
 
 
-def scale_buffers(of: Asked) -> dict[str, Buffer]:
+def scale_buffers(of: Problem) -> dict[str, Buffer]:
     """Scales and zero points of a tensor."""
     shape, scheme = of.blocks.scale_shape, of.scheme
     made = {"scale": Buffer(shape, storage_dtype(scheme.scale.storage))}
@@ -130,7 +130,7 @@ def scale_buffers(of: Asked) -> dict[str, Buffer]:
     return made
 
 
-def quantizing(of: Asked, given: str = "", packed: bool = False, tiled: bool = False) -> Plan:
+def quantizing(of: Problem, given: str = "", packed: bool = False, tiled: bool = False) -> Plan:
     """Codes and scales. given: "" (scales from x), "outer" or "all".
 
     packed: packed codes, where `packs` says so. tiled: tiled scales, where `tiles` says so.
@@ -142,7 +142,7 @@ def quantizing(of: Asked, given: str = "", packed: bool = False, tiled: bool = F
     return _with_tiles(of, plan) if tiled else plan
 
 
-def _with_tiles(of: Asked, plan: Plan) -> Plan:
+def _with_tiles(of: Problem, plan: Plan) -> Plan:
     """A plan whose last pass writes tiled scales: it counts the blocks of a row where other passes count all."""
     rows, blocks = of.blocks.scale_shape
     size = tiled_size((rows, blocks))
@@ -151,20 +151,20 @@ def _with_tiles(of: Asked, plan: Plan) -> Plan:
     return replace(plan, passes=(*plan.passes[:-1], last), buffers={**plan.buffers, "scale": buffer})
 
 
-def tiles(of: Asked, given: str) -> bool:
+def tiles(of: Problem, given: str) -> bool:
     """Whether the kernel can write tiled scales: a matrix that `check_tiled` accepts, whole blocks in a tile, none given."""
     plain = of.place.shape == "flat" and not of.place.chunked and given != "all" and not of.rule.two_level
     return plain and tiled_size(of.blocks.scale_shape) < INT32
 
 
-def choosing(of: Asked, given: str = "") -> Plan:
+def choosing(of: Problem, given: str = "") -> Plan:
     """Scales alone."""
     if of.rule.two_level:
         return _with_second_level(of, {}, {})
     return _scaled(of, given, {}, {})
 
 
-def fake_quantizing(of: Asked, given: str = "") -> Plan:
+def fake_quantizing(of: Problem, given: str = "") -> Plan:
     """x quantized and dequantized in registers; where scales are quantized themselves, by way of codes in memory."""
     if of.rule.two_level:
         packed = packs(of)
@@ -172,18 +172,18 @@ def fake_quantizing(of: Asked, given: str = "") -> Plan:
     return _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"output": of.dtype}, keep=False)
 
 
-def masking(of: Asked, given: str = "") -> Plan:
+def masking(of: Problem, given: str = "") -> Plan:
     """The gradient g where the element did not saturate, for scales from x. given: "" or "outer"."""
     if of.rule.two_level:
         return _two_level_masking(of)
-    rule = rule_of(of.scheme, of.dtype, of.hardware, True)
+    rule = constants_of(of.scheme, of.dtype, of.hardware, True)
     plan = _scaled(of, given, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True}, keep=False)
     last = plan.passes[-1]
     passes = [replace(one, rule=rule) for one in plan.passes[:-1]]
     return replace(plan, passes=(*passes, _masked(last, of, rule)))
 
 
-def notes(of: Asked) -> bool:
+def notes(of: Problem) -> bool:
     """Whether `noting` serves: integers with zero points, whose codes keep the order of the elements, in whole tiles."""
     scheme, scale = of.scheme, of.scheme.scale
     house = (scheme.nan, scheme.apply, scheme.arithmetic, scheme.rounding, scheme.overflow)
@@ -194,15 +194,15 @@ def notes(of: Asked) -> bool:
     )
 
 
-def noting(of: Asked) -> Plan:
+def noting(of: Problem) -> Plan:
     """x quantized and dequantized, and for each block whether it reaches beyond the codes; where `notes` says so."""
     made = {"y": Buffer(of.blocks.shape, of.dtype), "codes": Buffer((of.place.blocks,), "uint8")}
-    return _scaled(of, "", made, {"output": of.dtype, "clipped": "note"}, keep=False)
+    return _scaled(of, "", made, {"output": of.dtype, "saturation": "mask"}, keep=False)
 
 
-def clipping(of: Asked) -> Plan:
+def clipping(of: Problem) -> Plan:
     """`masking` in the gradient's own memory, given the notes of `noting` as codes."""
-    do = job(clipped="gradient")
+    do = block_op(saturation="gradient")
     reads = {"x": "x", "codes": "codes"}
     return Plan((Pass(_small(of.place), of.rule, do, reads, {}, {"g": "g"}),), {}, ())
 
@@ -215,30 +215,30 @@ def _small(place: Geometry) -> Geometry:
     return replace(place, p=p, warps=1, programs=place.blocks // p)
 
 
-def _masked(last: Pass, of: Asked, rule: Rule) -> Pass:
+def _masked(last: Pass, of: Problem, rule: SchemeConstants) -> Pass:
     """A pass that reads the gradient too."""
     # 64 elements a thread, each with a gradient, do not stay in registers in float32.
     warps = last.place.warps * (2 if of.dtype == "float32" and last.place.warps < 8 else 1)
     return replace(last, rule=rule, place=replace(last.place, warps=warps), reads={**last.reads, "g": "g"})
 
 
-def _two_level_masking(of: Asked) -> Plan:
+def _two_level_masking(of: Problem) -> Plan:
     """`masking` where scales are quantized themselves: by the scales that the codes come from."""
     if of.scheme.codes_from == "exact":
         scale_buffers(of)  # refuses short groups of scales where the record does
         return masking(replace(of, scheme=first_level(of.scheme)))
     plan = _with_second_level(of, {"y": Buffer(of.blocks.shape, of.dtype)}, {"gradient": True})
-    last = _masked(plan.passes[-1], of, rule_of(of.scheme, of.dtype, of.hardware, True))
+    last = _masked(plan.passes[-1], of, constants_of(of.scheme, of.dtype, of.hardware, True))
     return replace(plan, passes=(*plan.passes[:-1], last), results=("y",))
 
 
-def code_buffer(of: Asked, packed: bool) -> Buffer:
+def code_buffer(of: Problem, packed: bool) -> Buffer:
     """Codes, one per element or packed."""
     shape = packed_shape(of.blocks.shape, of.scheme.format) if packed else of.blocks.shape
     return Buffer(shape, "uint8" if of.scheme.format.bits <= 8 else "uint16")
 
 
-def packs(of: Asked) -> bool:
+def packs(of: Problem) -> bool:
     """Whether the kernel can read and write packed codes: of 2 to 7 bits, whole bytes per block, blocks along the last axis."""
     place, bits = of.place, of.scheme.format.bits
     if bits == 1 or bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
@@ -250,14 +250,14 @@ def packs(of: Asked) -> bool:
 
 
 def _scaled(
-    of: Asked, given: str, made: dict[str, Buffer], wanted: dict[str, Any], keep: bool = True
+    of: Problem, given: str, made: dict[str, Buffer], wanted: dict[str, Any], keep: bool = True
 ) -> Plan:
-    """A job that uses given scales, or chooses them first. keep: scales that were chosen are written."""
+    """An operation that uses given scales, or chooses them first. keep: scales that were chosen are written."""
     reads, scales = {"x": "x"}, scale_buffers(of)
     if _draws(of) and wanted:
         reads["words"] = "words"
     if given == "all":
-        do = job(source="given", outer="given", **wanted)
+        do = block_op(source="given", outer="given", **wanted)
         only = Pass(of.place, of.rule, do, {**reads, **{name: name for name in scales}}, _same(made))
         return Plan((only,), made, tuple(made))
     passes, statistics, outer = [], {}, ""
@@ -275,20 +275,20 @@ def _scaled(
         reads["statistic"] = "statistic"
     source = "statistic" if of.place.chunked else "tile"
     pairs = "codes" in wanted and paired(of, wanted["packed"])
-    do = job(source=source, outer=outer, scales=keep, reverse=bool(passes), pairs=pairs, **wanted)
+    do = block_op(source=source, outer=outer, scales=keep, reverse=bool(passes), pairs=pairs, **wanted)
     # An outer scale that comes from a statistic is written in any case.
     left = {**made, **{name: b for name, b in scales.items() if keep or name == "outer"}}
     passes.append(Pass(_place(of, outer, pairs), of.rule, do, reads, _same(left)))
     return Plan(tuple(passes), {**left, **statistics}, tuple(left))
 
 
-def paired(of: Asked, packed: bool) -> bool:
+def paired(of: Problem, packed: bool) -> bool:
     """Whether codes under scales from the tensor are made of pairs by `fours` or `sixes`, so that x is read in words."""
     plain = of.place.shape == "flat" and not of.place.masked
     return of.rule.pairs and plain and (packed or (of.rule.bits == 4 and not of.rule.ranged))
 
 
-def _place(of: Asked, outer: str, pairs: bool) -> Geometry:
+def _place(of: Problem, outer: str, pairs: bool) -> Geometry:
     """Tiles of the last pass. Where `sixes` and `fours` serve, two warps with a block in each thread run faster than one."""
     place = of.place
     if place.blocks == 1 and place.shape == "flat" and not place.chunked:
@@ -298,7 +298,7 @@ def _place(of: Asked, outer: str, pairs: bool) -> Geometry:
     return replace(place, p=64, warps=2, programs=place.blocks // 64)
 
 
-def _statistic(of: Asked, place: Geometry, outer: str, name: str, buffers: dict[str, Buffer]) -> Pass:
+def _statistic(of: Problem, place: Geometry, outer: str, name: str, buffers: dict[str, Buffer]) -> Pass:
     """Leave the statistic of every block, or of all elements for an outer scale; its buffer joins `buffers`."""
     if outer:
         buffers[name] = Buffer((1,), "int32", (0,))
@@ -306,7 +306,7 @@ def _statistic(of: Asked, place: Geometry, outer: str, name: str, buffers: dict[
         buffers[name] = Buffer((place.blocks,), "int32", (0,))
     else:
         buffers[name] = Buffer((3, place.blocks), "int32", RANGE)
-    return Pass(place, of.rule, job(statistic=True, outer=outer), {"x": "x"}, {}, {"statistic": name})
+    return Pass(place, of.rule, block_op(statistic=True, outer=outer), {"x": "x"}, {}, {"statistic": name})
 
 
 def _same(names: Mapping[str, Any]) -> dict[str, str]:
@@ -318,7 +318,7 @@ def joined(first: Plan, second: Plan, results: tuple[str, ...]) -> Plan:
     return Plan((*first.passes, *second.passes), {**first.buffers, **second.buffers}, results)
 
 
-def _with_second_level(of: Asked, made: dict[str, Buffer], wanted: dict[str, Any]) -> Plan:
+def _with_second_level(of: Problem, made: dict[str, Buffer], wanted: dict[str, Any]) -> Plan:
     """Scales and their scales, and what is made of x and the scales: with the first, or, from stored ones, at the end."""
     first = replace(of, scheme=first_level(of.scheme))
     early = of.scheme.codes_from == "exact"
@@ -327,7 +327,7 @@ def _with_second_level(of: Asked, made: dict[str, Buffer], wanted: dict[str, Any
     buffers = {("exact" if name == "scale" else name): buffer for name, buffer in start.buffers.items()}
     plan = joined(replace(start, passes=tuple(named), buffers=buffers), _second_level(of), ())
     if wanted and not early:
-        do = job(source="given", exact=True, **wanted)
+        do = block_op(source="given", exact=True, **wanted)
         reads = {"x": "x", **_same(scale_buffers(of)), **({"words": "words"} if _draws(of) else {})}
         last = Pass(of.place, of.rule, do, reads, _same(made))
         plan = joined(plan, Plan((last,), made, ()), ())
@@ -339,12 +339,12 @@ def _named(names: Mapping[str, str], argument: str, name: str) -> dict[str, str]
     return {**names, argument: name} if argument in names else dict(names)
 
 
-def _draws(of: Asked) -> bool:
+def _draws(of: Problem) -> bool:
     """Whether elements are rounded by random words."""
     return of.scheme.rounding == "stochastic"
 
 
-def _second_level(of: Asked) -> Plan:
+def _second_level(of: Problem) -> Plan:
     """The scales "exact" quantized: their mean in as many passes as its tree takes, then their groups."""
     buffers, passes = scale_buffers(of), list[Pass]()
     count = of.blocks.scale_shape[0]
@@ -354,22 +354,22 @@ def _second_level(of: Asked) -> Plan:
         place = flat_geometry(parts, min(AVERAGED, power_above(parts)))
         into = f"averages {len(passes)}"
         buffers[into] = Buffer((place.blocks,), "float32")
-        step = Pass(place, of.rule, job(level="averages"), {"x": name}, {"statistic": into})
+        step = Pass(place, of.rule, block_op(level="averages"), {"x": name}, {"statistic": into})
         passes.append(step)
         name, parts = into, place.blocks
     # Small tiles: there are few scales, and each program begins with the same mean.
     place = flat_geometry(count, of.rule.group, elements=SMALLEST_TILE)
     # Of the integers that blocks of one row do without, the third is free: how many averages there are.
     integers = (*place.integers[:2], parts, *place.integers[3:])
-    do = job(level="groups", parts=power_above(parts), share=1.0 / power_above(count))
+    do = block_op(level="groups", parts=power_above(parts), share=1.0 / power_above(count))
     reads = {"x": "exact", "statistic": name}
     passes.append(Pass(replace(place, integers=integers), of.rule, do, reads, _same(scale_buffers(of))))
     return Plan(tuple(passes), buffers, ())
 
 
-def dequantizing(of: Asked, packed: bool = False) -> Plan:
+def dequantizing(of: Problem, packed: bool = False) -> Plan:
     """Values of codes; of.dtype is that of the values."""
-    do = job(dequantize=True, output=of.dtype, packed=packed, outer="given")
+    do = block_op(dequantize=True, output=of.dtype, packed=packed, outer="given")
     reads = {"codes": "codes", **_same(scale_buffers(of))}
     y = Buffer(of.blocks.shape, of.dtype)
     return Plan((Pass(of.place, of.rule, do, reads, {"y": "y"}),), {"y": y}, ("y",))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from fast.kernels.launch.launcher import interpreted
-from fast.kernels.launch.plan import Asked, asked, code_buffer, packs, scale_buffers
-from fast.kernels.quantize.kernel import Job, job
-from fast.kernels.scheme.constants import Rule
+from fast.kernels.launch.plan import Problem, code_buffer, packs, problem_of, scale_buffers
+from fast.kernels.scheme.constants import SchemeConstants
+from fast.kernels.tile.block_op import BlockOp, block_op
 from reference import Quantized
 from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
@@ -21,23 +21,23 @@ from reference.schemes.schemes import Scheme
 class Outputs:
     """Arrays for the codes and scales of a tensor in blocks of `length` along the last axis."""
 
-    asked: Asked
+    problem: Problem
     length: int
     packed: bool
-    job: Job
+    block_op: BlockOp
     codes: torch.Tensor
     scales: dict[str, torch.Tensor]
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> SchemeConstants:
         """The constants of the scheme."""
-        return self.asked.rule
+        return self.problem.rule
 
     def quantized(self) -> Quantized:
         """The result."""
-        blocks = self.asked.blocks
+        blocks = self.problem.blocks
         return Quantized(
-            self.codes, self.scales["scale"], None, self.scales.get("zero"), blocks.shape, blocks.axis, self.asked.scheme,
+            self.codes, self.scales["scale"], None, self.scales.get("zero"), blocks.shape, blocks.axis, self.problem.scheme,
             self.packed,
         )  # fmt: skip
 
@@ -51,14 +51,14 @@ def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Out
         packed_shape(tuple(like.shape), scheme.format)  # refuses a 0-d tensor
     check_mode(scheme.rounding, None)
     blocks = Blocks.of(tuple(like.shape), scheme.scale, -1)
-    of = asked(dtype, scheme, blocks, not interpreted())
+    of = problem_of(dtype, scheme, blocks, not interpreted())
     length = _block_length(scheme, tuple(like.shape))
     if of is None or length is None or of.rule.two_level or of.rule.has_outer:
         return None
     sub_byte = packed and scheme.format.bits < 8
     if sub_byte and not packs(of):
         return None
-    do = job(codes=True, scales=True, packed=sub_byte)
+    do = block_op(codes=True, scales=True, packed=sub_byte)
     named = {**scale_buffers(of), "codes": code_buffer(of, sub_byte)}
     made = {
         name: torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=like.device)

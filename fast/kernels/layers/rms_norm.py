@@ -1,6 +1,6 @@
 """`rms_norm` and `rms_norm_quantize` for CUDA tensors; see `reference.layers.normalize` for every rounding.
 
-A program holds whole rows in registers, so that x is read once and codes, or the normalized numbers, are written once. The sum
+A program holds whole rows in registers, so that x is read once and codes, or the normalized elements, are written once. The sum
 of squares is added in the order of the rule: each step adds neighbours, first in a thread, then between threads, then between
 warps. Rows too long for registers take two passes: aligned parts of a power of two are whole branches of the tree, so the
 first leaves their sums and the second goes on from there.
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import read
 from fast.kernels.launch.cache import like
 from fast.kernels.launch.call import Call, Finishing, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
@@ -26,7 +27,6 @@ from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.geometry import LARGEST_TILE, power_above
 from fast.kernels.quantize.split_rows import takes_row_pieces
-from fast.kernels.rules.bits import read
 from fast.kernels.rules.trees import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal
 from reference import Quantized
@@ -46,13 +46,13 @@ LONG, WHOLE_PER_THREAD, GROUPS_PER_THREAD = 8192, 128, 32
 def sums_kernel(
     x, residual, sums, rows, length, per_row, column_tiles,
     DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of parts of rows: one row, SIZE columns a program."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
-    h = floats(summed(x, residual, row * length + column, inside, DTYPE, NATIVE), NATIVE)
+    h = floats(summed(x, residual, row * length + column, inside, DTYPE, HAS_PTX), HAS_PTX)
     total = tl.sum(tree_sum(tl.reshape(h * h, (1, SIZE))))
     tl.store(sums + tl.program_id(0), total)
 
@@ -60,15 +60,15 @@ def sums_kernel(
 @triton.jit
 def norm_kernel(
     x, residual, weight, sums, new_residual, y, codes, scale, zero, eps, rows, length, per_row, column_tiles,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, NATIVE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a tile, and quantize it where there is a RULE. SUMS: sums of parts of a row, filled to a power of two."""
+    """Normalize a tile, and quantize it where there is a SCHEME. SUMS: sums of parts of a row, filled to a power of two."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
     at = row * length + column
-    h = summed(x, residual, at, inside, DTYPE, NATIVE)
+    h = summed(x, residual, at, inside, DTYPE, HAS_PTX)
     if new_residual is not None:
         tl.store(new_residual + at, h, mask=inside)
     if SUMS > 0:
@@ -76,10 +76,10 @@ def norm_kernel(
         first = tl.program_id(0) // column_tiles * column_tiles
         total = tree_sum(tl.load(sums + first + parts, mask=parts < column_tiles, other=0.0))
     else:
-        wide = floats(h, NATIVE)
+        wide = floats(h, HAS_PTX)
         total = tree_sum(tl.reshape(wide * wide, (ROWS, SIZE)))
     if ROWS == 1:
-        # As a number it is in every thread.
+        # As a scalar it is in every thread.
         total = tl.sum(total)
     mean = tl.div_rn(total, tl.zeros_like(total) + length)
     r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
@@ -88,11 +88,11 @@ def norm_kernel(
     # The weight comes from the L2, and later, so that it takes no registers before.
     w = read(weight + column, inside)
     r = tl.broadcast_to(r, h.shape)
-    if RULE is None:
-        tl.store(y + at, normal(h, r, w, DTYPE, False, NATIVE), mask=inside)
+    if SCHEME is None:
+        tl.store(y + at, normal(h, r, w, DTYPE, False, HAS_PTX), mask=inside)
     else:
-        v = normal(h, r, w, DTYPE, True, NATIVE)
-        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        v = normal(h, r, w, DTYPE, True, HAS_PTX)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME, OP)
 
 
 def rms_norm(
@@ -138,7 +138,7 @@ def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD
 
 def _per_thread(length: int, made: Outputs, name: str) -> int:
     """Elements of a thread; float32 and zero points leave no registers for many."""
-    if length <= LONG or length % 16 or name == "float32" or made.asked.scheme.zero is not None:
+    if length <= LONG or length % 16 or name == "float32" or made.problem.scheme.zero is not None:
         return PER_THREAD
     return WHOLE_PER_THREAD if made.length == length else GROUPS_PER_THREAD
 
@@ -159,7 +159,7 @@ class _NormCall:
 
     def launch(self, place: Tiles, made: Outputs | None = None) -> None:
         """Normalize all rows into y, or into codes and scales; with the sums of parts of rows, if they are there."""
-        rule, do = (None, None) if made is None else (made.rule, made.job)
+        rule, do = (None, None) if made is None else (made.rule, made.block_op)
         length, summed_up = self.shape[-1], "sums" in self.recording.tensors
         apart, threads = (None, 0) if summed_up else self.pieces(made)
         if apart is not None:

@@ -3,7 +3,7 @@
 Nothing is masked and nothing is read beyond the row. The pieces are branches of the tree in which squares are added (of the
 row filled with zeros to a power of two), as they are aligned to their own length; a sum with the zeros beyond the last one is
 the sum. Where scales belong to blocks that divide the smallest piece, one piece after the other is normalized and quantized;
-a row under one scale is normalized whole before (see `row_pieces`).
+a row under one scale is normalized whole before (see `quantize.split_rows`).
 """
 
 from __future__ import annotations
@@ -26,89 +26,91 @@ PER_THREAD = 32
 @triton.jit
 def norm_pieces_kernel(
     x, residual, weight, new_residual, y, codes, scale, zero, eps, length, per_row,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A row: A numbers, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
+    """A row: A elements, B and, unless it is 0, C; blocks of GROUP, or as many as divide the smallest piece.
 
     THREADS: those of a program where the row has one scale, or 0.
     """
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     start = row * length
     # A row under one scale is a row of each piece.
-    a = _piece(x, residual, new_residual, start, A, A if THREADS > 0 else GROUP, DTYPE, NATIVE)
-    b = _piece(x, residual, new_residual, start + A, B, B if THREADS > 0 else GROUP, DTYPE, NATIVE)
-    rest = _squares(b, NATIVE)
+    a = _piece(x, residual, new_residual, start, A, A if THREADS > 0 else GROUP, DTYPE, HAS_PTX)
+    b = _piece(x, residual, new_residual, start + A, B, B if THREADS > 0 else GROUP, DTYPE, HAS_PTX)
+    rest = _squares(b, HAS_PTX)
     if C > 0:
-        c = _piece(x, residual, new_residual, start + (A + B), C, C if THREADS > 0 else GROUP, DTYPE, NATIVE)
-        rest += _squares(c, NATIVE)
-    total = _squares(a, NATIVE) + rest
+        c = _piece(x, residual, new_residual, start + (A + B), C, C if THREADS > 0 else GROUP, DTYPE, HAS_PTX)
+        rest += _squares(c, HAS_PTX)
+    total = _squares(a, HAS_PTX) + rest
     mean = tl.div_rn(total, tl.zeros_like(total) + length)
     r = tl.div_rn(tl.zeros_like(total) + 1.0, tl.sqrt_rn(mean + eps))
     if THREADS > 0:
-        v, w = _normal_row(a, r, weight, 0, DTYPE, NATIVE), _normal_row(b, r, weight, A, DTYPE, NATIVE)
+        v, w = _normal_row(a, r, weight, 0, DTYPE, HAS_PTX), _normal_row(b, r, weight, A, DTYPE, HAS_PTX)
         u = w
         if C > 0:
-            u = _normal_row(c, r, weight, A + B, DTYPE, NATIVE)
-        quantize_row(v, w, u, codes, scale, start, row, RULE, JOB, C, THREADS)
+            u = _normal_row(c, r, weight, A + B, DTYPE, HAS_PTX)
+        quantize_row(v, w, u, codes, scale, start, row, SCHEME, OP, C, THREADS)
     else:
         first = row * per_row
-        _finish(a, r, weight, y, codes, scale, zero, start, 0, first, RULE, JOB, DTYPE, GROUP, NATIVE)
-        _finish(b, r, weight, y, codes, scale, zero, start, A, first, RULE, JOB, DTYPE, GROUP, NATIVE)
+        _finish(a, r, weight, y, codes, scale, zero, start, 0, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX)
+        _finish(b, r, weight, y, codes, scale, zero, start, A, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX)
         if C > 0:
-            _finish(c, r, weight, y, codes, scale, zero, start, A + B, first, RULE, JOB, DTYPE, GROUP, NATIVE)
+            _finish(
+                c, r, weight, y, codes, scale, zero, start, A + B, first, SCHEME, OP, DTYPE, GROUP, HAS_PTX
+            )
 
 
 @triton.jit
 def _columns(SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Numbers of a piece as (blocks, GROUP)."""
+    """Elements of a piece as (blocks, GROUP)."""
     return tl.arange(0, SIZE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
 def _piece(
-    x, residual, new_residual, start, SIZE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr
+    x, residual, new_residual, start, SIZE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr
 ):  # fmt: skip
-    """SIZE numbers from `start` on, with the residual, which is written."""
+    """SIZE elements from `start` on, with the residual, which is written."""
     at = start + _columns(SIZE, GROUP)
-    h = summed(x, residual, at, None, DTYPE, NATIVE)
+    h = summed(x, residual, at, None, DTYPE, HAS_PTX)
     if new_residual is not None:
         tl.store(new_residual + at, h)
     return h
 
 
 @triton.jit
-def _squares(h, NATIVE: tl.constexpr):
-    """The sum of squares of a piece, a number."""
-    wide = floats(h, NATIVE)
+def _squares(h, HAS_PTX: tl.constexpr):
+    """The sum of squares of a piece, a scalar."""
+    wide = floats(h, HAS_PTX)
     return tl.sum(tree_sum(tl.reshape(wide * wide, (1, h.shape[0] * h.shape[1]))))
 
 
 @triton.jit
-def _normal_row(h, r, weight, offset, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def _normal_row(h, r, weight, offset, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """A piece of shape (1, length) that begins at `offset`, normalized, as float32."""
     w = tl.load(weight + offset + tl.arange(0, h.shape[1])[None, :])
-    return normal(h, tl.zeros_like(floats(h, NATIVE)) + r, w, DTYPE, True, NATIVE)
+    return normal(h, tl.zeros_like(floats(h, HAS_PTX)) + r, w, DTYPE, True, HAS_PTX)
 
 
 @triton.jit
 def _finish(
-    h, r, weight, y, codes, scale, zero, start, offset, first, RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr,
-    GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    h, r, weight, y, codes, scale, zero, start, offset, first, SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a piece that begins at `offset`, and quantize it where there is a RULE; first: the row's first block."""
+    """Normalize a piece that begins at `offset`, and quantize it where there is a SCHEME; first: the row's first block."""
     COUNT: tl.constexpr = h.shape[0]
     column = offset + _columns(COUNT * GROUP, GROUP)
     # The weight comes from the L2, and late, so that it takes no registers before.
     w = tl.load(weight + column)
-    by = tl.zeros_like(floats(h, NATIVE)) + r
-    if RULE is None:
-        tl.store(y + start + column, normal(h, by, w, DTYPE, False, NATIVE))
+    by = tl.zeros_like(floats(h, HAS_PTX)) + r
+    if SCHEME is None:
+        tl.store(y + start + column, normal(h, by, w, DTYPE, False, HAS_PTX))
     else:
-        v = normal(h, by, w, DTYPE, True, NATIVE)
+        v = normal(h, by, w, DTYPE, True, HAS_PTX)
         block = first + offset // GROUP + tl.arange(0, COUNT)[:, None]
         inside, exists = tl.full(h.shape, 1, tl.int1), tl.full((COUNT, 1), 1, tl.int1)
-        quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, RULE, JOB)
+        quantize_rows(v, codes, scale, zero, start + column, inside, block, exists, SCHEME, OP)
 
 
 @dataclass(frozen=True)

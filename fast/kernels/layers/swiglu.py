@@ -1,6 +1,6 @@
 """`swiglu` and `swiglu_quantize` for CUDA tensors.
 
-silu has to be the correctly rounded 16-bit number for every input (`reference.swiglu` has the table). It is computed in
+silu has to be the correctly rounded 16-bit float for every input (`reference.swiglu` has the table). It is computed in
 float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
 (`tests/fast/kernels/test_swiglu.py`) and on one (`tests/gpu/kernels/producers.py`). With v the gate between two bounds:
 
@@ -13,7 +13,7 @@ bfloat16 needs degree 4. The minimax polynomial misses one input by one place, s
 until all inputs were right. They stay right where the reciprocals are wrong by up to two units in the last place, but for
 one: silu(5.9375) needs a reciprocal that is not too large. float16 needs degree 6, and log2(e) in two parts.
 
-The rest, and the product with up, is done on pairs of 16-bit numbers: see `halves.gated`.
+The rest, and the product with up, is done on pairs of 16-bit floats: see `bf16x2.gated`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import bits_of, float_of, read
 from fast.kernels.launch.cache import like
 from fast.kernels.launch.call import Call, Finishing, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
@@ -33,13 +34,12 @@ from fast.kernels.layers.split_rows import pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, power_above
 from fast.kernels.quantize.split_rows import quantize_row, takes_row_pieces
-from fast.kernels.rules.bits import bits_of, float_of, read
 from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit numbers.
+# Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit floats.
 ELEMENTS = 4096
 PER_THREAD = 32
 
@@ -68,9 +68,9 @@ def power_of_fraction(f, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def inverse(d, NATIVE: tl.constexpr):
+def approximate_reciprocal(d, HAS_PTX: tl.constexpr):
     """1 / d, to a unit in the last place."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -79,8 +79,8 @@ def inverse(d, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit numbers."""
+def silu(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """v / (1 + exp(-v)) between the bounds, on the right side of every tie of 16-bit floats."""
     z = tl.fma(v, -LOG2E, TO_INTEGER)
     k = z - TO_INTEGER
     f = tl.fma(v, -LOG2E, -k)
@@ -88,7 +88,7 @@ def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
         f = tl.fma(v, -LOG2E_REST, f)
     power = float_of((bits_of(z) << 23) + SCALED_ONE)
     d = tl.fma(power, power_of_fraction(f, DTYPE), SCALE)
-    r = inverse(d, NATIVE)
+    r = approximate_reciprocal(d, HAS_PTX)
     q = v * r
     if REFINED or DTYPE == "float16":
         q = tl.fma(tl.fma(-q, d, v), r, q)
@@ -100,46 +100,46 @@ def silu(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def swiglu_kernel(
     gate, up, y, codes, scale, zero, rows, length, per_row, column_tiles, gate_stride, up_stride,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a tile, quantized where there is a RULE."""
+    """silu(gate) * up of a tile, quantized where there is a SCHEME."""
     row, column, inside, block, exists = tile_of(
         rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
     )
     g = read(gate + (row * gate_stride + column), inside)
     u = read(up + (row * up_stride + column), inside)
-    s = silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE)
+    s = silu(clamped_gate(g, DTYPE, HAS_PTX), DTYPE, HAS_PTX)
     at = row * length + column
-    if RULE is None:
-        tl.store(y + at, gated(s, g, u, DTYPE, False, NATIVE), mask=inside)
+    if SCHEME is None:
+        tl.store(y + at, gated(s, g, u, DTYPE, False, HAS_PTX), mask=inside)
     else:
-        v = gated(s, g, u, DTYPE, True, NATIVE)
-        quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE, JOB)
+        v = gated(s, g, u, DTYPE, True, HAS_PTX)
+        quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME, OP)
 
 
 @triton.jit
 def swiglu_pieces_kernel(
     gate, up, codes, scale, length, gate_stride, up_stride,
-    RULE: tl.constexpr, JOB: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, THREADS: tl.constexpr, NATIVE: tl.constexpr,
+    SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a row of A, B and C numbers, quantized under one scale; see `row_pieces`."""
+    """silu(gate) * up of a row of A, B and C elements, quantized under one scale; see `quantize.split_rows`."""
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     gates, ups = gate + row * gate_stride, up + row * up_stride
-    a = _gated_piece(gates, ups, A, DTYPE, NATIVE)
-    b = _gated_piece(gates + A, ups + A, B, DTYPE, NATIVE)
+    a = _gated_piece(gates, ups, A, DTYPE, HAS_PTX)
+    b = _gated_piece(gates + A, ups + A, B, DTYPE, HAS_PTX)
     c = b
     if C > 0:
-        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, NATIVE)
-    quantize_row(a, b, c, codes, scale, row * length, row, RULE, JOB, C, THREADS)
+        c = _gated_piece(gates + (A + B), ups + (A + B), C, DTYPE, HAS_PTX)
+    quantize_row(a, b, c, codes, scale, row * length, row, SCHEME, OP, C, THREADS)
 
 
 @triton.jit
-def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     i = tl.arange(0, SIZE)[None, :]
     g, u = tl.load(gate + i), tl.load(up + i)
-    return gated(silu(clamped_gate(g, DTYPE, NATIVE), DTYPE, NATIVE), g, u, DTYPE, True, NATIVE)
+    return gated(silu(clamped_gate(g, DTYPE, HAS_PTX), DTYPE, HAS_PTX), g, u, DTYPE, True, HAS_PTX)
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
@@ -203,7 +203,7 @@ def _by_tiles(
     """A launch over tiles of whole blocks."""
     strides = _strides(gate, up)
     place = _place(*gate.shape, block, max(strides))
-    rule, do = (None, None) if into is None else (into.rule, into.job)
+    rule, do = (None, None) if into is None else (into.rule, into.block_op)
     constants = (rule, do, HALVES[gate.dtype], *place.constants.values(), not interpreted())
     return CompiledLaunch(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
 
@@ -218,7 +218,7 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Co
     strides = _strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
     shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
-    constants = (into.rule, into.job, HALVES[gate.dtype], *shape, not interpreted())
+    constants = (into.rule, into.block_op, HALVES[gate.dtype], *shape, not interpreted())
     return CompiledLaunch(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
-from fast.kernels.quantize.kernel import quantize_tile
+from fast.kernels.tile.quantize import quantize_tile
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def tile_of(
     rows, length, per_row, column_tiles, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(row, column, which elements exist, block number, which blocks exist); rows and blocks are (P, 1)."""
+    """(row, column, which elements exist, block index, which blocks exist); rows and blocks are (P, 1)."""
     PER: tl.constexpr = SIZE // GROUP
     program = tl.program_id(0)
     first, start = program // column_tiles * ROWS, program % column_tiles * SIZE
@@ -41,8 +41,8 @@ def tile_of(
 
 
 @triton.jit
-def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.constexpr, JOB: tl.constexpr):
-    """Codes and scales of a tile of float32 numbers that have the precision of the rule's dtype."""
+def quantize_rows(v, codes, scale, zero, at, inside, block, exists, SCHEME: tl.constexpr, OP: tl.constexpr):
+    """Codes and scales of a tile of float32 values that have the precision of the rule's dtype."""
     quantize_tile(
         v,
         None,
@@ -60,8 +60,8 @@ def quantize_rows(v, codes, scale, zero, at, inside, block, exists, RULE: tl.con
         exists,
         True,
         0,
-        RULE,
-        JOB,
+        SCHEME,
+        OP,
     )
 
 
@@ -121,7 +121,7 @@ def tiles(
 
     block: elements of a quantizer's block, None for none. stride: the largest distance of rows.
     """
-    # Instructions that take numbers in pairs want two in each lane.
+    # Instructions that take elements in pairs want two in each lane.
     tile_rows = max(1, WARP_PAIRS // size, min(elements // size, power_above(rows)))
     group, per_row = (size, 1) if block is None or block == length else (block, length // block)
     masked = rows % tile_rows != 0 or length % size != 0

@@ -13,38 +13,38 @@ copy rate about 7 (4 bits) fit.
 import triton
 import triton.language as tl
 
-from fast.kernels.linear.weight_values import block_scales, block_zeros, row_numbers
-from fast.kernels.rules.bits import narrow
+from fast.kernels.bits import narrow
+from fast.kernels.linear.weight_values import block_scales, block_zeros, row_elements
 
 
 @triton.jit
 def vector_kernel(
     x, codes, scale, outer, zero, bias, y, rows, per_row,
     LENGTH: tl.constexpr,
-    RULE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr,
+    SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a
-    row, -1 for one in all; HIGH: rows of a block; SUB: neighbours that are added before they are scaled."""
+    """ROWS elements of y. LENGTH: K; per_row: blocks in a row of them; BLOCK: elements of a block along K, 0 for one scale a
+    row, -1 for one in all; BLOCK_ROWS: rows of a block; SUB: neighbours that are added before they are scaled."""
     first = tl.program_id(0) * ROWS
     row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)[:, None]
     row = row.to(tl.int64) if WIDE else row
     total = tl.zeros((ROWS, SIZE // SUB), tl.float32)
     for k in range(0, LENGTH, SIZE):
-        c = row_numbers(codes, row, k, LENGTH, RULE, PACKED, SIZE)
+        c = row_elements(codes, row, k, LENGTH, SCHEME, PACKED, SIZE)
         v = tl.load(x + k + tl.arange(0, SIZE)).to(tl.float32)
         t = tl.sum(tl.reshape(c * v[None, :], (ROWS, SIZE // SUB, SUB)), axis=2)
         if BLOCK > 0:
             part = (k + SUB * tl.arange(0, SIZE // SUB)) // BLOCK
-            block = row // HIGH * per_row + part[None, :]
-            s = block_scales(scale, outer, zero, block, RULE)
-            if RULE.zero != "":
-                z = block_zeros(zero, block, RULE)
+            block = row // BLOCK_ROWS * per_row + part[None, :]
+            s = block_scales(scale, outer, zero, block, SCHEME)
+            if SCHEME.zero != "":
+                z = block_zeros(zero, block, SCHEME)
                 sums = tl.sum(tl.reshape(v, (SIZE // SUB, SUB)), axis=1)[None, :]
-            if RULE.zero == "code":
+            if SCHEME.zero == "code":
                 t = t - z * sums
             total += t * s
-            if RULE.zero == "value":
+            if SCHEME.zero == "value":
                 total += z * sums
         else:
             total += t
@@ -53,7 +53,7 @@ def vector_kernel(
     inside = at < rows
     if BLOCK <= 0:
         block = tl.minimum(at, rows - 1) if BLOCK == 0 else at * 0
-        made = made * block_scales(scale, outer, zero, block, RULE)
+        made = made * block_scales(scale, outer, zero, block, SCHEME)
     if bias is not None:
         made += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, narrow(made, DTYPE, False), mask=inside)

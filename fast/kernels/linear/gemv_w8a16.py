@@ -1,29 +1,37 @@
-"""y = W x + bias for a stored weight W (N, K) of 8-bit elements and one vector x, in Gluon.
+"""y = W x + bias for a weight W (N, K) of 8-bit elements and one vector x, in Gluon.
 
-Bound by the memory, if enough of it is asked for at once: a lane takes 16 neighbouring codes of each of its rows, the inputs of
-the same places once for all rows, and multiplies and adds in float32 (see `vector_product` for the formula). Codes are decoded
-a word at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
-Layouts are explicit: no number changes its lane before the sums of a row do.
+Bound by reading the weight, if enough loads are in flight: a lane loads 16 neighbouring codes of each of its rows, and the
+inputs of the same offsets once for all rows; it multiplies and adds in float32 (`gemv_any` has the formula). Four codes are
+decoded at a time: integers by a pattern that adds the byte to 2**23, floats by the conversion to float16, which is exact.
+
+Tile (WARPS_K, ROWS, 32 lanes, 4 words), a step of 512 WARPS_K along K:
+
+    k          0 ..... 15 | 16 .... 31 | ... | 496 .. 511 | 512 ... | ...
+    warp           0            0        ...       0           1
+    lane           0            1        ...      31           0
+    registers  4 words of a row times ROWS rows; 16 inputs
+
+Layouts are explicit: no element changes its lane before the sums of a row do.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from fast.kernels.linear.gluon import (
-    after_others,
     as_scale,
-    either,
+    axis_range,
+    broadcast_to_tile,
     narrowed,
-    numbered,
     row_of,
-    spread,
+    select_pointers,
+    wait_for_previous,
     word_of,
     words_of_rows,
 )
 from fast.kernels.linear.gluon_swiglu import gated_sums
 
 
-def _integers() -> gl.constexpr:
+def _int8_dot_asm() -> gl.constexpr:
     """Assembly: $0 = $1 + the word $2 of four two's complement bytes times $3 to $6."""
     text = "{ .reg .b32 w, t; .reg .f32 f; xor.b32 w, $2, 0x80808080; mov.f32 $0, $1; "
     for i in range(4):
@@ -32,7 +40,7 @@ def _integers() -> gl.constexpr:
     return gl.constexpr(text + "}")
 
 
-def _floats(kind: str) -> gl.constexpr:
+def _float8_dot_asm(kind: str) -> gl.constexpr:
     """Assembly: the same for four codes of e4m3 or e5m2."""
     text = "{ .reg .b16 a<2>, h<4>; .reg .b32 p<2>; .reg .f32 f; mov.b32 {a0, a1}, $2; mov.f32 $0, $1; "
     for half in range(2):
@@ -42,7 +50,7 @@ def _floats(kind: str) -> gl.constexpr:
     return gl.constexpr(text + "}")
 
 
-TEXT_INT, TEXT_E4M3, TEXT_E5M2 = _integers(), _floats("e4m3"), _floats("e5m2")
+TEXT_INT, TEXT_E4M3, TEXT_E5M2 = _int8_dot_asm(), _float8_dot_asm("e4m3"), _float8_dot_asm("e5m2")
 
 
 @gluon.jit
@@ -58,46 +66,51 @@ def _inputs(pointers):
 @gluon.jit
 def byte_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y; see `_sums`."""
-    _rows(
-        gl.program_id(0), x, codes, scale, zero, bias, y, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS,
-        ALONG, WIDE, DTYPE, LATE,
+    """ROWS elements of y; see `_dot_products`."""
+    _store_rows(
+        gl.program_id(0), x, codes, scale, zero, bias, y, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
+        WARPS_K, WIDE, DTYPE, USE_PDL,
     )  # fmt: skip
 
 
 @gluon.jit
 def byte_pair_kernel(
     x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """The same for two weights of `rows` rows, one after the other."""
     program, tiles = gl.program_id(0), (rows + (ROWS - 1)) // ROWS
     if program < tiles:
-        _rows(
-            program, x, codes, scale, zero, None, y, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS, ALONG,
-            WIDE, DTYPE, LATE,
+        _store_rows(
+            program, x, codes, scale, zero, None, y, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
+            WARPS_K,
+            WIDE, DTYPE, USE_PDL,
         )  # fmt: skip
     else:
-        _rows(
-            program - tiles, x, codes2, scale2, zero2, None, y2, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR,
-            ROWS, ALONG, WIDE, DTYPE, LATE,
+        _store_rows(
+            program - tiles, x, codes2, scale2, zero2, None, y2, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE,
+            FACTOR,
+            ROWS, WARPS_K, WIDE, DTYPE, USE_PDL,
         )  # fmt: skip
 
 
 @gluon.jit
 def byte_swiglu_kernel(
     x, codes, scale, zero, codes2, scale2, zero2, y, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 numbers of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
-    made = _sums(
-        gl.program_id(0) * (ROWS // 2), x, codes, scale, zero, codes2, scale2, zero2, rows, per_row, LENGTH, BLOCK, HIGH,
-        KIND, STORAGE, FACTOR, ROWS, ALONG, WIDE, LATE,
+    """ROWS / 2 elements of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
+    made = _dot_products(
+        gl.program_id(0) * (ROWS // 2), x, codes, scale, zero, codes2, scale2, zero2, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS,
+        KIND, STORAGE, FACTOR, ROWS, WARPS_K, WIDE, USE_PDL,
     )  # fmt: skip
     gate, up = gl.split(gl.reshape(made, [ROWS // 2, 2]))
     n = gl.program_id(0) * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gate.type.layout)
@@ -105,16 +118,17 @@ def byte_swiglu_kernel(
 
 
 @gluon.jit
-def _rows(
+def _store_rows(
     program, x, codes, scale, zero, bias, y, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y, those of a program."""
+    """ROWS elements of y, those of a program."""
     first = program * ROWS
-    made = _sums(
-        first, x, codes, scale, zero, None, None, None, rows, per_row, LENGTH, BLOCK, HIGH, KIND, STORAGE, FACTOR, ROWS,
-        ALONG, WIDE, LATE,
+    made = _dot_products(
+        first, x, codes, scale, zero, None, None, None, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
+        WARPS_K, WIDE, USE_PDL,
     )  # fmt: skip
     n = first + gl.arange(0, ROWS, layout=made.type.layout)
     inside = n < rows
@@ -124,37 +138,38 @@ def _rows(
 
 
 @gluon.jit
-def _sums(
+def _dot_products(
     first, x, codes, scale, zero, codes2, scale2, zero2, rows, per_row,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, HIGH: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
-    FACTOR: gl.constexpr, ROWS: gl.constexpr, ALONG: gl.constexpr, WIDE: gl.constexpr, LATE: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
+    FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """ROWS products in float32, of rows `first` and following; with a second weight of half as many rows, each of both weights
     in turn. rows: N; per_row: blocks in a row of them; LENGTH: K; BLOCK: elements of a block along K, 0 for one scale a
-    row, -1 for one in all; HIGH: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
-    ALONG: warps along K; LATE: launched before the kernel in front of it has ended."""
-    SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [ALONG, 1, 1], [2, 1, 0])
-    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
+    row, -1 for one in all; BLOCK_ROWS: rows of a block; KIND: "int", "e4m3" or "e5m2"; STORAGE: of scales; FACTOR: of codes;
+    WARPS_K: warps along K; USE_PDL: launched before the kernel in front of it has ended."""
+    SHAPE: gl.constexpr = [WARPS_K, ROWS, 32, 4]
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [WARPS_K, 1, 1], [2, 1, 0])
+    INPUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 16], [1, 1, 32, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
     TEXT: gl.constexpr = TEXT_INT if KIND == "int" else TEXT_E4M3 if KIND == "e4m3" else TEXT_E5M2
-    STEP: gl.constexpr = 512 * ALONG
-    # Rows of the weight, and the weight, by the number of a product.
+    STEP: gl.constexpr = 512 * WARPS_K
+    # Rows of the weight, and the weight, by the index of a product.
     EACH: gl.constexpr = 1 if codes2 is None else 2
-    i, word = numbered(ROWS, 1, 4, TILE), word_of(ALONG, TILE)
+    i, word = axis_range(ROWS, 1, 4, TILE), word_of(WARPS_K, TILE)
     row = row_of(first + i // EACH, rows, WIDE)
     words = words_of_rows(codes, row, word, LENGTH)
     if codes2 is not None:
-        words = either(words, words_of_rows(codes2, row, word, LENGTH), i % 2)
+        words = select_pointers(words, words_of_rows(codes2, row, word, LENGTH), i % 2)
     inputs = x + (
-        (numbered(ALONG, 0, 4, INPUT) * 32 + numbered(32, 2, 4, INPUT)) * 16 + numbered(16, 3, 4, INPUT)
+        (axis_range(WARPS_K, 0, 4, INPUT) * 32 + axis_range(32, 2, 4, INPUT)) * 16
+        + axis_range(16, 3, 4, INPUT)
     )
-    start = (numbered(ALONG, 0, 3, LANES) * 32 + numbered(32, 2, 3, LANES)) * 16
-    j = numbered(ROWS, 1, 3, LANES)
-    blocks = row_of(first + j // EACH, rows, WIDE) // HIGH * per_row
-    after_others(LATE)
+    start = (axis_range(WARPS_K, 0, 3, LANES) * 32 + axis_range(32, 2, 3, LANES)) * 16
+    j = axis_range(ROWS, 1, 3, LANES)
+    blocks = row_of(first + j // EACH, rows, WIDE) // BLOCK_ROWS * per_row
+    wait_for_previous(USE_PDL)
     total = gl.zeros(SHAPE, gl.float32, TILE)
-    scaled = gl.zeros([ALONG, ROWS, 32], gl.float32, LANES)
+    scaled = gl.zeros([WARPS_K, ROWS, 32], gl.float32, LANES)
     for turn in range(0, LENGTH, STEP):
         w = gl.load(words + turn // 4, eviction_policy="evict_first")
         v0, v1, v2, v3 = _inputs(inputs + turn)
@@ -162,8 +177,9 @@ def _sums(
         added = gl.inline_asm_elementwise(
             TEXT, "=&f,f,r,f,f,f,f",
             [
-                added, w, spread(v0, SHAPE, TILE, TILE), spread(v1, SHAPE, TILE, TILE), spread(v2, SHAPE, TILE, TILE),
-                spread(v3, SHAPE, TILE, TILE),
+                added, w, broadcast_to_tile(v0, SHAPE, TILE, TILE), broadcast_to_tile(v1, SHAPE, TILE, TILE),
+                broadcast_to_tile(v2, SHAPE, TILE, TILE),
+                broadcast_to_tile(v3, SHAPE, TILE, TILE),
             ],
             dtype=gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
@@ -171,7 +187,9 @@ def _sums(
             at = blocks + (start + turn) // BLOCK
             sums = gl.convert_layout(gl.sum(added, axis=3), LANES, assert_trivial=True)
             if zero is not None:
-                whole = spread(gl.sum(v0 + v1 + v2 + v3, axis=3), [ALONG, ROWS, 32], LANES, LANES)
+                whole = broadcast_to_tile(
+                    gl.sum(v0 + v1 + v2 + v3, axis=3), [WARPS_K, ROWS, 32], LANES, LANES
+                )
                 sums = sums - gl.load(_of(zero, zero2, at, j)).to(gl.float32) * whole
             scaled += sums * as_scale(gl.load(_of(scale, scale2, at, j)), STORAGE)
         else:
@@ -189,5 +207,5 @@ def _sums(
 
 @gluon.jit
 def _of(one, other, at, i):
-    """Pointers to numbers of the weight that product i is of."""
-    return either(one + at, None if other is None else other + at, i % 2)
+    """Pointers to values of the weight that product i is of."""
+    return select_pointers(one + at, None if other is None else other + at, i % 2)

@@ -1,6 +1,6 @@
 """y = W x + bias for a stored weight W (N, K) and one vector x that are both codes of 8 bits, in Gluon.
 
-As `byte_product`, whose layout this is: a lane takes 16 neighbouring codes of each of its rows, and of the inputs the codes of
+As `gemv_w8a16`, whose layout this is: a lane takes 16 neighbouring codes of each of its rows, and of the inputs the codes of
 the same places once for all rows. Each operand has one scale in all, or the weight one for each row, so nothing is scaled
 before the last sum:
 
@@ -17,7 +17,15 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from fast.kernels.linear.gemv_w8a16 import TEXT_E4M3, TEXT_E5M2
-from fast.kernels.linear.gluon import after_others, narrowed, numbered, row_of, spread, word_of, words_of_rows
+from fast.kernels.linear.gluon import (
+    axis_range,
+    broadcast_to_tile,
+    narrowed,
+    row_of,
+    wait_for_previous,
+    word_of,
+    words_of_rows,
+)
 
 
 def _decoded(kind: str) -> gl.constexpr:
@@ -38,7 +46,12 @@ def _added(total, w, c, INPUT: gl.constexpr, KIND: gl.constexpr, SHAPE: gl.const
     """total plus the products of words of the weight and of the inputs."""
     if KIND == "int":
         return gl.inline_asm_elementwise(
-            DOT, "=r,r,r,r", [total, w, spread(c, SHAPE, TILE, TILE)], dtype=gl.int32, is_pure=True, pack=1
+            DOT,
+            "=r,r,r,r",
+            [total, w, broadcast_to_tile(c, SHAPE, TILE, TILE)],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         DECODE: gl.constexpr = DECODE_E4M3 if INPUT == "e4m3" else DECODE_E5M2
@@ -50,8 +63,9 @@ def _added(total, w, c, INPUT: gl.constexpr, KIND: gl.constexpr, SHAPE: gl.const
         return gl.inline_asm_elementwise(
             TEXT, "=&f,f,r,f,f,f,f",
             [
-                total, w, spread(v0, SHAPE, TILE, TILE), spread(v1, SHAPE, TILE, TILE), spread(v2, SHAPE, TILE, TILE),
-                spread(v3, SHAPE, TILE, TILE),
+                total, w, broadcast_to_tile(v0, SHAPE, TILE, TILE), broadcast_to_tile(v1, SHAPE, TILE, TILE),
+                broadcast_to_tile(v2, SHAPE, TILE, TILE),
+                broadcast_to_tile(v3, SHAPE, TILE, TILE),
             ],
             dtype=gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
@@ -61,19 +75,19 @@ def _added(total, w, c, INPUT: gl.constexpr, KIND: gl.constexpr, SHAPE: gl.const
 def code_kernel(
     x, x_scale, x_zero, codes, scale, bias, y, rows,
     LENGTH: gl.constexpr, EACH: gl.constexpr, INPUT: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
-    ALONG: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, LATE: gl.constexpr,
+    WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of y. rows: N; LENGTH: K, a multiple of 16; EACH: whether each row of the weight has a scale; INPUT, KIND:
-    codes of the inputs and the weight, "int" both or "e4m3" or "e5m2"; ALONG: warps along K; LATE: launched before the kernel
-    in front of it has ended."""
-    SHAPE: gl.constexpr = [ALONG, ROWS, 32, 4]
-    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [ALONG, 1, 1, 1], [3, 2, 1, 0])
-    STEP: gl.constexpr = 128 * ALONG
+    """ROWS elements of y. rows: N; LENGTH: K, a multiple of 16; EACH: whether each row of the weight has a scale; INPUT, KIND:
+    codes of the inputs and the weight, "int" both or "e4m3" or "e5m2"; WARPS_K: warps along K; USE_PDL: programmatic
+    dependent launch, see `wait_for_previous`."""
+    SHAPE: gl.constexpr = [WARPS_K, ROWS, 32, 4]
+    TILE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
+    STEP: gl.constexpr = 128 * WARPS_K
     first = gl.program_id(0) * ROWS
-    word = word_of(ALONG, TILE)
-    words = words_of_rows(codes, row_of(first + numbered(ROWS, 1, 4, TILE), rows, WIDE), word, LENGTH)
+    word = word_of(WARPS_K, TILE)
+    words = words_of_rows(codes, row_of(first + axis_range(ROWS, 1, 4, TILE), rows, WIDE), word, LENGTH)
     inputs = x.to(gl.pointer_type(gl.int32), bitcast=True) + word
-    after_others(LATE)
+    wait_for_previous(USE_PDL)
     total = gl.zeros(SHAPE, gl.int32 if KIND == "int" else gl.float32, TILE)
     whole = gl.zeros(SHAPE, gl.int32, TILE)
     for turn in range(0, LENGTH // 4, STEP):
@@ -83,7 +97,10 @@ def code_kernel(
         else:
             inside = word + turn < LENGTH // 4
             w = gl.load(
-                words + turn, mask=spread(inside, SHAPE, TILE, TILE), other=0, eviction_policy="evict_first"
+                words + turn,
+                mask=broadcast_to_tile(inside, SHAPE, TILE, TILE),
+                other=0,
+                eviction_policy="evict_first",
             )
             c = gl.load(inputs + turn, mask=inside, other=0)
         total = _added(total, w, c, INPUT, KIND, SHAPE, TILE)

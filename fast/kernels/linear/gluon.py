@@ -1,11 +1,11 @@
-"""What kernels in Gluon share: numbers along the axes of a tile, the same for many, rows, and the output's dtype."""
+"""What kernels in Gluon share: elements along the axes of a tile, the same for many, rows, and the output's dtype."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 
 @gluon.constexpr_function
-def _alone(axis, rank, layout):
+def _axis_layout(axis, rank, layout):
     """The layout of one axis of a tile."""
     for other in reversed(range(rank)):
         layout = layout if other == axis else gl.SliceLayout(other, layout)
@@ -13,9 +13,9 @@ def _alone(axis, rank, layout):
 
 
 @gluon.jit
-def numbered(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+def axis_range(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
     """0 to COUNT - 1 along one axis of a tile."""
-    i = gl.arange(0, COUNT, layout=_alone(AXIS, RANK, LAYOUT))
+    i = gl.arange(0, COUNT, layout=_axis_layout(AXIS, RANK, LAYOUT))
     for other in gl.static_range(RANK):
         if other != AXIS:
             i = gl.expand_dims(i, other)
@@ -23,8 +23,8 @@ def numbered(COUNT: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def spread(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
-    """Numbers of some axes of a tile for the whole tile; raises at compile time if that moved data between lanes."""
+def broadcast_to_tile(v, SHAPE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr):
+    """Elements of some axes of a tile for the whole tile; raises at compile time if that moved data between lanes."""
     v = gl.convert_layout(v, FROM, assert_trivial=True)
     v = gl.broadcast(v, gl.zeros(SHAPE, gl.int32, FROM))[0]
     return gl.convert_layout(v, TILE, assert_trivial=True)
@@ -38,9 +38,9 @@ def row_of(row, rows, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def word_of(ALONG: gl.constexpr, TILE: gl.constexpr):
-    """Paths of the words of 4 bytes that ALONG warps take of a row at once, four neighbours a lane: (ALONG, 1, 32, 4)."""
-    return (numbered(ALONG, 0, 4, TILE) * 32 + numbered(32, 2, 4, TILE)) * 4 + numbered(4, 3, 4, TILE)
+def word_of(WARPS_K: gl.constexpr, TILE: gl.constexpr):
+    """Offsets of the words of 4 bytes that WARPS_K warps take of a row at once, four neighbours a lane: (WARPS_K, 1, 32, 4)."""
+    return (axis_range(WARPS_K, 0, 4, TILE) * 32 + axis_range(32, 2, 4, TILE)) * 4 + axis_range(4, 3, 4, TILE)
 
 
 @gluon.jit
@@ -51,12 +51,12 @@ def as_words(codes):
 
 @gluon.jit
 def words_of_rows(codes, row, word, LENGTH: gl.constexpr):
-    """Pointers to these words of rows of LENGTH bytes: (ALONG, rows, 32, 4)."""
+    """Pointers to these words of rows of LENGTH bytes: (WARPS_K, rows, 32, 4)."""
     return as_words(codes) + (row * (LENGTH // 4) + word)
 
 
 @gluon.jit
-def either(one, other, which):
+def select_pointers(one, other, which):
     """Pointers of the first where `which` is 0 and of the second elsewhere; of the first where there is no second."""
     if other is None:
         return one
@@ -65,13 +65,13 @@ def either(one, other, which):
 
 
 @gluon.jit
-def after_others(LATE: gl.constexpr):
+def wait_for_previous(USE_PDL: gl.constexpr):
     """Wait for the kernel before this one, where this one may begin while that one ends (programmatic dependent launch).
 
     Then the one behind may begin, if it was launched so. Where each kernel waits before it lets the next one begin, what lies
     further in front than the neighbour has ended by then.
     """
-    if LATE:
+    if USE_PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
@@ -80,7 +80,7 @@ def after_others(LATE: gl.constexpr):
 
 @gluon.jit
 def as_scale(s, STORAGE: gl.constexpr):
-    """Scales as float32, kept as float32, bfloat16, float16 or e8m0."""
+    """Scales as float32, stored as float32, bfloat16, float16 or e8m0."""
     if STORAGE == "bfloat16":
         return (s.to(gl.int32) << 16).to(gl.float32, bitcast=True)
     elif STORAGE == "float16":

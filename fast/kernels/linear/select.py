@@ -21,7 +21,8 @@ from fast.kernels.linear.gemv_any import vector_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, nibble_kernel
 from fast.kernels.linear.gemv_w8a16 import byte_kernel
 from fast.kernels.quantize.geometry import INT32, ceil_div
-from fast.kernels.scheme.constants import Rule, ocp_name, rule_of
+from fast.kernels.scheme.constants import SchemeConstants, constants_of
+from fast.kernels.scheme.fast_path_rules import ocp_name
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
@@ -53,7 +54,7 @@ SMALLEST_DOT = 16
 class Weight:
     """A stored weight (rows, length) as kernels see it."""
 
-    rule: Rule
+    rule: SchemeConstants
     element: str
     #: How scales are kept.
     storage: str
@@ -130,7 +131,7 @@ def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -
     per_row = (
         length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
     )
-    rule = rule_of(scheme, "float32", not interpreted())
+    rule = constants_of(scheme, "float32", not interpreted())
     made = Weight(rule, scheme.element, scheme.scale.storage, packed, block, high, per_row, rows, length)
     return made if made.step >= min(SMALLEST_STEP, block if block > 0 else SMALLEST_STEP) else None
 

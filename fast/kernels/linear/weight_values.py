@@ -1,55 +1,55 @@
-"""Rows of stored weights as numbers: what products of dequantization and multiplication read.
+"""Rows of stored weights as decoded elements: what products of dequantization and multiplication read.
 
-A number is what a code counts in units of its scale, without the zero point. Scales and zero points follow after sums of
+A decoded element is the value of a code before scaling and without the zero point. Scales and zero points follow after sums of
 products, so that a weight costs one multiplication and no rounding.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import read
+from fast.kernels.bits import read
 from fast.kernels.rules.elements import decode
 from fast.kernels.rules.packing import load_packed
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.second_level import double_scale
 from fast.kernels.rules.values import combined, loaded_zero
-from fast.kernels.sm90.fast_codes import loaded_numbers
+from fast.kernels.tile.fast_values import load_elements
 
 
 @triton.jit
-def row_numbers(codes, row, k, length, RULE: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr):
-    """Numbers (P, SIZE) of the codes from k on of rows (P, 1), float32; `length` codes a row, a multiple of SIZE, like k."""
+def row_elements(codes, row, k, length, SCHEME: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr):
+    """Decoded elements (P, SIZE), float32, from k on of rows (P, 1); `length` codes a row, a multiple of SIZE, like k."""
     at = row * length + (k + tl.arange(0, SIZE))[None, :]
     block = row * (length // SIZE) + k // SIZE
     exists = row >= 0
-    if RULE.hot_values and (PACKED or RULE.bits == 8):
-        return loaded_numbers(codes, at, exists, block, exists, RULE, PACKED, SIZE)
+    if SCHEME.fast_values and (PACKED or SCHEME.bits == 8):
+        return load_elements(codes, at, exists, block, exists, SCHEME, PACKED, SIZE)
     else:
         if PACKED:
-            code = load_packed(codes, block, exists, SIZE, RULE.bits)
+            code = load_packed(codes, block, exists, SIZE, SCHEME.bits)
         else:
-            code = tl.load(codes + at).to(tl.int32) & ((1 << RULE.bits) - 1)
-        if RULE.zero == "value":
-            return (code - RULE.middle_code).to(tl.float32)
+            code = tl.load(codes + at).to(tl.int32) & ((1 << SCHEME.bits) - 1)
+        if SCHEME.zero == "value":
+            return (code - SCHEME.middle_code).to(tl.float32)
         else:
-            return decode(code, RULE.element)
+            return decode(code, SCHEME.element)
 
 
 @triton.jit
-def block_scales(scale, outer, zero, block, RULE: tl.constexpr):
+def block_scales(scale, outer, zero, block, SCHEME: tl.constexpr):
     """Decoding scales of blocks, the outer scale included, float32."""
     exists = block >= 0
-    if RULE.two_level:
-        s = double_scale(scale, outer, zero, block, exists, RULE, "float32")
+    if SCHEME.two_level:
+        s = double_scale(scale, outer, zero, block, exists, SCHEME, "float32")
     else:
-        s = loaded_scale(tl.load(scale + block), RULE.level)
+        s = loaded_scale(tl.load(scale + block), SCHEME.level)
     o = tl.full((), 1.0, tl.float32)
-    if RULE.has_outer:
-        o = loaded_scale(tl.load(outer), RULE.outer)
-    return combined(s, o, RULE, "float32")
+    if SCHEME.has_outer:
+        o = loaded_scale(tl.load(outer), SCHEME.outer)
+    return combined(s, o, SCHEME, "float32")
 
 
 @triton.jit
-def block_zeros(zero, block, RULE: tl.constexpr):
-    """Zero points of blocks, float32: in units of the scale, or (RULE.zero "value") of the weight."""
-    return loaded_zero(read(zero + block, block >= 0), RULE).to(tl.float32)
+def block_zeros(zero, block, SCHEME: tl.constexpr):
+    """Zero points of blocks, float32: in units of the scale, or (SCHEME.zero "value") of the weight."""
+    return loaded_zero(read(zero + block, block >= 0), SCHEME).to(tl.float32)

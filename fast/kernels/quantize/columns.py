@@ -7,7 +7,7 @@ the number of columns, so that they are in one place of memory, there or not the
 * of a warp's lanes P / INNER lie along columns, and a maximum over rows takes log2(32 * INNER / P) shuffles;
 * a program of one warp needs no barrier, nor shared memory but to put scales side by side, which is why `geometry` asks for
   narrow tiles;
-* INNER is 8 where scales are made of the tile: 16 bytes of 16-bit numbers. With 16, as 16-byte stores of codes would have it, a
+* INNER is 8 where scales are made of the tile: 16 bytes of 16-bit floats. With 16, as 16-byte stores of codes would have it, a
   thread had half the rows, three times the shuffles and twice the arithmetic of scales.
 
 Programs follow memory: tiles of one strip of rows, then parts of a block, blocks along the axis, leading indices.
@@ -23,7 +23,7 @@ def column_places(
     CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """`blocks.block_places` for the shape "columns"."""
+    """`kernel.block_places` for the shape "columns"."""
     tiles = tl.cdiv(columns, P)
     strip = program // tiles
     column = tl.arange(0, P)[:, None] + program % tiles * P

@@ -16,7 +16,7 @@ from fast.kernels.launch import plan as plans
 from fast.kernels.launch.cache import PARTS, like
 from fast.kernels.launch.call import FLOATS, Call, Finishing, select, select_all
 from fast.kernels.launch.launcher import interpreted, same_device
-from fast.kernels.launch.plan import Asked
+from fast.kernels.launch.plan import Problem
 from reference import Quantized, Scales
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
@@ -30,16 +30,16 @@ from reference.quantize.tiled_scales import check_tiled
 from reference.schemes.schemes import Scheme, scheme_of
 
 
-def problem_of(x: torch.Tensor, scheme: Scheme, axis: int) -> Asked | None:
+def problem_of(x: torch.Tensor, scheme: Scheme, axis: int) -> Problem | None:
     """What plans are made from, or None where no kernel covers the tensor; ValueError as the reference raises it."""
     name = FLOATS.get(x.dtype)
     blocks = Blocks.of(tuple(x.shape), scheme.scale, axis)
-    return None if name is None else plans.asked(name, scheme, blocks, not interpreted())
+    return None if name is None else plans.problem_of(name, scheme, blocks, not interpreted())
 
 
 def checked(
     x: torch.Tensor, scheme: Scheme, axis: int, scales: Any, words: Any
-) -> tuple[Asked | None, Scales | None]:
+) -> tuple[Problem | None, Scales | None]:
     """The problem, None where no kernel covers it, and the given scales; the errors of the reference, in its order."""
     of = problem_of(x, scheme, axis)
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
@@ -91,7 +91,7 @@ def quantize(
     return result
 
 
-def _quantized(call: Call, of: Asked, packed: bool, tiled: bool, codes: str) -> Finishing:
+def _quantized(call: Call, of: Problem, packed: bool, tiled: bool, codes: str) -> Finishing:
     """The result of `quantize`; scales that no kernel tiled are tiled here; a matrix of them is not flat."""
 
     def finishing(names: list[str]) -> Any:
@@ -131,7 +131,7 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
     if dtype == "float64" or not same_device(q.codes, *stored_parts(q).values()):
         return None
     key, q = None if q.tiled else key, with_plain_scales(q)
-    of = plans.asked(dtype, scheme, blocks, not interpreted())
+    of = plans.problem_of(dtype, scheme, blocks, not interpreted())
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not plans.packs(of)):
         return None

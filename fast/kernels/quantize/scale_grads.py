@@ -11,31 +11,32 @@ not finite the sum is NaN, and a sum of zeros has the sign of all of them.
 import triton
 import triton.language as tl
 
-from fast.kernels.quantize.kernel import block_places, in_block, loaded_scales
-from fast.kernels.rules.bits import SIGN, bits_of, canonical, float_of, read, widened
+from fast.kernels.bits import SIGN, bits_of, canonical, float_of, read, widened
+from fast.kernels.quantize.kernel import block_places, in_block
 from fast.kernels.rules.scaled import element_codes
 from fast.kernels.rules.scales import loaded_scale
 from fast.kernels.rules.trees import MOST_LEVELS, tree_sum
-from fast.kernels.rules.values import counted, decoding, in_units, passed_on, saturated
+from fast.kernels.rules.values import decoding, in_units, passed_on, saturated, unscaled
+from fast.kernels.tile.quantize import loaded_scales
 
 
 @triton.jit
 def slopes_kernel(
     x, g, words, scale, divisor, outer, zero, y, dscale, dzero,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-    RULE: tl.constexpr, MARKING: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
-    WIDE: tl.constexpr, TURNED: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    SCHEME: tl.constexpr, MARKING: tl.constexpr, SHAPE: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile, and the sums of its blocks or, CHUNKED or SPLIT, of its parts of a block.
 
-    MARKING: the rule under which codes show what saturates. TURNED: blocks are read down their columns (transposed in
+    MARKING: the rule under which codes show what saturates. TRANSPOSED: blocks are read down their columns (transposed in
     registers before the sums, they had others on a GPU). SPLIT: rectangles that are parts of blocks, of their "rows" or
     "columns". divisor: float32 scales that made the codes, beside the `scale` of their values, where scales are quantized
     themselves; None elsewhere.
     """
     at, inside, block, exists, _ = block_places(
         count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column,
-        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TURNED,
+        SHAPE, CHUNKED, MASKED, WIDE, False, SIZE, INNER, P, TRANSPOSED,
     )  # fmt: skip
     near, belongs = at, inside
     if MASKED:
@@ -55,7 +56,7 @@ def slopes_kernel(
             SIZE,
             INNER,
             P,
-            TURNED,
+            TRANSPOSED,
         )
     part = block
     if CHUNKED:
@@ -66,16 +67,16 @@ def slopes_kernel(
         part = block * chunks + row % chunks
     elif SPLIT == "columns":
         block = block // chunks
-    v = widened(read(x + near, belongs), RULE.signs_nan)
+    v = widened(read(x + near, belongs), SCHEME.signs_nan)
     drawn = None
-    if RULE.rounding == "stochastic":
+    if SCHEME.rounding == "stochastic":
         drawn = read(words + near, belongs)
     if divisor is None:
         o = tl.full((), 1.0, tl.float32)
-        if RULE.has_outer:
-            o = loaded_scale(tl.load(outer), RULE.outer)
-        d, s, o, z = loaded_scales(scale, zero, o, block, exists, RULE)
-        if RULE.codes_from != "exact":
+        if SCHEME.has_outer:
+            o = loaded_scale(tl.load(outer), SCHEME.outer)
+        d, s, o, z = loaded_scales(scale, zero, o, block, exists, SCHEME)
+        if SCHEME.codes_from != "exact":
             d = s
     else:
         o = tl.full((), 1.0, tl.float32)
@@ -84,20 +85,22 @@ def slopes_kernel(
     marked = element_codes(v, d, o, z, drawn, MARKING)
     lost = saturated(v, marked, d, o, MARKING)
     dy = read(g + at, inside)
-    tl.store(y + at, passed_on(dy, lost, RULE.dtype), mask=inside)
+    tl.store(y + at, passed_on(dy, lost, SCHEME.dtype), mask=inside)
     dy = widened(dy)
-    value = counted(element_codes(v, d, o, z, drawn, RULE), z, RULE)
-    slopes = dy * _slope(v, value, lost, s, o, z, RULE)
-    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), RULE.native)
-    if RULE.zero == "value":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), RULE.native)
-    elif RULE.zero == "code":
-        _leave(dzero, part, exists, tl.where(belongs & lost, dy * negated(s), 0.0), RULE.native)
+    value = unscaled(element_codes(v, d, o, z, drawn, SCHEME), z, SCHEME)
+    slopes = dy * _slope(v, value, lost, s, o, z, SCHEME)
+    _leave(dscale, part, exists, tl.where(belongs, slopes, 0.0), SCHEME.has_ptx)
+    if SCHEME.zero == "value":
+        _leave(dzero, part, exists, tl.where(belongs & lost, dy, 0.0), SCHEME.has_ptx)
+    elif SCHEME.zero == "code":
+        _leave(
+            dzero, part, exists, tl.where(belongs & lost, dy * negative_by_product(s), 0.0), SCHEME.has_ptx
+        )
 
 
 @triton.jit
 def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
-    """Which part of its block a program takes; see `blocks.block_places`."""
+    """Which part of its block a program takes; see `kernel.block_places`."""
     program = tl.program_id(0)
     if SHAPE == "columns":
         return program // tl.cdiv(columns, P) % chunks
@@ -109,10 +112,10 @@ def _chunk(columns, chunks, SHAPE: tl.constexpr, P: tl.constexpr):
 def _filled(
     at, block, exists, columns, rows, length, limit, chunks, inner_row, inner_column,
     SHAPE: tl.constexpr, CHUNKED: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """(offsets, which belong to a block): a short block goes on with its last element, what lies beyond a block is none."""
-    i = in_block(SIZE, INNER, TURNED)
+    i = in_block(SIZE, INNER, TRANSPOSED)
     if CHUNKED:
         i = i + _chunk(columns, chunks, SHAPE, P) * SIZE
     if SHAPE == "flat":
@@ -128,33 +131,33 @@ def _filled(
 
 
 @triton.jit
-def negated(v):
+def negative_by_product(v):
     """-v; Triton's own minus is 0 - v, which makes +0 of +0."""
     return float_of(bits_of(v) ^ SIGN)
 
 
 @triton.jit
-def _slope(v, value, lost, scale, outer, zero, RULE: tl.constexpr):
+def _slope(v, value, lost, scale, outer, zero, SCHEME: tl.constexpr):
     """dy/ds for values in units of the scale: their difference from x / s, or they themselves where they saturated."""
-    slope = value - tl.where(lost, 0.0, in_units(v, scale, outer, zero, RULE))
-    if RULE.stored == "encode":
+    slope = value - tl.where(lost, 0.0, in_units(v, scale, outer, zero, SCHEME))
+    if SCHEME.stored == "encode":
         # y = v / S: the derivative of 1 / S is -1 / S**2.
-        slope = negated(tl.div_rn(slope, scale * scale))
-    if RULE.has_outer:
-        slope = slope * decoding(outer, RULE)
+        slope = negative_by_product(tl.div_rn(slope, scale * scale))
+    if SCHEME.has_outer:
+        slope = slope * decoding(outer, SCHEME)
     return slope
 
 
 @triton.jit
-def _leave(sums, part, exists, v, NATIVE: tl.constexpr):
+def _leave(sums, part, exists, v, HAS_PTX: tl.constexpr):
     """Store the sums of the rows of (P, SIZE)."""
-    tl.store(sums + part, canonical(added(v, NATIVE)), mask=exists)
+    tl.store(sums + part, canonical(added(v, HAS_PTX)), mask=exists)
 
 
 @triton.jit
-def added(v, NATIVE: tl.constexpr):
+def added(v, HAS_PTX: tl.constexpr):
     """`tree_sum`; the interpreter's own sum of two -0 is +0, so there the pairs are taken apart."""
-    if NATIVE:
+    if HAS_PTX:
         v = tree_sum(v)
     else:
         COUNT: tl.constexpr = v.shape[0]
@@ -166,11 +169,11 @@ def added(v, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def part_sums_kernel(parts, sums, rows, length, NATIVE: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr):
-    """Sums of rows of `length` numbers, or of their parts of SIZE: one part of P rows a program."""
+def part_sums_kernel(parts, sums, rows, length, HAS_PTX: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr):
+    """Sums of rows of `length` elements, or of their parts of SIZE: one part of P rows a program."""
     per_row = tl.cdiv(length, SIZE)
     part = tl.program_id(0) % per_row
     row = tl.program_id(0) // per_row * P + tl.arange(0, P)[:, None]
     i = part * SIZE + tl.arange(0, SIZE)[None, :]
     v = tl.load(parts + row * length + i, mask=(row < rows) & (i < length), other=0.0)
-    tl.store(sums + row * per_row + part, canonical(added(v, NATIVE)), mask=row < rows)
+    tl.store(sums + row * per_row + part, canonical(added(v, HAS_PTX)), mask=row < rows)

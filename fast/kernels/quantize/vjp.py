@@ -15,7 +15,7 @@ import torch
 from fast.kernels.launch import plan as plans
 from fast.kernels.launch.call import FLOATS, Call, select_all
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.launch.plan import Asked
+from fast.kernels.launch.plan import Problem
 from fast.kernels.quantize.geometry import (
     CHUNK,
     Geometry,
@@ -26,7 +26,7 @@ from fast.kernels.quantize.geometry import (
 )
 from fast.kernels.quantize.host import checked, given_kind, operands
 from fast.kernels.quantize.scale_grads import part_sums_kernel, slopes_kernel
-from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.constants import constants_of
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.rounding import check_mode
@@ -60,7 +60,7 @@ def gradient(
 
 
 def _scale_gradients(
-    g: torch.Tensor, x: torch.Tensor, of: Asked, words: Any, given: Scales, key: Any, record: str | Scheme
+    g: torch.Tensor, x: torch.Tensor, of: Problem, words: Any, given: Scales, key: Any, record: str | Scheme
 ) -> Gradients | None:  # fmt: skip
     """Gradients for given scales."""
     tiles = _tiles(of)
@@ -82,7 +82,7 @@ def _scale_gradients(
     return result
 
 
-def _take_scales_of_two_levels(call: Call, x: torch.Tensor, of: Asked, given: Scales) -> None:
+def _take_scales_of_two_levels(call: Call, x: torch.Tensor, of: Problem, given: Scales) -> None:
     """The scales as the first level's kernel reads them, in place of the given parts."""
     ns = namespace_of(x)
     chosen = usable(ns, given_scales(ns, given, of.blocks, of.scheme), of.scheme, of.dtype)
@@ -105,7 +105,7 @@ class _Tiles:
     split: str = ""
 
 
-def _tiles(of: Asked) -> _Tiles | None:
+def _tiles(of: Problem) -> _Tiles | None:
     """Tiles that registers hold; None where a block would be filled with far more than it has."""
     place = of.place
     if place.shape == "tiles":
@@ -121,7 +121,7 @@ def _tiles(of: Asked) -> _Tiles | None:
     return _Tiles(columns_geometry(place.blocks // (rows * after), length, after, max(size, block), CHUNK))
 
 
-def _rectangles(of: Asked) -> _Tiles:
+def _rectangles(of: Problem) -> _Tiles:
     """Rectangles; those beyond CHUNK as two, the first elements of a block in its order, and the others."""
     place = of.place
     count, columns, rows, length, limit, _, lead, down, right, *inner = place.integers
@@ -138,11 +138,12 @@ def _rectangles(of: Asked) -> _Tiles:
     return _Tiles(cut, transposed, side)
 
 
-def _slopes(of: Asked, scheme: Scheme, tiles: _Tiles) -> CompiledLaunch:
+def _slopes(of: Problem, scheme: Scheme, tiles: _Tiles) -> CompiledLaunch:
     """The launch that makes dx and the sums of blocks, or of their parts."""
     place, elements = tiles.place, tiles.place.p * tiles.place.size
     tail = (
-        *place.integers, rule_of(scheme, of.dtype, of.hardware), rule_of(scheme, of.dtype, of.hardware, True), place.shape,
+        *place.integers, constants_of(scheme, of.dtype, of.hardware), constants_of(scheme, of.dtype, of.hardware, True),
+        place.shape,
         place.chunked, place.masked, place.wide, tiles.transposed, tiles.split, place.size, place.inner, place.p,
     )  # fmt: skip
     return CompiledLaunch(slopes_kernel, place.programs, tail, max(1, min(16, elements // (32 * PER_THREAD))))

@@ -10,7 +10,7 @@ from fast.kernels.launch.cache import like
 from fast.kernels.launch.call import FLOATS, Call
 from fast.kernels.launch.launcher import same_device
 from fast.kernels.rowwise_colwise import kernel
-from fast.kernels.scheme.constants import Rule, rule_of
+from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from reference import Quantized, Scales
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
@@ -49,7 +49,7 @@ def _launched(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool) -> Call
     name = FLOATS.get(x.dtype)
     if name is None or not x.is_contiguous() or x.numel() == 0 or scheme.scale.block not in (32, "tensor"):
         return None
-    rule = rule_of(scheme, name)
+    rule = constants_of(scheme, name)
     if scales is None and scheme.scale.block == 32 and kernel.covers_mx(x, rule):
         return _mx(x, rule, tiled)
     if scales is not None and not tiled and scheme.scale.block == "tensor" and kernel.covers_given(x, rule):
@@ -57,7 +57,7 @@ def _launched(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool) -> Call
     return None
 
 
-def _mx(x: torch.Tensor, rule: Rule, tiled: bool) -> Call:
+def _mx(x: torch.Tensor, rule: SchemeConstants, tiled: bool) -> Call:
     rows, columns = x.shape
     made = {"codes": _bytes(x, rows, columns), "transposed": _bytes(x, columns, rows)}
     scale = _tiled_bytes if tiled else _bytes
@@ -76,7 +76,7 @@ def _tiled_bytes(x: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return make(size, dtype=torch.uint8, device=x.device)
 
 
-def _given(x: torch.Tensor, scheme: Scheme, rule: Rule, scales: Any) -> Call | None:
+def _given(x: torch.Tensor, scheme: Scheme, rule: SchemeConstants, scales: Any) -> Call | None:
     shapes = (tuple(x.shape), tuple(x.shape)[::-1])
     stored: list[Scales] = []
     for given, shape in zip(scales, shapes, strict=True):

@@ -4,7 +4,7 @@ A training step multiplies an activation along its columns in the forward GEMM a
 gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
 x's rows: codes (K, M), scales of blocks of `n` rows.
 
-Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `patches`), and 8-bit floats under a given scale
+Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `mxfp8`), and 8-bit floats under a given scale
 for the whole tensor. Everything else is two calls of `quantize`, the same bits from two reads.
 
 A program of the MX kernel takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the
@@ -21,26 +21,26 @@ import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import bits_of, widened
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
 from fast.kernels.rowwise_colwise.unswizzle_scales import untile
-from fast.kernels.rules.bits import bits_of, widened
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import floored, loaded_scale, power_scale
 from fast.kernels.rules.statistics import absmax
-from fast.kernels.scheme.constants import Rule
+from fast.kernels.scheme.constants import SchemeConstants
 
 GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def _codes8(y, RULE: tl.constexpr):
+def _codes8(y, SCHEME: tl.constexpr):
     """uint8 codes of scaled float32 by the conversion instruction, which the interpreter does not have."""
-    if not RULE.native:
-        return encode(y, None, RULE.element).to(tl.uint8)
-    elif RULE.hot == "e4m3":
+    if not SCHEME.has_ptx:
+        return encode(y, None, SCHEME.element).to(tl.uint8)
+    elif SCHEME.fast_path == "e4m3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -49,7 +49,7 @@ def _codes8(y, RULE: tl.constexpr):
 @triton.jit
 def mx_both_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCHEME: tl.constexpr, TILED: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows.
 
@@ -68,8 +68,8 @@ def mx_both_kernel(
     v = widened(tl.load(x + at))
 
     groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
-    code = power_scale(absmax(groups, False, RULE.native), RULE.level, True)
-    made = _codes8(groups * inverse_power(code), RULE)
+    code = power_scale(absmax(groups, False, SCHEME.has_ptx), SCHEME.level, True)
+    made = _codes8(groups * inverse_power(code), SCHEME)
     tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
     block = across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     place = scale_place(wide_row[:, None], block[None, :], columns // GROUP, TILED)
@@ -80,8 +80,8 @@ def mx_both_kernel(
         tl.permute(tl.reshape(v, (REGISTERS, WARPS, TURNS, COLUMNS)), (1, 2, 0, 3)), (WARPS, GROUP, COLUMNS)
     )
     largest = bits_of(tl.reduce(tl.abs(w), 1, _nan_max)) & 0x7FFFFFFF
-    code_t = power_scale(largest, RULE.level, True)
-    made_t = _codes8(w * inverse_power(code_t)[:, None, :], RULE)
+    code_t = power_scale(largest, SCHEME.level, True)
+    made_t = _codes8(w * inverse_power(code_t)[:, None, :], SCHEME)
     made_t = tl.reshape(tl.permute(made_t, (2, 0, 1)), (COLUMNS, ROWS))
     wide_column = column.to(tl.int64) if WIDE else column
     out = wide_column[:, None] * rows + (down * ROWS + tl.arange(0, ROWS))[None, :]
@@ -99,7 +99,7 @@ def _nan_max(a, b):
 @triton.jit
 def given_both_kernel(
     x, codes, transposed, scale, transposed_scale, rows, columns,
-    RULE: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCHEME: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Codes in both layouts, under a given scale each; ONE: it is the same scale. Programs go down a band of rows first."""
     down, across = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
@@ -108,17 +108,17 @@ def given_both_kernel(
     wide_column = column.to(tl.int64) if WIDE else column
     at = wide_row[:, None] * columns + column[None, :]
     v = widened(tl.load(x + at))
-    made = _codes8(v * _inverse_of(scale, RULE), RULE)
+    made = _codes8(v * _inverse_of(scale, SCHEME), SCHEME)
     tl.store(codes + at, made)
     if not ONE:
-        made = _codes8(v * _inverse_of(transposed_scale, RULE), RULE)
+        made = _codes8(v * _inverse_of(transposed_scale, SCHEME), SCHEME)
     tl.store(transposed + wide_column[:, None] * rows + row[None, :], tl.trans(made))
 
 
 @triton.jit
-def _inverse_of(scale, RULE: tl.constexpr):
-    """1 / scale as house schemes divide by a given scale."""
-    return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), RULE.level), RULE.level))
+def _inverse_of(scale, SCHEME: tl.constexpr):
+    """1 / scale as default schemes divide by a given scale."""
+    return tl.div_rn(1.0, floored(loaded_scale(tl.load(scale), SCHEME.level), SCHEME.level))
 
 
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band (which write the same lines of the
@@ -133,24 +133,26 @@ GIVEN = ("scale", "outer", "zero", "transposed_scale", "transposed_outer", "tran
 LONGEST = 2**22
 
 
-def covers_mx(x: torch.Tensor, rule: Rule) -> bool:
+def covers_mx(x: torch.Tensor, rule: SchemeConstants) -> bool:
     """Whether an MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide, whole words."""
     level = rule.level.value
-    mx = rule.power_of_two and rule.hot.value in ("e4m3", "e5m2") and level.simple_power
+    mx = rule.power_of_two and rule.fast_path.value in ("e4m3", "e5m2") and level.simple_power
     height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
     whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
     # From 2**2 on no multiplier is subnormal.
     return bool(mx) and level.target_exponent >= 2 and whole and x.data_ptr() % 4 == 0
 
 
-def covers_given(x: torch.Tensor, rule: Rule) -> bool:
+def covers_given(x: torch.Tensor, rule: SchemeConstants) -> bool:
     """Whether the kernel for given scales serves: an 8-bit float, sides that tiles divide."""
-    plain = rule.hot.value in ("e4m3", "e5m2") and not rule.power_of_two
+    plain = rule.fast_path.value in ("e4m3", "e5m2") and not rule.power_of_two
     whole = x.shape[0] % PLAIN_ROWS == 0 and x.shape[1] % PLAIN_COLUMNS == 0
     return plain and whole and max(x.shape) < LONGEST
 
 
-def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = False, **tuning: int) -> Call:
+def mx_both(
+    x: torch.Tensor, rule: SchemeConstants, made: dict[str, Any], tiled: bool = False, **tuning: int
+) -> Call:
     """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
 
     tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`, whose padding somebody else makes 0.
@@ -173,7 +175,7 @@ def mx_both(x: torch.Tensor, rule: Rule, made: dict[str, Any], tiled: bool = Fal
 
 
 def _mx_floats(
-    call: Call, scales: tuple[str, str], rule: Rule, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
+    call: Call, scales: tuple[str, str], rule: SchemeConstants, tiled: bool, warps: int = WARPS, columns: int = COLUMNS
 ) -> None:  # fmt: skip
     """float32 in tiles of 32 * warps rows and `columns` columns. scales: names of the tensors that get them."""
     x = call.tensors["x"]
@@ -187,7 +189,7 @@ def _mx_floats(
 def _mx_pairs(
     call: Call,
     scales: tuple[str, str],
-    rule: Rule,
+    rule: SchemeConstants,
     tiled: bool,
     down: int = DOWN,
     across: int | None = None,
@@ -208,7 +210,7 @@ def _mx_pairs(
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 
 
-def given_both(x: torch.Tensor, rule: Rule, made: dict[str, Any]) -> Call:
+def given_both(x: torch.Tensor, rule: SchemeConstants, made: dict[str, Any]) -> Call:
     """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
     height, width = x.shape
     tall = height // PLAIN_ROWS

@@ -1,25 +1,31 @@
-"""MXFP8 of 16-bit matrices in both layouts, two numbers at a time.
+"""MXFP8 of 16-bit matrices in both layouts, two elements at a time.
 
 Integer and comparison instructions run at half the rate of float ones on Hopper, and two maxima for every element are most of
 what this kernel does. So x is read as words of two neighbouring columns: magnitudes of 16-bit floats order like their patterns,
 and one `max.u16x2` compares two. Scales of bfloat16 are made in pairs as well.
 
-A warp has a patch of 32 rows by 64 columns: 8 lanes along columns, 4 along rows, and a lane's registers hold 8 neighbouring
-rows of 8 columns. Neither maximum leaves the warp, and codes of four rows or four columns are made as one word, so that shared
-memory carries only the words of the transposed codes, and scales. A program has DOWN x ACROSS patches. Neighbouring programs go
-down a band of rows first, then to the next columns: bytes of scales that share a sector of memory are written while it is in
-the L2 cache.
+A warp has a patch of 32 rows by 64 columns. Lane 8 r + c (r from 0 to 3, c from 0 to 7) holds 8 rows by 8 columns of it:
+
+    columns     0 .. 7 | 8 .. 15 | ... | 56 .. 63      a row's block of 32: 4 lanes (c = 0..3 or 4..7)
+    rows  0- 7  lane 0 | lane 1  | ... | lane 7        a column's block of 32: 4 lanes (r = 0..3)
+    rows  8-15  lane 8 | lane 9  | ... | lane 15
+    rows 16-23  lane 16| lane 17 | ... | lane 23       registers: 8 rows of 4 words of two columns
+    rows 24-31  lane 24| lane 25 | ... | lane 31
+
+Neither maximum leaves the warp, and codes of four rows or four columns are packed in one word, so that shared memory carries
+only the words of the transposed codes, and scales. A program has DOWN x ACROSS patches. Neighbouring programs go down a band of
+rows first, then to the next columns: bytes of scales that share a sector of memory are written while it is in the L2 cache.
 
 Elements are multiplied in float32, whose products with a power of two are exact from 2**-126 on; what is rounded below that is
 far under half the smallest code (2**-10 for e4m3, 2**-17 for e5m2) before and after, and becomes 0 with its sign.
 
-NATIVE is False in Triton's interpreter, which knows no instructions: there integer operations do the same.
+HAS_PTX is False in Triton's interpreter, which knows no instructions: there integer operations do the same.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import NAN, bits_of, float_of, high_float, low_float
+from fast.kernels.bits import NAN, bits_of, float_of, high_float, low_float
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import power_scale
@@ -35,23 +41,23 @@ CODES_254 = tl.constexpr(0x01FE01FE)
 
 @triton.jit
 def _larger_plain(a, b):
-    """`fours.larger_pair` for halves below 2**15."""
+    """`fp4.larger_pair` for halves below 2**15."""
     return tl.maximum(a & LOW_HALF, b & LOW_HALF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
 @triton.jit
-def _largest(pairs, AXIS: tl.constexpr, NATIVE: tl.constexpr):
+def _largest(pairs, AXIS: tl.constexpr, HAS_PTX: tl.constexpr):
     """Maxima of halves along an axis."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.reduce(pairs, AXIS, larger_pair)
     else:
         return tl.reduce(pairs, AXIS, _larger_plain)
 
 
 @triton.jit
-def _crossed(a, b, NATIVE: tl.constexpr):
+def _crossed(a, b, HAS_PTX: tl.constexpr):
     """The larger half of a as the low half, that of b as the high half."""
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 l, h;
             prmt.b32 l, $1, $2, 0x5410; prmt.b32 h, $1, $2, 0x7632; max.u16x2 $0, l, h; }""",
@@ -62,12 +68,12 @@ def _crossed(a, b, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _stopped(multiplier, largest, NATIVE: tl.constexpr):
+def _stopped(multiplier, largest, HAS_PTX: tl.constexpr):
     """Pairs of bfloat16 multipliers, at most 2**127, and 0x7fff (NaN) where the largest magnitude is not finite.
 
-    0 times a finite number plus m is m; 0 times infinity or NaN is the instruction's NaN.
+    0 times a finite element plus m is m; 0 times infinity or NaN is the instruction's NaN.
     """
-    if NATIVE:
+    if HAS_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 m, t, z;
             mov.b32 t, 0x7F007F00; mov.b32 z, 0; min.u16x2 m, $1, t; fma.rn.bf16x2 $0, $2, z, m; }""",
@@ -81,24 +87,24 @@ def _stopped(multiplier, largest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _scales(largest, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _scales(largest, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """Pairs of magnitudes as (multiplier of the low halves, of the high halves, their codes, those of the high halves).
 
     Multipliers are float32, codes int32 whose low byte counts. This is `power_scale`, for bfloat16 on pairs: with E the
     exponent field of a maximum after the record's carry (of which the upper half is left, as the lower halves of widened
     maxima are 0), the code is max(E - target, 0) and the multiplier's field 254 - code = min(254 + target - E, 254).
     """
-    if BRAIN:
-        CARRY: tl.constexpr = (RULE.level.carry >> 16) * 0x10001
-        TOP: tl.constexpr = (254 + RULE.level.target_exponent) * 0x800080
+    if IS_BF16:
+        CARRY: tl.constexpr = (SCHEME.level.carry >> 16) * 0x10001
+        TOP: tl.constexpr = (254 + SCHEME.level.target_exponent) * 0x800080
         SIGNED: tl.constexpr = TOP - 0x100000000 if TOP >= 0x80000000 else TOP
-        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, RULE.native)
+        m = _stopped(SIGNED - ((largest + CARRY) & EXPONENTS), largest, SCHEME.has_ptx)
         # NaN has the field 255, and 254 - 255 is 255 in a byte.
         code = CODES_254 - ((m >> 7) & LOW_BYTES)
         return low_float(m, True), high_float(m, True), code, code >> 16
     else:
-        low = power_scale(bits_of(low_float(largest, False)), RULE.level, True)
-        high = power_scale(bits_of(high_float(largest, False)), RULE.level, True)
+        low = power_scale(bits_of(low_float(largest, False)), SCHEME.level, True)
+        high = power_scale(bits_of(high_float(largest, False)), SCHEME.level, True)
         return inverse_power(low), inverse_power(high), low, high
 
 
@@ -109,12 +115,12 @@ def inverse_power(code):
 
 
 @triton.jit
-def _word(a, b, c, d, RULE: tl.constexpr):
-    """Codes of four scaled numbers in a word; NaN becomes 0x7f."""
-    if not RULE.native:
-        low = encode(a, None, RULE.element) | (encode(b, None, RULE.element) << 8)
-        return low | (encode(c, None, RULE.element) << 16) | (encode(d, None, RULE.element) << 24)
-    elif RULE.hot == "e4m3":
+def _word(a, b, c, d, SCHEME: tl.constexpr):
+    """Codes of four scaled elements in a word; NaN becomes 0x7f."""
+    if not SCHEME.has_ptx:
+        low = encode(a, None, SCHEME.element) | (encode(b, None, SCHEME.element) << 8)
+        return low | (encode(c, None, SCHEME.element) << 16) | (encode(d, None, SCHEME.element) << 24)
+    elif SCHEME.fast_path == "e4m3":
         return tl.inline_asm_elementwise(
             """{ .reg .b16 l, h;
             cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }""",
@@ -129,21 +135,21 @@ def _word(a, b, c, d, RULE: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (32 WARPS, 16), codes of scales (32 WARPS, 2)) of blocks of 32 columns.
 
     The first axis is (8 registers, WARPS, 4 lanes). Two of a lane's rows make a pair before lanes are compared.
     """
     LEAD: tl.constexpr = 32 * WARPS
-    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, RULE.native)
+    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, SCHEME.has_ptx)
     first, second = tl.split(tl.permute(tl.reshape(own, (2, 4, 4 * WARPS, 2, 4)), (1, 2, 3, 4, 0)))
-    largest = _largest(_crossed(first, second, RULE.native), 3, RULE.native)
-    by_first, by_second, code, other = _scales(largest, BRAIN, RULE)
+    largest = _largest(_crossed(first, second, SCHEME.has_ptx), 3, SCHEME.has_ptx)
+    by_first, by_second, code, other = _scales(largest, IS_BF16, SCHEME)
     by = tl.reshape(tl.permute(tl.join(by_first, by_second), (3, 0, 1, 2)), (LEAD, 2, 1))
     code = tl.reshape(tl.permute(tl.join(code, other), (3, 0, 1, 2)), (LEAD, 2))
     a, c = tl.split(tl.reshape(tl.reshape(low, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
     b, d = tl.split(tl.reshape(tl.reshape(high, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
-    return _word(a, b, c, d, RULE), code
+    return _word(a, b, c, d, SCHEME), code
 
 
 @triton.jit
@@ -153,21 +159,21 @@ def _patchwise(tile, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _words_of_rows(v, WARPS: tl.constexpr, RULE: tl.constexpr):
+def _words_of_rows(v, WARPS: tl.constexpr, SCHEME: tl.constexpr):
     """Codes of four neighbouring rows in a word: (WARPS, 32, 32) -> (WARPS, 8, 32)."""
     even, odd = tl.split(tl.permute(tl.reshape(v, (WARPS, 8, 2, 2, 32)), (0, 1, 4, 2, 3)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    return _word(a, b, c, d, RULE)
+    return _word(a, b, c, d, SCHEME)
 
 
 @triton.jit
-def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, BRAIN: tl.constexpr, RULE: tl.constexpr):
+def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (WARPS, 8, 64), codes of scales (WARPS, 64)) of blocks of 32 rows."""
-    largest = _largest(_patchwise(magnitudes, WARPS), 1, RULE.native)
-    by_low, by_high, code, other = _scales(largest, BRAIN, RULE)
-    even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, RULE)
-    odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, RULE)
+    largest = _largest(_patchwise(magnitudes, WARPS), 1, SCHEME.has_ptx)
+    by_low, by_high, code, other = _scales(largest, IS_BF16, SCHEME)
+    even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, SCHEME)
+    odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, SCHEME)
     words = tl.reshape(tl.join(even, odd), (WARPS, 8, 64))
     return words, tl.reshape(tl.join(code, other), (WARPS, 64))
 
@@ -185,7 +191,7 @@ def _store_scales(
 @triton.jit
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS."""
     WARPS: tl.constexpr = DOWN * ACROSS
@@ -202,22 +208,22 @@ def mx_pairs_kernel(
     at = at + (lane * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :] + (turn * pairs)[:, None]
     _both_of_tile(
         tl.load(at), codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-        x.dtype.element_ty == tl.bfloat16, RULE, TILED, DOWN, ACROSS,
+        x.dtype.element_ty == tl.bfloat16, SCHEME, TILED, DOWN, ACROSS,
     )  # fmt: skip
 
 
 @triton.jit
 def _both_of_tile(
     w, codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-    BRAIN: tl.constexpr, RULE: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    IS_BF16: tl.constexpr, SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Both outputs of a tile of words."""
     WARPS: tl.constexpr = DOWN * ACROSS
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     quads = columns // 4
-    magnitudes, low, high = w & MAGNITUDES, low_float(w, BRAIN), high_float(w, BRAIN)
+    magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
 
-    made, code = _along_rows(magnitudes, low, high, WARPS, BRAIN, RULE)
+    made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
     to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
     to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
@@ -226,7 +232,7 @@ def _both_of_tile(
     code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
     _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
-    made, code = _along_columns(magnitudes, low, high, WARPS, BRAIN, RULE)
+    made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     made = tl.reshape(
         tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
     )

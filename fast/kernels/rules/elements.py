@@ -1,14 +1,14 @@
-"""Codes of numbers, and numbers of codes: `reference.encode` and `reference.decode` as device functions.
+"""Codes of values, and values of codes: `reference.encode` and `reference.decode` as device functions.
 
-Everything takes float32 and gives int32 codes (or float32 values). `E` is an `Element`, `RULE` a `Rule` (see `rule`). The two
-8-bit float formats have conversion instructions; the other floats round by one float32 addition whose unit is the last kept
-bit; modes other than nearest even go through integers.
+Everything takes float32 and gives int32 codes (or float32 values). `E` is an `Element`, `SCHEME` a `SchemeConstants` (see
+`scheme.constants`). The two 8-bit float formats have conversion instructions; the other floats round by one float32 addition
+whose unit is the last kept bit; modes other than nearest even go through integers.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     HIDDEN,
     INFINITY,
     MAGNITUDE,
@@ -22,7 +22,7 @@ from fast.kernels.rules.bits import (
 )
 from fast.kernels.rules.rounding import round_shift
 from fast.kernels.sm90.codebook16 import codebook_values
-from fast.kernels.sm90.fp4_wide import e2m1_codes
+from fast.kernels.sm90.fp4 import e2m1_codes
 
 # Beyond every integer format with any zero point.
 LARGEST_INTEGER = tl.constexpr(16384.0)
@@ -34,7 +34,7 @@ TO_INTEGER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def encode(v, words, E: tl.constexpr):
+def encode(v, random_bits, E: tl.constexpr):
     """int32 codes of float32 values by the format's rule."""
     if E.hardware == "e4m3":
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
@@ -43,18 +43,18 @@ def encode(v, words, E: tl.constexpr):
     elif E.hardware == "e2m1":
         return e2m1_codes(v).to(tl.int32)
     elif E.kind == "float":
-        return _encode_float(v, words, E)
+        return _encode_float(v, random_bits, E)
     elif E.kind == "int":
-        integer = to_integer(v, words, E)
+        integer = to_integer(v, random_bits, E)
         return tl.where(is_nan(v), E.nan_code, clamp_integer(integer, E))
     elif E.kind == "codebook":
         return _encode_codebook(v, E)
     else:
-        return _encode_scale(v, words, E)
+        return _encode_scale(v, random_bits, E)
 
 
 @triton.jit
-def _encode_float(v, words, E: tl.constexpr):
+def _encode_float(v, random_bits, E: tl.constexpr):
     b = bits_of(v)
     if E.rounding == "nearest_even" and E.overflow == "saturate" and E.emin > -126:
         return _finish(nonnegative_code(tl.abs(v), E), b, E)
@@ -62,12 +62,12 @@ def _encode_float(v, words, E: tl.constexpr):
         magnitude = b & MAGNITUDE
         exponent = tl.maximum(magnitude >> 23, 1) - 127
         significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-        return encode_parts(b, exponent, significand, words, E)
+        return encode_parts(b, exponent, significand, random_bits, E)
 
 
 @triton.jit
 def nonnegative_code(magnitude, E: tl.constexpr):
-    """Codes of non-negative values, saturating: adding 2**(e + 23 - mantissa) leaves the kept bits at the low end."""
+    """Codes of non-negative values, saturating: adding 2**(e + 23 - mantissa) leaves the stored bits at the low end."""
     a = tl.minimum(magnitude, float_of(tl.full((), E.max_bits, tl.int32)))
     least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
     unit = (bits_of(tl.maximum(a, least)) & INFINITY) + ((23 - E.mantissa) << 23)
@@ -77,11 +77,11 @@ def nonnegative_code(magnitude, E: tl.constexpr):
 
 
 @triton.jit
-def encode_parts(b, exponent, significand, words, E: tl.constexpr):
+def encode_parts(b, exponent, significand, random_bits, E: tl.constexpr):
     """Codes of +-significand * 2**(exponent - 23) in a float format; b gives sign, infinity and NaN."""
     below = tl.maximum(E.emin - exponent, 0)
-    kept = round_shift(significand, below + (23 - E.mantissa), b < 0, words, E.rounding)
-    code = kept + (tl.maximum(exponent - E.emin, 0) << E.mantissa)
+    shifted = round_shift(significand, below + (23 - E.mantissa), b < 0, random_bits, E.rounding)
+    code = shifted + (tl.maximum(exponent - E.emin, 0) << E.mantissa)
     return _finish(_limit(code, b, E), b, E)
 
 
@@ -123,7 +123,7 @@ def _finish(code, b, E: tl.constexpr):
 
 
 @triton.jit
-def to_integer(v, words, E: tl.constexpr):
+def to_integer(v, random_bits, E: tl.constexpr):
     """Signed int32 nearest to v * 2**fraction_bits; beyond +-2**14 (and for NaN) any integer beyond the formats."""
     if E.rounding == "nearest_even":
         if E.fraction_bits != 0:
@@ -134,7 +134,7 @@ def to_integer(v, words, E: tl.constexpr):
         magnitude = b & MAGNITUDE
         exponent = tl.maximum(magnitude >> 23, 1) - 127 + E.fraction_bits
         significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-        return shifted_integer(b, exponent, significand, words, E)
+        return shifted_integer(b, exponent, significand, random_bits, E)
 
 
 @triton.jit
@@ -145,11 +145,11 @@ def nearest_integer(v):
 
 
 @triton.jit
-def shifted_integer(b, exponent, significand, words, E: tl.constexpr):
+def shifted_integer(b, exponent, significand, random_bits, E: tl.constexpr):
     """Signed integer nearest to +-significand * 2**(exponent - 23) in any mode."""
     shift = 23 - tl.minimum(exponent, LARGEST_INTEGER_EXPONENT)
-    kept = round_shift(significand, shift, b < 0, words, E.rounding)
-    return tl.where(b < 0, -kept, kept)
+    shifted = round_shift(significand, shift, b < 0, random_bits, E.rounding)
+    return tl.where(b < 0, -shifted, shifted)
 
 
 @triton.jit
@@ -162,14 +162,14 @@ def clamp_integer(integer, E: tl.constexpr):
 
 
 @triton.jit
-def _encode_scale(v, words, E: tl.constexpr):
+def _encode_scale(v, random_bits, E: tl.constexpr):
     b = bits_of(v)
     exponent, significand = normalized(b & MAGNITUDE)
     zero = (b & MAGNITUDE) == 0
     exponent = tl.where(zero, -127, exponent)
     significand = tl.where(zero, 0, significand)
-    kept = round_shift(significand, 23 + zero.to(tl.int32), b < 0, words, E.rounding)
-    code = tl.maximum(exponent + E.bias + kept - 1, 0)
+    shifted = round_shift(significand, 23 + zero.to(tl.int32), b < 0, random_bits, E.rounding)
+    code = tl.maximum(exponent + E.bias + shifted - 1, 0)
     code = tl.where((b & MAGNITUDE) == INFINITY, E.max_code + 1, code)
     code = _limit(code, b, E)
     if E.overflow != "saturate":

@@ -1,7 +1,7 @@
 """Tiles of codes to little-endian bytes and back, as `reference.pack` lays them out.
 
 A tile is (blocks, elements) with the elements of a block contiguous in memory and whole bytes per block. Neighbours are
-combined in pairs, so that codes that lie in one thread stay there. Odd widths in blocks of 32 or more go by `groups`.
+combined in pairs, so that codes that lie in one thread stay there. Odd widths in blocks of 32 or more go by `pack_32`.
 """
 
 import triton
@@ -20,7 +20,7 @@ def pairs(codes, BITS: tl.constexpr):
 
 @triton.jit
 def store_packed(out, codes, block, inside, BITS: tl.constexpr):
-    """Write a tile's codes behind out; block: (P, 1) block numbers, inside: which of them exist."""
+    """Write a tile's codes behind out; block: (P, 1) block indices, inside: which of them exist."""
     SIZE: tl.constexpr = codes.shape[1]
     if BITS == 4:
         byte = pairs(codes, 4)
@@ -89,7 +89,7 @@ def load_packed(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _load_bytes(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Eight codes from BITS bytes, as one number."""
+    """Eight codes from BITS bytes, as one integer."""
     COUNT: tl.constexpr = SIZE // 8
     at = source + block * (COUNT * BITS) + BITS * tl.arange(0, COUNT)[None, :]
     octet = tl.zeros((block.shape[0], COUNT), tl.int64)
@@ -101,7 +101,7 @@ def _load_bytes(source, block, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _halves(codes, BITS: tl.constexpr):
-    """Numbers (P, S) as two of BITS bits each, (P, 2 S), the low bits first: the inverse of `pairs`."""
+    """Elements (P, S) as two of BITS bits each, (P, 2 S), the low bits first: the inverse of `pairs`."""
     low, high = codes & ((1 << BITS) - 1), codes >> BITS
     return tl.reshape(tl.join(low, high), (codes.shape[0], 2 * codes.shape[1]))
 

@@ -1,4 +1,4 @@
-"""The rounding rule of `reference.formats.rounding` on int32 significands, and random words for its stochastic mode."""
+"""The rounding rule of `reference.formats.rounding` on int32 significands, and random bits for its stochastic mode."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ LARGEST_SHIFT = tl.constexpr(25)
 
 
 @triton.jit
-def round_shift(significand, shift, negative, words, MODE: tl.constexpr):
+def round_shift(significand, shift, negative, random_bits, MODE: tl.constexpr):
     """Integer nearest to significand / 2**shift; 0 <= significand < 2**24, shift >= 1."""
     if MODE == "stochastic":
         excess = tl.minimum(tl.maximum(shift - STOCHASTIC_BITS, 0), 31)
         lost = tl.minimum(shift, STOCHASTIC_BITS)
-        word = (words.to(tl.int32, bitcast=True) >> 8) & 0xFFFFFF
+        word = (random_bits.to(tl.int32, bitcast=True) >> 8) & 0xFFFFFF
         return ((significand >> excess) + (word >> (STOCHASTIC_BITS - lost))) >> lost
     else:
         shift = tl.minimum(shift, LARGEST_SHIFT)

@@ -2,13 +2,13 @@
 device functions.
 
 Statistics come as patterns of magnitudes and as float32 minima and maxima, shape (blocks, 1); scales leave as float32, NaN
-canonical, beside the code or value that is stored. `L` is a `Level`, `RULE` a `Rule`.
+canonical, beside the code or value that is stored. `L` is a `Level`, `SCHEME` a `SchemeConstants`.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     INFINITY,
     LARGEST,
     MAGNITUDE,
@@ -22,7 +22,7 @@ from fast.kernels.rules.bits import (
     rounded,
 )
 from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
-from fast.kernels.sm90.bit_tricks import quotient, short
+from fast.kernels.sm90.division import quotient, round_to_dtype
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         # A statistic that is an element, or was rounded as one, is its own quotient.
         made = rounded(statistic, L.compute)
     elif L.quick:
-        made = short(quotient(statistic, L.target, L.inverse), L.compute)
+        made = round_to_dtype(quotient(statistic, L.target, L.target_reciprocal), L.compute)
     elif L.stored == "encode":
         made = _encoding(statistic, L)
     else:
@@ -140,8 +140,8 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
 def _encoding(statistic, L: tl.constexpr):
     """target / statistic, in one rounding or as target * (1 / statistic)."""
     if L.by_reciprocal:
-        inverse = rounded(tl.div_rn(1.0, statistic), L.compute)
-        made = rounded(inverse * L.target, L.compute)
+        reciprocal_rn = rounded(tl.div_rn(1.0, statistic), L.compute)
+        made = rounded(reciprocal_rn * L.target, L.compute)
     else:
         made = rounded(tl.div_rn(L.target, statistic), L.compute)
     if L.floor_quotient is not None:
@@ -156,14 +156,16 @@ def _statistic(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
         return float_of(largest)
     elif L.statistic == "minmax_split" and L.ordinary:
         # The smallest integer is a power of two; low <= 0 <= high.
-        a = short(low * (1.0 / L.element_min), L.compute)
-        return tl.maximum(tl.abs(a), short(quotient(tl.abs(high), L.target, L.inverse), L.compute))
+        a = round_to_dtype(low * (1.0 / L.element_min), L.compute)
+        return tl.maximum(
+            tl.abs(a), round_to_dtype(quotient(tl.abs(high), L.target, L.target_reciprocal), L.compute)
+        )
     elif L.statistic == "minmax_split":
         a = bits_of(canonical(rounded(tl.div_rn(low, L.element_min), L.compute))) & MAGNITUDE
         b = bits_of(canonical(rounded(tl.div_rn(high, L.target), L.compute))) & MAGNITUDE
         return float_of(tl.maximum(a, b))
     elif L.ordinary:
-        return short(high - low, L.compute)
+        return round_to_dtype(high - low, L.compute)
     else:
         width = canonical(rounded(high - low, L.compute))
         if HOUSE:
@@ -192,10 +194,10 @@ def _to_power(v, L: tl.constexpr):
 
 
 @triton.jit
-def outer_scale(largest, RULE: tl.constexpr):
+def outer_scale(largest, SCHEME: tl.constexpr):
     """The scale over all elements, from the pattern of their largest magnitude."""
-    L: tl.constexpr = RULE.outer
-    b = bits_of(canonical(ratio(largest, None, None, L, RULE.house)))
+    L: tl.constexpr = SCHEME.outer
+    b = bits_of(canonical(ratio(largest, None, None, L, SCHEME.house)))
     if L.nonfinite is not None:
         b = tl.where(b >= INFINITY, L.nonfinite, b)
     if L.stored == "encode":
@@ -204,24 +206,24 @@ def outer_scale(largest, RULE: tl.constexpr):
 
 
 @triton.jit
-def exact_scale(largest, low, high, outer, RULE: tl.constexpr):
+def exact_scale(largest, low, high, outer, SCHEME: tl.constexpr):
     """The block scale before storage rounding, relative to the outer scale if there is one; NaN canonical."""
-    L: tl.constexpr = RULE.level
-    if not RULE.has_outer:
-        return canonical(ratio(largest, low, high, L, RULE.house))
-    elif RULE.outer_order == "folded":
+    L: tl.constexpr = SCHEME.level
+    if not SCHEME.has_outer:
+        return canonical(ratio(largest, low, high, L, SCHEME.house))
+    elif SCHEME.outer_order == "folded":
         multiplier = rounded(outer * L.one_over_target, L.compute)
         return finite(canonical(rounded(float_of(largest) * multiplier, L.compute)))
-    elif RULE.outer_order == "encode":
-        return canonical(outer * ratio(largest, low, high, L, RULE.house))
+    elif SCHEME.outer_order == "encode":
+        return canonical(outer * ratio(largest, low, high, L, SCHEME.house))
     else:
-        made = ratio(largest, low, high, L, RULE.house)
+        made = ratio(largest, low, high, L, SCHEME.house)
         return canonical(tl.div_rn(made, outer))
 
 
 @triton.jit
 def stored_scale(exact, L: tl.constexpr):
-    """(what is kept, the scale it stands for): rounded to the storage format, raised to the record's floor."""
+    """(code in storage, the scale it stands for): rounded to the storage format, raised to the record's floor."""
     v = raised(exact, "scale", L)
     if L.ordinary and L.storage == "float32":
         v = floored(v, L)
@@ -244,7 +246,7 @@ def stored_scale(exact, L: tl.constexpr):
     else:
         code = encode(v, None, L.storage_element)
         if L.floor_kind == "stored":
-            # Codes of non-negative numbers order as the numbers do, NaN last.
+            # Codes of non-negative values order as the values do, NaN last.
             code = tl.maximum(code, L.floor_code)
         return code, canonical(decode(code, L.storage_element))
 
@@ -265,25 +267,25 @@ def nonnegative(v):
 
 
 @triton.jit
-def loaded_scale(kept, L: tl.constexpr):
-    """The scale that a kept one stands for."""
+def loaded_scale(stored, L: tl.constexpr):
+    """float32 of a stored scale."""
     if L.storage == "float32":
-        return canonical(kept)
+        return canonical(stored)
     else:
-        return canonical(decode(kept.to(tl.int32), L.storage_element))
+        return canonical(decode(stored.to(tl.int32), L.storage_element))
 
 
 @triton.jit
-def zero_point(low, exact, RULE: tl.constexpr):
+def zero_point(low, exact, SCHEME: tl.constexpr):
     """The zero point: int32 codes, or a float32 rounded to its storage."""
-    L: tl.constexpr = RULE.level
+    L: tl.constexpr = SCHEME.level
     scale = raised(raised(exact, "scale", L), "stored", L)
-    if RULE.zero == "value" and RULE.on_ordinary:
-        return short(low + short(scale * RULE.middle, L.compute), RULE.zero_storage)
-    elif RULE.zero == "value":
-        made = rounded(low + rounded(scale * RULE.middle, L.compute), L.compute)
-        return canonical(rounded(made, RULE.zero_storage))
+    if SCHEME.zero == "value" and SCHEME.on_ordinary:
+        return round_to_dtype(low + round_to_dtype(scale * SCHEME.middle, L.compute), SCHEME.zero_storage)
+    elif SCHEME.zero == "value":
+        made = rounded(low + rounded(scale * SCHEME.middle, L.compute), L.compute)
+        return canonical(rounded(made, SCHEME.zero_storage))
     else:
         steps = rounded(tl.div_rn(low, scale), L.compute)
-        code = tl.minimum(tl.maximum(RULE.low - nearest_integer(steps), RULE.low), RULE.high)
+        code = tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)
         return tl.where(is_nan(steps), 0, code)

@@ -6,7 +6,7 @@ A magnitude orders like its pattern, NaN above infinity, so an integer maximum i
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
+from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
 from fast.kernels.sm90.int_asymmetric import range_of_tile
 
 # Blocks of so many elements are in all lanes of a warp, which have so many neighbours.
@@ -26,12 +26,12 @@ def _smaller(a, b):
 
 
 @triton.jit
-def absmax(v, FINITE_ONLY: tl.constexpr, NATIVE: tl.constexpr):
+def absmax(v, FINITE_ONLY: tl.constexpr, HAS_PTX: tl.constexpr):
     """Pattern of the largest magnitude of each row of a tile, (blocks, 1); elements that do not exist are 0.
 
-    NATIVE: by float maxima that keep NaN, which have a free absolute value on the GPU.
+    HAS_PTX: by float maxima that keep NaN, which have a free absolute value on the GPU.
     """
-    if NATIVE and not FINITE_ONLY:
+    if HAS_PTX and not FINITE_ONLY:
         return bits_of(tl.reduce(tl.abs(v), 1, larger, keep_dims=True)) & MAGNITUDE
     else:
         magnitude = bits_of(v) & MAGNITUDE
@@ -41,30 +41,30 @@ def absmax(v, FINITE_ONLY: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def block_absmax(v, NATIVE: tl.constexpr):
+def block_absmax(v, HAS_PTX: tl.constexpr):
     """`absmax` of blocks that may be long: one instruction finds an integer maximum over a warp, ten find that of floats."""
-    if NATIVE and v.shape[1] >= LONG:
+    if HAS_PTX and v.shape[1] >= LONG:
         parts = tl.reshape(tl.abs(v), (v.shape[0], v.shape[1] // NEIGHBOURS, NEIGHBOURS))
         return tl.max(bits_of(tl.reduce(parts, 2, larger)) & MAGNITUDE, axis=1, keep_dims=True)
     else:
-        return absmax(v, False, NATIVE)
+        return absmax(v, False, HAS_PTX)
 
 
 @triton.jit
-def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, NATIVE: tl.constexpr):
+def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, HAS_PTX: tl.constexpr):
     """Patterns of the largest magnitude, the minimum and the maximum of each row, (blocks, 1).
 
     Where a row has a NaN the first is one, and the others are anything. Elements that do not exist are 0, which a range
-    that is widened to hold it does not mind. A tile of 16-bit numbers has neighbours of a row in one register.
+    that is widened to hold it does not mind. A tile of 16-bit floats has neighbours of a row in one register.
     """
     below, above = tile, tile
     # Floats take the fillers in any case: without them the assembler keeps so many at a time that masked tiles spill.
     if not WITH_ZERO or tile.dtype == tl.float32:
         below, above = _without(tile, inside, "inf"), _without(tile, inside, "-inf")
-    if NATIVE and tile.dtype != tl.float32 and tile.shape[1] > 1:
+    if HAS_PTX and tile.dtype != tl.float32 and tile.shape[1] > 1:
         largest, low, high = range_of_tile(below, above)
     else:
-        if NATIVE:
+        if HAS_PTX:
             low = bits_of(tl.reduce(widened(below), 1, _smaller, keep_dims=True))
             high = bits_of(tl.reduce(widened(above), 1, larger, keep_dims=True))
         else:
@@ -78,7 +78,7 @@ def value_range(tile, inside, SIGNS_NAN: tl.constexpr, WITH_ZERO: tl.constexpr, 
 
 @triton.jit
 def _without(tile, inside, FILLER: tl.constexpr):
-    """A tile, with a number where an element does not exist."""
+    """A tile, with a filler where an element does not exist."""
     return tl.where(inside, tile, tl.full((), float(FILLER), tl.float32).to(tile.dtype))
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import read
+from fast.kernels.bits import read
 from fast.kernels.sm90.bf16x2 import floats, narrowed
 
 # Levels of a tree over a tile, or over the parts of the longest row.
@@ -21,9 +21,9 @@ def tree_sum(v):
 
 
 @triton.jit
-def summed(x, residual, at, inside, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def summed(x, residual, at, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """x, or x + residual rounded to their dtype, in that dtype."""
     v = read(x + at, inside)
     if residual is not None:
-        v = narrowed(floats(v, NATIVE) + floats(read(residual + at, inside), NATIVE), DTYPE, NATIVE)
+        v = narrowed(floats(v, HAS_PTX) + floats(read(residual + at, inside), HAS_PTX), DTYPE, HAS_PTX)
     return v

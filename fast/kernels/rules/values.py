@@ -1,9 +1,9 @@
-"""What codes stand for: the second half of `reference.quantize.dequantize`, and which elements saturated."""
+"""Decoded values: the second half of `reference.quantize.dequantize`, and which elements saturated."""
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
+from fast.kernels.bits import (
     INFINITY,
     LARGEST,
     MAGNITUDE,
@@ -20,13 +20,13 @@ from fast.kernels.rules.elements import MARK, decode
 
 
 @triton.jit
-def combined(scale, outer, RULE: tl.constexpr, DTYPE: tl.constexpr):
+def combined(scale, outer, SCHEME: tl.constexpr, DTYPE: tl.constexpr):
     """Block scale and outer scale as one decoding scale; DTYPE: precision of the arithmetic."""
     scale = rounded(scale, DTYPE)
-    if RULE.has_outer:
-        if RULE.outer_order == "encode":
+    if SCHEME.has_outer:
+        if SCHEME.outer_order == "encode":
             scale = rounded(tl.div_rn(scale, outer), DTYPE)
-        elif RULE.outer_order == "folded":
+        elif SCHEME.outer_order == "folded":
             scale = rounded(scale * rounded(tl.div_rn(1.0, outer), DTYPE), DTYPE)
         else:
             scale = rounded(scale * outer, DTYPE)
@@ -34,32 +34,32 @@ def combined(scale, outer, RULE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def counted(codes, zero, RULE: tl.constexpr):
-    """What codes count in units of the scale, float32."""
-    if RULE.zero == "":
-        return decode(codes, RULE.element)
-    elif RULE.zero == "code":
-        signed = tl.where(codes > RULE.element.max_code, codes - (1 << RULE.bits), codes)
+def unscaled(codes, zero, SCHEME: tl.constexpr):
+    """Decoded elements before scaling, float32."""
+    if SCHEME.zero == "":
+        return decode(codes, SCHEME.element)
+    elif SCHEME.zero == "code":
+        signed = tl.where(codes > SCHEME.element.max_code, codes - (1 << SCHEME.bits), codes)
         return (signed - zero).to(tl.float32)
     else:
-        return (codes - RULE.middle_code).to(tl.float32)
+        return (codes - SCHEME.middle_code).to(tl.float32)
 
 
 @triton.jit
-def values(codes, scale, zero, RULE: tl.constexpr, DTYPE: tl.constexpr):
+def values(codes, scale, zero, SCHEME: tl.constexpr, DTYPE: tl.constexpr):
     """float32 values of a tile; scale is the combined one (blocks, 1)."""
-    value = counted(codes, zero, RULE)
-    if RULE.stored == "encode":
+    value = unscaled(codes, zero, SCHEME)
+    if SCHEME.stored == "encode":
         return rounded(tl.div_rn(value, scale), DTYPE)
     else:
         product = rounded(rounded(value, DTYPE) * scale, DTYPE)
-        if RULE.dequantize == "float32" and RULE.element.specials == "ieee":
+        if SCHEME.dequantize == "float32" and SCHEME.element.specials == "ieee":
             product = _stay_finite(product, value, scale)
-        elif RULE.dequantize == "float32":
+        elif SCHEME.dequantize == "float32":
             # Without infinities among the values only the scale decides.
             limit = tl.where((bits_of(scale) & MAGNITUDE) < INFINITY, LARGEST, INFINITY)
             product = tl.clamp(product, -float_of(limit), float_of(limit), propagate_nan=tl.PropagateNan.ALL)
-        if RULE.zero == "value":
+        if SCHEME.zero == "value":
             product = rounded(product + zero, DTYPE)
         return product
 
@@ -74,44 +74,46 @@ def _stay_finite(product, value, scale):
 
 
 @triton.jit
-def loaded_zero(kept, RULE: tl.constexpr):
-    """A kept zero point as int32 code or float32."""
-    if RULE.zero == "code":
-        return kept.to(tl.int32)
-    elif RULE.zero_storage == "float32":
-        return canonical(kept)
+def loaded_zero(stored, SCHEME: tl.constexpr):
+    """A stored zero point as int32 code or float32."""
+    if SCHEME.zero == "code":
+        return stored.to(tl.int32)
+    elif SCHEME.zero_storage == "float32":
+        return canonical(stored)
     else:
-        v = float_of(kept.to(tl.int32) << 16)
+        v = float_of(stored.to(tl.int32) << 16)
         return float_of(tl.where(is_nan(v), 0x7FC00000, bits_of(v)))
 
 
 @triton.jit
-def saturated(v, marked, scale, outer, RULE: tl.constexpr):
+def saturated(v, marked, scale, outer, SCHEME: tl.constexpr):
     """Whether saturation changed the rounded element; `marked` are codes made under the overflow policy "mark"."""
-    if RULE.kind != "codebook":
+    if SCHEME.kind != "codebook":
         return (marked & MARK) != 0
     else:
-        units = in_units(v, scale, outer, scale, RULE)
-        return (bits_of(canonical(units)) & MAGNITUDE) > RULE.max_bits
+        units = in_units(v, scale, outer, scale, SCHEME)
+        return (bits_of(canonical(units)) & MAGNITUDE) > SCHEME.max_bits
 
 
 @triton.jit
-def in_units(v, scale, outer, zero, RULE: tl.constexpr):
+def in_units(v, scale, outer, zero, SCHEME: tl.constexpr):
     """v / s in float32 (v * S for an encoding scale), for tinygemm (v - z) / s."""
-    if RULE.zero == "value":
+    if SCHEME.zero == "value":
         v = v - zero
-    if RULE.stored == "encode":
+    if SCHEME.stored == "encode":
         return v * scale
     else:
         return (
-            tl.div_rn(tl.div_rn(v, scale), decoding(outer, RULE)) if RULE.has_outer else tl.div_rn(v, scale)
+            tl.div_rn(tl.div_rn(v, scale), decoding(outer, SCHEME))
+            if SCHEME.has_outer
+            else tl.div_rn(v, scale)
         )
 
 
 @triton.jit
-def decoding(outer, RULE: tl.constexpr):
+def decoding(outer, SCHEME: tl.constexpr):
     """The outer scale as a factor of values."""
-    if RULE.outer.stored == "encode":
+    if SCHEME.outer.stored == "encode":
         return tl.div_rn(1.0, outer)
     else:
         return outer
@@ -120,8 +122,8 @@ def decoding(outer, RULE: tl.constexpr):
 @triton.jit
 def passed_on(g, lost, DTYPE: tl.constexpr):
     """The gradient g where the element was not lost to saturation, +0 where it was; a float32 NaN keeps its payload."""
-    kept = tl.where(lost, 0.0, widened(g))
+    dx = tl.where(lost, 0.0, widened(g))
     if DTYPE == "float32":
-        return kept
+        return dx
     else:
-        return narrow(kept, DTYPE, False)
+        return narrow(dx, DTYPE, False)

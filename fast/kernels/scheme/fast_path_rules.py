@@ -1,6 +1,7 @@
 """Which instruction sequences serve a scheme: questions about its record, each of which has one answer for all its kernels.
 
-A sequence is right for some records only: each function says for which, and why. `rule` writes the answers into the constants.
+A sequence is right for some records only: each function says for which, and why. `constants` writes the answers into the
+constants.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def ocp_name(fmt: Format) -> str:
     return next(same, "")
 
 
-def kept_as(storage: str) -> str:
+def storage_kind(storage: str) -> str:
     """What kernels tell apart among storages: "float32", a name of `OCP`, or "" for other codes."""
     return storage if storage == "float32" else ocp_name(FORMATS[storage])
 
 
-def hot_sequence(scheme: Scheme, nearest: bool) -> str:
-    """Which sequence of `hot` makes the codes of a house scheme whose scales come from the tile; "" for none."""
+def fast_path_of(scheme: Scheme, nearest: bool) -> str:
+    """Which sequence of `fast_codes` makes the codes of a default scheme whose scales come from the tile; "" for none."""
     fmt = scheme.format
     if not nearest or scheme.nan != "block" or scheme.nan_code is not None or scheme.apply != "reciprocal":
         return ""
@@ -75,7 +76,7 @@ def hot_sequence(scheme: Scheme, nearest: bool) -> str:
 
 
 def is_read_by_sequence(fmt: Format) -> bool:
-    """Whether `words` reads this element: signed integers and the OCP formats without infinities; or `codebooks`."""
+    """Whether `fast_values` reads this element: signed integers and the OCP formats without infinities; or `codebook16`."""
     if fmt.kind == "codebook":
         return fmt.bits == 4
     return ocp_name(fmt) in ("e4m3", "e2m3", "e3m2", "e2m1") or (
@@ -84,7 +85,7 @@ def is_read_by_sequence(fmt: Format) -> bool:
 
 
 def is_quick(record: Scale) -> bool:
-    """Whether `words.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target.
+    """Whether `division.quotient` serves: plain ratios that are raised to 2**-126 or more, exactly computed for this target.
 
     Only in records where infinity poisons a block: the quotient of infinity is NaN.
     """
@@ -99,28 +100,29 @@ def _is_raised(record: Scale, least: float) -> bool:
     return kind == "stored" and (2.0**-126 if isinstance(value, str) else value) >= least
 
 
-def has_pairs(scheme: Scheme, dtype: str, hot: str) -> bool:
+def has_pairs(scheme: Scheme, dtype: str, fast_path: str) -> bool:
     """Whether packed codes are made from pairs.
 
-    `fours` and `sixes`: MX floats below 8 bits and NVFP4, of bfloat16. `ranges`: 4-bit integers with zero points, of 16 bits.
+    `fp4` and `fp6`: MX floats below 8 bits and NVFP4, of bfloat16. `int_asymmetric`: 4-bit integers with zero points, of 16
+    bits.
     """
     scale = scheme.scale
-    if is_ranged(scheme, hot):
+    if is_ranged(scheme, fast_path):
         return dtype != "float32" and scheme.format.bits == 4 and scale.block in (32, 64, 128, 256)
     if dtype != "bfloat16":
         return False
     if scheme.outer is not None:
-        return hot == "e2m1" and scale.block == 16 and not scale.power_of_two
-    return hot in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
+        return fast_path == "e2m1" and scale.block == 16 and not scale.power_of_two
+    return fast_path in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
 
 
-def is_ranged(scheme: Scheme, hot: str) -> bool:
-    """Whether `ranges.scale_of_range` makes scales and zero points.
+def is_ranged(scheme: Scheme, fast_path: str) -> bool:
+    """Whether `int_asymmetric.scale_of_range` makes scales and zero points.
 
     From a target of 4 on no reciprocal is below 2**-126; up to the span of the codes no zero point lies beyond them.
     """
     scale, zero = scheme.scale, scheme.zero
-    coded = hot == "int" and zero is not None and zero.rule == "code"
+    coded = fast_path == "int" and zero is not None and zero.rule == "code"
     return (
         coded
         and scale.statistic == "minmax_with_zero"
@@ -129,13 +131,20 @@ def is_ranged(scheme: Scheme, hot: str) -> bool:
     )
 
 
-def is_drawn(scheme: Scheme) -> bool:
-    """Whether `drawn` rounds: MX floats of the house, stochastically, with multipliers that are normal numbers."""
+def is_fast_stochastic(scheme: Scheme) -> bool:
+    """Whether `stochastic_rounding` rounds: MX floats of default schemes whose multipliers are normal numbers."""
     fmt, scale = scheme.format, scheme.scale
     plain = scheme.nan == "block" and scheme.nan_code is None and scheme.smallest_exponent is None
     signed = fmt.kind == "float" and fmt.bits <= 8 and bool(fmt.sign_mask) and fmt.has_negative_zero
-    drawn = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
-    return plain and signed and drawn and scale.power_of_two and scheme.outer is None and scale.target >= 4.0
+    stochastic = scheme.rounding == "stochastic" and scheme.overflow == "saturate" and scheme.negative_zero
+    return (
+        plain
+        and signed
+        and stochastic
+        and scale.power_of_two
+        and scheme.outer is None
+        and scale.target >= 4.0
+    )
 
 
 def _has_reciprocals(scheme: Scheme) -> bool:
@@ -148,8 +157,8 @@ def _has_reciprocals(scheme: Scheme) -> bool:
 def _codebook_sequence(scheme: Scheme) -> str:
     """ "codebook" where scales are maxima, so that scaled elements lie between -1 and 1; "stretched" for levels one apart."""
     scale, fmt = scheme.scale, scheme.format
-    kept = scale.stored == "decode" and scale.compute == "float32"
-    if not (_is_plain_ratio(scale) and kept and scheme.outer is None and scheme.poison_code == 0):
+    storable = scale.stored == "decode" and scale.compute == "float32"
+    if not (_is_plain_ratio(scale) and storable and scheme.outer is None and scheme.poison_code == 0):
         return ""
     if is_stretched(fmt):
         return "stretched"
@@ -157,7 +166,7 @@ def _codebook_sequence(scheme: Scheme) -> str:
 
 
 def is_under_outer(scheme: Scheme) -> bool:
-    """Whether `hot.choose_under_outer` makes the scales: e4m3 block scales with a floor under a float32 outer scale."""
+    """Whether `outer_scales.choose_under_outer` makes the scales: e4m3, with a floor, under a float32 outer scale."""
     scale, outer = scheme.scale, scheme.outer
     if (
         outer is None
@@ -172,10 +181,12 @@ def is_under_outer(scheme: Scheme) -> bool:
         and scale.compute == "float32"
         and scheme.zero is None
     )
-    kept = kept_as(scale.storage) == "e4m3" and scale.floor is not None and scale.floor[0] == "stored"
+    storable = (
+        storage_kind(scale.storage) == "e4m3" and scale.floor is not None and scale.floor[0] == "stored"
+    )
     return (
         plain
-        and kept
+        and storable
         and scale.statistic == "absmax"
         and scheme.outer_order == "decode"
         and scale.target in QUOTIENTS

@@ -26,7 +26,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fast.kernels.scheme.fast_path_rules import has_quotient, kept_as, ocp_name
+from fast.kernels.scheme.fast_path_rules import has_quotient, ocp_name, storage_kind
 from fast.kernels.sm90.codebook16 import has_cubic
 from reference.arrays.log2 import steps_above
 from reference.formats.formats import Format
@@ -91,7 +91,9 @@ def has_zero_blocks(scheme: Scheme) -> bool:
 
 def has_single_pairs(scheme: Scheme, dtype: str) -> bool:
     """Whether 4-bit floats under e4m3 scales alone are made from pairs of bfloat16, as those under an outer scale are."""
-    single = scheme.outer is None and kept_as(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    single = (
+        scheme.outer is None and storage_kind(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    )
     return single and dtype == "bfloat16" and ocp_name(scheme.format) == "e2m1"
 
 
@@ -104,8 +106,8 @@ def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size.
     Midpoints of float32 have 25 bits, so quotients of p-bit significands lie 2**-(p + 25) or more away from them: the
     rounding is that of the quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with
-    the exact remainder follows (`refined`, Markstein's theorem: right for an estimate less than a unit away and a correctly
-    rounded reciprocal).
+    the exact remainder follows (`refine_quotient`, Markstein's theorem: right for an estimate less than a unit away and a
+    correctly rounded reciprocal).
     """
     scale = scheme.scale
     if scheme.outer is not None:
@@ -132,11 +134,11 @@ def log2_is_exact(dtype: str, target: float) -> bool:
 
 @lru_cache(maxsize=64)
 def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
-    """The largest number of the dtype with each code, where the nearest entry by rounded differences decides.
+    """The largest value of the dtype with each code, where the nearest entry by rounded differences decides.
 
-    None where codes do not keep the order of the numbers.
+    None where codes do not keep the order of the values.
 
-    Of every number from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
+    Of every value from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
     """
     import ml_dtypes
 
@@ -156,11 +158,11 @@ def _has_scales(scheme: Scheme, dtype: str) -> bool:
         return False
     if scale.power_of_two:
         return outer is None and scale.rule != "rceil_log2"
-    kept = scale.storage == "float32" or (scale.storage == dtype and scale.compute == "input")
+    storable = scale.storage == "float32" or (scale.storage == dtype and scale.compute == "input")
     plain = scale.rule == "ratio" and has_quotient(scale.target) and scale.compute in ("float32", "input")
-    if kept_as(scale.storage) == "e4m3":
+    if storage_kind(scale.storage) == "e4m3":
         return plain and _has_e4m3_scales(scheme)
-    return plain and kept and outer is None
+    return plain and storable and outer is None
 
 
 def _has_e4m3_scales(scheme: Scheme) -> bool:

@@ -1,1 +1,1 @@
-"""Instruction sequences for Hopper that give the bits of `fast.kernels.rules` in fewer instructions."""
+"""Instruction sequences for Hopper that give the bits of `fast.kernels.rules` in fewer instructions; they import no rules."""

@@ -1,14 +1,14 @@
-"""16-bit numbers in pairs: what Hopper does with two bfloat16 or float16 numbers in one register.
+"""16-bit floats in pairs: what Hopper does with two bfloat16 or float16 elements in one register.
 
-The instructions round, compare and multiply both numbers at once. They make one NaN, 0x7fff, which as a signed integer is
-the only pattern above the canonical one: a minimum of integers replaces it. NATIVE is False in Triton's interpreter, which
+The instructions round, compare and multiply both elements at once. They make one NaN, 0x7fff, which as a signed integer is
+the only pattern above the canonical one: a minimum of integers replaces it. HAS_PTX is False in Triton's interpreter, which
 knows no instructions: there float32 and integer operations do the same.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import MAGNITUDE, SIGN, bits_of, canonical, float_of, is_nan, rounded, widened
+from fast.kernels.bits import MAGNITUDE, SIGN, bits_of, canonical, float_of, is_nan, rounded, widened
 
 # Pairs d as floats.
 _WIDEN_BFLOAT16 = "shl.b32 l, d, 16; and.b32 h, d, 0xFFFF0000; mov.b32 $0, l; mov.b32 $1, h;"
@@ -28,7 +28,7 @@ def _round(kind: str, widen: str) -> tl.constexpr:
 
 
 def _clamp(kind: str, low: str, top: str, widen: str) -> tl.constexpr:
-    """A pair between two numbers, as floats; NaN becomes the upper one."""
+    """A pair clamped between two bounds, as floats; NaN becomes the upper one."""
     return tl.constexpr(
         f"""{{ .reg .b32 d, n, l, h;
         mov.b32 n, {top}; min.{kind}x2 d, $2, n; mov.b32 n, {low}; max.{kind}x2 d, d, n; {widen} }}"""
@@ -81,9 +81,9 @@ NORMAL_WIDE_FLOAT16 = _normal(_PAIR_FLOAT16, "f16", _WIDEN_FLOAT16, 2)
 
 
 @triton.jit
-def floats(v, NATIVE: tl.constexpr):
+def floats(v, HAS_PTX: tl.constexpr):
     """float32 of a tensor, pair by pair where it has 16 bits."""
-    if v.dtype == tl.float32 or not NATIVE:
+    if v.dtype == tl.float32 or not HAS_PTX:
         return widened(v)
     else:
         text: tl.constexpr = WIDEN_BFLOAT16 if v.dtype == tl.bfloat16 else WIDEN_FLOAT16
@@ -92,7 +92,7 @@ def floats(v, NATIVE: tl.constexpr):
 
 @triton.jit
 def set_aside(tile, PAIRS: tl.constexpr):
-    """The same numbers: a copy of registers that the assembler drops.
+    """The same elements: a copy of registers that the assembler drops.
 
     For a tile that is made float32 late, so that pairs, half the registers, wait for the block's scale. Without it Triton
     gives the floats the layout of a reduction of the pairs, and moves them through shared memory.
@@ -106,11 +106,11 @@ def set_aside(tile, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def narrowed(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def narrowed(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 rounded to a dtype, nearest even, overflow to infinity, NaN canonical."""
     if DTYPE == "float32":
         return canonical(v)
-    elif not NATIVE:
+    elif not HAS_PTX:
         return _by_integers(v, DTYPE)
     elif DTYPE == "bfloat16":
         return tl.inline_asm_elementwise(
@@ -133,21 +133,21 @@ def _by_integers(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rounded_once(v, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def rounded_once(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 rounded to a dtype and back to float32; a NaN is some positive NaN."""
     if DTYPE == "float32":
         return canonical(v)
-    elif not NATIVE:
-        return floats(_by_integers(v, DTYPE), NATIVE)
+    elif not HAS_PTX:
+        return floats(_by_integers(v, DTYPE), HAS_PTX)
     else:
         text: tl.constexpr = ROUND_BFLOAT16 if DTYPE == "bfloat16" else ROUND_FLOAT16
         return tl.inline_asm_elementwise(text, "=f,=f,f,f", [v], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
-def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+def clamped_gate(g, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """float32 of a gate between the bounds of `gated`: [-104, 64] for bfloat16, [-32, 32] for float16; NaN: the upper one."""
-    if not NATIVE:
+    if not HAS_PTX:
         v = widened(g)
         low: tl.constexpr = -104.0 if DTYPE == "bfloat16" else -32.0
         top: tl.constexpr = 64.0 if DTYPE == "bfloat16" else 32.0
@@ -158,27 +158,27 @@ def clamped_gate(g, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constexpr):
     """silu(g), given in float32 for the clamped gate, rounded, times up, rounded; NaN canonical.
 
     WIDE: the same as float32, where a NaN is some positive NaN. Beyond the upper bound T of the clamp silu(g) is g: the pattern
     of max(g, T) less that of T is added to the pattern of silu(T) = T, an addition of integers and so exact. The sign is the
     gate's, also that of zeros.
     """
-    BRAIN: tl.constexpr = DTYPE == "bfloat16"
-    if not NATIVE:
+    IS_BF16: tl.constexpr = DTYPE == "bfloat16"
+    if not HAS_PTX:
         made = _gated_by_selects(silu, g, up, DTYPE)
         if WIDE:
             return widened(made)
         else:
             return made
     elif WIDE:
-        text: tl.constexpr = GATE_WIDE_BFLOAT16 if BRAIN else GATE_WIDE_FLOAT16
+        text: tl.constexpr = GATE_WIDE_BFLOAT16 if IS_BF16 else GATE_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=&f,=&f,f,f,r,r", [silu, g, up], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
-        text: tl.constexpr = GATE_BFLOAT16 if BRAIN else GATE_FLOAT16
+        text: tl.constexpr = GATE_BFLOAT16 if IS_BF16 else GATE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=r,f,f,r,r", [silu, g, up], dtype=g.dtype, is_pure=True, pack=2
         )
@@ -195,24 +195,61 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr):
+def normal(h, r, w, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.constexpr):
     """(h * r) * w in float32, rounded to the dtype of h and w; r is float32. NaN canonical.
 
-    WIDE: the same as float32, where a NaN is some positive NaN. 16-bit numbers are taken as pairs again: floats that were used
+    WIDE: the same as float32, where a NaN is some positive NaN. 16-bit floats are taken as pairs again: floats that were used
     before need not be kept, and cost registers.
     """
-    BRAIN: tl.constexpr = DTYPE == "bfloat16"
-    if DTYPE == "float32" or not NATIVE:
-        product = (floats(h, NATIVE) * r) * floats(w, NATIVE)
+    IS_BF16: tl.constexpr = DTYPE == "bfloat16"
+    if DTYPE == "float32" or not HAS_PTX:
+        product = (floats(h, HAS_PTX) * r) * floats(w, HAS_PTX)
         if WIDE:
-            return rounded_once(product, DTYPE, NATIVE)
+            return rounded_once(product, DTYPE, HAS_PTX)
         else:
-            return narrowed(product, DTYPE, NATIVE)
+            return narrowed(product, DTYPE, HAS_PTX)
     elif WIDE:
-        text: tl.constexpr = NORMAL_WIDE_BFLOAT16 if BRAIN else NORMAL_WIDE_FLOAT16
+        text: tl.constexpr = NORMAL_WIDE_BFLOAT16 if IS_BF16 else NORMAL_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
             text, "=&f,=&f,r,r,f,f", [h, w, r], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
-        text: tl.constexpr = NORMAL_BFLOAT16 if BRAIN else NORMAL_FLOAT16
+        text: tl.constexpr = NORMAL_BFLOAT16 if IS_BF16 else NORMAL_FLOAT16
         return tl.inline_asm_elementwise(text, "=r,r,r,f,f", [h, w, r], dtype=h.dtype, is_pure=True, pack=2)
+
+
+def _limited(kind: str, nan: str) -> tl.constexpr:
+    """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
+
+    The conversion writes 0x7fff for NaN, the only pattern above it as a signed integer.
+    """
+    return tl.constexpr(
+        f"""{{
+        .reg .b32 d, n;
+        cvt.rn.{kind}x2.f32 d, $2, $1;
+        xor.b32 n, $3, 0x80008000;
+        min.NaN.{kind}x2 d, d, $3;
+        max.NaN.{kind}x2 d, d, n;
+        mov.b32 n, {nan};
+        min.s16x2 $0, d, n;
+        }}"""
+    )
+
+
+LIMITED_BFLOAT16, LIMITED_FLOAT16 = _limited("bf16", "0x7FC07FC0"), _limited("f16", "0x7E007E00")
+
+
+@triton.jit
+def bfloat16_of(v, limit):
+    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0."""
+    return tl.inline_asm_elementwise(
+        LIMITED_BFLOAT16, "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def float16_of(v, limit):
+    """The same for float16; NaN becomes 0x7e00."""
+    return tl.inline_asm_elementwise(
+        LIMITED_FLOAT16, "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2
+    )

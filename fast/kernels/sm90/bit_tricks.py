@@ -1,16 +1,18 @@
-"""Instruction sequences of the hot paths: several codes made, or read, as one 32-bit word.
+"""Instruction sequences of the fast paths: several codes made, or read, as one 32-bit word.
 
 On Hopper float32 additions and multiplications run at twice the rate of integer, compare and select operations, and a kernel at
 the memory limit has about 7 issue slots for each byte it moves. So rounding is done by the adder (a constant whose last bit is
 the unit) and by the conversion instructions, and codes are combined into words before anything is selected or masked.
 
-All of these expect finite numbers or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
+All of these expect finite elements or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
 import triton
 import triton.language as tl
 
-# 1.5 * 2**23, its pattern, and 2**23: float32 numbers of this size are integers.
+from fast.kernels.bits import is_nan
+
+# 1.5 * 2**23, its pattern, and 2**23: float32 values of this size are integers.
 TO_INTEGER = tl.constexpr(12582912.0)
 
 
@@ -26,81 +28,6 @@ def bytes_of(codes):
         }""",
         "=r,r,r,r,r", [codes], dtype=tl.int8, is_pure=True, pack=4,
     )  # fmt: skip
-
-
-@triton.jit
-def inverse(v):
-    """1 / v, correctly rounded, for v from 2**-126 to 2**125; NaN for NaN: one Newton step on the approximate reciprocal.
-
-    Division without its test for rare exponents. That it is exact for every significand is checked on the GPU
-    (`tests/gpu/kernels/numerics/quotients.py`).
-    """
-    guess = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.fma(tl.fma(negated(v), guess, 1.0), guess, guess)
-
-
-@triton.jit
-def quotient(a, TARGET: tl.constexpr, INVERSE: tl.constexpr):
-    """a / TARGET, correctly rounded where it is at least 2**-126, and at most that otherwise; a is not negative.
-
-    INVERSE: 1 / TARGET rounded. One step with the remainder corrects the product. The remainder is exact, for small a as well:
-    it is a multiple of 2**-149. Which targets this is exact for is checked on the GPU for every significand, as for `inverse`.
-    """
-    first = a * INVERSE
-    return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)
-
-
-@triton.jit
-def divided(a, divisor, inverse_divisor):
-    """a / divisor, correctly rounded, for quotients and divisors far from the ends of the exponent range."""
-    first = a * inverse_divisor
-    better = tl.fma(tl.fma(negated(first), divisor, a), inverse_divisor, first)
-    return tl.fma(tl.fma(negated(better), divisor, a), inverse_divisor, better)
-
-
-@triton.jit
-def corrected_quotient(v, m, divisor):
-    """v / divisor of tiles, m = 1 / divisor of their blocks: v times m and what m lacks. `quotient_sequence` says how exact."""
-    return tl.fma(v, m, v * lacking(m, divisor))
-
-
-@triton.jit
-def refined(y, v, m, divisor):
-    """v / divisor, correctly rounded, where y is less than one unit in the last place away and m = 1 / divisor rounded."""
-    return tl.fma(tl.fma(negated(y), divisor, v), m, y)
-
-
-@triton.jit
-def lacking(m, divisor):
-    """1 / divisor less m, which is 1 / divisor rounded."""
-    return tl.fma(negated(divisor), m, 1.0) * m
-
-
-def _short(kind: str, widen: str) -> tl.constexpr:
-    return tl.constexpr(f"{{ .reg .b16 p, q; .reg .b32 d; cvt.rn.{kind}x2.f32 d, $1, $1; {widen} }}")
-
-
-SHORT_BFLOAT16 = _short("bf16", "and.b32 $0, d, 0xFFFF0000;")
-SHORT_FLOAT16 = _short("f16", "mov.b32 {p, q}, d; cvt.f32.f16 $0, p;")
-
-
-@triton.jit
-def short(v, DTYPE: tl.constexpr):
-    """float32 rounded to a dtype, one number for each block; NaN stays some NaN."""
-    if DTYPE == "bfloat16":
-        return tl.inline_asm_elementwise(SHORT_BFLOAT16, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-    elif DTYPE == "float16":
-        return tl.inline_asm_elementwise(SHORT_FLOAT16, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return v
-
-
-@triton.jit
-def negated(v):
-    """-v, as an operand's sign: Triton's own is the subtraction 0 - v, an instruction."""
-    return v * -1.0
 
 
 @triton.jit
@@ -127,7 +54,7 @@ def quarters(tile):
 
 @triton.jit
 def joined(a0, a1, a2, a3, a4, a5, a6, a7):
-    """The inverse of `eighths`."""
+    """Eight tensors (P, S) as one (P, 8 S), their elements in turn."""
     even = joined2(joined2(a0, a4), joined2(a2, a6))
     odd = joined2(joined2(a1, a5), joined2(a3, a7))
     return joined2(even, odd)
@@ -162,7 +89,7 @@ def nibble_words(numbers, keep):
 
 
 @triton.jit
-def e2m1_numbers(x, half):
+def e2m1_floats(x, half):
     """2**23 + code of |x| * 2 half in float4_e2m1fn, nearest even, saturating; float32. The product with half is exact.
 
     The code is round(2 m) below 2, plus round(m - 2) from 2 to 4, plus round(m / 2 - 2) beyond: each term saturates to
@@ -185,7 +112,7 @@ def e2m1_numbers(x, half):
 
 @triton.jit
 def e2m1_words(numbers, v, keep):
-    """Patterns that `e2m1_numbers` made, with the signs of v (int32), as words of eight nibbles (P, S / 8)."""
+    """Patterns that `e2m1_floats` made, with the signs of v (int32), as words of eight nibbles (P, S / 8)."""
     ROWS: tl.constexpr = v.shape[0]
     GROUPS: tl.constexpr = v.shape[1] // 8
     place = 4 * (tl.arange(0, v.shape[1]) % 8)[None, :]
@@ -242,7 +169,7 @@ def six_words(codes, keep):
 
 
 def _offset_bytes(bits: int) -> tl.constexpr:
-    """float32 of four two's complement numbers of `bits` bits in the bytes of a word."""
+    """float32 of four two's complement integers of `bits` bits in the bytes of a word."""
     bias = 1 << (bits - 1)
     text = f"lop3.b32 w, $4, 0x{(2 * bias - 1) * 0x01010101:08X}, 0x{bias * 0x01010101:08X}, 0x6A; "
     for i in range(4):
@@ -342,38 +269,15 @@ def e3m2_values(triples):
     return joined4(a, b, c, d)
 
 
-def _limited(kind: str, nan: str) -> tl.constexpr:
-    """A pair of floats rounded to 16 bits and stopped at +-$3; every NaN becomes `nan`.
-
-    The conversion writes 0x7fff for NaN, the only pattern above it as a signed number.
-    """
-    return tl.constexpr(
-        f"""{{
-        .reg .b32 d, n;
-        cvt.rn.{kind}x2.f32 d, $2, $1;
-        xor.b32 n, $3, 0x80008000;
-        min.NaN.{kind}x2 d, d, $3;
-        max.NaN.{kind}x2 d, d, n;
-        mov.b32 n, {nan};
-        min.s16x2 $0, d, n;
-        }}"""
-    )
-
-
-LIMITED_BFLOAT16, LIMITED_FLOAT16 = _limited("bf16", "0x7FC07FC0"), _limited("f16", "0x7E007E00")
+@triton.jit
+def mask_unless_poisoned(scale, MASK: tl.constexpr):
+    """MASK where the block has a scale, 0 where it is poisoned: (blocks, 1) int32."""
+    return tl.where(is_nan(scale), 0, MASK)
 
 
 @triton.jit
-def bfloat16_of(v, limit):
-    """float32 rounded to bfloat16 and stopped at +-limit (int16 pattern of a bfloat16); every NaN becomes 0x7fc0."""
-    return tl.inline_asm_elementwise(
-        LIMITED_BFLOAT16, "=r,f,f,r", [v, limit], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@triton.jit
-def float16_of(v, limit):
-    """The same for float16; NaN becomes 0x7e00."""
-    return tl.inline_asm_elementwise(
-        LIMITED_FLOAT16, "=r,f,f,r", [v, limit], dtype=tl.float16, is_pure=True, pack=2
-    )
+def store_words(codes, words, block, exists):
+    """Words of a tile behind a pointer to bytes."""
+    COUNT: tl.constexpr = words.shape[1]
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    tl.store(out, words, mask=exists)

@@ -1,8 +1,8 @@
-"""Codebooks of 16 numbers between -1 and 1: codes by a cubic and one comparison, values by a look-up.
+"""Codebooks of 16 entries between -1 and 1: codes by a cubic and one comparison, values by a look-up.
 
 Sixteen comparisons an element are more than there is time for. Here a cubic of y, rounded to an integer, gives a code that is
 right or one too low; the midpoint above it, looked up, decides, compared exactly. A look-up is a shuffle: each lane of a warp
-holds a number of the table.
+holds an entry of the table.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from reference.formats.formats import Format
 CENTER = 7
 LINEAR, CUBIC = tl.constexpr(11.7291069), tl.constexpr(-4.26267259)
 NUMBER = tl.constexpr(12582912.0 + CENTER)
-# Differences of float32 numbers beyond 2**-8 are at least 2**-31: times this they saturate to 1.
+# Differences of float32 values beyond 2**-8 are at least 2**-31: times this they saturate to 1.
 SHARP = tl.constexpr(4294967296.0)
-# More than the cubic moves between neighbours on a grid of `GRID` numbers, with a slope below 12, and float32 rounds away.
+# More than the cubic moves between neighbours on a grid of `GRID` points, with a slope below 12, and float32 rounds away.
 ERROR, GRID = 1e-3, 50_001
 
 
 def has_cubic(fmt: Format, thresholds: Sequence[float] = ()) -> bool:
     """Whether the cubic serves: for y from -1 to 1, and a little beyond, its integer is the code or one below it.
 
-    thresholds: the largest number of each code but the last, where that is not the midpoint.
+    thresholds: the largest value of each code but the last, where that is not the midpoint.
     """
     if fmt.kind != "codebook" or fmt.bits != 4 or fmt.max > 1 or fmt.min < -1:
         return False
@@ -44,7 +44,7 @@ def has_cubic(fmt: Format, thresholds: Sequence[float] = ()) -> bool:
 
 @triton.jit
 def _values(E: tl.constexpr):
-    """The codebook, a number in each lane."""
+    """The codebook, an entry in each lane."""
     lane = tl.arange(0, 1 << E.bits)
     made = tl.full((1 << E.bits,), E.values[0], tl.float32)
     for i in tl.static_range(1, len(E.values)):
@@ -64,14 +64,14 @@ def _bounds(E: tl.constexpr):
 
 @triton.jit
 def looked_up(numbers, index):
-    """The numbers of a table, a power of two of them, that the low bits of an int32 tensor say."""
+    """The entries of a table, a power of two of them, that the low bits of an int32 tensor say."""
     flat = tl.reshape(index & (numbers.numel - 1), (index.numel,))
     return tl.reshape(tl.gather(numbers, flat, 0), index.shape)
 
 
 @triton.jit
-def codebook_numbers(y, E: tl.constexpr):
-    """float32 numbers in whose patterns the low four bits are the codes of y: -1 to 1, or rounded a little beyond."""
+def codebook_floats(y, E: tl.constexpr):
+    """float32 values in whose patterns the low four bits are the codes of y: -1 to 1, or rounded a little beyond."""
     near = tl.fma(y, tl.fma(y * y, CUBIC, LINEAR), NUMBER)
     bound = looked_up(_bounds(E), near.to(tl.int32, bitcast=True))
     return tl.inline_asm_elementwise(

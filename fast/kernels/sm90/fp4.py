@@ -1,20 +1,21 @@
-"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two numbers is not taken apart early.
+"""float4_e2m1fn codes of bfloat16 blocks, packed or not, from pairs: a 32-bit word of two elements is not taken apart early.
 
 At the memory limit a packed 4-bit quantizer has about 18 issue slots an element, and integer, compare and select instructions
-count twice. So maxima are taken of two numbers at once, the magnitudes that they need are masked once, and the signs of eight
-numbers are put into place together. Blocks whose scale costs many instructions lie in one thread each.
+count twice. So maxima are taken of two elements at once, the magnitudes that they need are masked once, and the signs of eight
+elements are put into place together. Blocks whose scale costs many instructions lie in one thread each.
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import lacking, negated, quarters
+from fast.kernels.sm90.bit_tricks import quarters
+from fast.kernels.sm90.division import negative_by_product, reciprocal_error
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
-# Numbers 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
+# Elements 2 * i and 2 * i + 1 of eight: the halves of word $`at` as floats.
 _HALVES = "shl.b32 t, ${at}, 16; mov.b32 x, t; {low} and.b32 t, ${at}, 0xFFFF0000; mov.b32 x, t; {high} "
-# |x| to 2**23 + code: see `words.e2m1_numbers`.
+# |x| to 2**23 + code: see `bit_tricks.e2m1_floats`.
 _NUMBER = """{scaled} mul.rn.sat.f32 g, x, {half}; fma.rn.sat.f32 h, x, {half}, 0fBF800000;
 fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000; fma.rn.f32 g, h, 0f40000000, g;
 add.rn.f32 g, k, g; mov.b32 n{number}, g; """
@@ -22,14 +23,14 @@ add.rn.f32 g, k, g; mov.b32 n{number}, g; """
 _DIGITS = """shl.b32 t, n1, 4; add.u32 n0, n0, t; shl.b32 t, n3, 4; add.u32 n2, n2, t; shl.b32 t, n5, 4; add.u32 n4, n4, t;
 shl.b32 t, n7, 4; add.u32 n6, n6, t; shl.b32 t, n2, 8; add.u32 n0, n0, t; shl.b32 t, n6, 8; add.u32 n4, n4, t;
 shl.b32 t, n4, 16; add.u32 n0, n0, t; add.u32 n0, n0, 0x05000000; """
-# Signs of numbers 0 and 2, 1 and 3 in neighbouring bytes, then the even and the odd ones of all eight in order.
+# Signs of elements 0 and 2, 1 and 3 in neighbouring bytes, then the even and the odd ones of all eight in order.
 _SIGNS = """shr.u32 t, $6, 8; lop3.b32 n1, $5, t, 0x80008000, 0xE4; shr.u32 t, $8, 8; lop3.b32 n2, $7, t, 0x80008000, 0xE4;
 prmt.b32 n3, n1, n2, 0x4501; prmt.b32 n4, n1, n2, 0x6723; shr.u32 n3, n3, 4; lop3.b32 n3, n3, n4, 0x0F0F0F0F, 0xE4;
 lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
 
 
 def _words(scaled: str, half: str) -> tl.constexpr:
-    """Eight codes from magnitudes $1 to $4 and numbers $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
+    """Eight codes from magnitudes $1 to $4 and elements $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
 
     $12, $13: what the factor lacks of a reciprocal, and the divisor with another sign.
     """
@@ -41,13 +42,13 @@ def _words(scaled: str, half: str) -> tl.constexpr:
     return tl.constexpr(f"{{ {registers} {text}{_DIGITS}{_SIGNS} }}")
 
 
-# Codes of numbers 0 to 3 to the bytes of n0, and their signs.
+# Codes of elements 0 to 3 to the bytes of n0, and their signs.
 _BYTES = """prmt.b32 n0, n0, n1, 0x0040; prmt.b32 n2, n2, n3, 0x0040; prmt.b32 n0, n0, n2, 0x5410; prmt.b32 t, $3, $4, 0x7531;
 shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0xA8; """
 
 
 def _bytes(scaled: str, half: str) -> tl.constexpr:
-    """Four codes, a byte each, from magnitudes $1 and $2 and numbers $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
+    """Four codes, a byte each, from magnitudes $1 and $2 and elements $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
     text = ""
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -57,7 +58,7 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
-# See `bit_tricks.corrected_quotient` and `refined`.
+# See `division.corrected_quotient` and `refine_quotient`.
 CORRECTED = _words(
     "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
     "0f3F000000",
@@ -71,7 +72,7 @@ EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0
 
 @triton.jit
 def larger_pair(a, b):
-    """The larger of both pairs of unsigned 16-bit numbers; as patterns of magnitudes NaN is the largest."""
+    """The larger of both pairs of unsigned 16-bit integers; as patterns of magnitudes NaN is the largest."""
     return tl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -108,40 +109,46 @@ def _without_negative_zeros(pairs):
 
 
 @triton.jit
-def words_of_pairs(a, b, m, divisor, keep, RULE: tl.constexpr, PACKED: tl.constexpr):
+def words_of_pairs(a, b, inv_scale, divisor, keep, SCHEME: tl.constexpr, PACKED: tl.constexpr):
     """Words of pairs (P, 4) each: |x * m| (or |x / divisor|) rounded, the sign of the product; keep: a block's mask.
 
     PACKED: two words of eight codes, (P, 2); else four of four, a byte each, (P, 4).
     """
-    if RULE.on_ordinary and not RULE.negative_zero:
+    if SCHEME.on_ordinary and not SCHEME.negative_zero:
         a, b = _without_negative_zeros(a), _without_negative_zeros(b)
     if PACKED:
-        return side_by_side(_word(a, m, divisor, keep, RULE), _word(b, m, divisor, keep, RULE))
+        return side_by_side(
+            _word(a, inv_scale, divisor, keep, SCHEME), _word(b, inv_scale, divisor, keep, SCHEME)
+        )
     else:
-        return side_by_side(_two_words(a, m, divisor, keep, RULE), _two_words(b, m, divisor, keep, RULE))
+        return side_by_side(
+            _two_words(a, inv_scale, divisor, keep, SCHEME), _two_words(b, inv_scale, divisor, keep, SCHEME)
+        )
 
 
 @triton.jit
-def _two_words(pairs, m, divisor, keep, RULE: tl.constexpr):
+def _two_words(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
     return side_by_side(
-        _bytes_of(a, b, p, q, m, divisor, keep, RULE), _bytes_of(c, d, r, s, m, divisor, keep, RULE)
+        _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME),
+        _bytes_of(c, d, r, s, inv_scale, divisor, keep, SCHEME),
     )
 
 
 @triton.jit
-def _bytes_of(a, b, p, q, m, divisor, keep, RULE: tl.constexpr):
-    flip = m.to(tl.int32, bitcast=True) >> 31
-    if RULE.corrected:
+def _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME: tl.constexpr):
+    flip = inv_scale.to(tl.int32, bitcast=True) >> 31
+    if SCHEME.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor),
+            negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        factor = tl.abs(inv_scale * 0.5 if SCHEME.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
-            EXACT_BYTES if RULE.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
+            EXACT_BYTES if SCHEME.power_of_two else ROUNDED_BYTES, "=r,r,r,r,r,f,r,r", [a, b, p, q, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
@@ -153,19 +160,47 @@ def side_by_side(a, b):
 
 
 @triton.jit
-def _word(pairs, m, divisor, keep, RULE: tl.constexpr):
+def _word(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     p, q, r, s = quarters(pairs)
     a, b, c, d = quarters(pairs & MAGNITUDES)
-    flip = m.to(tl.int32, bitcast=True) >> 31
-    if RULE.corrected:
+    flip = inv_scale.to(tl.int32, bitcast=True) >> 31
+    if SCHEME.corrected:
         return tl.inline_asm_elementwise(
             CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
-            [a, b, c, d, p, q, r, s, m, keep, flip, lacking(m, divisor), negated(divisor)],
+            [a, b, c, d, p, q, r, s, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor), negative_by_product(divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        factor = tl.abs(m * 0.5 if RULE.power_of_two else m)
+        factor = tl.abs(inv_scale * 0.5 if SCHEME.power_of_two else inv_scale)
         return tl.inline_asm_elementwise(
-            EXACT if RULE.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
+            EXACT if SCHEME.power_of_two else ROUNDED, "=r,r,r,r,r,r,r,r,r,f,r,r", [a, b, c, d, p, q, r, s, factor, keep, flip],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
+
+
+def _codes() -> tl.constexpr:
+    """NaN saturates to 0 in every term of the sum. The sign is that of a minimum, whose bound replaces NaN."""
+    text = ".reg .b32 p, q, w, c0, c1, c2, c3, t0, t1, t2, t3; .reg .f32 a, g, h, k; "
+    for i in range(4):
+        text += f"""abs.f32 a, ${i + 1};
+        mul.rn.sat.f32 g, a, 0f3F000000;
+        fma.rn.sat.f32 h, a, 0f3F000000, 0fBF800000;
+        fma.rn.sat.f32 k, a, 0f3F000000, 0fC0000000;
+        fma.rn.f32 g, g, 0f40800000, 0f4B000000;
+        fma.rn.f32 g, h, 0f40000000, g;
+        add.rn.f32 g, k, g; mov.b32 c{i}, g;
+        min.f32 a, ${i + 1}, 0f7F7FFFFF; mov.b32 t{i}, a;
+        """
+    text += """prmt.b32 p, t0, t1, 0x0073; prmt.b32 q, t2, t3, 0x0073; prmt.b32 w, p, q, 0x5410; shr.u32 w, w, 4;
+        prmt.b32 p, c0, c1, 0x0040; prmt.b32 q, c2, c3, 0x0040; prmt.b32 p, p, q, 0x5410;
+        lop3.b32 $0, w, 0x08080808, p, 0xEA;"""
+    return tl.constexpr(f"{{ {text} }}")
+
+
+CODES = _codes()
+
+
+@triton.jit
+def e2m1_codes(v):
+    """int8 codes of float32 values, nearest even, saturating; 0 for NaN."""
+    return tl.inline_asm_elementwise(CODES, "=r,f,f,f,f", [v], dtype=tl.int8, is_pure=True, pack=4)

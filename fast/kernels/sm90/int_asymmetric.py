@@ -1,24 +1,16 @@
-"""Integers with zero points: minima and maxima of 16-bit numbers in pairs, and what is made of a range once for a block.
+"""Integers with zero points: minima and maxima of 16-bit floats in pairs, and what is made of a range once for a block.
 
 Comparison instructions run at half the rate of float ones on Hopper, and in float32 a range takes two of them for every
-element. In 16 bits one instruction compares two numbers. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
-maximum of numbers with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
+element. In 16 bits one instruction compares two elements. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
+maximum of elements with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
 """
 
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import (
-    INFINITY,
-    LARGEST,
-    MAGNITUDE,
-    bits_of,
-    float_of,
-    high_float,
-    is_nan,
-    low_float,
-)
-from fast.kernels.sm90.bit_tricks import TO_INTEGER, divided, inverse, negated, quarters, quotient, short
+from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, bits_of, float_of, high_float, is_nan, low_float
+from fast.kernels.sm90.bit_tricks import TO_INTEGER, quarters
+from fast.kernels.sm90.division import divided, negative_by_product, quotient, reciprocal_rn, round_to_dtype
 from fast.kernels.sm90.fp4 import side_by_side
 
 # Pairs of a row that a lane has side by side where 8-bit codes are stored 16 at a time.
@@ -40,7 +32,7 @@ LARGER_BFLOAT16, LARGER_FLOAT16 = _of_pairs("max.NaN")
 
 @triton.jit
 def smaller_bfloat16(a, b):
-    """The smaller numbers of two pairs; NaN if either is."""
+    """The smaller elements of two pairs; NaN if either is."""
     return tl.inline_asm_elementwise(SMALLER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -52,7 +44,7 @@ def smaller_float16(a, b):
 
 @triton.jit
 def larger_bfloat16(a, b):
-    """The larger numbers of two pairs; NaN if either is."""
+    """The larger elements of two pairs; NaN if either is."""
     return tl.inline_asm_elementwise(LARGER_BFLOAT16, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -64,7 +56,7 @@ def larger_float16(a, b):
 
 @triton.jit
 def pairs_of(tile):
-    """Neighbours of a tile (P, S) of 16-bit numbers as int32 (P, S / 2): the registers that they were loaded to."""
+    """Neighbours of a tile (P, S) of 16-bit floats as int32 (P, S / 2): the registers that they were loaded to."""
     low, high = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
     return tl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -82,7 +74,7 @@ def crossed(smallest, largest):
 
 
 @triton.jit
-def range_of_pairs(below, above, BRAIN: tl.constexpr, SIDE: tl.constexpr):
+def range_of_pairs(below, above, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
     """Patterns of the largest magnitude, the minimum and the maximum of each row, (P, 1); all are NaN where it has one.
 
     below, above: the row's pairs (P, W), with 0 or an infinity where none is. SIDE: how many a lane has side by side.
@@ -90,7 +82,7 @@ def range_of_pairs(below, above, BRAIN: tl.constexpr, SIDE: tl.constexpr):
     ROWS: tl.constexpr = below.shape[0]
     COUNT: tl.constexpr = below.shape[1] // SIDE
     below, above = tl.reshape(below, (ROWS, COUNT, SIDE)), tl.reshape(above, (ROWS, COUNT, SIDE))
-    if BRAIN:
+    if IS_BF16:
         least, most = tl.reduce(below, 2, smaller_bfloat16), tl.reduce(above, 2, larger_bfloat16)
         first, second = crossed(least, most)
         word = tl.reduce(larger_bfloat16(first, second), 1, larger_bfloat16, keep_dims=True)
@@ -98,42 +90,47 @@ def range_of_pairs(below, above, BRAIN: tl.constexpr, SIDE: tl.constexpr):
         least, most = tl.reduce(below, 2, smaller_float16), tl.reduce(above, 2, larger_float16)
         first, second = crossed(least, most)
         word = tl.reduce(larger_float16(first, second), 1, larger_float16, keep_dims=True)
-    low, high = bits_of(negated(high_float(word, BRAIN))), bits_of(low_float(word, BRAIN))
+    low, high = bits_of(negative_by_product(high_float(word, IS_BF16))), bits_of(low_float(word, IS_BF16))
     return tl.maximum(low & MAGNITUDE, high & MAGNITUDE), low, high
 
 
 @triton.jit
 def range_of_tile(below, above):
-    """The same of tiles of 16-bit numbers, (P, S), that differ in elements that do not exist."""
+    """The same of tiles of 16-bit floats, (P, S), that differ in elements that do not exist."""
     SIDE: tl.constexpr = GROUP if below.shape[1] >= 2 * GROUP else below.shape[1] // 2
     return range_of_pairs(pairs_of(below), pairs_of(above), below.dtype == tl.bfloat16, SIDE)
 
 
 @triton.jit
-def scale_of_range(largest, low, high, RULE: tl.constexpr):
+def scale_of_range(largest, low, high, SCHEME: tl.constexpr):
     """(scale, multiplier of the elements, zero point) of blocks with these extremes, which need not hold zero yet.
 
-    (high - low) / target, raised to the record's floor; 1 / scale; RULE.low - round(low / scale), each correctly rounded. Where
+    (high - low) / target, raised to the record's floor; 1 / scale; SCHEME.low - round(low / scale),
+    each correctly rounded. Where
     the scale is brought to [1, 2) short divisions do. low / scale is at least -target, but for a rounding, so no zero point
     needs a limit. largest: pattern of the largest magnitude; NaN and infinity poison their block.
     """
-    L: tl.constexpr = RULE.level
+    L: tl.constexpr = SCHEME.level
     bad = largest >= INFINITY
-    below, above = tl.maximum(negated(low), 0.0), tl.maximum(high, 0.0)
-    width = short(tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32))), L.compute)
+    below, above = tl.maximum(negative_by_product(low), 0.0), tl.maximum(high, 0.0)
+    width = round_to_dtype(tl.minimum(above + below, float_of(tl.full((), LARGEST, tl.int32))), L.compute)
     # Below 2**-126, where the product may be wrong, is the floor.
-    ratio = short(quotient(width, L.target, L.inverse), L.compute)
+    ratio = round_to_dtype(quotient(width, L.target, L.target_reciprocal), L.compute)
     scale = tl.maximum(ratio, float_of(tl.full((), L.floor, tl.int32)))
-    if not RULE.on_ordinary:
+    if not SCHEME.on_ordinary:
         scale = tl.where(bad, float("nan"), scale)
     unit = float_of((254 << 23) - (bits_of(scale) & INFINITY))
     mantissa = scale * unit
-    inverse_mantissa = inverse(mantissa)
-    steps = short(divided(below * unit, mantissa, inverse_mantissa), L.compute)
-    zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - RULE.low)
-    if RULE.on_ordinary:
+    inverse_mantissa = reciprocal_rn(mantissa)
+    steps = round_to_dtype(divided(below * unit, mantissa, inverse_mantissa), L.compute)
+    zero = bits_of(steps + TO_INTEGER) - (0x4B400000 - SCHEME.low)
+    if SCHEME.on_ordinary:
         # A scale that was rounded down may leave more steps than there are codes.
-        return scale, short(inverse_mantissa * unit, RULE.arithmetic), tl.minimum(zero, RULE.high)
+        return (
+            scale,
+            round_to_dtype(inverse_mantissa * unit, SCHEME.arithmetic),
+            tl.minimum(zero, SCHEME.high),
+        )
     else:
         return scale, inverse_mantissa * unit, tl.where(bad, 0, zero)
 
@@ -167,7 +164,7 @@ NIBBLES_FLOAT16 = _nibbles(
 
 @triton.jit
 def _segments(block, SIZE: tl.constexpr):
-    """Numbers of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
+    """Indices of the segments of blocks, (P * SIZE / SEGMENT, 1)."""
     COUNT: tl.constexpr = SIZE // SEGMENT
     return tl.reshape(block * COUNT + tl.arange(0, COUNT)[None, :], (block.shape[0] * COUNT, 1))
 
@@ -180,9 +177,9 @@ def load_segments(x, block, SIZE: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def range_of_segments(a, b, c, d, BRAIN: tl.constexpr, SIZE: tl.constexpr):
+def range_of_segments(a, b, c, d, IS_BF16: tl.constexpr, SIZE: tl.constexpr):
     """`range_of_pairs` of blocks, of the four parts of their segments."""
-    if BRAIN:
+    if IS_BF16:
         least = smaller_bfloat16(smaller_bfloat16(a, b), smaller_bfloat16(c, d))
         most = larger_bfloat16(larger_bfloat16(a, b), larger_bfloat16(c, d))
     else:
@@ -190,18 +187,20 @@ def range_of_segments(a, b, c, d, BRAIN: tl.constexpr, SIZE: tl.constexpr):
         most = larger_float16(larger_float16(a, b), larger_float16(c, d))
     COUNT: tl.constexpr = SIZE // SEGMENT
     SHAPE: tl.constexpr = (a.shape[0] // COUNT, 4 * COUNT)
-    return range_of_pairs(tl.reshape(least, SHAPE), tl.reshape(most, SHAPE), BRAIN, 4)
+    return range_of_pairs(tl.reshape(least, SHAPE), tl.reshape(most, SHAPE), IS_BF16, 4)
 
 
 @triton.jit
-def store_segments(codes, a, b, c, d, m, scale, zero, block, BRAIN: tl.constexpr, SIZE: tl.constexpr):
+def store_segments(
+    codes, a, b, c, d, inv_scale, scale, zero, block, IS_BF16: tl.constexpr, SIZE: tl.constexpr
+):
     """Packed 4-bit codes of blocks with these multipliers, scales and zero points, (P, 1)."""
     offset = zero.to(tl.float32) * 0.0625 + (8.0 - TO_INTEGER) * 0.0625
     top = tl.where(is_nan(scale), TOP + 0x8888, TOP)
-    m, offset, top = _spread(m, SIZE), _spread(offset, SIZE), _spread(top, SIZE)
+    inv_scale, offset, top = _spread(inv_scale, SIZE), _spread(offset, SIZE), _spread(top, SIZE)
     words = side_by_side(
-        side_by_side(_word(a, m, offset, top, BRAIN), _word(b, m, offset, top, BRAIN)),
-        side_by_side(_word(c, m, offset, top, BRAIN), _word(d, m, offset, top, BRAIN)),
+        side_by_side(_word(a, inv_scale, offset, top, IS_BF16), _word(b, inv_scale, offset, top, IS_BF16)),
+        side_by_side(_word(c, inv_scale, offset, top, IS_BF16), _word(d, inv_scale, offset, top, IS_BF16)),
     )
     at = _segments(block, SIZE) * 4 + tl.arange(0, 4)[None, :]
     tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, words)
@@ -209,21 +208,21 @@ def store_segments(codes, a, b, c, d, m, scale, zero, block, BRAIN: tl.constexpr
 
 @triton.jit
 def _spread(v, SIZE: tl.constexpr):
-    """A number of each block (P, 1) for each of its segments."""
+    """A value of each block (P, 1) for each of its segments."""
     COUNT: tl.constexpr = SIZE // SEGMENT
     return tl.reshape(tl.broadcast_to(v, (v.shape[0], COUNT)), (v.shape[0] * COUNT, 1))
 
 
 @triton.jit
-def _word(pairs, m, offset, top, BRAIN: tl.constexpr):
+def _word(pairs, inv_scale, offset, top, IS_BF16: tl.constexpr):
     """Words of eight codes (S, 1) of pairs (S, 4).
 
-    Codes come from the adder as in `hot`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less the sum
-    of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8 * 0x1111
-    higher: codes of 0.
+    Codes come from the adder as in `fast_codes`, the last step of which puts them into a sum: the top 2**23 + 15 * 0x1111 less
+    the sum of (15 - n) * 16**i is 2**23 and four digits n, which count from 0. In poisoned blocks every n is 0, and the top 8
+    * 0x1111 higher: codes of 0.
     """
     p, q, r, s = quarters(pairs)
     return tl.inline_asm_elementwise(
-        NIBBLES_BFLOAT16 if BRAIN else NIBBLES_FLOAT16, "=r,r,r,r,r,f,f,f", [p, q, r, s, m, offset, top],
+        NIBBLES_BFLOAT16 if IS_BF16 else NIBBLES_FLOAT16, "=r,r,r,r,r,f,f,f", [p, q, r, s, inv_scale, offset, top],
         dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip

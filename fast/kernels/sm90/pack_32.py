@@ -1,10 +1,10 @@
-"""Packed integers of 2 to 7 bits in groups of 32: as many words as a code has bits, made of quads, numbers of four codes.
+"""Packed integers of 2 to 7 bits in groups of 32: as many words as a code has bits, made of quads, integers of four codes.
 
 The words of a group lie in one thread after they are made. Stored from there, a warp's would lie as many words apart as a code
 has bits, and every 32-byte sector would be written in that many parts. So the words of a group, filled up to a power of two,
 are stored as a tile in which neighbouring lanes have neighbouring words, and lanes beyond the group store nothing.
 
-A thread loads all 32 numbers of a group: then nothing else changes places, and few threads choose the scale of a block.
+A thread loads all 32 elements of a group: then nothing else changes places, and few threads choose the scale of a block.
 """
 
 import struct
@@ -21,14 +21,14 @@ def integer_quads(numbers, keep, BITS: tl.constexpr, SIGNED: tl.constexpr):
     ONES: tl.constexpr = ((1 << (4 * BITS)) - 1) // ((1 << BITS) - 1)
     # Signed digits are added up with an offset, which turns one bit of each.
     BIAS: tl.constexpr = (1 << (BITS - 1)) * ONES if SIGNED else 0
-    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed number.
+    # What the patterns of 1.5 * 2**23 add up to, modulo 2**32, as a signed integer.
     PATTERNS: tl.constexpr = (0x4B400000 * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
     return ((combined_digits(numbers, BITS, 4) + (BIAS - PATTERNS)) ^ BIAS) & _fours(keep, numbers)
 
 
 @triton.jit
 def _fours(of_blocks, numbers):
-    """What belongs to a block, for each four of its numbers, where `combined_digits` leaves their sum; no instruction."""
+    """What belongs to a block, for each four of its elements, where `combined_digits` leaves their sum; no instruction."""
     every = tl.broadcast_to(of_blocks, numbers.shape)
     return tl.max(tl.reshape(every, (numbers.shape[0], numbers.shape[1] // 4, 4)), axis=2)
 
@@ -66,7 +66,7 @@ def _word(parts, K: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_groups(x, block, SIZE: tl.constexpr):
-    """Numbers (P, SIZE) of whole blocks, 32 neighbours a thread, read 8 at a time."""
+    """Elements (P, SIZE) of whole blocks, 32 neighbours a thread, read 8 at a time."""
     a, b = _run(x, block, SIZE, 0), _run(x, block, SIZE, 1)
     c, d = _run(x, block, SIZE, 2), _run(x, block, SIZE, 3)
     return tl.reshape(tl.permute(_after(_after(a, b), _after(c, d)), (1, 0, 2)), (block.shape[0], SIZE))
@@ -74,7 +74,7 @@ def load_groups(x, block, SIZE: tl.constexpr):
 
 @triton.jit
 def _places(block, COUNT: tl.constexpr):
-    """Numbers of the COUNT groups of blocks (P, 1), as (COUNT, P, 1): of axes that are not contiguous lanes take the first."""
+    """Indices of the COUNT groups of blocks (P, 1), as (COUNT, P, 1): of axes that are not contiguous lanes take the first."""
     return (tl.reshape(block, (1, block.shape[0])) * COUNT + tl.arange(0, COUNT)[:, None])[:, :, None]
 
 
@@ -102,7 +102,7 @@ def store_groups(out, words, block, exists, BITS: tl.constexpr):
 
 @triton.jit
 def store_quads(out, quads, block, exists, BITS: tl.constexpr):
-    """Write quads (P, S), four codes each as a number of 4 * BITS bits, S a multiple of eight."""
+    """Write quads (P, S), four codes each as an integer of 4 * BITS bits, S a multiple of eight."""
     a, b, c, d = quarters(quads)
     a, e = _halves_of(a)
     b, f = _halves_of(b)
@@ -113,7 +113,7 @@ def store_quads(out, quads, block, exists, BITS: tl.constexpr):
 
 @triton.jit
 def _halves_of(tile):
-    """The elements with even and with odd numbers of (P, S)."""
+    """The elements with even and with odd index of (P, S)."""
     return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
 
 

@@ -1,9 +1,9 @@
-"""Stretched levels: codebooks of numbers one apart, as many below zero as above, the code of which is a rounding.
+"""Stretched levels: codebooks of levels one apart, as many below zero as above, the code of which is a rounding.
 
 Level k of 2**B is k - (2**B - 1) / 2, so that midpoints are integers and x belongs to the code ceil(x) + 2**(B - 1) - 1: on a
 midpoint the lower of two levels, as in every codebook of `reference`. Between the first and the last level a sum with
 1.5 * 2**23 + 2**(B - 1) - 1, rounded upwards, counts that code for every float32, subnormal ones too (rounded to nearest it
-would lose what separates a small number from zero).
+would lose what separates a small value from zero).
 """
 
 import numpy as np
@@ -15,13 +15,13 @@ from reference.formats.formats import Format
 
 
 def is_stretched(fmt: Format) -> bool:
-    """Whether the codebook's numbers are 2 to 128 halves of odd integers, one apart, around zero."""
+    """Whether the codebook's levels are 2 to 128 halves of odd integers, one apart, around zero."""
     levels = (1 << fmt.bits) if fmt.kind == "codebook" and fmt.bits < 8 else 0
     return levels > 1 and np.array_equal(fmt.values, np.arange(levels) - (levels - 1) / 2)
 
 
 @triton.jit
-def stretched_numbers(y, E: tl.constexpr):
+def stretched_floats(y, E: tl.constexpr):
     """1.5 * 2**23 plus the codes of y, float32; 0 for NaN."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 c; max.f32 c, $1, $2; min.f32 c, c, $3; add.rp.f32 $0, c, $4; }",
@@ -32,5 +32,5 @@ def stretched_numbers(y, E: tl.constexpr):
 
 @triton.jit
 def stretched_values(numbers, E: tl.constexpr):
-    """The levels of such numbers."""
+    """The levels of such floats."""
     return (numbers - TO_INTEGER) - E.max_value

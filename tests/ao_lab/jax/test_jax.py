@@ -227,7 +227,7 @@ def test_kernels_read_before_they_write(name):
 
     scheme = SCHEMES[name]
     for shape in ((256, 256), (32, 32768)):
-        of = passes.asked("float32", scheme, Blocks.of(shape, scheme.scale, -1))
+        of = passes.problem_of("float32", scheme, Blocks.of(shape, scheme.scale, -1))
         if of is None:
             continue
         plans = [passes.choosing(of), passes.dequantizing(of)]

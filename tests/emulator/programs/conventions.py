@@ -23,7 +23,7 @@ import reference
 from fast.kernels.launch import plan as passes
 from fast.kernels.launch.plan import first_level
 from fast.kernels.quantize.geometry import power_above
-from fast.kernels.scheme.constants import is_two_level, rule_of
+from fast.kernels.scheme.constants import constants_of, is_two_level
 from fast.kernels.scheme.ordinary_blocks import bounds, has_zero_blocks, outer_bounds
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_torch
@@ -42,7 +42,7 @@ def codes_of(scheme: Scheme) -> Scheme:
 
 def has_same(scheme: Scheme, dtype: str) -> bool:
     """Whether ordinary blocks of a record go by a sequence."""
-    return bool(rule_of(codes_of(scheme), dtype).has_same)
+    return bool(constants_of(codes_of(scheme), dtype).has_same)
 
 
 def quotients(dtype: str, size: int) -> Array:

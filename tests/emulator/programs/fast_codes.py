@@ -32,7 +32,7 @@ from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize.geometry import Geometry, power_above
-from fast.kernels.scheme.constants import element_of
+from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES
 from fast.kernels.sm90.codebook16 import CENTER, CUBIC, LINEAR
 from reference import SCHEMES, Quantized, Scales, Scheme

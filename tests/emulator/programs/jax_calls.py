@@ -71,7 +71,7 @@ def install():
     quick_interpreter.install()
     THREAD.submit(int).result()
     launches.launch = emulated
-    passes.asked = partial(passes.asked, hardware=False)
+    passes.problem_of = partial(passes.problem_of, hardware=False)
     implementation.place_of = lambda value: "cuda"
 
 
@@ -169,7 +169,7 @@ def main(names):
             # With padding, which XLA makes, and whole tiles, which the kernel writes.
             for rows in (130, 256):
                 compare_tiled(RNG.standard_normal((rows, 128)).astype(np.float32), name)
-            assert any(one.job.tiled for one in launched)
+            assert any(one.block_op.tiled for one in launched)
         assert len(launched) > before, "no kernel ran"
         print(name, flush=True)
     compare_stochastic(RNG.standard_normal((8, 128)).astype(np.float32), "mxfp8_e4m3")

@@ -28,7 +28,7 @@ from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.rowwise_colwise.mxfp8 import _scales
-from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES, Scales
 from reference.schemes.schemes import scheme_of
 from tests.emulator import quick_interpreter
@@ -248,10 +248,10 @@ def both_inputs(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
 
 
 @triton.jit
-def scales_kernel(largest, low, high, code, other, RULE: tl.constexpr, SIZE: tl.constexpr):
+def scales_kernel(largest, low, high, code, other, SCHEME: tl.constexpr, SIZE: tl.constexpr):
     """What `patches` makes of pairs of bfloat16 magnitudes."""
     i = tl.arange(0, SIZE)
-    a, b, c, d = _scales(tl.load(largest + i), True, RULE)
+    a, b, c, d = _scales(tl.load(largest + i), True, SCHEME)
     tl.store(low + i, a)
     tl.store(high + i, b)
     tl.store(code + i, c.to(tl.uint8))
@@ -263,7 +263,7 @@ def compare_multipliers(name: str) -> None:
     magnitudes = torch.arange(2**15, dtype=torch.int32)
     pairs = magnitudes | (magnitudes.flip(0) << 16)
     made = [torch.zeros(2**15, dtype=d) for d in (torch.float32, torch.float32, torch.uint8, torch.uint8)]
-    scales_kernel[(1,)](pairs, *made, rule_of(SCHEMES[name], "bfloat16", hardware=False), 2**15)
+    scales_kernel[(1,)](pairs, *made, constants_of(SCHEMES[name], "bfloat16", hardware=False), 2**15)
     blocks = torch.zeros(2**15, 32, dtype=torch.bfloat16)
     blocks[:, 7] = magnitudes.to(torch.int16).view(torch.bfloat16)
     wanted = reference.quantize(blocks, name).scale[:, 0]
@@ -292,7 +292,7 @@ def compare_both() -> None:
 
 def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]) -> None:
     """The kernel's four outputs."""
-    rule = rule_of(SCHEMES[name], str(x.dtype).removeprefix("torch."), hardware=False)
+    rule = constants_of(SCHEMES[name], str(x.dtype).removeprefix("torch."), hardware=False)
     wanted = reference.quantize_both(x, name, tiled=tiled)
     made = {"codes": wanted[0].codes, "scale": wanted[0].scale, "transposed": wanted[1].codes,
             "transposed_scale": wanted[1].scale}  # fmt: skip

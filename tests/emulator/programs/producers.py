@@ -124,7 +124,7 @@ def gated() -> int:
 
 
 @triton.jit
-def rough_inverse(d, NATIVE: tl.constexpr):
+def rough_reciprocal(d, HAS_PTX: tl.constexpr):
     """1 / d, wrong by two units in the last place, up or down."""
     exact = tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d).to(tl.int32, bitcast=True)
     return (exact + (tl.program_id(0) % 2 * 4 - 2)).to(tl.float32, bitcast=True)
@@ -134,10 +134,10 @@ def roughly_gated() -> int:
     """bfloat16's silu, whatever instruction approximates the reciprocal: programs err up and down by turns."""
     gate = torch.arange(65536).to(torch.int16).view(torch.bfloat16).reshape(-1, swiglu.ELEMENTS)
     gate = gate.repeat_interleave(2, 0)
-    one, exact = torch.ones_like(gate), swiglu.inverse
-    swiglu.inverse = rough_inverse
+    one, exact = torch.ones_like(gate), swiglu.approximate_reciprocal
+    swiglu.approximate_reciprocal = rough_reciprocal
     got, wanted = swiglu.swiglu(gate, one).view(torch.int16), reference.swiglu(gate, one).view(torch.int16)
-    swiglu.inverse = exact
+    swiglu.approximate_reciprocal = exact
     wrong = gate[got != wanted].tolist()
     if wrong not in ([], [5.9375]):
         raise ValueError(f"with a bad reciprocal silu is wrong at {wrong}")

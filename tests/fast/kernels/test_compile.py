@@ -22,7 +22,7 @@ import triton
 
 import fast
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
@@ -293,7 +293,7 @@ ONE_WARP = (
 @pytest.mark.parametrize("name", ONE_WARP)
 def test_maxima_over_rows_stay_in_their_warp(name):
     """No barrier, and next to nothing in shared memory; records with two branches ask once whether all blocks are ordinary."""
-    asks = bool(rule_of(SCHEMES[name], "bfloat16").has_same)
+    asks = bool(constants_of(SCHEMES[name], "bfloat16").has_same)
     for machine in launched(case(quantize, name, shape=BIG, axis=0).call):
         assert machine.named("BAR") <= 2 * asks
         assert machine.named("STS", "LDS", "STSM", "LDSM") <= 8

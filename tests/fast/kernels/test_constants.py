@@ -14,7 +14,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.launch import plan as passes
-from fast.kernels.scheme.constants import element_of, rule_of
+from fast.kernels.scheme.constants import constants_of
+from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, ocp_name
 from fast.kernels.scheme.ordinary_blocks import log2_is_exact
 
@@ -44,14 +45,14 @@ def test_a_renamed_element_has_the_same_kernels(name, copy):
     scheme = SCHEMES[name]
     own = replace(scheme, name="own", element=copy(scheme.element))
     for dtype in ("float32", "bfloat16"):
-        assert rule_of(own, dtype) == rule_of(scheme, dtype)
+        assert constants_of(own, dtype) == constants_of(scheme, dtype)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nf4", "torchao.nvfp4"])
 def test_a_renamed_storage_has_the_same_kernels(name, copy):
     scheme = SCHEMES[name]
     own = replace(scheme, name="own", scale=replace(scheme.scale, storage=copy(scheme.scale.storage)))
-    assert rule_of(own, "bfloat16") == rule_of(scheme, "bfloat16")
+    assert constants_of(own, "bfloat16") == constants_of(scheme, "bfloat16")
 
 
 def test_zero_points_in_another_dtype_have_no_kernel():
@@ -59,7 +60,7 @@ def test_zero_points_in_another_dtype_have_no_kernel():
     scheme = SCHEMES["torchao.int4_g32_tinygemm"]
     for storage in ("float32", "bfloat16", "float16"):
         own = replace(scheme, name="own", zero=Zero(rule="value", storage=storage))
-        asked = passes.asked("bfloat16", own, Blocks.of((64, 256), own.scale, -1))
+        asked = passes.problem_of("bfloat16", own, Blocks.of((64, 256), own.scale, -1))
         assert (asked is not None) == (storage != "float16")
 
 
@@ -80,19 +81,19 @@ def test_a_new_record_is_all_that_a_scheme_takes(name, monkeypatch):
     own = replace(SCHEMES[name], name="mine.first")
     monkeypatch.setitem(SCHEMES, own.name, own)
     for dtype in ("float32", "bfloat16", "float16"):
-        made, known = rule_of(SCHEMES["mine.first"], dtype), rule_of(SCHEMES[name], dtype)
+        made, known = constants_of(SCHEMES["mine.first"], dtype), constants_of(SCHEMES[name], dtype)
         assert made == known
-        assert (made.has_same, made.hot.value) == (known.has_same, known.hot.value)
+        assert (made.has_same, made.fast_path.value) == (known.has_same, known.fast_path.value)
 
 
 def test_another_field_takes_another_path():
     """What decides is whether a sequence is exact for the fields; otherwise the general rules serve."""
     known = SCHEMES["compressed_tensors.int4_g128"]
-    assert rule_of(known, "bfloat16").has_same
+    assert constants_of(known, "bfloat16").has_same
     for fields in ({"rounding": "nearest_away"}, {"codes_from": "exact"}):
-        assert not rule_of(replace(known, name="mine", **fields), "bfloat16").has_same
+        assert not constants_of(replace(known, name="mine", **fields), "bfloat16").has_same
     # No sequence divides by 7.3 exactly.
-    assert not rule_of(
+    assert not constants_of(
         replace(known, name="mine", scale=replace(known.scale, target=7.3)), "bfloat16"
     ).has_same
 
@@ -102,11 +103,11 @@ def test_which_records_take_the_general_rules_alone():
     general = {
         n
         for n, s in SCHEMES.items()
-        if not (rule_of(s, "bfloat16").hot.value or rule_of(s, "bfloat16").has_same)
+        if not (constants_of(s, "bfloat16").fast_path.value or constants_of(s, "bfloat16").has_same)
     }
     encoded = {n for n, s in SCHEMES.items() if s.scale.stored == "encode"}
     assert general == encoded | {n for n, s in SCHEMES.items() if s.codes_from == "exact"}
-    assert all(rule_of(passes.first_level(SCHEMES[n]), "bfloat16").has_same for n in ("torchao.nf4",))
+    assert all(constants_of(passes.first_level(SCHEMES[n]), "bfloat16").has_same for n in ("torchao.nf4",))
 
 
 def exact_quotients(dtype):

@@ -10,7 +10,7 @@ from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.rowwise_colwise.host import fused_both
-from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES
 from reference.quantize.blocks import Blocks
 
@@ -42,7 +42,7 @@ def test_which_matrices_are_read_in_words(shape, start, served):
     """Words of two 16-bit numbers, whole patches."""
     memory = torch.zeros(shape[0] * shape[1] + 8, dtype=torch.bfloat16)
     x = memory[start : start + shape[0] * shape[1]].view(shape)
-    assert both.covers_mx(x, rule_of(SCHEMES["mxfp8_e4m3"], "bfloat16")) is served
+    assert both.covers_mx(x, constants_of(SCHEMES["mxfp8_e4m3"], "bfloat16")) is served
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_which_matrices_are_read_in_words(shape, start, served):
 )
 def test_tiled_scales_are_flat_and_padded_with_zeros(name, shape, given, size, fill):
     scheme = SCHEMES[name]
-    of = passes.asked("bfloat16", scheme, Blocks.of(shape, scheme.scale, -1))
+    of = passes.problem_of("bfloat16", scheme, Blocks.of(shape, scheme.scale, -1))
     assert passes.tiles(of, given)
     assert not passes.tiles(of, "all")
     plan = passes.quantizing(of, given, tiled=True)
@@ -86,7 +86,7 @@ def test_short_groups_of_scales_are_refused_by_gradients_too():
         fast.fake_quantize_vjp(x, x, "torchao.nf4")
     with pytest.raises(ValueError, match="full blocks of 256"):
         passes.masking(
-            passes.asked(
+            passes.problem_of(
                 "float32", SCHEMES["torchao.nf4"], Blocks.of((4, 32, 5), SCHEMES["torchao.nf4"].scale, -1)
             )
         )

@@ -76,22 +76,22 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
 
 def output_arguments(name: str | None, dtype: str) -> dict[str, Any]:
     """What a kernel that makes a tensor takes for its outputs: a scheme's codes and scales, or the tensor itself."""
-    from fast.kernels.quantize.kernel import job
-    from fast.kernels.scheme.constants import rule_of
+    from fast.kernels.scheme.constants import constants_of
+    from fast.kernels.tile.block_op import block_op
 
     common = {"DTYPE": dtype, "NATIVE": True}
     if name is None:
-        return {"y": dtype, "codes": None, "scale": None, "zero": None, "RULE": None, "JOB": None, **common}
+        return {"y": dtype, "codes": None, "scale": None, "zero": None, "SCHEME": None, "OP": None, **common}
     scheme = SCHEMES[name]
     zero = None if scheme.zero is None else storage_dtype(scheme.zero.storage)
-    scale, do = storage_dtype(scheme.scale.storage), job(codes=True, scales=True)
+    scale, do = storage_dtype(scheme.scale.storage), block_op(codes=True, scales=True)
     return {
         "y": None,
         "codes": "uint8",
         "scale": scale,
         "zero": zero,
-        "RULE": rule_of(scheme, dtype),
-        "JOB": do,
+        "SCHEME": constants_of(scheme, dtype),
+        "OP": do,
         **common,
     }
 

@@ -18,7 +18,7 @@ from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import kernel as both
-from fast.kernels.scheme.constants import rule_of
+from fast.kernels.scheme.constants import constants_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
@@ -96,7 +96,7 @@ def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):
     sizes = {"codes": BIG, "transposed": BIG[::-1]}
     sizes |= {part: (tiled_size(shape),) if tiled else shape for part, shape in shapes.items()}
     made = {part: empty(size, "uint8") for part, size in sizes.items()}
-    both.mx_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made, tiled, **tuning)
+    both.mx_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), made, tiled, **tuning)
     return made
 
 
@@ -104,7 +104,7 @@ def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):
     scale, other = empty((), "float32"), empty((), "float32")
     made = {"codes": empty(BIG, "uint8"), "transposed": empty(BIG[::-1], "uint8"), "scale": scale}
     made["transposed_scale"] = scale if one else other
-    both.given_both(empty(BIG, dtype), rule_of(SCHEMES[name], dtype), made)
+    both.given_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), made)
     return made
 
 

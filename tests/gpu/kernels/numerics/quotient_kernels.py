@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import divided, inverse, quotient
+from fast.kernels.sm90.division import divided, quotient, reciprocal_rn
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def unary_kernel(a, y, NAME: tl.constexpr, TARGET: tl.constexpr, INVERSE: tl.con
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     v = tl.load(a + at)
     if NAME == "inverse":
-        made = inverse(v)
+        made = reciprocal_rn(v)
     else:
         made = quotient(v, TARGET, INVERSE)
     tl.store(y + at, made)
@@ -23,4 +23,4 @@ def divided_kernel(a, b, y):
     """y = a / b."""
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     divisor = tl.load(b + at)
-    tl.store(y + at, divided(tl.load(a + at), divisor, inverse(divisor)))
+    tl.store(y + at, divided(tl.load(a + at), divisor, reciprocal_rn(divisor)))

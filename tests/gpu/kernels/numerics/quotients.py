@@ -1,4 +1,4 @@
-"""The short divisions of `fast.kernels.sm90.bit_tricks` against correctly rounded ones, for every significand.
+"""The short divisions of `fast.kernels.sm90.division` against correctly rounded ones, for every significand.
 
 A quotient or reciprocal of normal numbers depends on the exponents only by a power of two, so all 2**23 significands at a few
 exponents are all cases, as long as nothing leaves the range that the functions promise.
@@ -71,8 +71,8 @@ def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
     from tests.gpu.kernels.numerics.quotient_kernels import unary_kernel
 
     y = torch.empty_like(a)
-    inverse = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
-    unary_kernel[(a.numel() // 1024,)](a, y, name, target, inverse, **UNFUSED)
+    reciprocal_rn = float((1 / torch.tensor(target or 1.0, dtype=torch.float32)).item())
+    unary_kernel[(a.numel() // 1024,)](a, y, name, target, reciprocal_rn, **UNFUSED)
     return y
 
 

@@ -3,40 +3,44 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.rules.bits import INFINITY, LARGEST, bits_of, float_of, is_nan
+from fast.kernels.bits import INFINITY, LARGEST, bits_of, float_of, is_nan
 from fast.kernels.rules.elements import finite_e4m3_value, nonnegative_code
 from fast.kernels.rules.scaled import bounded
 from fast.kernels.rules.scales import nonnegative
-from fast.kernels.sm90.bit_tricks import divided, inverse, quotient, short
+from fast.kernels.sm90.division import divided, quotient, reciprocal_rn, round_to_dtype
 
 
 @triton.jit
-def ordinary_e4m3_scales(largest, outer, RULE: tl.constexpr):
+def ordinary_e4m3_scales(largest, outer, SCHEME: tl.constexpr):
     """(e4m3 code, scale, divisor or multiplier of the elements) of ordinary blocks, in the order of the record.
 
     Without an outer scale the last is the scale. Under one, in the orders of `reference.schemes.schemes.Scheme.outer_order`:
     "reciprocal_first" (1 / g) / s, "folded" min(1 / (s * (1 / g)), largest float32), "encode" the divisor s / g.
     """
-    L: tl.constexpr = RULE.level
-    if not RULE.has_outer:
-        code = _e4m3_code(quotient(float_of(largest), L.target, L.inverse), L)
+    L: tl.constexpr = SCHEME.level
+    if not SCHEME.has_outer:
+        code = _e4m3_code(quotient(float_of(largest), L.target, L.target_reciprocal), L)
         scale = finite_e4m3_value(code)
         return code, scale, scale
-    elif RULE.outer_order == "folded":
+    elif SCHEME.outer_order == "folded":
         code = _e4m3_code(float_of(largest) * (outer * L.one_over_target), L)
         scale = finite_e4m3_value(code)
-        m = tl.where(code == 0, float_of(tl.full((), LARGEST, tl.int32)), inverse(scale * inverse(outer)))
-        return code, scale, m
-    elif RULE.outer_order == "encode":
-        ratio = short(quotient(float_of(largest), L.target, L.inverse), L.compute)
+        inv_scale = tl.where(
+            code == 0, float_of(tl.full((), LARGEST, tl.int32)), reciprocal_rn(scale * reciprocal_rn(outer))
+        )
+        return code, scale, inv_scale
+    elif SCHEME.outer_order == "encode":
+        ratio = round_to_dtype(quotient(float_of(largest), L.target, L.target_reciprocal), L.compute)
         code = _e4m3_code(outer * ratio, L)
         scale = finite_e4m3_value(code)
-        return code, scale, divided(scale, outer, inverse(outer))
+        return code, scale, divided(scale, outer, reciprocal_rn(outer))
     else:
-        first = inverse(outer)
-        code = _e4m3_code(divided(quotient(float_of(largest), L.target, L.inverse), outer, first), L)
+        first = reciprocal_rn(outer)
+        code = _e4m3_code(
+            divided(quotient(float_of(largest), L.target, L.target_reciprocal), outer, first), L
+        )
         scale = finite_e4m3_value(code)
-        return code, scale, divided(first, scale, inverse(scale))
+        return code, scale, divided(first, scale, reciprocal_rn(scale))
 
 
 @triton.jit
@@ -51,21 +55,21 @@ def _e4m3_code(exact, L: tl.constexpr):
 
 
 @triton.jit
-def choose_under_outer(largest, outer, RULE: tl.constexpr, COMPUTED: tl.constexpr):
-    """(e4m3 code of the block scale, scale, multiplier of the elements) of house two-level schemes.
+def choose_under_outer(largest, outer, SCHEME: tl.constexpr, COMPUTED: tl.constexpr):
+    """(e4m3 code of the block scale, scale, multiplier of the elements) of default two-level schemes.
 
     (amax / target) / outer, then 1 / (outer * scale), each correctly rounded. Both are multiplied by the power of two that
     brings the outer scale to [1, 2), so that short divisions do: what overflows e4m3 is cut down first, and what they get wrong
     lies far below the smallest block scale. COMPUTED: the outer scale comes from a tensor, and of records
     that say so lies between 2**-112 and 2**117; a given one may lie anywhere.
     """
-    if COMPUTED and RULE.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+    if COMPUTED and SCHEME.ordinary:  # noqa: SIM114  joined, the test would be made where the constant settles it
+        code, scale, inv_scale = _under_ordinary(largest, outer, SCHEME.level)
     elif (outer >= 1.925929944387236e-34) & (outer <= 1.661534994731145e35):
-        code, scale, m = _under_ordinary(largest, outer, RULE.level)
+        code, scale, inv_scale = _under_ordinary(largest, outer, SCHEME.level)
     else:
-        code, scale, m = _under_any(largest, outer, RULE.level)
-    return code, scale, m
+        code, scale, inv_scale = _under_any(largest, outer, SCHEME.level)
+    return code, scale, inv_scale
 
 
 @triton.jit
@@ -73,13 +77,13 @@ def _under_ordinary(largest, outer, L: tl.constexpr):
     power = (254 << 23) - (bits_of(outer) & INFINITY)
     unit = float_of(power)
     mantissa = outer * unit
-    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.inverse)
-    exact = divided(value, mantissa, inverse(mantissa))
+    value = quotient(tl.minimum(float_of(largest) * unit, 1024.0 * L.target), L.target, L.target_reciprocal)
+    exact = divided(value, mantissa, reciprocal_rn(mantissa))
     code = tl.maximum(nonnegative_code(exact, L.storage_element), L.floor_code)
     # NaN and infinity poison their block.
     bad = largest >= INFINITY
     scale = tl.where(bad, float("nan"), finite_e4m3_value(code))
-    return tl.where(bad, 127, code), scale, inverse(outer * scale)
+    return tl.where(bad, 127, code), scale, reciprocal_rn(outer * scale)
 
 
 @triton.jit

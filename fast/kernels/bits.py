@@ -52,18 +52,18 @@ def widened(v, SIGNS_NAN: tl.constexpr = False):
 
 
 @triton.jit
-def low_float(w, BRAIN: tl.constexpr):
-    """float32 of the 16-bit floats in the low halves of words, exact; BRAIN: bfloat16, otherwise float16."""
-    if BRAIN:
+def low_float(w, IS_BF16: tl.constexpr):
+    """float32 of the 16-bit floats in the low halves of words, exact; IS_BF16: bfloat16, otherwise float16."""
+    if IS_BF16:
         return float_of(w << 16)
     else:
         return w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def high_float(w, BRAIN: tl.constexpr):
+def high_float(w, IS_BF16: tl.constexpr):
     """The same of the high halves."""
-    if BRAIN:
+    if IS_BF16:
         return float_of(w & -65536)
     else:
         return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -84,7 +84,7 @@ def canonical(v):
 
 @triton.jit
 def order_key(b):
-    """An int32 that orders float32 patterns as numbers (-0 below +0); its own inverse."""
+    """An int32 that orders float32 patterns as floats (-0 below +0); its own inverse."""
     return tl.where(b < 0, b ^ MAGNITUDE, b)
 
 
