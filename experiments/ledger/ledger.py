@@ -52,12 +52,12 @@ def problems(root: Path = ROOT) -> dict[str, str]:
 
 def shown(root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """Entries without the hashes of modules, each with its cases: how many were measured, and how many reach their targets."""
-    from experiments.kernels.report.lines import lines_of
+    from experiments.kernels.report.case_results import results_of
 
     rows = measured(root)
     made = {}
     for name, entry in read(root).items():
-        lines = [line for found in lines_of(benchmarks_of(name, rows)).values() for line in found]
+        lines = [line for found in results_of(benchmarks_of(name, rows)).values() for line in found]
         reached = sum(not line.missed for line in lines)
         told = {key: value for key, value in entry.items() if key != "modules"}
         made[name] = {**told, "benchmarks": {"measured": len(lines), "reached": reached}}

@@ -52,6 +52,6 @@ def convention_cases() -> list[Case]:
 def convention_case(scheme: Scheme) -> Case:
     """The case of a record. Where scales are quantized themselves, codes are compared on a tensor of its own."""
     if scheme.outer is not None and scheme.outer.statistic != "absmax_elements":
-        return whole(scheme.name, bar=FRACTION)
+        return whole(scheme.name, target=FRACTION)
     packed = scheme.format.kind == "float" and scheme.format.bits < 8
-    return quantize(scheme, packed=packed, bar=FRACTION)
+    return quantize(scheme, packed=packed, target=FRACTION)

@@ -7,16 +7,17 @@ from typing import Any
 
 import reference
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.case import HUGE, LARGE, Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.case import HUGE, LARGE, Case, Compared, Inputs, Sample, at_least
 from experiments.kernels.cases.floors import Shape
 from experiments.kernels.cases.inputs import EPS, compare_quantized, normal, quantized_piece
+from experiments.report.targets import Target
 from reference import SCHEMES
 
 #: Fused into one kernel against its two halves, one after the other.
-FUSED_SPEEDUP = Bar("speedup over unfused", 1.8)
+FUSED_SPEEDUP = at_least("speedup over unfused", 1.8)
 
 
-def dequantize(name: str, *, packed: bool = False, bar: float | None = None, huge: bool = False) -> Case:
+def dequantize(name: str, *, packed: bool = False, target: float | None = None, huge: bool = False) -> Case:
     """Stored tensor to bfloat16. It is quantized by `fast`, and whatever it holds is dequantized by the reference as well."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -43,13 +44,13 @@ def dequantize(name: str, *, packed: bool = False, bar: float | None = None, hug
         make=make,
         call=lambda fast, inputs: fast.dequantize(inputs["q"], "bfloat16"),
         compare=compare,
-        bars=(Bar("fraction", bar),) if bar is not None else (),
+        targets=(at_least("fraction", target),) if target is not None else (),
         shapes=(*LARGE, HUGE) if huge else LARGE,
         options={"packed": packed},
     )
 
 
-def rms_norm(name: str, *, residual: bool = False, bars: tuple[Bar, ...] = ()) -> Case:
+def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] = ()) -> Case:
     """RMS norm and quantization in one kernel; with a residual, which is added first and written back."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -88,13 +89,13 @@ def rms_norm(name: str, *, residual: bool = False, bars: tuple[Bar, ...] = ()) -
         make=make,
         call=call,
         compare=compare,
-        bars=bars,
+        targets=targets,
         beside={"unfused": unfused},
         options={"residual": residual},
     )
 
 
-def swiglu(name: str, *, bars: tuple[Bar, ...] = ()) -> Case:
+def swiglu(name: str, *, targets: tuple[Target, ...] = ()) -> Case:
     """silu(gate) * up and quantization in one kernel."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -117,6 +118,6 @@ def swiglu(name: str, *, bars: tuple[Bar, ...] = ()) -> Case:
         make=make,
         call=lambda fast, inputs: fast.swiglu_quantize(inputs["gate"], inputs["up"], name),
         compare=compare,
-        bars=bars,
+        targets=targets,
         beside={"unfused": unfused},
     )

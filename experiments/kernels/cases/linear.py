@@ -12,7 +12,7 @@ import reference
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.case import Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.case import Case, Compared, Inputs, Sample, at_most
 from experiments.kernels.cases.floors import Shape
 from experiments.kernels.cases.inputs import normal, quantized_piece
 from reference import SCHEMES, Quantized, Scheme
@@ -72,7 +72,7 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         beside={"dense": dense, "unfused": unfused},
         host=rows == 1,
         wraps=unwrapped if wrapped else None,
-        bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
+        targets=(at_most("host time, added", 10.0),) if wrapped else (),
         options={"packed": packed},
     )
 
