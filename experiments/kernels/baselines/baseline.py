@@ -1,6 +1,6 @@
-"""Baselines: what does the same work without our kernels. Each is timed in turn with ours, on the same inputs.
+"""Baselines: the same work without our kernels. Each is timed in turn with ours, on the same inputs.
 
-A baseline that has nothing for a case is not asked; one that should run and cannot leaves a row with its error.
+A baseline that has nothing for a case has no row; one that should run and cannot has a row with its error.
 """
 
 from __future__ import annotations

@@ -142,10 +142,10 @@ def draw_baselines(
 def draw_targets(axis: Axes, lines: Sequence[CaseResult], heights: dict[str, float], labelled: bool) -> None:
     """The target of the fraction as an upright tick, also where nothing was measured."""
     targets = [
-        (target.value, heights[line.case])
+        (target.limit, heights[line.case])
         for line in lines
         for target in line.targets
-        if target.metric == "fraction"
+        if target.name == "fraction"
     ]
     x, y = zip(*targets, strict=True) if targets else ((), ())
     axis.scatter(x, y, s=45, color="black", marker="|", linewidths=1.2, label="target" if labelled else None)

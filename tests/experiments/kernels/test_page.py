@@ -84,7 +84,7 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
     write_pages(places)
     text = (places.reports / "kernels.md").read_text()
     assert "**Missed targets: 4.**" in text
-    assert "quantize.mxfp4.packed at 16384x4096 (fraction 0.2 < 0.9)" in text
+    assert "quantize.mxfp4.packed at 16384x4096 (fraction 0.2 of 0.9)" in text
     assert "swiglu.fp8_rowwise at 16384x14336 (wrong: codes" in text
     assert "**Slower than a baseline: 2.**" in text
     assert "SLOWER than torch eager" in text
