@@ -27,15 +27,15 @@ def run_bench(names: list[str], shapes: list[str], baselines: bool, listed: bool
         return
     if not bench.has_device():
         raise WrongInput("bench: kernels are timed on a GPU and torch sees none here; ao-lab doctor says why")
-    made: Sequence[tuple[str, str]] = ()
+    written: Sequence[tuple[str, str]] = ()
     if names or shapes:
-        with when_stopped(lambda: "measurements of a part are not kept; the same command starts again"):
+        with when_stopped(lambda: "measurements of a part are not stored; the same command starts again"):
             lines = bench.part(work, with_baselines=baselines)
     else:
         folders = paths()
-        with when_stopped(lambda: f"what was measured is kept in {folders.cache}; the same command goes on"):
-            lines, made = bench.complete(with_baselines=baselines, paths=folders)
-    show(lines, [bench.plain(line) for line in lines], made, as_json)
+        with when_stopped(lambda: f"what was measured is in {folders.cache}; the same command goes on"):
+            lines, written = bench.complete(with_baselines=baselines, paths=folders)
+    show(lines, [bench.as_json(line) for line in lines], written, as_json)
 
 
 def show_list(cases: list[dict[str, Any]], as_json: bool) -> None:
@@ -57,17 +57,17 @@ def show_list(cases: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def show(
-    lines: Sequence[Any], plain: list[dict[str, Any]], made: Sequence[tuple[str, str]], as_json: bool
+    lines: Sequence[Any], records: list[dict[str, Any]], written: Sequence[tuple[str, str]], as_json: bool
 ) -> None:
     """What was measured, and where it was written."""
     if as_json:
-        print_json({"lines": plain, "written": [{"what": what, "where": where} for what, where in made]})
+        print_json({"lines": records, "written": [{"what": what, "where": where} for what, where in written]})
         return
     columns = ["kernel", "shape", "us", "TB/s", "of copy", "best baseline", "target met"]
     rows = [[line.case, line.shape, *numbers(line), baseline(line), line.verdict] for line in lines]
     print_table("Bench", columns, rows, ["us", "TB/s", "of copy"])
-    if made:
-        print_table("Written", ["what", "where"], made)
+    if written:
+        print_table("Written", ["what", "where"], written)
 
 
 def numbers(line: Any) -> list[str]:

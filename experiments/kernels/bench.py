@@ -54,13 +54,13 @@ def has_device() -> bool:
 
 def shapes_named(names: Sequence[str]) -> dict[str, Shape]:
     """Shapes by name: of the list, or any other as ROWSxCOLUMNS; ValueError for what is neither."""
-    made = {}
+    shapes = {}
     for name in names:
         found = re.fullmatch(r"(\d+)x(\d+)", name)
         if not found or not all(int(size) for size in found.groups()):
             raise ValueError(f"a shape is ROWSxCOLUMNS, such as {', '.join(SHAPES)}; got {name!r}")
-        made[name] = (int(found[1]), int(found[2]))
-    return made
+        shapes[name] = (int(found[1]), int(found[2]))
+    return shapes
 
 
 def choose(names: Sequence[str], shapes: Sequence[str]) -> list[Any]:
@@ -114,8 +114,8 @@ def _complete(
     rows = run(settings, journal, baselines=baselines, baseline_seconds=baseline_seconds, seconds=seconds)
     lines = publish(path, with_unreached(rows, read(path)))
     record_run(paths, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
-    made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
-    return one_run(lines, settings), made
+    written = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
+    return one_run(lines, settings), written
 
 
 def measured_here(rows: Sequence[Row], settings: Settings, paths: Paths) -> list[Row]:
@@ -140,9 +140,9 @@ def one_run(rows: Sequence[Row], settings: Settings) -> list[CaseResult]:
     return [line for lines in found.values() for line in lines]
 
 
-def plain(line: CaseResult) -> dict[str, Any]:
+def as_json(line: CaseResult) -> dict[str, Any]:
     """A line as JSON has it."""
     return {**asdict(line), "missed": line.missed, "slower_than": line.slower_than}
 
 
-__all__ = ["choose", "complete", "has_device", "listing", "part", "plain"]
+__all__ = ["as_json", "choose", "complete", "has_device", "listing", "part"]

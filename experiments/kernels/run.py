@@ -212,12 +212,12 @@ def copies(bench: Bench, case: Case, shape: Shape, count: int) -> list[Call]:
     size = copied_bytes(case, shape) // WORD
     device = bench.settings.device
     target = torch.empty(size, dtype=torch.int64, device=device)
-    made = []
+    copies_of_sets = []
     for _ in range(count):
         source = torch.randint(-(2**63), 2**63 - 1, (size,), dtype=torch.int64, device=device)
         pieces = zip(target.split(PIECE // WORD), source.split(PIECE // WORD), strict=True)
-        made.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
-    return made
+        copies_of_sets.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
+    return copies_of_sets
 
 
 def copied_bytes(case: Case, shape: Shape) -> int:
@@ -232,7 +232,7 @@ def times_of(bench: Bench, calls: Mapping[str, Sequence[Call]], instances: int) 
     """Seconds a call by graph replay and launched one by one, over so many captures of each graph together."""
     found: tuple[Times, Times] = ({}, {})
     for _ in range(instances):
-        spans = {name: prepare(bench.watch, made, bench.plan) for name, made in calls.items()}
+        spans = {name: prepare(bench.watch, one, bench.plan) for name, one in calls.items()}
         for into, graph in zip(found, (True, False), strict=True):
             for name, seconds in interleaved(bench.watch, spans, bench.plan, graph=graph).items():
                 into.setdefault(name, []).extend(seconds)

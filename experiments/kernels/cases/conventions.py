@@ -45,7 +45,7 @@ def convention_records() -> list[Scheme]:
 
 
 def convention_cases() -> list[Case]:
-    """A case for each record; small floats packed, as checkpoints keep them."""
+    """A case for each record; small floats packed, as checkpoints store them."""
     return [convention_case(scheme) for scheme in convention_records()]
 
 

@@ -54,8 +54,8 @@ def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] =
     """RMS norm and quantization in one kernel; with a residual, which is added first and written back."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
-        made = {"x": normal(shape, device, seed), "weight": normal((shape[1],), device, seed + 1)}
-        return {**made, "residual": normal(shape, device, seed + 2) if residual else None}
+        inputs = {"x": normal(shape, device, seed), "weight": normal((shape[1],), device, seed + 1)}
+        return {**inputs, "residual": normal(shape, device, seed + 2) if residual else None}
 
     def rest(inputs: Inputs) -> Mapping[str, Any]:
         return {"eps": EPS, **({"residual": inputs["residual"]} if residual else {})}
@@ -69,10 +69,10 @@ def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] =
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         options = {"residual": sample.rows(inputs["residual"])} if residual else {}
-        made, sums = reference.rms_norm_quantize(
+        expected, sums = reference.rms_norm_quantize(
             sample.rows(inputs["x"]), inputs["weight"].cpu(), name, eps=EPS, **options
         )
-        pairs = compare_quantized(got[0], made, sample)
+        pairs = compare_quantized(got[0], expected, sample)
         return [*pairs, ("new residual", sample.rows(got[1]), sums)] if residual else pairs
 
     def moved(shape: Shape) -> float:

@@ -171,8 +171,8 @@ def fake_quantize(name: str, *, target: float | None = None, gradient: bool = Fa
     """Rounding in place, as training simulates it; gradient: its vector-Jacobian product instead."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
-        made = {"x": normal(shape, device, seed)}
-        return {**made, "g": normal(shape, device, seed + 1)} if gradient else made
+        inputs = {"x": normal(shape, device, seed)}
+        return {**inputs, "g": normal(shape, device, seed + 1)} if gradient else inputs
 
     def forward(fast: Any, inputs: Inputs) -> Any:
         with torch.no_grad():
@@ -254,8 +254,8 @@ def storage(operation: str, element: str) -> Case:
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
         if operation == "encode":
             return {"x": normal(shape, device, seed)}
-        made = codes(shape, 2**fmt.bits, device, seed)
-        return {"x": fast.pack(made, element) if operation == "unpack" else made, "shape": shape}
+        stored = codes(shape, 2**fmt.bits, device, seed)
+        return {"x": fast.pack(stored, element) if operation == "unpack" else stored, "shape": shape}
 
     def run(module: Any, x: Any, shape: Shape) -> Any:
         extra = (shape,) if operation == "unpack" else ()

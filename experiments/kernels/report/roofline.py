@@ -59,7 +59,7 @@ def by_operation(lines: Sequence[CaseResult]) -> Figure:
 
 
 def roofline(lines: Sequence[CaseResult]) -> Figure:
-    """Both panels, from the lines of one run. What was not measured keeps its name and has no dot."""
+    """Both panels, from the lines of one run. What was not measured has its name and no dot."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -41,7 +41,9 @@ def test_choice_0_is_the_true_continuation_and_the_others_differ(questions):
     for tokens in questions.tokens:
         for question, position in enumerate(tiny.MULTIPLE_CHOICE.question_positions):
             choices = [bytes(tokens[target].tolist()) for target in questions.targets[question]]
-            assert choices[0] == bytes(tokens[position : position + tiny.MULTIPLE_CHOICE.continuation].tolist())
+            assert choices[0] == bytes(
+                tokens[position : position + tiny.MULTIPLE_CHOICE.continuation].tolist()
+            )
             assert len(set(choices)) == CHOICES
 
 

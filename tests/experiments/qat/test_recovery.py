@@ -225,7 +225,6 @@ def test_evaluations_differ(small):
 
 def test_seeds_and_methods_that_are_finished_are_not_measured_again(small, monkeypatch):
     settings, path, rows = small
-    broken = Journal(path)
     kept = [
         row
         for row in rows
@@ -276,9 +275,7 @@ def test_a_seed_whose_models_changed_is_measured_again(small, monkeypatch, lost)
     wanted = [task for task in run.all_tasks(PLAN) if task.seed == 1]
     assert measured == (wanted[-1:] if lost == 0.0 else wanted)
     # What broke off there would have to find nothing of the old models.
-    assert {row.seed for row in Journal(partial.path).rows} == (
-        {0, 1} if lost == 0.0 else {0}
-    )
+    assert {row.seed for row in Journal(partial.path).rows} == ({0, 1} if lost == 0.0 else {0})
 
 
 def test_journals_are_of_one_training(small):
