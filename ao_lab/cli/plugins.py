@@ -63,9 +63,9 @@ class Commands(TyperGroup):
             function = load(registered()[cmd_name])
         except ImportError as error:
             function = unavailable(error)
-        made = typer.Typer(add_completion=False)
-        made.command(cmd_name)(function)
-        return typer.main.get_command(made)
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name)(function)
+        return typer.main.get_command(app)
 
 
 def unavailable(error: ImportError) -> Any:

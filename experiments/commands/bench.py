@@ -1,4 +1,4 @@
-"""`ao-lab bench`: time the kernels on this GPU, against the fewest bytes that they must move and against peers.
+"""`ao-lab bench`: time the kernels on this GPU, against the fewest bytes that they must move and against baselines.
 
 `experiments.kernels.bench` measures.
 """
@@ -14,7 +14,7 @@ from experiments.commands.folders import paths
 from experiments.kernels import bench
 
 
-def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as_json: bool) -> None:
+def run_bench(names: list[str], shapes: list[str], baselines: bool, listed: bool, as_json: bool) -> None:
     """List the kernels, measure all of them and publish, or measure some and only show them."""
     try:
         work = bench.choose(names, shapes)
@@ -27,15 +27,15 @@ def run_bench(names: list[str], shapes: list[str], peers: bool, listed: bool, as
         return
     if not bench.has_device():
         raise WrongInput("bench: kernels are timed on a GPU and torch sees none here; ao-lab doctor says why")
-    made: Sequence[tuple[str, str]] = ()
+    written: Sequence[tuple[str, str]] = ()
     if names or shapes:
-        with when_stopped(lambda: "measurements of a part are not kept; the same command starts again"):
-            lines = bench.part(work, with_peers=peers)
+        with when_stopped(lambda: "measurements of a part are not stored; the same command starts again"):
+            lines = bench.part(work, with_baselines=baselines)
     else:
         folders = paths()
-        with when_stopped(lambda: f"what was measured is kept in {folders.cache}; the same command goes on"):
-            lines, made = bench.complete(with_peers=peers, paths=folders)
-    show(lines, [bench.plain(line) for line in lines], made, as_json)
+        with when_stopped(lambda: f"what was measured is in {folders.cache}; the same command goes on"):
+            lines, written = bench.complete(with_baselines=baselines, paths=folders)
+    show(lines, [bench.as_json(line) for line in lines], written, as_json)
 
 
 def show_list(cases: list[dict[str, Any]], as_json: bool) -> None:
@@ -48,26 +48,26 @@ def show_list(cases: list[dict[str, Any]], as_json: bool) -> None:
             case["name"],
             " ".join(case["shapes"]),
             f"{case['bytes_per_element']:.3f}",
-            ", ".join(f"{metric} {value:g}" for metric, value in case["bars"].items()),
+            ", ".join(f"{metric} {value:g}" for metric, value in case["targets"].items()),
             ", ".join(case["missing"]),
         ]
         for case in cases
     ]
-    print_table("Kernels", ["name", "shapes", "bytes/element", "bars", "missing"], rows, ["bytes/element"])
+    print_table("Kernels", ["name", "shapes", "bytes/element", "targets", "missing"], rows, ["bytes/element"])
 
 
 def show(
-    lines: Sequence[Any], plain: list[dict[str, Any]], made: Sequence[tuple[str, str]], as_json: bool
+    lines: Sequence[Any], records: list[dict[str, Any]], written: Sequence[tuple[str, str]], as_json: bool
 ) -> None:
     """What was measured, and where it was written."""
     if as_json:
-        print_json({"lines": plain, "written": [{"what": what, "where": where} for what, where in made]})
+        print_json({"lines": records, "written": [{"what": what, "where": where} for what, where in written]})
         return
-    columns = ["kernel", "shape", "us", "TB/s", "of copy", "best peer", "bar reached"]
-    rows = [[line.case, line.shape, *numbers(line), peer(line), line.verdict] for line in lines]
+    columns = ["kernel", "shape", "us", "TB/s", "of copy", "best baseline", "target met"]
+    rows = [[line.case, line.shape, *numbers(line), baseline(line), line.verdict] for line in lines]
     print_table("Bench", columns, rows, ["us", "TB/s", "of copy"])
-    if made:
-        print_table("Written", ["what", "where"], made)
+    if written:
+        print_table("Written", ["what", "where"], written)
 
 
 def numbers(line: Any) -> list[str]:
@@ -78,7 +78,7 @@ def numbers(line: Any) -> list[str]:
     ]
 
 
-def peer(line: Any) -> str:
-    """The best peer with its time over ours, and whether it is faster."""
-    best = line.best_peer
-    return "" if best is None else f"{best.peer} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"
+def baseline(line: Any) -> str:
+    """The best baseline with its time over ours, and whether it is faster."""
+    best = line.best_baseline
+    return "" if best is None else f"{best.baseline} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"

@@ -62,16 +62,16 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times; all without.")
     ] = None,
-    no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Only our kernels: no torch, no torchao.")
+    no_baselines: Annotated[
+        bool, typer.Option("--no-baselines", help="Only our kernels: no torch, no torchao.")
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say what can be measured; needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time the kernels on this GPU against copies and peers; all of them together are written to reports/."""
+    """Time the kernels on this GPU against copies and baselines; all of them together are written to reports/."""
     from experiments.commands.bench import run_bench
 
-    run_bench(kernels or [], shape or [], not no_peers, listed, as_json)
+    run_bench(kernels or [], shape or [], not no_baselines, listed, as_json)
 
 
 def ledger(

@@ -12,10 +12,10 @@ from experiments.harness.paths import Paths
 
 def paths(reports: Path | None = None) -> Paths:
     """Where a run writes, `reports` instead of its default; WrongInput where that cannot be written."""
-    made = Paths.default(reports)
-    check_writable(made.reports, "the folder of reports")
-    check_writable(made.cache, "the cache (AO_LAB_CACHE names another)")
-    return made
+    folders = Paths.default(reports)
+    check_writable(folders.reports, "the folder of reports")
+    check_writable(folders.cache, "the cache (AO_LAB_CACHE names another)")
+    return folders
 
 
 def check_clone(command: str, why: str) -> None:

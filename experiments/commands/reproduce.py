@@ -35,11 +35,11 @@ def run_experiments(
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
     ):
-        made = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
+        written = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
     if as_json:
-        print_json([{"what": what, "where": where} for what, where in made])
+        print_json([{"what": what, "where": where} for what, where in written])
     else:
-        print_table("Reproduced", ["what", "where"], made)
+        print_table("Reproduced", ["what", "where"], written)
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:

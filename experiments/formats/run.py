@@ -114,8 +114,8 @@ def synthetic(settings: Settings) -> Data:
 def trained(settings: Settings) -> Data:
     """Weights and inputs of all linear layers of the trained model, by kind of layer and all together."""
     model = settings.trained.model
-    questions = multiple_choice(settings.corpus, settings.exam)
-    text = questions.tokens[:TEXT_WINDOWS, : settings.exam.context].to(settings.device)
+    questions = multiple_choice(settings.corpus, settings.multiple_choice)
+    text = questions.tokens[:TEXT_WINDOWS, : settings.multiple_choice.context].to(settings.device)
     weights = {name: layer.weight.detach() for name, layer in model.linears().items()}
     inputs = {name: x.flatten(0, 1) for name, x in layer_inputs(model, text).items()}
     groups: dict[str, list[Tensor]] = {

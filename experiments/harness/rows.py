@@ -201,8 +201,8 @@ def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
     does another corpus); other scales and devices stay as they were.
     """
     replaced = {row.place for row in rows}
-    kept = [row for row in read(path) if row.place not in replaced]
-    merged = sorted([*kept, *rows], key=lambda row: (row.experiment, row.table, row.device))
+    others = [row for row in read(path) if row.place not in replaced]
+    merged = sorted([*others, *rows], key=lambda row: (row.experiment, row.table, row.device))
     write(path, merged)
     return merged
 

@@ -1,8 +1,8 @@
-"""Experiment `kernels`: how fast the kernels of `fast` are, against the fewest bytes that they must move and against peers.
+"""Experiment `kernels`: the time of the kernels of `fast`, against the fewest bytes that they must move and against baselines.
 
-`cases` is the list of what is measured, with the bar that each has to reach; `floors` counts bytes; `timing` times; `check`
-refuses to time what is wrong; `peers` and `expressions` are what others offer for the same work; `run` does it all and makes
-rows; `roofline` and `page` show them. The ledger (`experiments.ledger.ledger`) keeps a summary per kernel file.
+`cases` lists what is measured, with the target of each; `cases.floors` counts bytes; `gate` compares results with the
+reference before anything is timed; `baselines` has the same work in torch, torch.compile and torchao; `run` measures and makes
+rows; `report` shows them.
 """
 
 from experiments.harness.registry import Experiment

@@ -16,12 +16,12 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
 from experiments.harness.run_records import read_runs, run_name
 from experiments.harness.timing import CudaWatch
-from experiments.kernels.baselines.baseline import PEERS, Peer
+from experiments.kernels.baselines.baseline import BASELINES, Baseline
 from experiments.kernels.cases.all_cases import CASES, chosen
 from experiments.kernels.cases.case import SHAPES
 from experiments.kernels.cases.floors import Shape
-from experiments.kernels.outcome import EXPERIMENT, PEER_SECONDS, Bench
-from experiments.kernels.report.lines import Line, lines_of
+from experiments.kernels.outcome import BASELINE_SECONDS, EXPERIMENT, Bench
+from experiments.kernels.report.case_results import CaseResult, results_of
 from experiments.kernels.run import measure, pairs, run, subject
 from experiments.runs.environment import libraries, record_run
 from experiments.runs.settings import Settings, settings_for
@@ -40,7 +40,7 @@ def listing() -> list[dict[str, Any]]:
             "scheme": case.scheme,
             "shapes": list(case.shapes),
             "bytes_per_element": case.moved_per_element(SHAPES[case.shapes[0]]),
-            "bars": {bar.metric: bar.value for bar in case.bars},
+            "targets": {target.name: target.limit for target in case.targets},
             "missing": case.missing(fast),
         }
         for case in CASES.values()
@@ -54,13 +54,13 @@ def has_device() -> bool:
 
 def shapes_named(names: Sequence[str]) -> dict[str, Shape]:
     """Shapes by name: of the list, or any other as ROWSxCOLUMNS; ValueError for what is neither."""
-    made = {}
+    shapes = {}
     for name in names:
         found = re.fullmatch(r"(\d+)x(\d+)", name)
         if not found or not all(int(size) for size in found.groups()):
             raise ValueError(f"a shape is ROWSxCOLUMNS, such as {', '.join(SHAPES)}; got {name!r}")
-        made[name] = (int(found[1]), int(found[2]))
-    return made
+        shapes[name] = (int(found[1]), int(found[2]))
+    return shapes
 
 
 def choose(names: Sequence[str], shapes: Sequence[str]) -> list[Any]:
@@ -71,37 +71,37 @@ def choose(names: Sequence[str], shapes: Sequence[str]) -> list[Any]:
     return work
 
 
-def part(work: Sequence[Any], *, with_peers: bool = True) -> list[Line]:
-    """Measure some cases now; nothing is kept."""
+def part(work: Sequence[Any], *, with_baselines: bool = True) -> list[CaseResult]:
+    """Measure some cases now; nothing is stored."""
     import fast
 
     settings = settings_for(SCALE, "cuda", Paths.default().cache)
-    peers = PEERS if with_peers else ()
-    rows = measure(Bench(settings, fast, CudaWatch(), peers=peers), work)
+    baselines = BASELINES if with_baselines else ()
+    rows = measure(Bench(settings, fast, CudaWatch(), baselines=baselines), work)
     return one_run(rows, settings)
 
 
 def complete(
     *,
-    with_peers: bool = True,
+    with_baselines: bool = True,
     seconds: float = math.inf,
-    peer_seconds: float = PEER_SECONDS,
+    baseline_seconds: float = BASELINE_SECONDS,
     paths: Paths | None = None,
     published: bool = False,
-) -> tuple[list[Line], Written]:
+) -> tuple[list[CaseResult], Written]:
     """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`.
 
-    seconds: after these no case is begun. peer_seconds: the part of it that peers may take. published: published rows of this
-    GPU and of the code as it is now are not measured again.
+    seconds: after these no case starts. baseline_seconds: the part of it for baselines. published: rows of this GPU and of the
+    code as it is now are not measured again.
     """
     paths = paths or Paths.default()
     with paths.alone():
-        return _complete(paths, PEERS if with_peers else (), seconds, peer_seconds, published)
+        return _complete(paths, BASELINES if with_baselines else (), seconds, baseline_seconds, published)
 
 
 def _complete(
-    paths: Paths, peers: Sequence[Peer], seconds: float, peer_seconds: float, published: bool
-) -> tuple[list[Line], Written]:
+    paths: Paths, baselines: Sequence[Baseline], seconds: float, baseline_seconds: float, published: bool
+) -> tuple[list[CaseResult], Written]:
     from experiments.report.pages import write_pages
 
     settings = settings_for(SCALE, "cuda", paths.cache)
@@ -111,11 +111,11 @@ def _complete(
     where = paths.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings))
     journal = Journal(where, provenance.is_current, known)
     resumed = len(journal.rows)
-    rows = run(settings, journal, peers=peers, peer_seconds=peer_seconds, seconds=seconds)
+    rows = run(settings, journal, baselines=baselines, baseline_seconds=baseline_seconds, seconds=seconds)
     lines = publish(path, with_unreached(rows, read(path)))
     record_run(paths, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
-    made = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
-    return one_run(lines, settings), made
+    written = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
+    return one_run(lines, settings), written
 
 
 def measured_here(rows: Sequence[Row], settings: Settings, paths: Paths) -> list[Row]:
@@ -129,20 +129,20 @@ def measured_here(rows: Sequence[Row], settings: Settings, paths: Paths) -> list
     return [row for row in rows if row.line in whole]
 
 
-def one_run(rows: Sequence[Row], settings: Settings) -> list[Line]:
+def one_run(rows: Sequence[Row], settings: Settings) -> list[CaseResult]:
     """The lines of this run's device and scale."""
     mine = [
         row
         for row in rows
         if row.device == settings.device_name and table_parts(row.table)[1] == settings.scale
     ]
-    found = lines_of(mine)
+    found = results_of(mine)
     return [line for lines in found.values() for line in lines]
 
 
-def plain(line: Line) -> dict[str, Any]:
+def as_json(line: CaseResult) -> dict[str, Any]:
     """A line as JSON has it."""
     return {**asdict(line), "missed": line.missed, "slower_than": line.slower_than}
 
 
-__all__ = ["choose", "complete", "has_device", "listing", "part", "plain"]
+__all__ = ["as_json", "choose", "complete", "has_device", "listing", "part"]

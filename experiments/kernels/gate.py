@@ -31,7 +31,7 @@ def samples(case: Case, shape: Shape) -> list[Sample]:
 
 
 def check(case: Case, fast: Any, inputs: Inputs, shape: Shape) -> int:
-    """How many numbers were compared; Wrong with the first difference."""
+    """How many elements were compared; Wrong with the first difference."""
     result = case.call(fast, inputs)
     count = 0
     for sample in samples(case, shape):
@@ -43,7 +43,7 @@ def check(case: Case, fast: Any, inputs: Inputs, shape: Shape) -> int:
 
 
 def same(compared: Compared) -> int:
-    """How many numbers are equal as bits; Wrong where one is not, or where shapes or widths differ."""
+    """How many elements are equal as bits; Wrong where one is not, or where shapes or widths differ."""
     what, got, expected = compared
     if got is None and expected is None:
         return 0
@@ -56,10 +56,10 @@ def same(compared: Compared) -> int:
         )
     wrong = np.flatnonzero(mine != right)
     if wrong.size:
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise Wrong(
-            f"{what}: {wrong.size} of {mine.size} differ, first at {place}: {mine.flat[place]:#x}, the reference has "
-            f"{right.flat[place]:#x}"
+            f"{what}: {wrong.size} of {mine.size} differ, first at {index}: {mine.flat[index]:#x}, the reference has "
+            f"{right.flat[index]:#x}"
         )
     return int(mine.size)
 

@@ -35,7 +35,7 @@ PROGRAM = 8
 WAYS = ("eager", "jit", "program")
 TORCH, CAST = "torch", "XLA's cast"
 #: JAX may take a tenth longer than torch.
-BAR = 1.1
+MOST = 1.1
 ROUNDS, WARMUP = 9, 2
 #: Bytes that are read in one round of queued calls.
 QUEUED = 12_800 * 2**20
@@ -47,20 +47,20 @@ def installed() -> bool:
 
 
 def measure(bench: Bench, journal: Journal, sizes: Mapping[str, int] = SIZES) -> list[Row]:
-    """Rows of all schemes at all sizes; what failed is not kept in the journal. No rows without JAX."""
+    """Rows of all schemes at all sizes; what failed is not stored in the journal. No rows without JAX."""
     failed: list[Row] = []
     if not installed():
         return failed
     # JAX would take three quarters of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    place = table(bench, KIND)
+    name_of_table = table(bench, KIND)
     with bar("calls from JAX", len(sizes) * len(SCHEMES)) as step:
         for label, rows in sizes.items():
             for name in SCHEMES:
-                if not journal.finished(place, label, name):
+                if not journal.finished(name_of_table, label, name):
                     values = attempt(partial(timed, bench, name, rows))
-                    bars: Values = {f"bar: {way} over {TORCH}": (BAR, "ratio") for way in WAYS}
-                    keep(journal, failed, rows_of(bench, KIND, label, name, {**values, **bars}))
+                    limits: Values = {f"target: {way} over {TORCH}": (MOST, "ratio") for way in WAYS}
+                    keep(journal, failed, rows_of(bench, KIND, label, name, {**values, **limits}))
                 step(f"{name} {label}")
     return failed
 
@@ -81,7 +81,7 @@ def timed(bench: Bench, name: str, rows: int) -> Values:
 def calls_of(fast: Any, name: str, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Call], dict[str, int]]:
     """Calls by name, and how many quantizations one of them is; Wrong where a result of JAX has other bits than torch's.
 
-    Every call quantizes all tensors and keeps its results until the last is made: all ways read and write the same amount.
+    Every call quantizes all tensors and keeps its results until the last is there: all ways read and write the same amount.
     """
     import jax
     import jax.numpy as jnp
@@ -92,18 +92,18 @@ def calls_of(fast: Any, name: str, tensors: Sequence[torch.Tensor]) -> tuple[dic
     single = jax.jit(partial(functions.quantize, scheme=name))
     several = jax.jit(lambda *given: [functions.quantize(one, name) for one in given])
     cast = jax.jit(lambda one: one.astype(jnp.float8_e4m3fn))
-    made: dict[str, Callable[[], list[Any]]] = {
+    ways: dict[str, Callable[[], list[Any]]] = {
         TORCH: lambda: [fast.quantize(x, name).codes for x in tensors],
         "eager": lambda: [functions.quantize(one, name).codes for one in arrays],
         "jit": lambda: [single(one).codes for one in arrays],
         "program": lambda: [q.codes for q in several(*arrays)],
         CAST: lambda: [cast(one) for one in arrays],
     }
-    wanted = made[TORCH]()
+    wanted = ways[TORCH]()
     for way in WAYS:
-        for number, (got, right) in enumerate(zip(made[way](), wanted, strict=True)):
+        for number, (got, right) in enumerate(zip(ways[way](), wanted, strict=True)):
             same((f"{way}: codes of tensor {number}", np.asarray(got), right))
-    return {way: partial(_last, results) for way, results in made.items()}, dict.fromkeys(made, len(tensors))
+    return {way: partial(_last, results) for way, results in ways.items()}, dict.fromkeys(ways, len(tensors))
 
 
 def _last(results: Callable[[], list[Any]]) -> Any:
@@ -125,17 +125,17 @@ def queued(
             repeats = max(1, count // divisors[name])
             started = clock()
             for _ in range(repeats):
-                made = call()
-            finish(made)
+                result = call()
+            finish(result)
             if number >= WARMUP:
                 found[name].append((clock() - started) / (repeats * divisors[name]))
     return {name: float(np.median(seconds)) for name, seconds in found.items()}
 
 
-def finish(made: Any) -> None:
+def finish(result: Any) -> None:
     """Wait for the last result, and so for all that were queued before it."""
-    if isinstance(made, torch.Tensor):
-        if made.is_cuda:
+    if isinstance(result, torch.Tensor):
+        if result.is_cuda:
             torch.cuda.synchronize()
     else:
-        made.block_until_ready()
+        result.block_until_ready()

@@ -11,32 +11,32 @@ from typing import Any
 from experiments.harness.outcome import Values
 from experiments.harness.rows import Row
 from experiments.harness.timing import Plan, Watch
-from experiments.kernels.baselines.baseline import PEERS, Peer
+from experiments.kernels.baselines.baseline import BASELINES, Baseline
 from experiments.runs.settings import Settings
 
 EXPERIMENT = "kernels"
-KERNELS, PEER_TABLE, DATA = "kernels", "peers", "random-normal"
-#: Seconds after which no further peer is begun.
-PEER_SECONDS = 200.0
+KERNELS, BASELINE_TABLE, DATA = "kernels", "baselines", "random-normal"
+#: Seconds after which no further baseline starts.
+BASELINE_SECONDS = 200.0
 
 
 PLAN = Plan()
-PEER_PLAN = Plan(rounds=15, warmup=2)
+BASELINE_PLAN = Plan(rounds=15, warmup=2)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which peers and for how long, and the time
-    for all."""
+    """What a run uses: settings of its rows, the kernels, a watch, how long to look, which baselines and for how long, and
+    the time for all."""
 
     settings: Settings
     fast: Any
     watch: Watch
     plan: Plan = PLAN
-    peer_plan: Plan = PEER_PLAN
-    peers: Sequence[Peer] = PEERS
-    peer_seconds: float = PEER_SECONDS
-    #: Seconds after which no further case, and no peer, is begun.
+    baseline_plan: Plan = BASELINE_PLAN
+    baselines: Sequence[Baseline] = BASELINES
+    baseline_seconds: float = BASELINE_SECONDS
+    #: Seconds after which no further case, and no baseline, starts.
     seconds: float = math.inf
     clock: Callable[[], float] = time.perf_counter
 

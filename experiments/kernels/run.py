@@ -1,8 +1,8 @@
-"""Running the cases: inputs, check, time, rows. First all of ours, then the peers, as far as their time reaches.
+"""Running the cases: inputs, check, time, rows. First all of ours, then the baselines, as far as their time reaches.
 
-A row's setting is the shape and its method the case; peers have a table of their own, whose setting is ``case, shape`` and
-whose method is the peer. Every case leaves a row ``status: ...``: ok; missing, where `fast` has no such function; wrong, where
-a result differs from the reference, which then gets no time; error, with its text.
+A row's setting is the shape and its method the case; baselines have a table of their own, whose setting is ``case, shape`` and
+whose method is the baseline. Every case has a row ``status: ...``: ok; missing, where `fast` has no such function; wrong, where
+a result differs from the reference, which is not timed then; error, with its text.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from experiments.harness.timing import (
     summary,
 )
 from experiments.kernels import jax_calls
-from experiments.kernels.baselines.baseline import PEERS, Peer, calls_of, offers
+from experiments.kernels.baselines.baseline import BASELINES, Baseline, calls_of, offers
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, Case, Inputs
 from experiments.kernels.cases.floors import Shape, fraction
 from experiments.kernels.gate import check
 from experiments.kernels.outcome import (
+    BASELINE_PLAN,
+    BASELINE_SECONDS,
+    BASELINE_TABLE,
     KERNELS,
-    PEER_PLAN,
-    PEER_SECONDS,
-    PEER_TABLE,
     PLAN,
     Bench,
     rows_of,
@@ -66,7 +66,7 @@ def subject(settings: Settings) -> str:
 
 def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     """What a row's measurement starts from: the functions of `fast` that its case calls, how the case makes inputs, how it is
-    timed, and the peer. None for a case or a peer that does not exist."""
+    timed, and the baseline. None for a case or a baseline that does not exist."""
     import fast
 
     if kind == jax_calls.KIND:
@@ -78,7 +78,11 @@ def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     called = tuple(f"fast.{need.partition(':')[0]}" for need in case.needs)
     if kind == KERNELS:
         return f"{__name__}.timed", builder, *called
-    found = [f"{peer.find.__module__}.{peer.find.__name__}" for peer in PEERS if peer.name == method]
+    found = [
+        f"{baseline.find.__module__}.{baseline.find.__name__}"
+        for baseline in BASELINES
+        if baseline.name == method
+    ]
     return (f"{__name__}.compared", builder, *called, *found) if found else ()
 
 
@@ -94,16 +98,15 @@ def run(
     settings: Settings,
     journal: Journal | None = None,
     *,
-    peers: Sequence[Peer] = PEERS,
-    peer_seconds: float = PEER_SECONDS,
+    baselines: Sequence[Baseline] = BASELINES,
+    baseline_seconds: float = BASELINE_SECONDS,
     seconds: float = math.inf,
 ) -> list[Row]:
-    """Rows of all cases at their shapes; NoDevice without a GPU. `peer_seconds` is how long peers may take, `seconds` the
-    whole."""
+    """Rows of all cases at their shapes; NoDevice without a GPU. Baselines may take `baseline_seconds`, all `seconds`."""
     import fast
 
     started = time.perf_counter()
-    bench = Bench(settings, fast, CudaWatch(), PLAN, PEER_PLAN, peers, peer_seconds)
+    bench = Bench(settings, fast, CudaWatch(), PLAN, BASELINE_PLAN, baselines, baseline_seconds)
     journal = journal if journal is not None else Journal()
     failed = jax_calls.measure(bench, journal)
     left = replace(bench, seconds=seconds - (time.perf_counter() - started))
@@ -131,26 +134,26 @@ def measure(
     journal = journal if journal is not None else Journal()
     end = bench.clock() + bench.seconds
     failed: list[Row] = []
-    against = comparisons(bench.peers, work)
-    with bar("kernels", len(work) + len(against)) as step:
+    compare = comparisons(bench.baselines, work)
+    with bar("kernels", len(work) + len(compare)) as step:
         for case, name, shape in work:
             if not journal.finished(table(bench, KERNELS), name, case.name):
                 keep(journal, failed, case_rows(bench, case, name, shape, end))
             step(f"{case.name} {name}")
-        deadline = min(bench.clock() + bench.peer_seconds, end)
-        for peer, case, name, shape in against:
-            if not journal.finished(table(bench, PEER_TABLE), f"{case.name}, {name}", peer.name):
-                keep(journal, failed, peer_rows(bench, peer, case, name, shape, deadline))
-            step(f"{peer.name}: {case.name} {name}")
+        deadline = min(bench.clock() + bench.baseline_seconds, end)
+        for baseline, case, name, shape in compare:
+            if not journal.finished(table(bench, BASELINE_TABLE), f"{case.name}, {name}", baseline.name):
+                keep(journal, failed, baseline_rows(bench, baseline, case, name, shape, deadline))
+            step(f"{baseline.name}: {case.name} {name}")
     return journal.rows + failed
 
 
 def comparisons(
-    peers: Sequence[Peer], work: Sequence[tuple[Case, str, Shape]]
-) -> list[tuple[Peer, Case, str, Shape]]:
-    """Which peers stand against which cases: cases with bars first, should the time for peers not reach all."""
-    ordered = sorted((one for one in work if one[1] != HUGE), key=lambda one: not one[0].bars)
-    return [(peer, *one) for one in ordered for peer in peers if offers(peer, one[0])]
+    baselines: Sequence[Baseline], work: Sequence[tuple[Case, str, Shape]]
+) -> list[tuple[Baseline, Case, str, Shape]]:
+    """Which baselines run beside which cases: cases with targets first, should the time for baselines not reach all."""
+    ordered = sorted((one for one in work if one[1] != HUGE), key=lambda one: not one[0].targets)
+    return [(baseline, *one) for one in ordered for baseline in baselines if offers(baseline, one[0])]
 
 
 def case_rows(bench: Bench, case: Case, name: str, shape: Shape, end: float = math.inf) -> list[Row]:
@@ -159,11 +162,11 @@ def case_rows(bench: Bench, case: Case, name: str, shape: Shape, end: float = ma
         return rows_of(
             bench, KERNELS, name, case.name, status(f"not run: the {bench.seconds:.0f} s were over")
         )
-    # Bars are stated for the shapes of the list, and a small tensor has others than a large one.
-    asked = case.bars if name in case.shapes and name != HUGE else ()
-    bars: Values = {f"bar: {one.metric}": (one.value, unit_of(one.metric)) for one in asked}
+    # Targets are stated for the shapes of the list, and a small tensor has others than a large one.
+    stated = case.targets if name in case.shapes and name != HUGE else ()
+    targets: Values = {f"target: {one.name}": (one.limit, unit_of(one.name)) for one in stated}
     values = tried(bench, partial(timed, bench, case, shape), case)
-    return rows_of(bench, KERNELS, name, case.name, {**values, **bars})
+    return rows_of(bench, KERNELS, name, case.name, {**values, **targets})
 
 
 def tried(bench: Bench, work: Callable[[], Values], case: Case) -> Values:
@@ -209,12 +212,12 @@ def copies(bench: Bench, case: Case, shape: Shape, count: int) -> list[Call]:
     size = copied_bytes(case, shape) // WORD
     device = bench.settings.device
     target = torch.empty(size, dtype=torch.int64, device=device)
-    made = []
+    copies_of_sets = []
     for _ in range(count):
         source = torch.randint(-(2**63), 2**63 - 1, (size,), dtype=torch.int64, device=device)
         pieces = zip(target.split(PIECE // WORD), source.split(PIECE // WORD), strict=True)
-        made.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
-    return made
+        copies_of_sets.append(in_turn([partial(into.copy_, part) for into, part in pieces]))
+    return copies_of_sets
 
 
 def copied_bytes(case: Case, shape: Shape) -> int:
@@ -229,7 +232,7 @@ def times_of(bench: Bench, calls: Mapping[str, Sequence[Call]], instances: int) 
     """Seconds a call by graph replay and launched one by one, over so many captures of each graph together."""
     found: tuple[Times, Times] = ({}, {})
     for _ in range(instances):
-        spans = {name: prepare(bench.watch, made, bench.plan) for name, made in calls.items()}
+        spans = {name: prepare(bench.watch, one, bench.plan) for name, one in calls.items()}
         for into, graph in zip(found, (True, False), strict=True):
             for name, seconds in interleaved(bench.watch, spans, bench.plan, graph=graph).items():
                 into.setdefault(name, []).extend(seconds)
@@ -237,7 +240,7 @@ def times_of(bench: Bench, calls: Mapping[str, Sequence[Call]], instances: int) 
 
 
 def values_of(case: Case, shape: Shape, both: tuple[Times, Times], bench: Bench) -> Values:
-    """Metrics of a case: by graph replay, which the bars are about, and launched one by one."""
+    """Metrics of a case: by graph replay, which the targets are about, and launched one by one."""
     times, eager = both
     ours, copy = summary(times[OURS]), summary(times[COPY])
     moved = case.moved(shape)
@@ -266,30 +269,32 @@ def values_of(case: Case, shape: Shape, both: tuple[Times, Times], bench: Bench)
 
 
 def unit_of(metric: str) -> str:
-    """Unit of a metric that has a bar."""
+    """Unit of a metric that has a target."""
     return "us" if metric.startswith("host time") else "ratio"
 
 
-def peer_rows(bench: Bench, peer: Peer, case: Case, name: str, shape: Shape, deadline: float) -> list[Row]:
-    """Rows of one peer beside ours, or one that says why there are none."""
+def baseline_rows(
+    bench: Bench, baseline: Baseline, case: Case, name: str, shape: Shape, deadline: float
+) -> list[Row]:
+    """Rows of one baseline beside ours, or one that says why there are none."""
     setting = f"{case.name}, {name}"
     if bench.clock() > deadline:
-        values = status("not run: the time for peers was over")
+        values = status("not run: the time for baselines was over")
     else:
-        values = tried(bench, partial(compared, bench, peer, case, shape), case)
-    return rows_of(bench, PEER_TABLE, setting, peer.name, values)
+        values = tried(bench, partial(compared, bench, baseline, case, shape), case)
+    return rows_of(bench, BASELINE_TABLE, setting, baseline.name, values)
 
 
-def compared(bench: Bench, peer: Peer, case: Case, shape: Shape) -> Values:
-    """Times of ours and of a peer in turn."""
+def compared(bench: Bench, baseline: Baseline, case: Case, shape: Shape) -> Values:
+    """Times of ours and of a baseline in turn."""
     sets = make_sets(bench, case, shape)
     work = {
         OURS: [partial(case.call, bench.fast, inputs) for inputs in sets],
-        peer.name: calls_of(peer, case, sets),
+        baseline.name: calls_of(baseline, case, sets),
     }
-    spans = {name: prepare(bench.watch, calls, bench.peer_plan) for name, calls in work.items()}
-    times = interleaved(bench.watch, spans, bench.peer_plan)
-    ours, theirs = summary(times[OURS]), summary(times[peer.name])
+    spans = {name: prepare(bench.watch, calls, bench.baseline_plan) for name, calls in work.items()}
+    times = interleaved(bench.watch, spans, bench.baseline_plan)
+    ours, theirs = summary(times[OURS]), summary(times[baseline.name])
     return {
         "time": (theirs.median * 1e6, "us"),
         "time, 20%": (theirs.low * 1e6, "us"),

@@ -158,10 +158,12 @@ def main() -> int:
     data = ROOT / "reports" / "data"
     for path in sorted(data.glob("*.csv")):
         rows = read(path)
-        made = [carried(row) for row in rows]
-        if made != rows:
-            write(path, made)
-        counts = Counter((table_parts(row.table)[1], row.device, provenance.is_current(row)) for row in made)
+        current = [carried(row) for row in rows]
+        if current != rows:
+            write(path, current)
+        counts = Counter(
+            (table_parts(row.table)[1], row.device, provenance.is_current(row)) for row in current
+        )
         for (scale, device, current), count in sorted(counts.items()):
             sys.stdout.write(f"{path.name} {scale} {device}: {count} {'current' if current else 'stale'}\n")
     path = data / "environment.json"

@@ -1,4 +1,4 @@
-"""The entries of the ledger: a function with kernels, the code that it reaches, and whether what a GPU said of it still stands.
+"""The entries of the ledger: a function with kernels, the code that it reaches, and whether what a GPU found is still valid.
 
 An entry holds the hash of the definitions that its function reaches (the same rule as that of rows,
 `experiments.source.closure`), a short hash for each module among them (to say what changed), the modules whose kernels it
@@ -26,9 +26,8 @@ NAMED = 4
 @cache
 def functions() -> dict[str, str]:
     """Entries by name, with the dotted name that their code starts from: public functions that launch kernels, and ROOMS."""
-    import fast
-
-    public = {name: f"fast.{name}" for name in fast.__all__}
+    # Read, not imported: `ao-lab ledger` needs no torch to say what is stale.
+    public = {name: f"fast.{name}" for name in sorted(provenance.read_sources().exports("fast"))}
     rooms = {name: module for name, (module, _) in ROOMS.items()}
     return {name: root for name, root in {**public, **rooms}.items() if kernels_of(closure(root))}
 
@@ -68,8 +67,8 @@ def is_fresh(name: str, entry: Mapping[str, Any] | None) -> bool:
     return entry is not None and entry["source_hash"] == closure(functions()[name]).hash
 
 
-def problem(name: str, entry: Mapping[str, Any] | None, benchmarks: Sequence[Row]) -> str:
-    """Why an entry does not stand, or nothing. `benchmarks`: rows of the cases that call the function."""
+def problem(name: str, entry: Mapping[str, Any] | None, measured: Sequence[Row]) -> str:
+    """Why an entry is not valid, or nothing. `measured`: rows of all benchmarks, looked at where the tests say nothing."""
     if entry is None:
         return "missing: never tested on a GPU"
     if not is_fresh(name, entry):
@@ -79,7 +78,7 @@ def problem(name: str, entry: Mapping[str, Any] | None, benchmarks: Sequence[Row
         return f"failed: {len(tests['failed'])} of {tests['run']} tests ({', '.join(tests['failed'][:3])})"
     if not tests["passed"]:
         return f"untested: {tests['state']}"
-    return benchmark_problem(benchmarks)
+    return benchmark_problem(benchmarks_of(name, measured))
 
 
 def benchmark_problem(rows: Sequence[Row]) -> str:
@@ -129,12 +128,12 @@ def benchmarks_of(name: str, rows: Iterable[Row]) -> list[Row]:
     from experiments.kernels.outcome import KERNELS
 
     kind = "jax" if name == "jax" else KERNELS
-    mine = {case.name for case in CASES.values() if measured(case.needs[0]) == name}
+    mine = {case.name for case in CASES.values() if entry_of_need(case.needs[0]) == name}
     return [row for row in rows if row.table.startswith(f"{kind}/") and (name == "jax" or row.method in mine)]
 
 
-def measured(need: str) -> str:
-    """The entry of a function that a case needs: of ``room.function`` the room."""
+def entry_of_need(need: str) -> str:
+    """The entry of a function that a case needs: of a module with an entry of its own the module."""
     function = need.partition(":")[0]
     return next((name for name in ROOMS if name in function.split(".")), function)
 

@@ -76,7 +76,7 @@ def environment(root: Path) -> dict[str, str]:
 
 def finished(root: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """What the journal holds: finished jobs, and how many jobs each family has; a line that a kill cut short counts as none."""
-    made: list[dict[str, Any]] = []
+    jobs: list[dict[str, Any]] = []
     sizes: dict[str, int] = {}
     for line in journal_of(root).read_text(encoding="utf-8").splitlines()[1:]:
         try:
@@ -86,8 +86,8 @@ def finished(root: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
         if "families" in found:
             sizes = found["families"]
         else:
-            made.append(found)
-    return made, sizes
+            jobs.append(found)
+    return jobs, sizes
 
 
 def open_families(jobs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> set[str]:
@@ -105,10 +105,10 @@ def tests_of(jobs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]
             for key in ("count", "different", "handed_on"):
                 known[key] += test[key]
             known["status"] = min(known["status"], test["status"], key=ORDER.index)
-    made: dict[str, list[dict[str, Any]]] = {}
+    by_entry: dict[str, list[dict[str, Any]]] = {}
     for name, test in tests.items():
-        made.setdefault(entry_of(name), []).append(test)
-    return made
+        by_entry.setdefault(entry_of(name), []).append(test)
+    return by_entry
 
 
 __all__ = ["TESTS", "begin", "families", "finished", "journal_of", "open_families", "run_tests", "tests_of"]

@@ -1,4 +1,4 @@
-"""The ledger: ``reports/gpu/ledger.json``, what a GPU said of each function with kernels, and of which code.
+"""The ledger: ``reports/gpu/ledger.json``, what a GPU found of each function with kernels, and for which code.
 
 CI has no GPU. So an entry says which code a GPU tested (`experiments.ledger.entries`), and ``reports/data/kernels.csv`` holds
 what it measured. An entry whose code is not today's has to be tested and measured again: `problems` names it and what changed,
@@ -17,7 +17,7 @@ from experiments.ledger.entries import Entries, benchmarks_of, functions, proble
 
 
 def path_of(root: Path = ROOT) -> Path:
-    """Where a clone keeps its ledger."""
+    """Where a clone has its ledger."""
     return root / "reports" / "gpu" / "ledger.json"
 
 
@@ -26,8 +26,8 @@ def read(root: Path = ROOT) -> Entries:
     path = path_of(root)
     if not path.exists():
         return {}
-    made: Entries = json.loads(path.read_text(encoding="utf-8")).get("entries", {})
-    return made
+    entries: Entries = json.loads(path.read_text(encoding="utf-8")).get("entries", {})
+    return entries
 
 
 def write(entries: Entries, root: Path = ROOT) -> Path:
@@ -43,25 +43,25 @@ def measured(root: Path = ROOT) -> list[Row]:
 
 
 def problems(root: Path = ROOT) -> dict[str, str]:
-    """What does not stand, by function: missing, stale, untested or failed entries, and those of no such function."""
+    """What is not valid, by function: missing, stale, untested or failed entries, and those of no such function."""
     entries, rows = read(root), measured(root)
-    found = {name: problem(name, entries.get(name), benchmarks_of(name, rows)) for name in functions()}
+    found = {name: problem(name, entries.get(name), rows) for name in functions()}
     gone = {name: "stale: no such function" for name in entries if name not in functions()}
     return {name: words for name, words in sorted({**found, **gone}.items()) if words}
 
 
 def shown(root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """Entries without the hashes of modules, each with its cases: how many were measured, and how many reach their targets."""
-    from experiments.kernels.report.lines import lines_of
+    from experiments.kernels.report.case_results import results_of
 
     rows = measured(root)
-    made = {}
+    found = {}
     for name, entry in read(root).items():
-        lines = [line for found in lines_of(benchmarks_of(name, rows)).values() for line in found]
-        reached = sum(not line.missed for line in lines)
-        told = {key: value for key, value in entry.items() if key != "modules"}
-        made[name] = {**told, "benchmarks": {"measured": len(lines), "reached": reached}}
-    return made
+        results = [one for run in results_of(benchmarks_of(name, rows)).values() for one in run]
+        reached = sum(not one.missed for one in results)
+        summary = {key: value for key, value in entry.items() if key != "modules"}
+        found[name] = {**summary, "benchmarks": {"measured": len(results), "reached": reached}}
+    return found
 
 
 __all__ = ["path_of", "problems", "read", "shown", "write"]

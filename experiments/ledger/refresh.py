@@ -90,7 +90,7 @@ def test(stale: Sequence[str], root: Path, seconds: float) -> list[str]:
 
 
 def measure(seconds: float, everything: bool = False) -> None:
-    """Time the stale benchmarks, ours first, then the peers beside them, and publish rows and pages."""
+    """Time the stale benchmarks, ours first, then the baselines beside them, and publish rows and pages."""
     from experiments.kernels.bench import complete
 
     complete(seconds=max(seconds, 0.0), published=not everything)

@@ -89,8 +89,8 @@ def all_tasks(settings: Settings) -> list[Task]:
 def shared_by_tasks(settings: Settings) -> Shared:
     """Questions, and scores of the float32 model."""
     model = settings.trained.model
-    questions = multiple_choice(settings.corpus, settings.exam)
-    text = questions.tokens[:LAYER_WINDOWS, : settings.exam.context].to(settings.device)
+    questions = multiple_choice(settings.corpus, settings.multiple_choice)
+    text = questions.tokens[:LAYER_WINDOWS, : settings.multiple_choice.context].to(settings.device)
     # On one thread, as the methods: the baseline then differs from itself by exactly zero.
     ((_, baseline),) = measure_all(["float32"], lambda _: score(model, questions), settings.device)
     return Shared(settings, questions, baseline, layer_inputs(model, text))

@@ -137,7 +137,7 @@ def changed_seeds(shared: Shared, journal: Journal) -> set[int]:
 def evaluations_of(settings: Settings, plan: Plan) -> tuple[MultipleChoice, ...]:
     """The evaluations of a plan: a window of each of `plan.windows` held-out files, with other windows in each."""
     wanted = [
-        replace(settings.exam, questions=1, windows=plan.windows, seed=EVALUATION_SEED + number)
+        replace(settings.multiple_choice, questions=1, windows=plan.windows, seed=EVALUATION_SEED + number)
         for number in range(plan.evaluations)
     ]
     return tuple(multiple_choice(settings.corpus, one) for one in wanted)

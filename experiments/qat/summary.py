@@ -59,12 +59,14 @@ def deviations_of(values: Sequence[float]) -> float:
 def recovery(base: Sequence[float], ptq: Sequence[float], qat: Sequence[float]) -> Recovery:
     """Of the losses of each seed, in the same order."""
     lost = [after - before for after, before in zip(ptq, base, strict=True)]
-    kept = [after - before for after, before in zip(qat, base, strict=True)]
+    remaining = [after - before for after, before in zip(qat, base, strict=True)]
     deviations = deviations_of(lost)
-    made = None
+    recovered = None
     if deviations >= DEVIATIONS:
-        made = interval([100 * (whole - rest) / whole for whole, rest in zip(lost, kept, strict=True)])
-    return Recovery(interval(lost), interval(kept), deviations, made)
+        recovered = interval(
+            [100 * (whole - rest) / whole for whole, rest in zip(lost, remaining, strict=True)]
+        )
+    return Recovery(interval(lost), interval(remaining), deviations, recovered)
 
 
 __all__ = ["DEVIATIONS", "Interval", "Recovery", "deviations_of", "interval", "recovery"]

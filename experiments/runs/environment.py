@@ -59,13 +59,13 @@ def record_run(
 
 
 def about_model(settings: Settings) -> dict[str, Any]:
-    """The trained model and the exam, where this run used them, and the shape of synthetic tensors."""
+    """The trained model and the multiple-choice settings, where this run used them, and the shape of synthetic tensors."""
     corpus = settings.corpus
     model = settings.trained.facts if "trained" in settings.__dict__ else {"key": settings.model_key}
     return {
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
         "model": model,
-        "exam": asdict(settings.exam),
+        "multiple_choice": asdict(settings.multiple_choice),
         "synthetic_shape": list(settings.shape),
     }
 

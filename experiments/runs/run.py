@@ -36,13 +36,13 @@ def reproduce(
         raise ValueError("only the table 'decode' can be measured in parts; name it alone")
     paths = paths or Paths.default()
     settings = replace(settings_for(scale, device, paths.cache), only=tuple(only))
-    made: Written = []
+    written: Written = []
     with paths.alone():
         for name in names:
             with lines(name):
-                made += run_one(name, settings, paths)
+                written += run_one(name, settings, paths)
         with lines("pages"):
-            return made + write_pages(paths)
+            return written + write_pages(paths)
 
 
 def run_one(name: str, settings: Settings, paths: Paths) -> Written:

@@ -1,4 +1,4 @@
-"""What a run of the experiments is told: scale, device, seed, and what follows from them."""
+"""Settings of a run of the experiments: scale, device, seed, and what follows from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Settings:
     cache: Path
     seed: int = 0
     train: TrainSettings = QUICK
-    exam: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
+    multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
     schemes: tuple[str, ...] = ()
     #: Schemes that no registry has and models are served in; `ptq` measures these as well.
     served: tuple[str, ...] = ()
@@ -96,13 +96,13 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         raise ValueError(f"device is one of {', '.join(DEVICES)}; got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device 'cuda' was asked for and torch sees no GPU; use --device cpu, or see `ao-lab doctor`"
+            "device 'cuda' needs a GPU, and torch sees none; use --device cpu, or see `ao-lab doctor`"
         )
     schemes = tuple(SCHEMES)
     if scale == "quick":
         return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
-    # A better model is asked harder questions: shorter continuations are harder to tell apart.
-    exam = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
+    # A better model gets harder questions: shorter continuations are harder to tell apart.
+    multiple_choice = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
     return Settings(
         scale=scale,
         device=device,
@@ -110,7 +110,7 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         schemes=schemes,
         served=SERVED,
         train=FULL,
-        exam=exam,
+        multiple_choice=multiple_choice,
         shape=(2048, 4096),
     )
 

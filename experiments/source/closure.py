@@ -60,6 +60,7 @@ class SourceTree:
             for path in (root / package).rglob("*.py*"):
                 self._read(path)
         self._modules: dict[str, FileDefinitions | None] = {}
+        self._is_opaque: dict[str, bool] = {}
         self._resolved: dict[tuple[str, tuple[str, ...]], tuple[Node | None, tuple[str, ...]]] = {}
 
     def _read(self, path: Path) -> None:
@@ -84,7 +85,9 @@ class SourceTree:
 
     def is_opaque(self, name: str) -> bool:
         """Whether a module or definition, or a package around it, is not looked into."""
-        return any(name == one or name.startswith(f"{one}.") for one in self.opaque)
+        if name not in self._is_opaque:
+            self._is_opaque[name] = any(name == one or name.startswith(f"{one}.") for one in self.opaque)
+        return self._is_opaque[name]
 
     def exports(self, name: str) -> list[str]:
         """Names of other modules that a package hands out."""

@@ -1,6 +1,6 @@
-"""Peers: what does the same work without our kernels. Each is timed in turn with ours, on the same inputs.
+"""Baselines: the same work without our kernels. Each is timed in turn with ours, on the same inputs.
 
-A peer that has nothing for a case is not asked; one that should run and cannot leaves a row with its error.
+A baseline that has nothing for a case has no row; one that should run and cannot has a row with its error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made = tuple[Callable[..., Any], Callable[[Inputs], tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """Who it is, what it computes, how its call is found for a case, whether it is compiled, and only as one graph."""
 
     name: str
@@ -32,16 +32,18 @@ class Peer:
     whole: bool = False
 
 
-PEERS = (
-    Peer("torch eager", "the work as plain torch operations, one kernel each", expression, compiled=False),
-    Peer(
+BASELINES = (
+    Baseline(
+        "torch eager", "the work as plain torch operations, one kernel each", expression, compiled=False
+    ),
+    Baseline(
         "torch.compile",
         "the same expression under torch.compile (max-autotune-no-cudagraphs, static shapes)",
         expression,
         compiled=True,
         whole=True,
     ),
-    Peer(
+    Baseline(
         "torchao",
         "torchao's function for the scheme by its own convention, under torch.compile as above; it packs 4-bit MX and NVFP4 "
         "codes, and stores 6-bit and integer codes one a byte",
@@ -51,30 +53,30 @@ PEERS = (
 )
 
 
-def offers(peer: Peer, case: Case) -> bool:
-    """Whether a peer has something for a case; one whose library is missing counts, so that its row can say so."""
+def offers(baseline: Baseline, case: Case) -> bool:
+    """Whether a baseline has something for a case; one whose library is missing counts, so that its row can say so."""
     try:
-        return peer.find(case) is not None
+        return baseline.find(case) is not None
     except ImportError:
         return True
 
 
-def calls_of(peer: Peer, case: Case, sets: Sequence[Inputs]) -> list[Call]:
+def calls_of(baseline: Baseline, case: Case, sets: Sequence[Inputs]) -> list[Call]:
     """One call per input set, all through one function, which is compiled when it first runs."""
-    found = peer.find(case)
+    found = baseline.find(case)
     if found is None:
-        raise ValueError(f"{peer.name} has nothing for {case.name}")
+        raise ValueError(f"{baseline.name} has nothing for {case.name}")
     run, arguments = found
-    if peer.compiled and not is_kernel(run):
+    if baseline.compiled and not is_kernel(run):
         # A compiled function is kept by its code, which all expressions of a kind share: begin anew, or the ninth falls back.
         torch._dynamo.reset()
-        # A graph break would make an expression slower than it has to be: better an error than a weak peer.
-        run = torch.compile(run, fullgraph=peer.whole, **COMPILED)
+        # A graph break would make an expression slower than it has to be: better an error than a weak baseline.
+        run = torch.compile(run, fullgraph=baseline.whole, **COMPILED)
     return [partial(run, *arguments(inputs)) for inputs in sets]
 
 
 def is_kernel(run: Callable[..., Any]) -> bool:
-    """Whether a peer's function launches a Triton kernel itself, and has nothing to compile."""
+    """Whether a baseline's function launches a Triton kernel itself, and has nothing to compile."""
     return (
         getattr(run, "__name__", type(run).__name__).startswith("triton_") or "CustomOp" in type(run).__name__
     )

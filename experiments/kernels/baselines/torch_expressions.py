@@ -1,8 +1,8 @@
 """The same work as plain torch expressions: what a user writes who has no kernels, run as it stands and under torch.compile.
 
-They follow the house's records on ordinary numbers (`tests/experiments/kernels/test_bench.py` counts where their bits
-differ) and leave out its edges: NaN, infinities and floors of scales. They say what is computed, not how fast; every one is a
-single function of tensors without data-dependent control flow.
+They follow our own records on ordinary values (`tests/experiments/kernels/test_baselines.py` counts where their bits differ)
+and leave out edge cases: NaN, infinities and floors of scales. Each is one function of tensors without data-dependent control
+flow.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from ao_lab.gemm.select import FLOAT8
 from experiments.kernels.cases.case import Case, Inputs
 from experiments.kernels.cases.inputs import EPS
 from reference import FORMATS, SCHEMES, Format, Scheme
+from reference.schemes.conventions import conventions
 
 Expression = Callable[..., Any]
+#: Operations of a format, without scales.
+STORAGE = ("encode", "decode", "pack", "unpack")
+#: Records of other projects: the expressions here follow the rules of our own.
+CONVENTIONS = frozenset(scheme.name for scheme in conventions())
 E8M0_BIAS = 127
 MANTISSA_BITS = 23
 TINY = 2.0**-126
@@ -54,10 +59,12 @@ def expression(case: Case) -> tuple[Expression, Callable[[Inputs], tuple[Any, ..
 
 
 def expressible(case: Case) -> bool:
-    """Symmetric schemes of blocks along an axis, of squares or of a tensor; formats with a plain encoding."""
-    scheme = SCHEMES.get(case.scheme)
-    if scheme is None:
+    """Formats alone; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, with a plain encoding."""
+    if case.operation in STORAGE:
         return True
+    scheme = SCHEMES.get(case.scheme)
+    if scheme is None or case.scheme in CONVENTIONS:
+        return False
     return scheme.zero is None and scheme.format.kind != "codebook" and scheme.format.bits not in (2, 3, 5)
 
 
@@ -70,7 +77,7 @@ def quantizer(scheme: Scheme, *, packed: bool = False, axis: int = -1) -> Expres
         blocks = in_blocks(wide, scheme)
         scale, factor, outer = scales_of(blocks, scheme, given)
         codes = coded(blocks * factor, element)
-        codes = joined(codes, wide.shape, scheme)
+        codes = from_blocks(codes, wide.shape, scheme)
         codes = pack(codes, element) if packed else codes
         return (codes.t().contiguous() if axis == 0 else codes), scale, outer
 
@@ -90,7 +97,7 @@ def in_blocks(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return x.reshape(x.shape[0], -1, size)
 
 
-def joined(blocks: torch.Tensor, shape: torch.Size, scheme: Scheme) -> torch.Tensor:
+def from_blocks(blocks: torch.Tensor, shape: torch.Size, scheme: Scheme) -> torch.Tensor:
     """The tensor again."""
     block = scheme.scale.block
     if isinstance(block, tuple):
@@ -146,9 +153,9 @@ def pack(codes: torch.Tensor, fmt: Element) -> torch.Tensor:
     if fmt.bits == 4:
         return codes[..., 0::2] | (codes[..., 1::2] << 4)
     if fmt.bits == 6:
-        a, b, c, d = (codes[..., place::4] for place in range(4))
-        made = torch.stack([a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)], -1)
-        return made.reshape(*codes.shape[:-1], -1)
+        a, b, c, d = (codes[..., start::4] for start in range(4))
+        packed = torch.stack([a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)], -1)
+        return packed.reshape(*codes.shape[:-1], -1)
     return codes
 
 
@@ -157,7 +164,7 @@ def unpack(packed: torch.Tensor, fmt: Element) -> torch.Tensor:
     if fmt.bits == 4:
         return torch.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
     if fmt.bits == 6:
-        a, b, c = (packed[..., place::3] for place in range(3))
+        a, b, c = (packed[..., start::3] for start in range(3))
         parts = [a & 63, ((a >> 6) | (b << 2)) & 63, ((b >> 4) | (c << 4)) & 63, c >> 2]
         return torch.stack(parts, -1).reshape(*packed.shape[:-1], -1)
     return packed
@@ -187,7 +194,9 @@ def dequantizer(scheme: Scheme, packed: bool) -> Expression:
             factor = scale.view(torch.float8_e4m3fn).float() * outer
         else:
             factor = scale
-        return joined(values * factor.reshape(*values.shape[:-1], 1), whole.shape, scheme).to(torch.bfloat16)
+        return from_blocks(values * factor.reshape(*values.shape[:-1], 1), whole.shape, scheme).to(
+            torch.bfloat16
+        )
 
     return run
 
@@ -203,7 +212,7 @@ def faked(scheme: Scheme) -> Expression:
             rounded = torch.round(blocks * factor).clamp(fmt.low, fmt.high)
         else:
             rounded = (blocks * factor).clamp(fmt.low, fmt.high).to(FLOAT8[fmt.name]).float()
-        return joined(rounded / factor, x.shape, scheme).to(torch.bfloat16)
+        return from_blocks(rounded / factor, x.shape, scheme).to(torch.bfloat16)
 
     return run
 
@@ -285,5 +294,5 @@ MAKERS: dict[str, Callable[[Case], Any]] = {
     "fake_quantize": _fake,
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
-    **dict.fromkeys(("encode", "decode", "pack", "unpack"), _storage),
+    **dict.fromkeys(STORAGE, _storage),
 }

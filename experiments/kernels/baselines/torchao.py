@@ -1,6 +1,6 @@
-"""What torchao 0.18 offers for the cases, each as its users call it. Everything is imported when it is first asked for.
+"""What torchao 0.18 offers for the cases, each as its users call it. Everything is imported on first use.
 
-torchao's conventions are not the house's (see `reference.schemes.conventions`): the work is the same, some bits are not.
+torchao's conventions are not our own (see `reference.schemes.conventions`): the work is the same, some bits are not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The cases, in the order in which they are measured: those with a bar first.
+"""The cases, in the order in which they are measured: those with a target first.
 
-A bar is a fraction of the copy rate of the same run on a tensor of the input's size. Cases without a bar are there to be
-seen.
+A target is a fraction of the copy rate of the same run on a tensor of the input's size. Cases without a target are measured
+and shown.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import difflib
 from collections.abc import Sequence
 
 from ao_lab.config.recipe import integer_scheme
-from experiments.kernels.cases.case import HUGE, LARGE, Bar, Case
+from experiments.kernels.cases.case import HUGE, LARGE, Case, at_least, at_most
 from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.cases.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
 from experiments.kernels.cases.linear import linear, linear_of_codes, linear_pair
 from experiments.kernels.cases.operations import (
     both,
     fake_quantize,
-    noted,
     quantize,
+    saturation_mask,
     small,
     stochastic,
     storage,
@@ -27,47 +27,47 @@ from experiments.kernels.cases.operations import (
 from reference import SCHEMES
 
 WITH_HUGE = (*LARGE, HUGE)
-FUSED = (Bar("fraction", 0.85), FUSED_SPEEDUP)
+FUSED = (at_least("fraction", 0.85), FUSED_SPEEDUP)
 #: A small tensor takes little more than any kernel does, and the host launches it quickly.
-SMALL = (Bar("time over elementwise", 1.2, at_least=False), Bar("host time", 15.0, at_least=False))
+SMALL = (at_most("time over elementwise", 1.2), at_most("host time", 15.0))
 
 
-def barred() -> list[Case]:
-    """Cases with a bar."""
+def with_target() -> list[Case]:
+    """Cases with a target."""
     return [
-        quantize("fp8_rowwise", bar=0.95, shapes=WITH_HUGE),
-        quantize("fp8_1x128", bar=0.95),
-        quantize("mxfp8_e4m3", bar=0.95, shapes=WITH_HUGE),
-        quantize("mxfp8_e4m3_rceil", bar=0.95),
-        quantize("int8_rowwise", bar=0.95),
-        quantize("int4_g32", bar=0.95),
-        quantize("int4_g128", bar=0.95),
-        fake_quantize("int4_g32", bar=0.95),
-        quantize("mxfp6_e2m3", packed=True, bar=0.90),
-        quantize("mxfp6_e3m2", packed=True, bar=0.90),
-        quantize("mxfp4", packed=True, bar=0.90, shapes=WITH_HUGE),
-        quantize("nvfp4", packed=True, given=True, bar=0.85),
-        dequantize("fp8_rowwise", bar=0.92, huge=True),
-        dequantize("mxfp8_e4m3", bar=0.92),
-        dequantize("mxfp4", packed=True, bar=0.92),
-        dequantize("nvfp4", packed=True, bar=0.92),
-        dequantize("int4_g128", bar=0.92),
-        dequantize("int8_rowwise", bar=0.92),
-        both("fp8_tensorwise", given=True, bar=0.90),
-        both("mxfp8_e4m3", bar=0.85),
-        quantize("fp8_tensorwise", bar=0.92),
-        quantize("nvfp4", packed=True, bar=0.85),
-        rms_norm("fp8_rowwise", bars=FUSED),
-        rms_norm("mxfp8_e4m3", bars=FUSED),
-        swiglu("fp8_rowwise", bars=FUSED),
-        swiglu("mxfp8_e4m3", bars=FUSED),
+        quantize("fp8_rowwise", target=0.95, shapes=WITH_HUGE),
+        quantize("fp8_1x128", target=0.95),
+        quantize("mxfp8_e4m3", target=0.95, shapes=WITH_HUGE),
+        quantize("mxfp8_e4m3_rceil", target=0.95),
+        quantize("int8_rowwise", target=0.95),
+        quantize("int4_g32", target=0.95),
+        quantize("int4_g128", target=0.95),
+        fake_quantize("int4_g32", target=0.95),
+        quantize("mxfp6_e2m3", packed=True, target=0.90),
+        quantize("mxfp6_e3m2", packed=True, target=0.90),
+        quantize("mxfp4", packed=True, target=0.90, shapes=WITH_HUGE),
+        quantize("nvfp4", packed=True, given=True, target=0.85),
+        dequantize("fp8_rowwise", target=0.92, huge=True),
+        dequantize("mxfp8_e4m3", target=0.92),
+        dequantize("mxfp4", packed=True, target=0.92),
+        dequantize("nvfp4", packed=True, target=0.92),
+        dequantize("int4_g128", target=0.92),
+        dequantize("int8_rowwise", target=0.92),
+        both("fp8_tensorwise", given=True, target=0.90),
+        both("mxfp8_e4m3", target=0.85),
+        quantize("fp8_tensorwise", target=0.92),
+        quantize("nvfp4", packed=True, target=0.85),
+        rms_norm("fp8_rowwise", targets=FUSED),
+        rms_norm("mxfp8_e4m3", targets=FUSED),
+        swiglu("fp8_rowwise", targets=FUSED),
+        swiglu("mxfp8_e4m3", targets=FUSED),
         small("fp8_rowwise", SMALL),
         *convention_cases(),
     ]
 
 
-def seen() -> list[Case]:
-    """Cases without one."""
+def without_target() -> list[Case]:
+    """Cases without a target."""
     plain = ("fp8_128x128", "fp8_rowwise_e5m2", "mxfp8_e5m2", "mxint8", "int8_tensorwise")
     integers = ("int8_rowwise_asymmetric", "int4_g128_asymmetric", "int8_g32")
     return [
@@ -86,7 +86,7 @@ def seen() -> list[Case]:
         dequantize("nf4"),
         fake_quantize("mxfp4"),
         *(fake_quantize(name) for name in ("fp8_rowwise", "int8_rowwise_asymmetric", "int4_g128_asymmetric")),
-        *(noted(name) for name in ("int8_rowwise_asymmetric", "int4_g128_asymmetric")),
+        *(saturation_mask(name) for name in ("int8_rowwise_asymmetric", "int4_g128_asymmetric")),
         *(
             fake_quantize(f"{element}_{block}")
             for element in ("ternary", "stretched2")
@@ -120,7 +120,7 @@ def seen() -> list[Case]:
     ]
 
 
-CASES: dict[str, Case] = {case.name: case for case in (*barred(), *seen())}
+CASES: dict[str, Case] = {case.name: case for case in (*with_target(), *without_target())}
 
 
 def chosen(names: Sequence[str] | None) -> list[Case]:

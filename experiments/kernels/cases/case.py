@@ -1,11 +1,12 @@
-"""What a case is: one kernel on one kind of input, with its floor, its bars, and what its result must equal.
+"""A benchmark case: one kernel on one kind of input, with its floor in bytes, its targets, and what its result must equal.
 
-Calls take the module `fast` as an argument, so that a test can stand in for it.
+Calls take the module `fast` as an argument, so that a test can pass another object with the same functions.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from experiments.kernels.cases.floors import Shape
+from experiments.report.targets import Target
 
 Inputs = dict[str, Any]
 Work = Callable[[ModuleType, Inputs], Any]
-#: What was compared, what came, what should have come.
+#: What was compared, the result, the reference's result.
 Compared = tuple[str, Any, Any]
 
 SHAPES: dict[str, Shape] = {
@@ -35,17 +37,14 @@ HUGE = "524289x4096"
 SMALL = "16x4096"
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A number that a case has to reach: a metric of its row, and whether more is better."""
+def at_least(metric: str, limit: float) -> Target:
+    """The target that a metric of a case's row is no smaller than a limit."""
+    return Target(metric, None, limit, value_format=".4g", limit_format="g")
 
-    metric: str
-    value: float
-    at_least: bool = True
 
-    def reached(self, value: float) -> bool:
-        """Whether a measured value is good enough."""
-        return value >= self.value if self.at_least else value <= self.value
+def at_most(metric: str, limit: float) -> Target:
+    """The target that a metric of a case's row is no larger than a limit."""
+    return Target(metric, None, limit, at_least=False, value_format=".4g", limit_format="g")
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Sample:
 class Case:
     """One kernel to measure.
 
-    name: ``operation.scheme`` and perhaps a variant. needs: functions of `fast` that it calls, ``module.function`` of one of
-    its modules, ``function:parameter`` where a parameter may not exist. read, moved: bytes of the input (what a copy of the
-    same size reads) and of the floor. make: inputs of a shape, from a seed. call: the kernel. compare: what of a result must
+    name: ``operation.scheme`` and perhaps a variant. needs: functions of `fast` that it calls (`function_of` finds them),
+    ``function:parameter`` where a parameter may not exist. read, moved: bytes of the input (what a copy of the same size
+    reads) and of the floor. make: inputs of a shape, from a seed. call: the kernel. compare: what of a result must
     equal what, at a sample. beside: other calls that are timed in turn with it, by name. host: whether the host's time for a
     launch is measured as well.
     """
@@ -84,13 +83,13 @@ class Case:
     make: Callable[[Any, Shape, str, int], Inputs]
     call: Work
     compare: Callable[[Any, Inputs, Any, Sample], list[Compared]]
-    bars: tuple[Bar, ...] = ()
+    targets: tuple[Target, ...] = ()
     shapes: tuple[str, ...] = LARGE
     beside: Mapping[str, Work] = field(default_factory=dict)
     host: bool = False
     #: The call inside this one, for what this one adds to the host's time.
     wraps: Work | None = None
-    #: What of the operation the expressions of peers need to know: packed, axis, given, residual, both.
+    #: What of the operation the expressions of baselines need to know: packed, axis, given, residual, both.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def missing(self, fast: Any) -> list[str]:
@@ -102,12 +101,18 @@ class Case:
         return self.moved(shape) / (shape[0] * shape[1])
 
 
+def function_of(fast: Any, name: str) -> Any:
+    """The function of `fast` called `name`, or of its imported modules (``folder.module.function``); None without one."""
+    module, _, attribute = name.rpartition(".")
+    if module and isinstance(fast, ModuleType):
+        return getattr(sys.modules.get(f"{fast.__name__}.{module}"), attribute, None)
+    return getattr(fast, name, None)
+
+
 def has(fast: Any, need: str) -> bool:
     """Whether `fast` has a function, and the parameter that stands behind a colon."""
-    path, _, parameter = need.partition(":")
-    function = fast
-    for name in path.split("."):
-        function = getattr(function, name, None)
+    name, _, parameter = need.partition(":")
+    function = function_of(fast, name)
     if not callable(function):
         return False
     return not parameter or parameter in inspect.signature(function).parameters

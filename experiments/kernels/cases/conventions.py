@@ -45,13 +45,13 @@ def convention_records() -> list[Scheme]:
 
 
 def convention_cases() -> list[Case]:
-    """A case for each record; small floats packed, as checkpoints keep them."""
+    """A case for each record; small floats packed, as checkpoints store them."""
     return [convention_case(scheme) for scheme in convention_records()]
 
 
 def convention_case(scheme: Scheme) -> Case:
     """The case of a record. Where scales are quantized themselves, codes are compared on a tensor of its own."""
     if scheme.outer is not None and scheme.outer.statistic != "absmax_elements":
-        return whole(scheme.name, bar=FRACTION)
+        return whole(scheme.name, target=FRACTION)
     packed = scheme.format.kind == "float" and scheme.format.bits < 8
-    return quantize(scheme, packed=packed, bar=FRACTION)
+    return quantize(scheme, packed=packed, target=FRACTION)

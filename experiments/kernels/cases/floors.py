@@ -1,4 +1,4 @@
-"""The fewest bytes that a case moves: every tensor that it needs read once, every one that it makes written once.
+"""The fewest bytes that a case moves: every tensor that it needs read once, every result written once.
 
 A kernel's *fraction* is its rate on these bytes over the rate of a plain copy, measured in the same run, of a tensor as large
 as the case's input. A kernel that has to read twice (a scale over the whole tensor comes before the first code) has a floor

@@ -7,16 +7,17 @@ from typing import Any
 
 import reference
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.case import HUGE, LARGE, Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.case import HUGE, LARGE, Case, Compared, Inputs, Sample, at_least
 from experiments.kernels.cases.floors import Shape
 from experiments.kernels.cases.inputs import EPS, compare_quantized, normal, quantized_piece
+from experiments.report.targets import Target
 from reference import SCHEMES
 
 #: Fused into one kernel against its two halves, one after the other.
-FUSED_SPEEDUP = Bar("speedup over unfused", 1.8)
+FUSED_SPEEDUP = at_least("speedup over unfused", 1.8)
 
 
-def dequantize(name: str, *, packed: bool = False, bar: float | None = None, huge: bool = False) -> Case:
+def dequantize(name: str, *, packed: bool = False, target: float | None = None, huge: bool = False) -> Case:
     """Stored tensor to bfloat16. It is quantized by `fast`, and whatever it holds is dequantized by the reference as well."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -43,18 +44,18 @@ def dequantize(name: str, *, packed: bool = False, bar: float | None = None, hug
         make=make,
         call=lambda fast, inputs: fast.dequantize(inputs["q"], "bfloat16"),
         compare=compare,
-        bars=(Bar("fraction", bar),) if bar is not None else (),
+        targets=(at_least("fraction", target),) if target is not None else (),
         shapes=(*LARGE, HUGE) if huge else LARGE,
         options={"packed": packed},
     )
 
 
-def rms_norm(name: str, *, residual: bool = False, bars: tuple[Bar, ...] = ()) -> Case:
+def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] = ()) -> Case:
     """RMS norm and quantization in one kernel; with a residual, which is added first and written back."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
-        made = {"x": normal(shape, device, seed), "weight": normal((shape[1],), device, seed + 1)}
-        return {**made, "residual": normal(shape, device, seed + 2) if residual else None}
+        inputs = {"x": normal(shape, device, seed), "weight": normal((shape[1],), device, seed + 1)}
+        return {**inputs, "residual": normal(shape, device, seed + 2) if residual else None}
 
     def rest(inputs: Inputs) -> Mapping[str, Any]:
         return {"eps": EPS, **({"residual": inputs["residual"]} if residual else {})}
@@ -68,10 +69,10 @@ def rms_norm(name: str, *, residual: bool = False, bars: tuple[Bar, ...] = ()) -
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         options = {"residual": sample.rows(inputs["residual"])} if residual else {}
-        made, sums = reference.rms_norm_quantize(
+        expected, sums = reference.rms_norm_quantize(
             sample.rows(inputs["x"]), inputs["weight"].cpu(), name, eps=EPS, **options
         )
-        pairs = compare_quantized(got[0], made, sample)
+        pairs = compare_quantized(got[0], expected, sample)
         return [*pairs, ("new residual", sample.rows(got[1]), sums)] if residual else pairs
 
     def moved(shape: Shape) -> float:
@@ -88,13 +89,13 @@ def rms_norm(name: str, *, residual: bool = False, bars: tuple[Bar, ...] = ()) -
         make=make,
         call=call,
         compare=compare,
-        bars=bars,
+        targets=targets,
         beside={"unfused": unfused},
         options={"residual": residual},
     )
 
 
-def swiglu(name: str, *, bars: tuple[Bar, ...] = ()) -> Case:
+def swiglu(name: str, *, targets: tuple[Target, ...] = ()) -> Case:
     """silu(gate) * up and quantization in one kernel."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -117,6 +118,6 @@ def swiglu(name: str, *, bars: tuple[Bar, ...] = ()) -> Case:
         make=make,
         call=lambda fast, inputs: fast.swiglu_quantize(inputs["gate"], inputs["up"], name),
         compare=compare,
-        bars=bars,
+        targets=targets,
         beside={"unfused": unfused},
     )

@@ -1,4 +1,4 @@
-"""Inputs of cases, and pieces of them on the host. Numbers are normal, never constant: constants flatter every kernel."""
+"""Inputs of cases, and pieces of them on the host. Values are normal, never constant: every kernel is faster on constants."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def normal(shape: Shape | tuple[int], device: str, seed: int) -> torch.Tensor:
 def words(shape: Shape, device: str, seed: int) -> torch.Tensor:
     """Random words for stochastic rounding, one uint32 an element."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    made = torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32)
-    return made.view(torch.uint32)
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32)
+    return bits.view(torch.uint32)
 
 
 def codes(shape: Shape, below: int, device: str, seed: int) -> torch.Tensor:
@@ -38,12 +38,12 @@ def codes(shape: Shape, below: int, device: str, seed: int) -> torch.Tensor:
 
 def peak(x: torch.Tensor, width: int = 16) -> torch.Tensor:
     """A row of zeros and the largest element of x: its tensor-wide scale is that of x."""
-    # A row at a time, so that no tensor of x's size is made beside it.
+    # A row at a time, so that no other tensor of x's size is in memory.
     rows = torch.linalg.vector_norm(x, ord=float("inf"), dim=1)
     row = x[int(rows.argmax())]
-    made = torch.zeros(1, width, dtype=x.dtype)
-    made[0, 0] = row[row.abs().argmax()].cpu()
-    return made
+    found = torch.zeros(1, width, dtype=x.dtype)
+    found[0, 0] = row[row.abs().argmax()].cpu()
+    return found
 
 
 def tensor_scales(x: torch.Tensor, scheme: Scheme) -> Scales:

@@ -12,7 +12,7 @@ import reference
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.case import Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.case import Case, Compared, Inputs, Sample, at_most
 from experiments.kernels.cases.floors import Shape
 from experiments.kernels.cases.inputs import normal, quantized_piece
 from reference import SCHEMES, Quantized, Scheme
@@ -72,7 +72,7 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         beside={"dense": dense, "unfused": unfused},
         host=rows == 1,
         wraps=unwrapped if wrapped else None,
-        bars=(Bar("host time, added", 10.0, at_least=False),) if wrapped else (),
+        targets=(at_most("host time, added", 10.0),) if wrapped else (),
         options={"packed": packed},
     )
 
@@ -89,15 +89,15 @@ def linear_of_codes(name: str) -> Case:
         w, x = quantized_piece(inputs["w"], sample), on_host(inputs["x"])
         options: dict[str, Any] = {"accumulation": "blocked", "block": w.shape[1], "out_dtype": "bfloat16"}
         wanted = reference.linear(x, w, **options)
-        made = got[:, sample.start : sample.stop].cpu()
+        result = got[:, sample.start : sample.stop].cpu()
         if scheme.element == "int8":
-            return [("values", made, wanted)]
+            return [("values", result, wanted)]
         right = transposed(w)
         bound = reference.matmul_error_bound(
             x, right, accumulation="blocked", block=w.shape[1], out_dtype="bfloat16"
         )
         inside = (
-            made.double() - exact(torch.as_tensor(reference.dequantize(x)), w)
+            result.double() - exact(torch.as_tensor(reference.dequantize(x)), w)
         ).abs() <= torch.as_tensor(bound)
         return [("within the bound", inside, torch.ones_like(inside))]
 
@@ -129,15 +129,15 @@ def linear_pair(scheme: Scheme, *, gated: bool = False) -> Case:
         x, both = inputs["x"], inputs["w"]
         # silu of a product adds in the order of a pair: its bits follow from those products, which are compared themselves.
         products = fast.linear_pair(x, *both) if gated else got
-        made = [one for y, w in zip(products, both, strict=True) for one in within(x, w, y, sample)]
+        compared = [one for y, w in zip(products, both, strict=True) for one in within(x, w, y, sample)]
         if not gated:
-            return made
+            return compared
         parts = [y[:, sample.start : sample.stop].cpu() for y in products]
-        return [*made, ("values", got[:, sample.start : sample.stop].cpu(), reference.swiglu(*parts))]
+        return [*compared, ("values", got[:, sample.start : sample.stop].cpu(), reference.swiglu(*parts))]
 
     def apart(fast: Any, inputs: Inputs) -> Any:
-        made = [fast.linear(inputs["x"], w) for w in inputs["w"]]
-        return fast.swiglu(*made) if gated else made
+        products = [fast.linear(inputs["x"], w) for w in inputs["w"]]
+        return fast.swiglu(*products) if gated else products
 
     return Case(
         name=f"{name}.{scheme.name}",

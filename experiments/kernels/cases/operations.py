@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-import fast.quantize.saturation  # noqa: F401  `fast` does not import it by itself
+import fast.quantize.saturation  # noqa: F401  `function_of` finds imported modules, and `fast` does not import it
 import reference
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.case import Bar, Case, Compared, Inputs, Sample
+from experiments.kernels.cases.case import Case, Compared, Inputs, Sample, at_least, function_of
 from experiments.kernels.cases.floors import Shape
 from experiments.kernels.cases.inputs import (
     codes,
@@ -26,13 +26,14 @@ from experiments.kernels.cases.inputs import (
     tensor_scales,
     words,
 )
+from experiments.report.targets import Target
 from reference import FORMATS, SCHEMES, Scheme
 from reference.schemes.schemes import scheme_of
 
 
-def reaches(fraction: float | None, *others: Bar) -> tuple[Bar, ...]:
-    """The bar on the fraction of the copy rate, and others."""
-    return ((Bar("fraction", fraction),) if fraction is not None else ()) + others
+def fraction_target(fraction: float | None) -> tuple[Target, ...]:
+    """The target of the fraction of the copy rate, where there is one."""
+    return (at_least("fraction", fraction),) if fraction is not None else ()
 
 
 def tensor_wide(scheme: Scheme) -> bool:
@@ -48,7 +49,7 @@ def quantize(
     packed: bool = False,
     axis: int = -1,
     given: bool = False,
-    bar: float | None = None,
+    target: float | None = None,
     **more: Any,
 ) -> Case:
     """`fast.quantize` of a bfloat16 matrix; given: with the tensor-wide scale at hand, which saves one reading."""
@@ -91,25 +92,27 @@ def quantize(
         make=make,
         call=call,
         compare=compare,
-        bars=more.pop("bars", None) or reaches(bar),
+        targets=more.pop("targets", None) or fraction_target(target),
         options={"packed": packed, "axis": axis, "given": given},
         **more,
     )
 
 
-def small(name: str, bars: tuple[Bar, ...] = ()) -> Case:
+def small(name: str, targets: tuple[Target, ...] = ()) -> Case:
     """The same on 16 rows, where launches and not bytes decide, beside the cheapest kernel that torch has."""
 
     def elementwise(fast: Any, inputs: Inputs) -> Any:
         return inputs["x"] * 2
 
-    case = quantize(name, bars=bars, shapes=("16x4096",), beside={"elementwise": elementwise}, host=True)
+    case = quantize(
+        name, targets=targets, shapes=("16x4096",), beside={"elementwise": elementwise}, host=True
+    )
     return replace(case, name=f"small.{name}", operation="small")
 
 
-def whole(name: str, *, bar: float | None = None) -> Case:
+def whole(name: str, *, target: float | None = None) -> Case:
     """A scheme whose second level spans the tensor in ways that rows do not show: compared on a tensor of its own."""
-    case = quantize(name, bar=bar)
+    case = quantize(name, target=target)
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         part = inputs["x"][sample.start : sample.stop].contiguous()
@@ -143,32 +146,33 @@ def stochastic(name: str) -> Case:
     )
 
 
-def noted(name: str) -> Case:
-    """Rounding in place with a note of each block that saturates, for which backward needs no pass of its own."""
+def saturation_mask(name: str) -> Case:
+    """Fake quantization and a mask of the blocks that saturate, so that backward reads x only there."""
+    function = "quantize.saturation.noted"
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         x = sample.rows(inputs["x"])
         return [("values", sample.rows(got[0]), reference.fake_quantize(x, name))]
 
     return Case(
-        name=f"noted.{name}",
-        operation="noted",
+        name=f"saturation_mask.{name}",
+        operation="saturation_mask",
         scheme=name,
-        needs=("clipped.noted",),
+        needs=(function,),
         read=floors.wide_bytes,
         moved=lambda shape: 2 * floors.wide_bytes(shape),
         make=lambda fast, shape, device, seed: {"x": normal(shape, device, seed)},
-        call=lambda fast, inputs: fast.quantize.saturation.noted(inputs["x"], name),
+        call=lambda fast, inputs: function_of(fast, function)(inputs["x"], name),
         compare=compare,
     )
 
 
-def fake_quantize(name: str, *, bar: float | None = None, gradient: bool = False) -> Case:
+def fake_quantize(name: str, *, target: float | None = None, gradient: bool = False) -> Case:
     """Rounding in place, as training simulates it; gradient: its vector-Jacobian product instead."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
-        made = {"x": normal(shape, device, seed)}
-        return {**made, "g": normal(shape, device, seed + 1)} if gradient else made
+        inputs = {"x": normal(shape, device, seed)}
+        return {**inputs, "g": normal(shape, device, seed + 1)} if gradient else inputs
 
     def forward(fast: Any, inputs: Inputs) -> Any:
         with torch.no_grad():
@@ -196,11 +200,11 @@ def fake_quantize(name: str, *, bar: float | None = None, gradient: bool = False
         make=make,
         call=backward if gradient else forward,
         compare=compare,
-        bars=reaches(bar),
+        targets=fraction_target(target),
     )
 
 
-def both(name: str, *, given: bool = False, bar: float | None = None) -> Case:
+def both(name: str, *, given: bool = False, target: float | None = None) -> Case:
     """Row blocks and the transposed copy in column blocks, from one reading."""
     scheme = SCHEMES[name]
 
@@ -235,7 +239,7 @@ def both(name: str, *, given: bool = False, bar: float | None = None) -> Case:
         make=make,
         call=call,
         compare=compare,
-        bars=reaches(bar),
+        targets=fraction_target(target),
         options={"given": given},
     )
 
@@ -250,8 +254,8 @@ def storage(operation: str, element: str) -> Case:
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
         if operation == "encode":
             return {"x": normal(shape, device, seed)}
-        made = codes(shape, 2**fmt.bits, device, seed)
-        return {"x": fast.pack(made, element) if operation == "unpack" else made, "shape": shape}
+        stored = codes(shape, 2**fmt.bits, device, seed)
+        return {"x": fast.pack(stored, element) if operation == "unpack" else stored, "shape": shape}
 
     def run(module: Any, x: Any, shape: Shape) -> Any:
         extra = (shape,) if operation == "unpack" else ()

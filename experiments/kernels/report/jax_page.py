@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from experiments.harness.rows import Row
-from experiments.kernels.jax_calls import BAR, CAST, KIND, PROGRAM, TORCH, WAYS
+from experiments.kernels.jax_calls import CAST, KIND, MOST, PROGRAM, TORCH, WAYS
 from experiments.report.content import Section, Table
 from experiments.report.results import Results, by_run, number
 
@@ -31,10 +31,10 @@ def missed(found: Results) -> list[str]:
         for size in found.settings
         for name in found.with_setting(size).methods
         for way in WAYS
-        if (ratio := found.value(size, name, f"{way} over {TORCH}")) is not None and ratio > BAR
+        if (ratio := found.value(size, name, f"{way} over {TORCH}")) is not None and ratio > MOST
     ]
     return (
-        [f"**More than {BAR:g} times torch's time: {len(over)}.** " + ", ".join(over) + "."] if over else []
+        [f"**More than {MOST:g} times torch's time: {len(over)}.** " + ", ".join(over) + "."] if over else []
     )
 
 

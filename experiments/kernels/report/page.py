@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from experiments.harness.rows import Row
-from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.case import LARGE, SMALL
+from experiments.kernels.report.case_results import BaselineResult, CaseResult, results_of, summary
 from experiments.kernels.report.jax_page import jax_sections
-from experiments.kernels.report.lines import Against, Line, lines_of, summary
 from experiments.kernels.report.roofline import by_operation, operation, roofline
 from experiments.kernels.run import TITLE
 from experiments.report.content import STALE, Drawing, Section, Table
@@ -41,7 +41,7 @@ BASELINE_TEXT = (
     "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
     f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
     f"for baselines: what it did not reach is of an earlier run, between both as they were then, marked {STALE} in its cell. "
-    + "; ".join(f"{peer.name}: {peer.what}" for peer in PEERS)
+    + "; ".join(f"{baseline.name}: {baseline.what}" for baseline in BASELINES)
     + "."
 )
 CAPTION = (
@@ -56,7 +56,7 @@ OPERATIONS = (
 def findings(rows: Sequence[Row]) -> list[str]:
     """Fractions of the copy rate by operation, products of stored weights, missed targets."""
     sentences = []
-    for where, lines in lines_of(rows).items():
+    for where, lines in results_of(rows).items():
         sentences.append(f"{where.device}: {summary(lines)}")
         sentences.append(fraction_sentence(lines))
         sentences.append(linear_sentence(lines))
@@ -65,7 +65,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def fraction_sentence(lines: Sequence[Line]) -> str:
+def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
     found: dict[str, list[float]] = {}
     for line in lines:
@@ -75,7 +75,7 @@ def fraction_sentence(lines: Sequence[Line]) -> str:
     return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
 
 
-def linear_sentence(lines: Sequence[Line]) -> str:
+def linear_sentence(lines: Sequence[CaseResult]) -> str:
     """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
     words = [
         f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
@@ -93,7 +93,7 @@ def linear_sentence(lines: Sequence[Line]) -> str:
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Sections of each run: against the floors, against the baselines, calls from JAX."""
     found = []
-    runs = lines_of(rows)
+    runs = results_of(rows)
     for where, lines in runs.items():
         ending = "" if len(runs) == 1 else f"-{slug(where)}"
         drawings = [
@@ -106,9 +106,11 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         small = [line for line in lines if line.shape == SMALL]
         tables = [floor_table(large), *([small_table(small)] if small else [])]
         tables += [product_table(products)] if products else []
-        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
-        if any(line.against for line in lines):
-            found.append(Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [peer_table(lines)]))
+        found.append(Section(f"BaselineResult the floors ({where})", paragraphs, drawings, tables))
+        if any(line.baselines for line in lines):
+            found.append(
+                Section(f"BaselineResult baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
+            )
     return [*found, *jax_sections(rows)]
 
 
@@ -117,17 +119,19 @@ def slug(where: Where) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{where.device} {where.scale}".lower()).strip("-")
 
 
-def missed_paragraphs(lines: Sequence[Line]) -> list[str]:
+def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
     """What misses a target, and what is slower than a baseline."""
     missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
-    slower = [f"{line.case} at {line.shape} ({faster_peers(line)})" for line in lines if line.faster_peers]
+    slower = [
+        f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
+    ]
     paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
     return paragraphs + (
         [f"**Slower than a baseline: {len(slower)}.** " + ", ".join(slower) + "."] if slower else []
     )
 
 
-def floor_table(lines: Sequence[Line]) -> Table:
+def floor_table(lines: Sequence[CaseResult]) -> Table:
     """A line per case and shape."""
     columns = [
         "kernel",
@@ -161,7 +165,7 @@ def floor_table(lines: Sequence[Line]) -> Table:
     return Table("Time against the floor", columns, table_lines, stale(lines))
 
 
-def small_table(lines: Sequence[Line]) -> Table:
+def small_table(lines: Sequence[CaseResult]) -> Table:
     """Small tensors: launches, not bytes."""
     columns = [
         "kernel",
@@ -184,7 +188,7 @@ def small_table(lines: Sequence[Line]) -> Table:
     return Table("Small tensors", [*columns, "target met"], table_lines, stale(lines))
 
 
-def product_table(lines: Sequence[Line]) -> Table:
+def product_table(lines: Sequence[CaseResult]) -> Table:
     """Inputs times a stored weight: reading the weight is the floor."""
     columns = [
         "kernel",
@@ -220,32 +224,32 @@ def product_table(lines: Sequence[Line]) -> Table:
     return Table("Products of stored weights", [*columns, "target met"], table_lines, stale(lines))
 
 
-def peer_table(lines: Sequence[Line]) -> Table:
+def baseline_table(lines: Sequence[CaseResult]) -> Table:
     """A line per case and shape, a column per baseline: the ratio, or why there is none."""
-    names = [peer.name for peer in PEERS]
+    names = [baseline.name for baseline in BASELINES]
     table_lines = []
     for line in lines:
-        if line.against:
-            found = {one.peer: compared(line, one) for one in line.against}
-            best = line.best_peer
-            verdict = "" if best is None else f"SLOWER than {best.peer}" if line.slower_than else "yes"
+        if line.baselines:
+            found = {one.baseline: compared(line, one) for one in line.baselines}
+            best = line.best_baseline
+            verdict = "" if best is None else f"SLOWER than {best.baseline}" if line.slower_than else "yes"
             cells = [found.get(name, "") for name in names]
-            table_lines.append([line.case, line.shape, *cells, best.peer if best else "", verdict])
+            table_lines.append([line.case, line.shape, *cells, best.baseline if best else "", verdict])
     columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
     return Table("Time of the baseline over ours", columns, table_lines, stale(lines))
 
 
-def compared(line: Line, one: Against) -> str:
+def compared(line: CaseResult, one: BaselineResult) -> str:
     """A baseline's cell: the ratio, or why there is none; marked where it is stale and the line itself is not."""
     words = one.status if one.ratio is None else number(one.ratio, 2)
     return f"{words} {STALE}" if one.stale and not line.stale else words
 
 
-def faster_peers(line: Line) -> str:
+def faster_baselines(line: CaseResult) -> str:
     """The baselines that are faster, with their ratios."""
-    return ", ".join(f"{one.peer} {compared(line, one)}" for one in line.faster_peers)
+    return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
 
 
-def stale(lines: Sequence[Line]) -> frozenset[str]:
+def stale(lines: Sequence[CaseResult]) -> frozenset[str]:
     """Cases with rows that are older than the code."""
     return frozenset(line.case for line in lines if line.stale)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.kernels.cases.case import LARGE, SMALL
-from experiments.kernels.report.lines import Line
+from experiments.kernels.report.case_results import CaseResult
 from experiments.report.plots import MARKERS, SERIES, STYLE, set_titles
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ LINE_HEIGHT = 0.19
 ROOF_HEIGHT = 5.0
 
 
-def operation(line: Line) -> str:
+def operation(line: CaseResult) -> str:
     """The operation of a case: the first part of its name."""
     return line.case.split(".")[0]
 
 
-def by_operation(lines: Sequence[Line]) -> Figure:
+def by_operation(lines: Sequence[CaseResult]) -> Figure:
     """One line per operation, one marker per kernel at either large shape: the fraction of the copy rate."""
     import matplotlib as mpl
 
@@ -58,8 +58,8 @@ def by_operation(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-def roofline(lines: Sequence[Line]) -> Figure:
-    """Both panels, from the lines of one run. What was not measured keeps its name and has no dot."""
+def roofline(lines: Sequence[CaseResult]) -> Figure:
+    """Both panels, from the lines of one run. What was not measured has its name and no dot."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -81,7 +81,7 @@ def roofline(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-def draw_fractions(axis: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
+def draw_fractions(axis: Axes, lines: Sequence[CaseResult], names: Sequence[str]) -> None:
     """Fractions of the copy rate, targets and fastest baselines, a line per kernel."""
     bad = next((line.shape for line in lines if line.missed and "fraction" in line.values), None)
     for number, shape in enumerate(shapes_of(lines)):
@@ -104,7 +104,12 @@ def draw_fractions(axis: Axes, lines: Sequence[Line], names: Sequence[str]) -> N
 
 
 def scatter(
-    axis: Axes, lines: Sequence[Line], heights: dict[str, float], color: str, marker: str, label: str | None
+    axis: Axes,
+    lines: Sequence[CaseResult],
+    heights: dict[str, float],
+    color: str,
+    marker: str,
+    label: str | None,
 ) -> None:
     """Dots of some lines; nothing where there are none, so that the legend stays true."""
     if lines:
@@ -116,10 +121,12 @@ def scatter(
         )
 
 
-def draw_baselines(axis: Axes, lines: Sequence[Line], heights: dict[str, float], labelled: bool) -> None:
+def draw_baselines(
+    axis: Axes, lines: Sequence[CaseResult], heights: dict[str, float], labelled: bool
+) -> None:
     """The fastest baseline's fraction: ours, divided by the ratio of the times."""
-    best = [(line, line.best_peer) for line in lines if "fraction" in line.values]
-    drawn = [(line, one.peer, one.ratio) for line, one in best if one is not None and one.ratio]
+    best = [(line, line.best_baseline) for line in lines if "fraction" in line.values]
+    drawn = [(line, one.baseline, one.ratio) for line, one in best if one is not None and one.ratio]
     x = [line.values["fraction"] / ratio for line, _, ratio in drawn]
     y = [heights[line.case] for line, _, _ in drawn]
     label = "fastest baseline" if labelled else None
@@ -132,19 +139,19 @@ def draw_baselines(axis: Axes, lines: Sequence[Line], heights: dict[str, float],
         set_titles(axis.figure, markers, titles)
 
 
-def draw_targets(axis: Axes, lines: Sequence[Line], heights: dict[str, float], labelled: bool) -> None:
+def draw_targets(axis: Axes, lines: Sequence[CaseResult], heights: dict[str, float], labelled: bool) -> None:
     """The target of the fraction as an upright tick, also where nothing was measured."""
     targets = [
-        (target.value, heights[line.case])
+        (target.limit, heights[line.case])
         for line in lines
-        for target in line.bars
-        if target.metric == "fraction"
+        for target in line.targets
+        if target.name == "fraction"
     ]
     x, y = zip(*targets, strict=True) if targets else ((), ())
     axis.scatter(x, y, s=45, color="black", marker="|", linewidths=1.2, label="target" if labelled else None)
 
 
-def draw_roof(axis: Axes, lines: Sequence[Line]) -> None:
+def draw_roof(axis: Axes, lines: Sequence[CaseResult]) -> None:
     """Rates over bytes moved, and the copies' rates as the roof."""
     measured = [line for line in lines if "rate" in line.values]
     for number, shape in enumerate(shapes_of(measured)):
@@ -164,7 +171,7 @@ def draw_roof(axis: Axes, lines: Sequence[Line]) -> None:
         axis.legend(loc="lower right", fontsize=7)
 
 
-def points(axis: Axes, lines: Sequence[Line], color: str, marker: str, shape: str) -> None:
+def points(axis: Axes, lines: Sequence[CaseResult], color: str, marker: str, shape: str) -> None:
     """Dots of the roofline; what lies below a target is red on the left."""
     x = [line.values["bytes moved"] / 1e9 for line in lines]
     y = [line.values["rate"] for line in lines]
@@ -176,7 +183,7 @@ def points(axis: Axes, lines: Sequence[Line], color: str, marker: str, shape: st
         )
 
 
-def roof_of(lines: Sequence[Line]) -> list[tuple[float, float]]:
+def roof_of(lines: Sequence[CaseResult]) -> list[tuple[float, float]]:
     """(GB that a copy moves, its rate): the median of the copies of each size, from the smallest up."""
     import numpy as np
 
@@ -186,7 +193,7 @@ def roof_of(lines: Sequence[Line]) -> list[tuple[float, float]]:
     return [(size, float(np.median(rates))) for size, rates in sorted(found.items())]
 
 
-def shapes_of(lines: Sequence[Line]) -> list[str]:
+def shapes_of(lines: Sequence[CaseResult]) -> list[str]:
     """Shapes that occur, the two large ones first."""
     found: Any = dict.fromkeys(line.shape for line in lines)
     return [shape for shape in LARGE if shape in found] + [shape for shape in found if shape not in LARGE]

@@ -16,13 +16,13 @@ from tests.support.models.small_llama import save_llama
 ROOT = Path(__file__).resolve().parents[3]
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
-#: A command whose work, a tiny stand-in for minutes, says that it began and goes on in threads that nothing can interrupt.
+#: A command whose work, a tiny stand-in for minutes, says that it started and goes on in threads that nothing can interrupt.
 BUSY = """
 import signal, sys, time
 # A shell's background jobs ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from experiments.harness import run as harness
+from experiments.runs import run as runs
 from experiments.harness import workers
 from ao_lab.cli.app import entry
 
@@ -30,10 +30,10 @@ def run_one(name, settings, places):
     def work(task):
         end = time.monotonic() + 60
         while time.monotonic() < end: pass
-    print("begun", flush=True)
+    print("started", flush=True)
     for _ in workers.measure_all([1, 2, 3], work, "cpu"): pass
 
-harness.run_one = run_one
+runs.run_one = run_one
 sys.argv = ["ao-lab", "reproduce", "formats", "--device", "cpu", "--reports", sys.argv[1]]
 entry()
 """
@@ -52,7 +52,7 @@ def test_reproduce_says_what_was_kept(tmp_path, number, code):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "begun\n"
+    assert process.stdout.readline() == "started\n"
     time.sleep(0.5)
     sent = time.monotonic()
     process.send_signal(number)

@@ -70,7 +70,7 @@ def test_reports_are_written_where_the_user_is(installed, tmp_path):
     """A run that is cut short as soon as it knows its places."""
     script = START.replace(
         "sys.argv =",
-        "from experiments.harness import run as harness; from experiments.harness.rows import write_text; "
+        "from experiments.runs import run as harness; from experiments.harness.rows import write_text; "
         "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
         "sys.argv =",
     )

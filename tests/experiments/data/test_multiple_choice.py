@@ -17,7 +17,7 @@ from tests.experiments.harness import tiny
 
 @pytest.fixture(scope="module")
 def questions():
-    return multiple_choice(tiny.corpus(), tiny.EXAM)
+    return multiple_choice(tiny.corpus(), tiny.MULTIPLE_CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +32,31 @@ def model():
 
 def test_windows_are_held_out_text_of_different_files(questions):
     held_out = {document.path: document.data for document in tiny.corpus().held_out}
-    assert len(set(questions.documents)) == tiny.EXAM.windows
+    assert len(set(questions.documents)) == tiny.MULTIPLE_CHOICE.windows
     for path, tokens in zip(questions.documents, questions.tokens, strict=True):
-        assert bytes(tokens[: tiny.EXAM.context].tolist()) in held_out[path]
+        assert bytes(tokens[: tiny.MULTIPLE_CHOICE.context].tolist()) in held_out[path]
 
 
 def test_choice_0_is_the_true_continuation_and_the_others_differ(questions):
     for tokens in questions.tokens:
-        for question, position in enumerate(tiny.EXAM.question_positions):
+        for question, position in enumerate(tiny.MULTIPLE_CHOICE.question_positions):
             choices = [bytes(tokens[target].tolist()) for target in questions.targets[question]]
-            assert choices[0] == bytes(tokens[position : position + tiny.EXAM.continuation].tolist())
+            assert choices[0] == bytes(
+                tokens[position : position + tiny.MULTIPLE_CHOICE.continuation].tolist()
+            )
             assert len(set(choices)) == CHOICES
 
 
 def test_the_seed_decides(questions):
-    assert torch.equal(multiple_choice(tiny.corpus(), tiny.EXAM).tokens, questions.tokens)
-    other = tiny.replace(tiny.EXAM, seed=1)
+    assert torch.equal(multiple_choice(tiny.corpus(), tiny.MULTIPLE_CHOICE).tokens, questions.tokens)
+    other = tiny.replace(tiny.MULTIPLE_CHOICE, seed=1)
     assert not torch.equal(multiple_choice(tiny.corpus(), other).tokens, questions.tokens)
 
 
 def test_branches_score_as_separate_texts_do(questions, model):
     scores = score(model, questions)
     for window, tokens in enumerate(questions.tokens):
-        for question, position in enumerate(tiny.EXAM.question_positions):
+        for question, position in enumerate(tiny.MULTIPLE_CHOICE.question_positions):
             totals = [
                 in_a_run_of_its_own(model, tokens[:position], tokens[target])
                 for target in questions.targets[question]
@@ -80,7 +82,7 @@ def in_one_run(model, questions, window, question):
 
 
 def test_bits_per_byte_are_those_of_the_plain_window(questions, model):
-    tokens = questions.tokens[:, : tiny.EXAM.context]
+    tokens = questions.tokens[:, : tiny.MULTIPLE_CHOICE.context]
     likelihood = torch.log_softmax(model(tokens).double(), dim=-1)
     chosen = likelihood[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
     expected = -chosen.mean(dim=-1) / math.log(2)
@@ -89,7 +91,7 @@ def test_bits_per_byte_are_those_of_the_plain_window(questions, model):
 
 @pytest.mark.parametrize("scheme", ["fp8_tensorwise", "int8_tensorwise", "nvfp4", "mxfp8_e4m3"])
 def test_windows_do_not_depend_on_each_other(model, scheme):
-    questions = multiple_choice(tiny.corpus(), tiny.replace(tiny.EXAM, windows=4))
+    questions = multiple_choice(tiny.corpus(), tiny.replace(tiny.MULTIPLE_CHOICE, windows=4))
     made = quantized_model(model, scheme, scheme).model
     one, all_at_once = (
         score(made, replace(questions, settings=tiny.replace(questions.settings, batch=batch)))
@@ -116,4 +118,4 @@ def test_settings_that_do_not_fit_raise():
     with pytest.raises(ValueError, match="fewer questions"):
         MultipleChoiceSettings(questions=100)
     with pytest.raises(ValueError, match="fewer windows"):
-        multiple_choice(tiny.corpus(), tiny.replace(tiny.EXAM, windows=50))
+        multiple_choice(tiny.corpus(), tiny.replace(tiny.MULTIPLE_CHOICE, windows=50))

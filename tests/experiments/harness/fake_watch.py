@@ -15,6 +15,8 @@ from tests.experiments.harness import tiny
 
 SHAPE = (256, 512)
 TINY = {"256x512": SHAPE}
+#: How a case names a function that is no public one of `fast`.
+SATURATION_MASK = "quantize.saturation.noted"
 PLAN = Plan(rounds=3, warmup=1, span=1e-9)
 
 
@@ -42,15 +44,15 @@ class FakeWatch:
         pass
 
 
-def bench(folder, *, fast=reference, watch=None, peers=(), **changes):
+def bench(folder, *, fast=reference, watch=None, baselines=(), **changes):
     """Settings of a tiny run."""
     made = Bench(
         settings=replace(tiny.settings(folder), text=None),
         fast=fast,
         watch=watch or FakeWatch(),
         plan=PLAN,
-        peer_plan=PLAN,
-        peers=peers,
+        baseline_plan=PLAN,
+        baselines=baselines,
     )
     return replace(made, **changes)
 
@@ -63,7 +65,7 @@ def measured(folder, names, **changes):
     return run.measure(bench(folder, **changes), run.pairs([CASES[name] for name in names], TINY))
 
 
-def noted(x, scheme):
+def saturation_mask(x, scheme):
     """What `fast.quantize.saturation.noted` makes where there are no kernels."""
     return reference.fake_quantize(x, scheme), None
 
@@ -88,15 +90,12 @@ def specified():
     """The reference under the names of `fast`."""
     made = {name: getattr(reference, name) for name in reference.__all__}
     others = {one.__name__: one for one in (linear_of_codes, linear_pair, linear_swiglu)}
-    return {**made, **others, "clipped": types.SimpleNamespace(noted=noted)}
+    return {**made, **others, SATURATION_MASK: saturation_mask}
 
 
 def broken(function, change):
     """A `fast` in which one function's result is changed."""
     made = specified()
-    if function == "clipped.noted":
-        made["clipped"].noted = lambda x, scheme: change(noted(x, scheme))
-        return types.SimpleNamespace(**made)
     right = made[function]
     made[function] = functools.wraps(right)(lambda *args, **kwargs: change(right(*args, **kwargs)))
     return types.SimpleNamespace(**made)

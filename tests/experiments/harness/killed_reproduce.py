@@ -40,7 +40,7 @@ def tiny_settings(scale, device, cache):
         device="cpu",
         cache=cache,
         train=tiny.replace(tiny.TRAIN, steps=6),
-        exam=tiny.EXAM,
+        multiple_choice=tiny.MULTIPLE_CHOICE,
         schemes=("mxfp4", "int4_g32_asymmetric"),
         shape=(256, 256),
         text=tiny.corpus(),

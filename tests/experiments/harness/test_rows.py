@@ -149,17 +149,17 @@ def test_pages_and_figures_make_no_row_older():
 
 
 def test_every_published_row_says_whether_it_is_current():
-    """Rows of no experiment, of a case or of a peer that does not exist are stale."""
+    """Rows of no experiment, of a case or of a baseline that does not exist are stale."""
     kernels = {"experiment": "kernels", "table": "kernels/full/random-normal", "setting": "16384x4096"}
     known = row("quantize.mxfp4", **kernels)
     right = replace(
         known, source_hash=provenance.row_hash("kernels", "kernels", "16384x4096", "quantize.mxfp4")
     )
-    peer = provenance.row_hash("kernels", "peers", "quantize.mxfp4, 16384x4096", "torchao")
-    assert len({right.source_hash, peer, provenance.experiment_hash("kernels")}) == 3
+    baseline = provenance.row_hash("kernels", "baselines", "quantize.mxfp4, 16384x4096", "torchao")
+    assert len({right.source_hash, baseline, provenance.experiment_hash("kernels")}) == 3
     assert [provenance.is_current(one) for one in (known, right)] == [False, True]
     assert provenance.row_hash("kernels", "kernels", "16384x4096", "quantize.gone") == ""
-    assert provenance.row_hash("kernels", "peers", "quantize.mxfp4, 16384x4096", "nobody") == ""
+    assert provenance.row_hash("kernels", "baselines", "quantize.mxfp4, 16384x4096", "nobody") == ""
     assert provenance.row_hash("gone", "kernels", "16384x4096", "quantize.mxfp4") == ""
 
 

@@ -13,7 +13,7 @@ from experiments.runs.settings import Settings
 
 MODEL = ModelSettings(width=256, layers=1, heads=4, kv_heads=2, feed_forward=256, context=64)
 TRAIN = TrainSettings(model=MODEL, batch=2, steps=2, warmup=1)
-EXAM = MultipleChoiceSettings(
+MULTIPLE_CHOICE = MultipleChoiceSettings(
     windows=3, context=64, questions=2, first=16, stride=24, continuation=4, batch=3
 )
 
@@ -48,11 +48,11 @@ def settings(folder, schemes=("mxfp4", "int4_g32_asymmetric")):
         device="cpu",
         cache=folder,
         train=TRAIN,
-        exam=EXAM,
+        multiple_choice=MULTIPLE_CHOICE,
         schemes=tuple(schemes),
         shape=(256, 256),
         text=corpus(),
     )
 
 
-__all__ = ["EXAM", "MODEL", "TRAIN", "corpus", "replace", "settings"]
+__all__ = ["MODEL", "MULTIPLE_CHOICE", "TRAIN", "corpus", "replace", "settings"]

@@ -1,4 +1,4 @@
-"""Peers: what they compute, how they are timed in turn with ours, and rows of those that cannot run."""
+"""Baselines: what they compute, how they are timed in turn with ours, and rows of those that cannot run."""
 
 import pytest
 import torch
@@ -6,12 +6,16 @@ import torch
 import reference
 from experiments.harness.rows import with_unreached
 from experiments.kernels import run
-from experiments.kernels.baselines.baseline import PEERS, Peer, calls_of, is_kernel, offers
+from experiments.kernels.baselines.baseline import BASELINES, Baseline, calls_of, is_kernel, offers
 from experiments.kernels.baselines.torch_expressions import expression
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import LARGE
-from experiments.kernels.report import lines
+from experiments.kernels.cases.conventions import convention_cases
+from experiments.kernels.report import case_results
 from tests.experiments.harness.fake_watch import SHAPE, measured, values_of
+
+#: Cases of records of other projects, whose rules no torch expression has.
+CONVENTIONS = {case.name for case in convention_cases()}
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -20,7 +24,9 @@ def test_expressions_do_the_same_work(name):
     case = CASES[name]
     found = expression(case)
     if found is None:
-        assert not any(bar.metric == "fraction" for bar in case.bars), "a case with a bar has this peer"
+        assert name in CONVENTIONS or not any(target.name == "fraction" for target in case.targets), (
+            "a case with a target has this baseline"
+        )
         return
     inputs = case.make(reference, SHAPE, "cpu", 0)
     call, arguments = found
@@ -34,13 +40,15 @@ def test_expressions_do_the_same_work(name):
         assert int((~equal).sum()) <= (len(equal) // 10_000 if case.operation == "rms_norm" else 0)
 
 
-#: Cases with a bar against the clock; what a layer adds to its own kernel has no peer.
-RACED = [case for case in CASES.values() if case.bars and case.wraps is None]
+#: Cases with a target; what a layer adds to its own kernel has no baseline.
+RACED = [
+    case for case in CASES.values() if case.targets and case.wraps is None and case.name not in CONVENTIONS
+]
 
 
 @pytest.mark.parametrize("name", [case.name for case in RACED])
 def test_expressions_are_one_graph(name):
-    """What breaks a graph, such as a limit that NumPy computes, would make a compiled peer slow for no reason of its own."""
+    """What breaks a graph, such as a limit that NumPy computes, would make a compiled baseline slower than it has to be."""
     call, arguments = expression(CASES[name])
     torch._dynamo.reset()
     compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=False)
@@ -55,10 +63,10 @@ def flat(made):
     return [] if made is None else [made]
 
 
-def test_torch_peers_stand_against_every_barred_case():
+def test_torch_baselines_stand_against_every_case_with_a_target():
     for case in RACED:
-        assert [offers(peer, case) for peer in PEERS[:2]] == [True, True], case.name
-    assert not offers(PEERS[0], CASES["quantize.mxfp4.stochastic"])
+        assert [offers(baseline, case) for baseline in BASELINES[:2]] == [True, True], case.name
+    assert not offers(BASELINES[0], CASES["quantize.mxfp4.stochastic"])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -74,16 +82,16 @@ def test_torchao_runs_where_it_has_something(name):
     if found is None:
         return
     if is_kernel(found[0]):
-        assert case.scheme == "fp8_1x128"
+        assert case.scheme in ("fp8_1x128", "compressed_tensors.fp8_group_128")
         return
     call, arguments = found[0], found[1](case.make(reference, SHAPE, "cpu", 0))
     assert call(*arguments) is not None
 
 
 @pytest.mark.parametrize("name", ["int3_g128", "mxfp6_e2m3"])
-def test_torchao_is_no_peer_where_it_cannot_unpack(name):
+def test_torchao_is_no_baseline_where_it_cannot_unpack(name):
     """Its integers and 6-bit codes lie one in a byte: a case of packed ones has no row of torchao, not even an error."""
-    (torchao,) = (peer for peer in PEERS if peer.name == "torchao")
+    (torchao,) = (baseline for baseline in BASELINES if baseline.name == "torchao")
     assert not offers(torchao, CASES[f"dequantize.{name}.packed"])
     assert offers(torchao, CASES["dequantize.mxfp4.packed"])
 
@@ -98,52 +106,52 @@ def test_torchao_decodes_to_our_values():
         assert torch.equal(call(*arguments(inputs)), CASES[name].call(reference, inputs))
 
 
-def peer(find, name="torch eager"):
-    return Peer(name, "", find, compiled=False)
+def baseline(find, name="torch eager"):
+    return Baseline(name, "", find, compiled=False)
 
 
-def test_peers_are_rows_with_ratios(tmp_path):
-    rows = measured(tmp_path, ["quantize.mxfp4"], peers=PEERS[:1])
-    (line,) = [line for found in lines.lines_of(rows).values() for line in found]
-    assert [one.peer for one in line.against] == ["torch eager"]
-    assert line.best_peer.ratio == pytest.approx(2.0)
+def test_baselines_are_rows_with_ratios(tmp_path):
+    rows = measured(tmp_path, ["quantize.mxfp4"], baselines=BASELINES[:1])
+    (line,) = [line for found in case_results.results_of(rows).values() for line in found]
+    assert [one.baseline for one in line.baselines] == ["torch eager"]
+    assert line.best_baseline.ratio == pytest.approx(2.0)
     assert line.slower_than == []
     theirs = [row for row in rows if row.method == "torch eager"]
     assert {row.setting for row in theirs} == {"quantize.mxfp4, 256x512"}
 
 
-def test_a_peer_that_cannot_run_is_a_row_with_its_error(tmp_path):
+def test_a_baseline_that_cannot_run_is_a_row_with_its_error(tmp_path):
     def find(case):
         raise ImportError("No module named 'torchao'")
 
-    rows = measured(tmp_path, ["quantize.mxfp4"], peers=[peer(find, "torchao")])
+    rows = measured(tmp_path, ["quantize.mxfp4"], baselines=[baseline(find, "torchao")])
     assert values_of(rows, "torchao") == {"status: error: ImportError: No module named 'torchao'": 0}
-    (line,) = [line for found in lines.lines_of(rows).values() for line in found]
-    assert (line.ok, line.best_peer) == (True, None)
+    (line,) = [line for found in case_results.results_of(rows).values() for line in found]
+    assert (line.ok, line.best_baseline) == (True, None)
 
 
-def test_peers_that_the_time_does_not_reach_say_so_and_keep_older_rows(tmp_path):
+def test_baselines_that_the_time_does_not_reach_say_so_and_keep_older_rows(tmp_path):
     names = ["quantize.mxfp4"]
-    before = measured(tmp_path, names, peers=PEERS[:1])
+    before = measured(tmp_path, names, baselines=BASELINES[:1])
     ticks = iter(float(second) for second in range(10**6))
-    late = measured(tmp_path, names, peers=PEERS[:1], peer_seconds=0.5, clock=lambda: next(ticks))
+    late = measured(tmp_path, names, baselines=BASELINES[:1], baseline_seconds=0.5, clock=lambda: next(ticks))
     assert [metric for metric in values_of(late, "torch eager") if "not run" in metric] != []
     kept = with_unreached(late, before)
     assert values_of(kept, "torch eager") == values_of(before, "torch eager")
     assert with_unreached(late, []) == late
 
 
-def test_cases_with_bars_meet_their_peers_first():
+def test_cases_with_targets_meet_their_baselines_first():
     work = run.pairs([CASES["quantize.mxfp4"], CASES["quantize.fp8_rowwise"]])
-    order = [(one[1].name, one[2]) for one in run.comparisons(PEERS[:1], work)]
+    order = [(one[1].name, one[2]) for one in run.comparisons(BASELINES[:1], work)]
     assert order == [(name, shape) for name in ("quantize.fp8_rowwise", "quantize.mxfp4") for shape in LARGE]
 
 
-def test_peers_are_compiled_afresh(monkeypatch):
+def test_baselines_are_compiled_afresh(monkeypatch):
     log = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: log.append("reset"))
     monkeypatch.setattr(torch, "compile", lambda run, **options: log.append(options) or run)
     case = CASES["quantize.mxfp4"]
     sets = [case.make(reference, SHAPE, "cpu", seed) for seed in (0, 1)]
-    assert len(calls_of(PEERS[1], case, sets)) == 2
+    assert len(calls_of(BASELINES[1], case, sets)) == 2
     assert log == ["reset", {"mode": "max-autotune-no-cudagraphs", "dynamic": False, "fullgraph": True}]

@@ -43,7 +43,7 @@ def test_rows_have_every_way_to_call(journal):
     assert values["status: ok"] == 1
     for way in jax_calls.WAYS:
         assert values[f"{way} over torch"] == pytest.approx(values[way] / values["torch"])
-        assert values[f"bar: {way} over torch"] == 1.1
+        assert values[f"target: {way} over torch"] == 1.1
 
 
 def test_a_second_run_takes_them_from_the_journal(journal, tmp_path):

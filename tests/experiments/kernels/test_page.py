@@ -12,10 +12,10 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import publish, read
 from experiments.kernels import bench as command
 from experiments.kernels import run
-from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.all_cases import CASES
-from experiments.kernels.cases.case import LARGE, SHAPES, Bar
-from experiments.kernels.report import lines, page
+from experiments.kernels.cases.case import LARGE, SHAPES, at_least
+from experiments.kernels.report import case_results, page
 from experiments.kernels.report.roofline import roof_of, roofline
 from experiments.report import plots
 from tests.experiments.harness.fake_watch import FakeWatch, bench, broken, flipped
@@ -28,7 +28,7 @@ def sample_rows(tmp_path_factory):
         for name in (*LARGE, "16x4096"):
             patch.setitem(SHAPES, name, (64, 512))
         fast = broken("swiglu_quantize", flipped("codes"))
-        made = bench(tmp_path_factory.mktemp("bench"), fast=fast, peers=PEERS[:1])
+        made = bench(tmp_path_factory.mktemp("bench"), fast=fast, baselines=BASELINES[:1])
         shapes = {name: SHAPES[name] for name in (*LARGE, "16x4096")}
         rows = run.measure(made, run.pairs([CASES[name] for name in names], shapes))
         # The host of a test is whatever it is.
@@ -36,7 +36,7 @@ def sample_rows(tmp_path_factory):
 
 
 def test_the_roofline_is_drawn_from_rows(sample_rows):
-    (found,) = lines.lines_of(sample_rows).values()
+    (found,) = case_results.results_of(sample_rows).values()
     text = plots.svg(roofline(found))
     for word in (
         "quantize.fp8_rowwise",
@@ -49,14 +49,14 @@ def test_the_roofline_is_drawn_from_rows(sample_rows):
         assert f"{word}</text>" in text.replace("\n", ""), word
     assert "small.fp8_rowwise" not in text
     slow = [replace(row, value=0.2) if row.metric == "fraction" else row for row in sample_rows]
-    (below,) = lines.lines_of(slow).values()
+    (below,) = case_results.results_of(slow).values()
     assert "below a target" in plots.svg(roofline(below))
     assert "below a target" not in text
     plots.svg(roofline([]))
 
 
 def test_the_roof_is_the_copies(sample_rows):
-    (found,) = lines.lines_of(sample_rows).values()
+    (found,) = case_results.results_of(sample_rows).values()
     ok = [line for line in found if line.ok and line.shape in LARGE]
     roof = roof_of(ok)
     assert [size for size, _ in roof] == [2 * 2 * 64 * 512 / 1e9]
@@ -84,7 +84,7 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
     write_pages(places)
     text = (places.reports / "kernels.md").read_text()
     assert "**Missed targets: 4.**" in text
-    assert "quantize.mxfp4.packed at 16384x4096 (fraction 0.2 < 0.9)" in text
+    assert "quantize.mxfp4.packed at 16384x4096 (fraction 0.2 of 0.9)" in text
     assert "swiglu.fp8_rowwise at 16384x14336 (wrong: codes" in text
     assert "**Slower than a baseline: 2.**" in text
     assert "SLOWER than torch eager" in text
@@ -101,22 +101,22 @@ def test_stale_lines_are_marked(sample_rows):
     assert page.sections(sample_rows)[0].tables[0].stale == frozenset()
 
 
-def test_older_peers_are_marked(sample_rows):
-    """Rows of a peer name the case in their setting."""
+def test_older_baselines_are_marked(sample_rows):
+    """Rows of a baseline name the case in their setting."""
     halved = [
         replace(row, value=0.5, source_hash="0" * 12) if row.setting.startswith("quantize.fp8") else row
         for row in sample_rows
     ]
-    floors, peers, *_ = page.sections(halved)
+    floors, baselines, *_ = page.sections(halved)
     assert any("(torch eager 0.50 †)" in words for words in floors.paragraphs)
-    cells = {line[0]: line[2] for line in peers.tables[0].lines}
+    cells = {line[0]: line[2] for line in baselines.tables[0].lines}
     assert cells["quantize.fp8_rowwise"] == "0.50 †"
     assert "†" not in cells["quantize.mxfp4.packed"]
     assert floors.tables[0].stale == frozenset()
 
 
-def test_a_miss_by_little_is_no_riddle():
-    assert lines.shortfall(Bar("speedup", 1.8), 1.7958) == "speedup 1.796 < 1.8"
+def test_a_miss_by_little_shows_enough_digits():
+    assert str(replace(at_least("speedup", 1.8), value=1.7958)) == "speedup 1.796 of 1.8"
 
 
 def test_list_needs_no_gpu(monkeypatch, capsys):
@@ -124,7 +124,7 @@ def test_list_needs_no_gpu(monkeypatch, capsys):
     assert main(["bench", "--list", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [case["name"] for case in shown] == list(CASES)
-    assert shown[0]["bars"] == {"fraction": 0.95}
+    assert shown[0]["targets"] == {"fraction": 0.95}
     assert main(["bench", "dequantize.mxfp4", "--list"]) == 0
     assert "dequantize.mxfp4.packed" in capsys.readouterr().out
 
@@ -156,16 +156,16 @@ def test_reproduce_without_a_gpu_is_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_shows_what_it_measured(monkeypatch, capsys, tmp_path, sample_rows):
-    (found,) = lines.lines_of(sample_rows).values()
+    (found,) = case_results.results_of(sample_rows).values()
     monkeypatch.setattr(command, "has_device", lambda: True)
-    monkeypatch.setattr(command, "part", lambda work, with_peers: found if with_peers else [])
+    monkeypatch.setattr(command, "part", lambda work, with_baselines: found if with_baselines else [])
     assert main(["bench", "mxfp4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["lines"]
     assert shown[0]["case"] == found[0].case
     assert "source_hash" not in shown[0]
     assert main(["bench", "mxfp4"]) == 0
     assert "MISSED" in capsys.readouterr().out
-    assert main(["bench", "mxfp4", "--no-peers", "--json"]) == 0
+    assert main(["bench", "mxfp4", "--no-baselines", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lines"] == []
 
 
@@ -182,7 +182,7 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     monkeypatch.setattr(run.jax_calls, "installed", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "fast", reference)
     places = Paths(tmp_path / "cache", tmp_path / "reports")
-    found, written = command.complete(with_peers=False, paths=places)
+    found, written = command.complete(with_baselines=False, paths=places)
     assert {line.case for line in found} == {"quantize.mxfp4", "small.fp8_rowwise"}
     assert all(line.ok for line in found)
     assert {row.table for row in read(places.data / "kernels.csv")} == {"kernels/full/random-normal"}

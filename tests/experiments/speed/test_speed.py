@@ -54,7 +54,7 @@ def test_ratios_are_theirs_over_ours(monkeypatch, tmp_path):
     (section,) = page.sections(rows)
     assert section.tables[0].lines[0][2:6] == ["2.00", "2.00", "2.00", "1.00"]
     assert section.tables[0].lines[0][-1] == "yes"
-    assert section.tables[0].columns[8:11] == ["threads", "ours: cores busy", "peer: cores busy"]
+    assert section.tables[0].columns[8:11] == ["threads", "ours: cores busy", "baseline: cores busy"]
     assert section.tables[0].lines[0][8] == "1"
     assert all(section.tables[0].lines[0][9:11])
     target = target_of(Results(rows), "theirs", "ours")

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from experiments.harness.rows import Row
-from experiments.kernels.baselines.baseline import PEERS
+from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.all_cases import CASES
-from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, Bar
-from experiments.kernels.outcome import KERNELS, PEER_TABLE
+from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, at_least, at_most
+from experiments.kernels.outcome import BASELINE_TABLE, KERNELS
 from experiments.report.results import Results, Where, by_run
 from experiments.report.staleness import is_stale
-from experiments.report.targets import BASELINE_TOLERANCE
+from experiments.report.targets import BASELINE_TOLERANCE, Target
 
-STATUS = "status: "
+STATUS, TARGET = "status: ", "target: "
 #: Metrics for which less is better.
 LESS = ("time over elementwise", "host time", "host time, added")
 
 
 @dataclass(frozen=True)
-class Against:
+class BaselineResult:
     """A baseline beside a case: its time over ours, or why there is none. `stale`: measured by other code than today's."""
 
-    peer: str
+    baseline: str
     ratio: float | None
     status: str
     stale: bool = False
 
 
 @dataclass(frozen=True)
-class Line:
-    """What is known of one case at one shape: its values, targets (`bars`) and baselines (`against`)."""
+class CaseResult:
+    """What is known of one case at one shape: its values, targets and baselines."""
 
     case: str
     shape: str
     status: str
     values: dict[str, float]
-    bars: tuple[Bar, ...]
-    against: tuple[Against, ...] = ()
+    targets: tuple[Target, ...]
+    baselines: tuple[BaselineResult, ...] = ()
     stale: bool = False
 
     @property
@@ -47,53 +47,44 @@ class Line:
         return self.status == "ok"
 
     @property
-    def best_peer(self) -> Against | None:
+    def best_baseline(self) -> BaselineResult | None:
         """The fastest baseline that ran."""
-        ran = [one for one in self.against if one.ratio is not None]
+        ran = [one for one in self.baselines if one.ratio is not None]
         return min(ran, key=lambda one: one.ratio or 0.0, default=None)
 
     @property
     def missed(self) -> list[str]:
         """Targets that were not met, in words; with a target, a case that was not measured misses."""
         if not self.ok:
-            return [self.status] if self.bars else []
-        found = [shortfall(one, self.values.get(one.metric)) for one in self.bars]
-        return [words for words in found if words]
+            return [self.status] if self.targets else []
+        return [str(target) for target in self.targets if not target.reached]
 
     @property
-    def faster_peers(self) -> list[Against]:
+    def faster_baselines(self) -> list[BaselineResult]:
         """Baselines that are faster than ours."""
-        return [one for one in self.against if one.ratio is not None and one.ratio < 1 - BASELINE_TOLERANCE]
+        return [one for one in self.baselines if one.ratio is not None and one.ratio < 1 - BASELINE_TOLERANCE]
 
     @property
     def slower_than(self) -> list[str]:
         """The same in words."""
-        return [f"{one.peer} {one.ratio:.2f}x" for one in self.faster_peers]
+        return [f"{one.baseline} {one.ratio:.2f}x" for one in self.faster_baselines]
 
     @property
     def verdict(self) -> str:
         """Of the targets: yes, no with the reason, or nothing where there is none."""
         if self.missed:
             return "MISSED: " + "; ".join(self.missed)
-        if not self.bars:
+        if not self.targets:
             return "" if self.ok else self.status
         return "yes"
 
 
-def shortfall(bar: Bar, value: float | None) -> str:
-    """How a value misses a target, or nothing."""
-    if value is None:
-        return f"{bar.metric} is not known"
-    sign = "<" if bar.at_least else ">"
-    return "" if bar.reached(value) else f"{bar.metric} {value:.4g} {sign} {bar.value:g}"
-
-
-def lines_of(rows: Iterable[Row]) -> dict[Where, list[Line]]:
+def results_of(rows: Iterable[Row]) -> dict[Where, list[CaseResult]]:
     """Lines of every run, in the order of the registry and of the shapes."""
     rows = list(rows)
-    peers = by_run(rows, PEER_TABLE)
+    baselines = by_run(rows, BASELINE_TABLE)
     return {
-        where: ordered([line(key, found, peers.get(where)) for key in found.keys])
+        where: ordered([line(key, found, baselines.get(where)) for key in found.keys])
         for where, found in ((where, Found(results)) for where, results in by_run(rows, KERNELS).items())
     }
 
@@ -112,18 +103,21 @@ class Found:
         return list(self.rows)
 
 
-def line(key: tuple[str, str], found: Found, peers: Results | None) -> Line:
+def line(key: tuple[str, str], found: Found, baselines: Results | None) -> CaseResult:
     """One line from its rows and its baselines'."""
     shape, case = key
     rows = found.rows[key]
-    values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, "bar: "))}
-    bars = tuple(
-        Bar(row.metric.removeprefix("bar: "), row.value, row.metric.removeprefix("bar: ") not in LESS)
-        for row in rows
-        if row.metric.startswith("bar: ")
-    )
-    beside = against(peers, f"{case}, {shape}") if peers else ()
-    return Line(case, shape, status_of(rows), values, bars, beside, is_stale(rows[0]))
+    values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, TARGET))}
+    targets = tuple(target_of(row, values) for row in rows if row.metric.startswith(TARGET))
+    beside = baseline_results(baselines, f"{case}, {shape}") if baselines else ()
+    return CaseResult(case, shape, status_of(rows), values, targets, beside, is_stale(rows[0]))
+
+
+def target_of(row: Row, values: Mapping[str, float]) -> Target:
+    """The target that a row states, with the value that was measured."""
+    metric = row.metric.removeprefix(TARGET)
+    target = at_most(metric, row.value) if metric in LESS else at_least(metric, row.value)
+    return replace(target, value=values.get(metric))
 
 
 def status_of(rows: Sequence[Row]) -> str:
@@ -132,18 +126,18 @@ def status_of(rows: Sequence[Row]) -> str:
     return said[0] if said else "unknown"
 
 
-def against(peers: Results, setting: str) -> tuple[Against, ...]:
-    """Baselines of one case at one shape, in the order of PEERS."""
+def baseline_results(baselines: Results, setting: str) -> tuple[BaselineResult, ...]:
+    """Baselines of one case at one shape, in the order of BASELINES."""
     rows: dict[str, list[Row]] = {}
-    for row in peers.rows:
+    for row in baselines.rows:
         if row.setting == setting:
             rows.setdefault(row.method, []).append(row)
-    order = [peer.name for peer in PEERS]
+    order = [baseline.name for baseline in BASELINES]
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
     return tuple(
-        Against(
+        BaselineResult(
             name,
-            peers.value(setting, name, "ratio"),
+            baselines.value(setting, name, "ratio"),
             status_of(rows[name]),
             is_stale(rows[name][0]),
         )
@@ -151,20 +145,20 @@ def against(peers: Results, setting: str) -> tuple[Against, ...]:
     )
 
 
-def ordered(lines: Sequence[Line]) -> list[Line]:
+def ordered(lines: Sequence[CaseResult]) -> list[CaseResult]:
     """By shape, then as in the registry; the small and the huge shape come after the others."""
     cases, shapes = list(CASES), [*(name for name in SHAPES if name not in (HUGE, SMALL)), HUGE, SMALL]
 
-    def key(one: Line) -> tuple[int, int]:
+    def key(one: CaseResult) -> tuple[int, int]:
         shape = shapes.index(one.shape) if one.shape in shapes else len(shapes)
         return shape, cases.index(one.case) if one.case in cases else len(cases)
 
     return sorted(lines, key=key)
 
 
-def summary(lines: Sequence[Line]) -> str:
+def summary(lines: Sequence[CaseResult]) -> str:
     """One sentence about a run."""
-    targeted = [one for one in lines if one.bars]
+    targeted = [one for one in lines if one.targets]
     missed = sum(bool(one.missed) for one in targeted)
     slower = sum(bool(one.slower_than) for one in lines)
     unmeasured = sum(not one.ok for one in lines)
