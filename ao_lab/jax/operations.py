@@ -74,7 +74,7 @@ def _program(operation: Operation) -> Any:
 
 def covered(operation: Operation) -> bool:
     """Whether kernels cover the tensor; otherwise (no elements, blocks of unusual sizes) the specification runs."""
-    from fast.kernels.launch import plan as passes
+    from fast.kernels.quantize import plan as passes
 
     return passes.problem_of(operation.dtype, operation.scheme, operation.blocks) is not None
 
@@ -159,7 +159,7 @@ def _without(made: Any, arrays: Arrays) -> Arrays:
 
 def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
     """Launches of the block kernel, and for odd packings XLA operations."""
-    from fast.kernels.launch import plan as passes
+    from fast.kernels.quantize import plan as passes
 
     of = passes.problem_of(operation.dtype, operation.scheme, operation.blocks)
     if of is None:
@@ -219,7 +219,7 @@ def _started(buffer: Any) -> Any:
 
 def _dequantize(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
     """Values of codes, unpacked by XLA first where the kernel does not."""
-    from fast.kernels.launch import plan as passes
+    from fast.kernels.quantize import plan as passes
 
     scheme = operation.scheme
     fused = operation.packed and (passes.packs(of) or scheme.format.bits >= 8)

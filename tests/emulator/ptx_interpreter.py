@@ -15,9 +15,10 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 from fast.kernels.encode import pointwise
-from fast.kernels.layers import outputs, swiglu
 from fast.kernels.layers import rms_norm as normalize
+from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import outputs
 from fast.kernels.scheme import constants, element_constants
 from tests.emulator import ptx, quick_interpreter
 from tests.emulator.ptx_opcodes import (

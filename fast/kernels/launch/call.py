@@ -14,15 +14,14 @@ import torch
 
 from fast.device import PLAIN
 from fast.kernels.launch import cache, direct
+from fast.kernels.launch.buffer import Buffer
 from fast.kernels.launch.launcher import (
     ALIGNMENT,
     CompiledLaunch,
     Signature,
-    block_launch,
     interpreted,
     signature_of,
 )
-from fast.kernels.launch.plan import Buffer, Plan
 
 DTYPES = {
     name: getattr(torch, name)
@@ -83,13 +82,6 @@ class Call:
         self.buffers.update(
             (name, Buffer(tuple(t.shape), NAMES[t.dtype], fill)) for name, t in tensors.items()
         )
-
-    def run_plan(self, plan: Plan) -> None:
-        """Allocate the buffers of a plan, and launch its passes."""
-        for name, buffer in plan.buffers.items():
-            self.allocate(name, buffer)
-        for step in plan.passes:
-            self.launch(*block_launch(step))
 
     def launch(
         self, kernel: CompiledLaunch, pointers: Sequence[str | None], views: Mapping[str, torch.Tensor] | None = None

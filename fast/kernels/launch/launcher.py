@@ -13,20 +13,12 @@ import triton
 
 from fast.kernels.launch import direct
 from fast.kernels.launch.direct import DirectLaunch, Grid
-from fast.kernels.launch.plan import Pass
-from fast.kernels.quantize.geometry import LARGEST_TILE
-from fast.kernels.quantize.kernel import blocks_kernel
 
-# In every pass what is read comes before what is written, as XLA hands arrays over.
-POINTERS = tuple(blocks_kernel.arg_names[:10])
 # Compiled kernels take addresses that are multiples of this; for others `kernel[grid]` specializes anew.
 ALIGNMENT = 16
 # The compiler's option by which products and sums are rounded one by one, as the reference rounds them. Kernels have it unless
 # they say that they promise less.
 UNFUSED = {"enable_fp_fusion": False}
-# Registers a lane where rows of 14336 are rounded: three programs on a multiprocessor, where the compiler's 128 leave room for
-# two; 0.97 of the copy rate instead of 0.91 for a spill of two words.
-ROUNDING_REGISTERS = 80
 
 # What a kernel is compiled for: the device, and the dtype of each pointer, None where there is no tensor.
 Signature = tuple[int | torch.dtype | None, ...]
@@ -70,30 +62,6 @@ class CompiledLaunch:
 def signature_of(pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
     """What a kernel is compiled for."""
     return (device, *(None if p is None else p.dtype for p in pointers))
-
-
-def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
-    """The launch of a pass of the block kernel, and the names of the tensors that are its pointers."""
-    place = step.place
-    names = {**step.reads, **step.writes, **step.updates}
-    tail = (
-        *place.integers, place.blocks, step.rule, step.block_op, place.shape, place.chunked, place.masked, place.wide,
-        place.size, place.inner, place.p,
-    )  # fmt: skip
-    launch = CompiledLaunch(blocks_kernel, place.programs, tail, place.warps, **_registers(step))
-    return launch, [names.get(name) for name in POINTERS]
-
-
-def _registers(step: Pass) -> dict[str, int]:
-    """A limit where the largest tile is rounded under masks by a fast path: rows of 14336 16-bit numbers."""
-    place, do = step.place, step.block_op
-    large = place.shape == "flat" and place.masked and not place.chunked and place.size == LARGEST_TILE
-    # Masks of single numbers, other paths and random words need more, and would spill.
-    plain = (
-        place.integers[3] % ALIGNMENT == 0 and step.rule.fast_path.value != "" and "words" not in step.reads
-    )
-    rounded = do.output in ("bfloat16", "float16") and not do.dequantize
-    return {"maxnreg": ROUNDING_REGISTERS} if large and plain and rounded and place.warps == 8 else {}
 
 
 def same_device(x: torch.Tensor, *others: Any) -> bool:

@@ -21,11 +21,11 @@ from fast.kernels.bits import read
 from fast.kernels.launch.cache import like
 from fast.kernels.launch.call import Call, Finishing, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.layers.outputs import Outputs, outputs
 from fast.kernels.layers.split_rows import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.geometry import LARGEST_TILE, power_above
+from fast.kernels.quantize.outputs import Outputs, outputs
 from fast.kernels.quantize.split_rows import takes_row_pieces
 from fast.kernels.rules.trees import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal

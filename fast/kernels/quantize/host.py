@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fast.kernels.encode.pointwise import add_packing
-from fast.kernels.launch import plan as plans
 from fast.kernels.launch.cache import PARTS, like
 from fast.kernels.launch.call import FLOATS, Call, Finishing, select, select_all
 from fast.kernels.launch.launcher import interpreted, same_device
-from fast.kernels.launch.plan import Problem
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.block_launch import run_plan
+from fast.kernels.quantize.plan import Problem
 from reference import Quantized, Scales
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
@@ -83,7 +84,7 @@ def quantize(
     tiles = tiled and plans.tiles(of, kind)
     read_in_words = fused or plans.paired(of, fused)
     call = Call(operands(x, given, words), words=("x",) if read_in_words else ())
-    call.run_plan(plans.quantizing(of, kind, fused, tiles))
+    run_plan(call, plans.quantizing(of, kind, fused, tiles))
     apart = packed and not fused and add_packing(call, "codes", "packed", scheme.format)
     result: Quantized = call.result(
         _quantized(call, of, packed, tiled, "packed" if apart else "codes"), key, record
@@ -113,7 +114,7 @@ def choose_scales(x: torch.Tensor, record: str | Scheme, axis: int, key: Any = N
     if of is None:
         return None
     call = Call({"x": x})
-    call.run_plan(plans.choosing(of))
+    run_plan(call, plans.choosing(of))
     parts = select_all(*(part if part in call.buffers else None for part in PARTS))
 
     def finishing(names: list[str]) -> Any:
@@ -136,7 +137,7 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
     if of is None or (packed and not plans.packs(of)):
         return None
     call = Call({"codes": q.codes, **stored_parts(q)}, words=("codes",))
-    call.run_plan(plans.dequantizing(of, packed))
+    run_plan(call, plans.dequantizing(of, packed))
     y: torch.Tensor = call.result(select("y"), key, scheme)
     return y
 
@@ -151,6 +152,6 @@ def fake_quantize(
     if of is None:
         return None
     call = Call(operands(x, given, words))
-    call.run_plan(plans.fake_quantizing(of, given_kind(given)))
+    run_plan(call, plans.fake_quantizing(of, given_kind(given)))
     y: torch.Tensor = call.result(select("y"), key, record)
     return y

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch import plan as plans
 from fast.kernels.launch.call import Call, select, select_all
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.host import problem_of
 from reference import Scheme
 from reference.schemes.schemes import scheme_of
@@ -21,7 +22,7 @@ def noted(
     if of is None or not plans.notes(of):
         return None
     call = Call({"x": x})
-    call.run_plan(plans.noting(of))
+    run_plan(call, plans.noting(of))
     made: tuple[torch.Tensor, torch.Tensor] = call.result(select_all("y", "codes"), key, record)
     return made
 
@@ -50,7 +51,7 @@ def clip(
             f"clip: g, x and mask lie on one device, got {g.device}, {x.device} and {mask.device}"
         )
     call = Call({"g": g, "x": x, "codes": mask})
-    call.run_plan(plans.clipping(of))
+    run_plan(call, plans.clipping(of))
     made: torch.Tensor = call.result(select("g"), key, record)
     return made
 

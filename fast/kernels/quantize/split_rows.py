@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.layers.outputs import Outputs
+from fast.kernels.quantize.outputs import Outputs
 from fast.kernels.rules.statistics import larger
 from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier, store_codes

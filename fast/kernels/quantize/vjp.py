@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch import plan as plans
 from fast.kernels.launch.call import FLOATS, Call, select_all
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.launch.plan import Problem
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.geometry import (
     CHUNK,
     Geometry,
@@ -25,6 +25,7 @@ from fast.kernels.quantize.geometry import (
     power_above,
 )
 from fast.kernels.quantize.host import checked, given_kind, operands
+from fast.kernels.quantize.plan import Problem
 from fast.kernels.quantize.scale_grads import part_sums_kernel, slopes_kernel
 from fast.kernels.scheme.constants import constants_of
 from reference import Scales
@@ -53,7 +54,7 @@ def gradient(
         return None
     if given is None or given.scale is None:
         call = Call({"g": g, **operands(x, given, words)})
-        call.run_plan(plans.masking(of, given_kind(given)))
+        run_plan(call, plans.masking(of, given_kind(given)))
         result: Gradients = call.result(select_all("y", None, None), key, record)
         return result
     return _scale_gradients(g, x, of, words, given, key, record)

@@ -223,7 +223,7 @@ def test_no_gradient_flows_through_codes(kernels_everywhere):
 def test_kernels_read_before_they_write(name):
     """XLA hands over inputs, then outputs; in every plan the kernel's arguments have that order."""
     from ao_lab.jax.launches import POINTERS
-    from fast.kernels.launch import plan as passes
+    from fast.kernels.quantize import plan as passes
 
     scheme = SCHEMES[name]
     for shape in ((256, 256), (32, 32768)):

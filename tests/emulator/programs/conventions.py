@@ -20,9 +20,9 @@ import torch
 import triton
 
 import reference
-from fast.kernels.launch import plan as passes
-from fast.kernels.launch.plan import first_level
+from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.geometry import power_above
+from fast.kernels.quantize.plan import first_level
 from fast.kernels.scheme.constants import constants_of, is_two_level
 from fast.kernels.scheme.ordinary_blocks import bounds, has_zero_blocks, outer_bounds
 from reference import SCHEMES, Scheme

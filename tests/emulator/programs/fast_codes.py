@@ -27,10 +27,10 @@ import reference
 from ao_lab.testing.samples import Layout
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.encode import pointwise
-from fast.kernels.launch import plan as passes
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.geometry import Geometry, power_above
 from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES

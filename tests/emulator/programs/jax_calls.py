@@ -25,8 +25,8 @@ from ao_lab import jax as functions
 from ao_lab.jax import functions as implementation
 from ao_lab.jax import launches
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import plan as passes
-from fast.kernels.launch.launcher import POINTERS, block_launch
+from fast.kernels.quantize import plan as passes
+from fast.kernels.quantize.block_launch import POINTERS, block_launch
 from reference import SCHEMES, Scales
 from reference.arrays.torch_bridge import to_numpy, to_torch
 from reference.quantize.tiled_scales import STORED

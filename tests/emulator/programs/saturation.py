@@ -18,8 +18,8 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize.host import problem_of
 from reference import SCHEMES, Scheme

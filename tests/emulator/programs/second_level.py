@@ -19,8 +19,8 @@ import triton
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.launch import cache
-from fast.kernels.launch import plan as passes
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize import vjp
 from reference import SCHEMES, Scales, Scheme
 from tests.emulator import quick_interpreter

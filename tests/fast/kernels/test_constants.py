@@ -13,7 +13,7 @@ from reference.quantize.blocks import Blocks
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.launch import plan as passes
+from fast.kernels.quantize import plan as passes
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, ocp_name

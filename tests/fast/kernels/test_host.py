@@ -12,7 +12,7 @@ import fast
 import reference
 from fast.kernels.launch import cache, direct
 from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import POINTERS
+from fast.kernels.quantize.block_launch import POINTERS
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
 

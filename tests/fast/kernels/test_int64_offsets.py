@@ -13,7 +13,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from fast.kernels.encode import pointwise
-from fast.kernels.launch import plan as passes
+from fast.kernels.quantize import plan as passes
 from tests.fast.kernels.compiling.kernel_calls import case, dequantize, quantize
 from tests.fast.kernels.compiling.kernel_compiler import compiling
 

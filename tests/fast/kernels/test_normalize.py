@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fast.kernels.layers.outputs import _block_length
 from fast.kernels.layers.rms_norm import _whole_rows, norm_kernel
+from fast.kernels.quantize.outputs import _block_length
 from reference import SCHEMES
 from tests.fast.kernels.compiling.compiled_kernels import compiled, output_arguments
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from fast.kernels.launch.buffer import Buffer
 from fast.kernels.quantize.geometry import (
     INT32,
     LARGEST_TILE,
@@ -41,15 +42,6 @@ CLIPPED = 1024
 ALONE, MOST_WARPS = 512, 32
 # Scales of which one program makes an average, and how many numbers every program that quantizes scales may average.
 AVERAGED, LEFT = 4096, 1024
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """An array that a plan makes. fill: the number that each row starts with; () where a pass writes every element."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    fill: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fast.kernels.launch.launcher import interpreted
-from fast.kernels.launch.plan import Problem, code_buffer, packs, problem_of, scale_buffers
+from fast.kernels.quantize.plan import Problem, code_buffer, packs, problem_of, scale_buffers
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.tile.block_op import BlockOp, block_op
 from reference import Quantized

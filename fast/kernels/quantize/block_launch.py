@@ -1,0 +1,47 @@
+"""Plans for torch tensors: buffers allocated, each pass of the block kernel launched."""
+
+from __future__ import annotations
+
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
+from fast.kernels.quantize.geometry import LARGEST_TILE
+from fast.kernels.quantize.kernel import blocks_kernel
+from fast.kernels.quantize.plan import Pass, Plan
+
+# In every pass what is read comes before what is written, as XLA hands arrays over.
+POINTERS = tuple(blocks_kernel.arg_names[:10])
+# Registers a lane where rows of 14336 are rounded: three programs on a multiprocessor, where the compiler's 128 leave room for
+# two; 0.97 of the copy rate instead of 0.91 for a spill of two words.
+ROUNDING_REGISTERS = 80
+
+
+def run_plan(call: Call, plan: Plan) -> None:
+    """Allocate the buffers of a plan, and launch its passes."""
+    for name, buffer in plan.buffers.items():
+        call.allocate(name, buffer)
+    for step in plan.passes:
+        call.launch(*block_launch(step))
+
+
+def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
+    """The launch of a pass of the block kernel, and the names of the tensors that are its pointers."""
+    place = step.place
+    names = {**step.reads, **step.writes, **step.updates}
+    tail = (
+        *place.integers, place.blocks, step.rule, step.block_op, place.shape, place.chunked, place.masked, place.wide,
+        place.size, place.inner, place.p,
+    )  # fmt: skip
+    launch = CompiledLaunch(blocks_kernel, place.programs, tail, place.warps, **_registers(step))
+    return launch, [names.get(name) for name in POINTERS]
+
+
+def _registers(step: Pass) -> dict[str, int]:
+    """A limit where the largest tile is rounded under masks by a fast path: rows of 14336 16-bit numbers."""
+    place, do = step.place, step.block_op
+    large = place.shape == "flat" and place.masked and not place.chunked and place.size == LARGEST_TILE
+    # Masks of single numbers, other paths and random words need more, and would spill.
+    plain = (
+        place.integers[3] % ALIGNMENT == 0 and step.rule.fast_path.value != "" and "words" not in step.reads
+    )
+    rounded = do.output in ("bfloat16", "float16") and not do.dequantize
+    return {"maxnreg": ROUNDING_REGISTERS} if large and plain and rounded and place.warps == 8 else {}
