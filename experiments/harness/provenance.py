@@ -25,6 +25,8 @@ BOOKKEEPING = (
     *("experiments.commands", "experiments.ledger", "experiments.report", "experiments.source"),
     *("experiments.models.train.cache_key", "ao_lab.cli", "ao_lab.install", "reference.renamed"),
 )
+#: What enters operators into torch's tables, and the decorator of the specification's functions, which enters them nowhere.
+REGISTRARS = ("fast.ops.register", "reference.arrays.torch_bridge.bridged")
 #: Where rows of a trained model start from, besides the function that measures.
 TRAINED = ("experiments.runs.settings.settings_for",)
 #: Programs outside of the experiments that publish rows, with what their rows start from.
@@ -36,7 +38,7 @@ DIGITS = 12
 @lru_cache(maxsize=1)
 def read_sources() -> SourceTree:
     """The source of this clone, as it was at the first call."""
-    return SourceTree(ROOT, PACKAGES, BOOKKEEPING)
+    return SourceTree(ROOT, PACKAGES, BOOKKEEPING, registrars=REGISTRARS)
 
 
 def forget() -> None:

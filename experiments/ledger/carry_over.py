@@ -92,7 +92,7 @@ def revision(name: str) -> Old:
     """A revision out of git."""
     with unpacked(name) as folder:
         opaque = (*provenance.BOOKKEEPING, *OLD_BOOKKEEPING, *REVIEWED)
-        return Old(SourceTree(folder, provenance.PACKAGES, opaque, stubs_of(folder)))
+        return Old(SourceTree(folder, provenance.PACKAGES, opaque, stubs_of(folder), provenance.REGISTRARS))
 
 
 @contextmanager
@@ -126,7 +126,11 @@ def stubs_of(folder: Path) -> Mapping[str, Mapping[str, tuple[str, str]]]:
 @cache
 def today() -> Old:
     """The clone as it is."""
-    return Old(SourceTree(ROOT, provenance.PACKAGES, (*provenance.BOOKKEEPING, *REVIEWED)))
+    return Old(
+        SourceTree(
+            ROOT, provenance.PACKAGES, (*provenance.BOOKKEEPING, *REVIEWED), registrars=provenance.REGISTRARS
+        )
+    )
 
 
 @cache

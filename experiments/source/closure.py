@@ -43,6 +43,8 @@ class SourceTree:
 
     opaque: packages, modules or definitions that are used without being looked into.
     stubs: names that a package finds when it runs, by its name: each with the module and the attribute that it stands for.
+    registrars: functions that fill no table of ours: those that enter operators into torch's, and decorators that only wrap. A
+    call of one on import counts where something of the module that calls it is used, and not wherever the function is used.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class SourceTree:
         packages: Iterable[str],
         opaque: Iterable[str] = (),
         stubs: Mapping[str, Mapping[str, Node]] | None = None,
+        registrars: Iterable[str] = (),
     ) -> None:
         self.root, self.opaque = root, tuple(opaque)
+        self.registrars = frozenset(registrars)
         self._stubs = {name: dict(names) for name, names in (stubs or {}).items()}
         self._texts: dict[str, str] = {}
         self._packages: set[str] = set()
@@ -229,7 +233,10 @@ class Closure:
     def _matters(self, effect: Definition) -> bool:
         """Whether something is used of a module that a statement names, or of its own; for a definition its decorators
         count."""
-        named = {self._home(ref) for ref in effect.decorators or effect.refs}
+        refs = effect.decorators or effect.refs
+        if any(self._named(ref) in self.tree.registrars for ref in refs):
+            return not effect.decorators and effect.module in self._used
+        named = {self._home(ref) for ref in refs}
         return bool(self._used & (named if effect.decorators else named | {effect.module}))
 
     def _home(self, ref: Ref) -> str:
