@@ -59,12 +59,17 @@ class Commands(TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in registered():
             return own
+        settings: dict[str, Any] = {}
         try:
             function = load(registered()[cmd_name])
         except ImportError as error:
-            function = unavailable(error)
+            # Whatever is typed behind it, the answer is the same.
+            function, settings = (
+                unavailable(error),
+                {"allow_extra_args": True, "ignore_unknown_options": True},
+            )
         app = typer.Typer(add_completion=False)
-        app.command(cmd_name)(function)
+        app.command(cmd_name, context_settings=settings)(function)
         return typer.main.get_command(app)
 
 

@@ -15,6 +15,7 @@ from fast.ops import record_name, register
 from reference import Quantized
 from reference.arrays.errors import choice
 from reference.matmul.exact import RESULTS
+from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized
 from reference.schemes.record_text import record_of
 
@@ -67,8 +68,9 @@ def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantize
     codes, scale, zero, w_codes, w_scale, bias = operands
     x = weight_of(record, stored[:4], (codes, scale, None, zero))
     w = weight_of(record_of(key), stored[4:], (w_codes, w_scale, None, None))
-    check_weight(x, w, bias, "linear_of_codes")
+    check_linear(x, w, bias)
     check_codes(x, w, extra)
+    check_weight(x, w, bias, "linear_of_codes")
     return x, w, bias, choice(str(dtype).removeprefix("torch."), tuple(RESULTS), "dtype")
 
 

@@ -11,7 +11,7 @@ from fast.dispatch import require_tensor, run
 from fast.kernels.launch.cache import settings
 from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, QUANTIZE, operands_of
 from reference import Quantized, Scales, Scheme
-from reference.quantize.quantize import with_plain_scales
+from reference.quantize.quantize import check_quantized, with_plain_scales
 
 
 def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
@@ -43,6 +43,8 @@ def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tens
         made: Any = reference.dequantize(q, str(dtype).removeprefix("torch."))
         return require_tensor(made, "dequantize")
     require_tensor(q.codes, "dequantize")
-    q = with_plain_scales(q) if q.tiled else q
+    if q.tiled:
+        check_quantized(q)
+        q = with_plain_scales(q)
     y: torch.Tensor = run(DEQUANTIZE, q.scheme, (dtype, *settings(q)), (q.codes, q.scale, q.outer, q.zero))
     return y

@@ -222,20 +222,15 @@ def test_program(tmp_path, capsys, monkeypatch):
     assert validate_kernels.main([*arguments, str(tmp_path / "right.json")]) == 0
     right = json.loads((tmp_path / "right.json").read_text())
     (row,) = right["tests"]
-    assert {row["name"], row["status"], row["kernel"]} == {
-        "decode/decode",
-        "ok",
-        "fast/kernels/encode/pointwise.py",
-    }
+    assert (row["name"], row["status"]) == ("decode/decode", "ok")
     assert row["count"] > 65536
     assert right["versions"]["torch"] == torch.__version__
     wrong = ModuleType("wrong_fast")
     wrong.__dict__.update(vars(stand_in(decode=lambda c, f: fast.decode(c, f) + 1)))
-    wrong.KERNEL_OF = {"decode": "fast/kernels/wrong.py"}
     monkeypatch.setitem(sys.modules, "wrong_fast", wrong)
     assert validate_kernels.main([*arguments, str(tmp_path / "wrong.json"), "--fast", "wrong_fast"]) == 1
     (row,) = json.loads((tmp_path / "wrong.json").read_text())["tests"]
-    assert (row["status"], row["kernel"]) == ("different", "fast/kernels/wrong.py")
+    assert row["status"] == "different"
     assert "expected 0x" in capsys.readouterr().out
     assert validate_kernels.main([*arguments[:-2], "no such job"]) == 1
 

@@ -21,7 +21,7 @@ def test_extras_are_those_of_the_project():
     for extra, modules in installation.EXTRAS.items():
         named = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
         assert named <= {canonicalize_name(module) for module in modules}
-    assert set(declared) - set(installation.EXTRAS) == {"test", "lint"}
+    assert set(declared) - set(installation.EXTRAS) == {"test", "lint", "docs"}
 
 
 def test_a_clone_and_a_wheel_are_installed_differently(tmp_path):

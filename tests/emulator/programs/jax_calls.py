@@ -29,7 +29,7 @@ from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.block_launch import POINTERS, block_launch
 from reference import SCHEMES, Scales
 from reference.arrays.torch_bridge import to_numpy, to_torch
-from reference.quantize.tiled_scales import STORED
+from reference.quantize.tiled_scales import STORAGES
 from tests.emulator import quick_interpreter
 
 RNG = np.random.default_rng(0)
@@ -165,7 +165,7 @@ def main(names):
             if covered(x, name, axis):
                 compare(x, name, axis)
         compare_mapped(x=RNG.standard_normal((3, 4, 128)).astype(np.float32), name=name)
-        if SCHEMES[name].scale.storage in STORED:
+        if SCHEMES[name].scale.storage in STORAGES:
             # With padding, which XLA makes, and whole tiles, which the kernel writes.
             for rows in (130, 256):
                 compare_tiled(RNG.standard_normal((rows, 128)).astype(np.float32), name)

@@ -116,7 +116,7 @@ def layer_of(scheme, dtype=torch.float32, shape=(48, 128), bias=True, **options)
 def test_layers_take_it_for_one_row_alone(scheme, dtype):
     """Of one row within the bound; of more F.linear(x, dequantize(w)), bit for bit."""
     layer = layer_of(scheme, dtype)
-    assert select_kernel(layer.weight.turned(), dtype) == "fused"
+    assert select_kernel(layer.weight.transposed(), dtype) == "fused"
     w = layer.weight.quantized
     for rows in (1, 2, 17):
         x = normal(rows, 128, seed=6).to(dtype)

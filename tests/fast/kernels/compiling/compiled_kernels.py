@@ -79,7 +79,7 @@ def output_arguments(name: str | None, dtype: str) -> dict[str, Any]:
     from fast.kernels.scheme.constants import constants_of
     from fast.kernels.tile.block_op import block_op
 
-    common = {"DTYPE": dtype, "NATIVE": True}
+    common = {"DTYPE": dtype, "HAS_PTX": True}
     if name is None:
         return {"y": dtype, "codes": None, "scale": None, "zero": None, "SCHEME": None, "OP": None, **common}
     scheme = SCHEMES[name]

@@ -130,10 +130,10 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
-    if "ALONG" in arguments:
+    if "WARPS_K" in arguments:
         # A turn along K of the kernels in Gluon: sixteen rows of a unit a warp, or some of 512.
         return int(
-            arguments["ALONG"]
+            arguments["WARPS_K"]
             * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.NIBBLE_ROWS * linear.NIBBLE_UNIT)
         )
     if "DOWN" in arguments:
