@@ -37,7 +37,7 @@ def test_records_at_the_edges_of_the_sequences_agree():
     assert len(lines_of("tests/emulator/programs/records.py")) == 34
 
 
-# One record of each way in which ordinary blocks equal the house's; the program without names tries all, in every dtype.
+# One record of each way in which ordinary blocks equal a default record's; the program without names tries all, in every dtype.
 CONVENTIONS = (
     (
         "torchao.mxfp8_e4m3_floor",
@@ -52,11 +52,13 @@ CONVENTIONS = (
         "torchao.nf4",
         "compressed_tensors.fp8_channel",
     ),
-    ("te.nvfp4", "torchao.nvfp4", "compressed_tensors.nvfp4", "compressed_tensors.int4_g128"),
+    ("compressed_tensors.nvfp4", "compressed_tensors.int4_g128"),
+    # The same sequences under other orders of the outer scale.
+    pytest.param(("te.nvfp4", "torchao.nvfp4"), marks=pytest.mark.nightly, id="te.nvfp4-torchao.nvfp4"),
 )
 
 
-@pytest.mark.parametrize("names", CONVENTIONS, ids="-".join)
+@pytest.mark.parametrize("names", CONVENTIONS, ids=lambda names: "-".join(names))
 def test_conventions_agree_with_the_reference(names):
     lines = lines_of("tests/emulator/programs/conventions.py", "0/1", "bfloat16", *names)
     assert {line.split()[0] for line in lines} == set(names)
