@@ -251,3 +251,28 @@ def test_roots_of_this_clone_differ_and_are_stable():
     assert Closure(SourceTree(ROOT, packages), ["fast.encode"]).hash == found["fast.encode"].hash
     assert not any(name.startswith(("experiments", "ao_lab")) for name in found["fast.linear"].modules)
     assert not any(name.startswith("fast") for name in found["reference.quantize"].modules)
+
+
+OPERATORS = {
+    "pk/__init__.py": "from pk import first, second\n",
+    "pk/ops.py": "def register(name, body):\n    pass\n",
+    "pk/first.py": "from pk.ops import register\n\ndef first(x):\n    return x\n\nregister('first', first)\n",
+    "pk/second.py": "from pk.ops import register\n\ndef second(x):\n    return x + 1\n\nregister('second', second)\n",
+}
+
+
+def test_a_registration_concerns_its_own_module(tmp_path):
+    """With `register` as a registrar another module's operator changes nothing, one's own does; without, both do."""
+    hashes = {}
+    for changed in ("", "pk/first.py", "pk/second.py"):
+        root = tmp_path / (changed.replace("/", "-") or "as-it-is")
+        for name, text in OPERATORS.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace("return x", "return 2 * x") if name == changed else text)
+        for registrars in ((), ("pk.ops.register",)):
+            tree = SourceTree(root, ("pk",), registrars=registrars)
+            hashes[changed, bool(registrars)] = Closure(tree, ["pk.first.first"]).hash
+    assert hashes["pk/second.py", True] == hashes["", True]
+    assert hashes["pk/first.py", True] != hashes["", True]
+    assert hashes["pk/second.py", False] != hashes["", False]
