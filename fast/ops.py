@@ -28,9 +28,10 @@ def register(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     save: Callable[..., Any] | None = None,
+    schema: str | None = None,
 ) -> Any:
-    """The operator `ao_lab::name`; its schema is that of the implementation's annotations."""
-    operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=())
+    """The operator `ao_lab::name`; schema: None for that of the implementation's annotations."""
+    operator = torch.library.custom_op(f"ao_lab::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_vmap(_one_by_one(operator))
     if backward is None:

@@ -133,7 +133,7 @@ def compile_options() -> dict[str, Any]:
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    import fast.matmul.linear_ops  # noqa: F401  the operators
+    import fast.matmul.linear_swiglu_ops  # noqa: F401  the operators
 
     # The compiler's caches want this class, which takes a second to import.
     fuse = type("FuseLinears", (FuseLinears, CustomGraphPass), {})()

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.matmul.linear_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
+from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
 from fast.matmul.weights import check_codes, check_weight, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
@@ -54,11 +54,11 @@ def _linear_of_codes_fake(
 
 
 def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    refuse_scale_gradients(ctx, "linear_of_codes", 1, 2, 4)
     ctx.bias = None if inputs[5] is None else inputs[5].dtype
 
 
 def _linear_of_codes_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-    refuse_scale_gradients(ctx, "linear_of_codes", 1, 2, 4)
     return (*(None,) * 5, sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None, *(None,) * 3)
 
 

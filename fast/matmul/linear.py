@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fast.dispatch import require_tensor, run
+from fast.dispatch import run
 from fast.kernels.launch.cache import settings
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear_ops import LINEAR
-from fast.matmul.weights import check_weight
+from fast.matmul.weights import check_weight, require_weights
 from reference import Quantized
 
 
@@ -24,10 +24,10 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     product, which promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input
     is infinite, a result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies by what `dequantize`
     gives in x's dtype. CPU tensors run `reference.linear`, exact and slow. Arguments and errors are its.
-    Differentiable in x and bias: the gradient of x is a product with the dequantized weight.
+    Differentiable in x and bias: the gradient of x is a product with the dequantized weight. NotImplementedError where scales
+    require a gradient.
     """
-    if not isinstance(w, Quantized):
-        check_weight(require_tensor(x, "linear"), w, bias, "linear")
+    require_weights(x, "linear", w)
     operands = (x, w.codes, w.scale, w.outer, w.zero, bias)
     y: torch.Tensor = run(LINEAR, w.scheme, settings(w), operands)
     return y
@@ -44,7 +44,7 @@ def linear_of_codes(
     On a GPU weights are read once, as they are stored. Sums of integers are exact, results the same bits; sums of floats are
     float32 in another order, within `reference.matmul_error_bound` of that accumulation. Where no kernel takes them (see
     `weights.takes_codes`), the reference runs, on the host. ValueError for other operands; else those of `reference.linear`.
-    Differentiable in the bias.
+    Differentiable in the bias; NotImplementedError for scales that require a gradient.
     """
     if not isinstance(x, Quantized):
         raise TypeError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fast.dispatch import require_tensor, run
-from fast.matmul.linear_ops import LINEAR_PAIR
-from fast.matmul.weights import check_weight, pair_values, parts
+from fast.dispatch import run
+from fast.matmul.linear_pair_ops import LINEAR_PAIR
+from fast.matmul.weights import pair_values, parts, require_weights
 from reference import Quantized
 
 
@@ -18,13 +18,11 @@ def linear_pair(x: torch.Tensor, first: Quantized, second: Quantized) -> tuple[t
     `linear`, whose sums may be made in another order. Everything else is two calls. Arguments and errors are those of `linear`.
     Differentiable in x.
     """
-    for w in (first, second):
-        if not isinstance(w, Quantized):
-            check_weight(require_tensor(x, "linear_pair"), w, None, "linear_pair")
-    made: tuple[torch.Tensor, torch.Tensor] = run(
+    require_weights(x, "linear_pair", first, second)
+    products: tuple[torch.Tensor, torch.Tensor] = run(
         LINEAR_PAIR, first.scheme, pair_values(first, second), (x, *parts(first, second))
     )
-    return made
+    return products
 
 
 __all__ = ["linear_pair"]

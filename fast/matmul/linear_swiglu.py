@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fast.dispatch import require_tensor, run
-from fast.matmul.linear_ops import LINEAR_SWIGLU
-from fast.matmul.weights import check_weight, pair_values, parts
+from fast.dispatch import run
+from fast.matmul.linear_swiglu_ops import LINEAR_SWIGLU
+from fast.matmul.weights import pair_values, parts, require_weights
 from reference import Quantized
 
 
@@ -18,9 +18,7 @@ def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized) -> torch.Tens
     launch, whose sums may be made in another order than those of `linear`, within the same bound. Everything else is three
     calls. Errors are those of `linear` and `swiglu`; ValueError where the weights have other shapes. Differentiable in x.
     """
-    for w in (gate, up):
-        if not isinstance(w, Quantized):
-            check_weight(require_tensor(x, "linear_swiglu"), w, None, "linear_swiglu")
+    require_weights(x, "linear_swiglu", gate, up)
     y: torch.Tensor = run(LINEAR_SWIGLU, gate.scheme, pair_values(gate, up), (x, *parts(gate, up)))
     return y
 

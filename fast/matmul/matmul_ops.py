@@ -91,54 +91,29 @@ OPERANDS = (
     *(f"{part} of {side}" for side in "ab" for part in ("elements", "scale", "outer scale", "zero point")),
     "bias",
 )
-MATMUL = Function(
-    "matmul", OPERANDS, _reference("matmul"), lambda r, v, o: MATMUL_OP(*o, *v), differentiable=True
+SCHEMA = (
+    "(Tensor a, Tensor? a_scale, Tensor? a_outer, Tensor? a_zero, "
+    "Tensor b, Tensor? b_scale, Tensor? b_outer, Tensor? b_zero, Tensor? bias, str text) -> Tensor"
 )
-BOUND = Function(
-    "matmul_error_bound", OPERANDS, _reference("matmul_error_bound"), lambda r, v, o: BOUND_OP(*o, *v), differentiable=True
-)  # fmt: skip
-
-
-def matmul_op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_outer: torch.Tensor | None,
-    a_zero: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_outer: torch.Tensor | None,
-    b_zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    text: str,
-) -> torch.Tensor:
-    """The product."""
-    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
-    made: torch.Tensor = execute(MATMUL, None, (text,), operands)
-    return made
-
-
-def matmul_error_bound_op(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    a_outer: torch.Tensor | None,
-    a_zero: torch.Tensor | None,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_outer: torch.Tensor | None,
-    b_zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    text: str,
-) -> torch.Tensor:
-    """The largest error of each element."""
-    operands = (a, a_scale, a_outer, a_zero, b, b_scale, b_outer, b_zero, bias)
-    made: torch.Tensor = execute(BOUND, None, (text,), operands)
-    return made
-
-
 ADVICE = (
     "it is the specification, for tests and measurements; detach its operands, or use linear or torch.matmul"
 )
-MATMUL_OP = register("matmul", matmul_op, _fake, no_gradient("matmul", ADVICE))
-BOUND_OP = register(
-    "matmul_error_bound", matmul_error_bound_op, _fake_bound, no_gradient("matmul_error_bound", ADVICE)
-)
+
+
+def _function(name: str, fake: Callable[..., torch.Tensor]) -> Function:
+    """`reference.name` and its operator, which takes the tensors of a, those of b, bias and the text."""
+
+    def implementation(*arguments: Any) -> torch.Tensor:
+        *operands, text = arguments
+        result: torch.Tensor = execute(function, None, (text,), operands)
+        return result
+
+    operator = register(name, implementation, fake, no_gradient(name, ADVICE), schema=SCHEMA)
+    function = Function(
+        name, OPERANDS, _reference(name), lambda r, v, o: operator(*o, *v), differentiable=True
+    )
+    return function
+
+
+MATMUL = _function("matmul", _fake)
+BOUND = _function("matmul_error_bound", _fake_bound)

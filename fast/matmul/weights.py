@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fast.dispatch import require_tensor
 from fast.kernels.launch.cache import settings
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
@@ -46,6 +47,13 @@ def pair_of(record: Any, values: Sequence[Any], operands: Sequence[Any]) -> tupl
     """The weights of `pair_values`; operands: their parts."""
     first = weight_of(record, values[1:5], operands[:4])
     return first, weight_of(record_of(values[0]), values[5:], operands[4:])
+
+
+def require_weights(x: Any, name: str, *weights: Any) -> None:
+    """TypeError where a weight is not `Quantized`; of the inputs first, where those are no tensor."""
+    for w in weights:
+        if not isinstance(w, Quantized):
+            check_weight(require_tensor(x, name), w, None, name)
 
 
 def check_weight(x: Any, w: Any, bias: Any, name: str) -> None:

@@ -9,6 +9,8 @@ from tests.support.examples import normals
 X, WIDE = normals(8, "cpu"), normals(64, "cpu", dtype=torch.bfloat16)
 CODES = (torch.arange(8 * 64, dtype=torch.int32) % 100).to(torch.uint8).view(8, 64)
 SCALE = torch.ones(())
+STORED = fast.quantize(normals(64, "cpu"), "int4_g32", packed=True)
+WEIGHT, ONE_ROW = (STORED.codes, STORED.scale, None, None), WIDE[:1].clone().requires_grad_()
 CALLS = {
     "choose_scales": (X, "nvfp4", -1),
     "encode": (X, "float8_e4m3fn", "nearest_even", "saturate", None),
@@ -21,6 +23,9 @@ CALLS = {
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
     "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
     "matmul": (X, None, None, None, X.T, None, None, None, None, '[null, null, {"out_dtype": "bfloat16"}]'),
+    "cpu_linear": (ONE_ROW, *WEIGHT, None, [64, 64], "int4_g32", True),
+    "linear_pair": (ONE_ROW, *WEIGHT, *WEIGHT, [64, 64], "int4_g32", True),
+    "linear_swiglu": (ONE_ROW, *WEIGHT, *WEIGHT, [64, 64], "int4_g32", True, "int4_g32", True),
     "prune": (X, None, "2:4"),
     "compress": (X, None, "2:4"),
     "decompress": (X[:, :32].contiguous(), torch.full((8, 8), 0x44, dtype=torch.uint8)),

@@ -28,7 +28,7 @@ FAST_ALONE = {
 SHARED_PREFIXES = {
     "ao_lab/checkpoint/model_": "what a folder is to other programs: its model, its classes, its card",
     "fast/kernels/linear/gemv_": "the field's name of a kernel: gemv_w4a16",
-    "fast/matmul/linear_": "public functions, a module each",
+    "fast/matmul/linear_": "public functions, a module each, and what is below their signatures",
     "tests/fast/linear/linear_": "the tests of these, by function or subject",
     "tests/gpu/kernels/linear_": "the same on a GPU",
     "tests/gpu/validate_": "commands that a person starts",

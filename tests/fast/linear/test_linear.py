@@ -13,6 +13,7 @@ import fast
 import reference
 from ao_lab import testing
 from ao_lab.config.recipe import named
+from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.weights import rows_fused
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_numpy
@@ -187,18 +188,41 @@ def test_the_operator_takes_scales_in_tiles():
 
 
 def test_inputs_and_bias_have_gradients():
-    """Those of a product with the dequantized weight; the scales of a stored weight have none, and say so."""
+    """Those of a product with the dequantized weight."""
     x, bias = torch.from_numpy(numbers(2, 5, 128)).requires_grad_(), torch.ones(48, requires_grad=True)
     w = fast.quantize(torch.from_numpy(numbers(48, 128)), "int4_g32")
     g = torch.from_numpy(numbers(2, 5, 48))
     fast.linear(x, w, bias).backward(g)
     assert torch.equal(x.grad, g @ fast.dequantize(w))
     assert torch.allclose(bias.grad, g.sum((0, 1)), rtol=1e-6)
-    learned = replace(w, scale=w.scale.requires_grad_())
-    with pytest.raises(NotImplementedError, match="no gradient for the scales"):
-        fast.linear(x, learned).sum().backward()
     with torch.no_grad():
         assert not fast.linear(x, w, bias).requires_grad
+
+
+X16, PACKED, ROWWISE = (
+    torch.ones(1, 64, dtype=torch.bfloat16),
+    fast.quantize(torch.from_numpy(numbers(32, 64)), "int4_g32", packed=True),
+    fast.quantize(torch.from_numpy(numbers(32, 64)), "int8_rowwise"),
+)
+PRODUCTS = {
+    "linear": lambda learned: fast.linear(X16, learned(PACKED)),
+    "linear_pair": lambda learned: fast.linear_pair(X16, PACKED, learned(PACKED)),
+    "linear_swiglu": lambda learned: fast.linear_swiglu(X16, learned(PACKED), ROWWISE),
+    "linear_of_codes": lambda learned: fast.linear_of_codes(
+        fast.quantize(X16.float(), "int8_rowwise"), learned(ROWWISE), dtype=torch.float32
+    ),
+    "cpu_linear": lambda learned: cpu_linear(X16, learned(PACKED), None),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_scales_that_require_a_gradient_raise_in_forward(name):
+    """A stored weight has no gradient for its scales: the call says so, not the backward of a training step."""
+    product = PRODUCTS[name]
+    with pytest.raises(NotImplementedError, match="no gradient for the scales"):
+        product(lambda w: replace(w, scale=w.scale.clone().requires_grad_()))
+    with torch.no_grad():
+        product(lambda w: replace(w, scale=w.scale.clone().requires_grad_()))
 
 
 if platform.system() == "Linux":
