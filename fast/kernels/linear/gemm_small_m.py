@@ -14,7 +14,7 @@ from fast.kernels.linear.weight_values import block_scales, block_zeros, row_ele
 
 
 @triton.jit
-def tile_kernel(
+def gemm_small_m_kernel(
     x, codes, scale, outer, zero, bias, y, count, rows, per_row,
     LENGTH: tl.constexpr,
     SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,

@@ -18,7 +18,7 @@ from fast.kernels.linear.weight_values import block_scales, block_zeros, row_ele
 
 
 @triton.jit
-def vector_kernel(
+def gemv_any_kernel(
     x, codes, scale, outer, zero, bias, y, rows, per_row,
     LENGTH: tl.constexpr,
     SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,

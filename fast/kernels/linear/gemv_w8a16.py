@@ -64,7 +64,7 @@ def _inputs(pointers):
 
 
 @gluon.jit
-def byte_kernel(
+def gemv_w8a16_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
@@ -78,7 +78,7 @@ def byte_kernel(
 
 
 @gluon.jit
-def byte_pair_kernel(
+def gemv_w8a16_pair_kernel(
     x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
@@ -101,7 +101,7 @@ def byte_pair_kernel(
 
 
 @gluon.jit
-def byte_swiglu_kernel(
+def gemv_w8a16_swiglu_kernel(
     x, codes, scale, zero, codes2, scale2, zero2, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,

@@ -72,7 +72,7 @@ def _added(total, w, c, INPUT: gl.constexpr, KIND: gl.constexpr, SHAPE: gl.const
 
 
 @gluon.jit
-def code_kernel(
+def gemv_w8a8_kernel(
     x, x_scale, x_zero, codes, scale, bias, y, rows,
     LENGTH: gl.constexpr, EACH: gl.constexpr, INPUT: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
     WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,

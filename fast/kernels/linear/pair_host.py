@@ -13,17 +13,17 @@ import torch
 
 from fast.kernels.launch.call import NAMES, Call, select, select_all
 from fast.kernels.launch.launcher import CompiledLaunch, same_device
-from fast.kernels.linear.gemv_w4a16 import nibble_pair_kernel, nibble_swiglu_kernel
-from fast.kernels.linear.gemv_w8a16 import byte_pair_kernel, byte_swiglu_kernel
+from fast.kernels.linear.gemv_w4a16 import gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
+from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
 from fast.kernels.linear.select import (
     FLOATS,
-    NIBBLE_ROWS,
+    W4A16_ROWS,
     Weight,
-    byte_launch,
-    byte_rows,
-    is_of_bytes,
-    is_of_nibbles,
-    nibble_launch,
+    gemv_w4a16_launch,
+    gemv_w8a16_launch,
+    rows_per_program,
+    takes_w4a16,
+    takes_w8a16,
     weight_of,
 )
 from fast.kernels.quantize.geometry import ceil_div
@@ -85,12 +85,12 @@ def launch_for(
 @lru_cache(maxsize=4096)
 def _launch(weight: Weight, dtype: str, gated: bool) -> CompiledLaunch | None:
     """Programs of the first weight, then those of the second; gated: of half as many rows of both."""
-    if is_of_nibbles(weight) and dtype != "float32":
-        one, rows = nibble_launch(weight, dtype, 2), NIBBLE_ROWS
-        kernels = nibble_pair_kernel, nibble_swiglu_kernel
-    elif is_of_bytes(weight):
-        one, rows = byte_launch(weight, dtype, 2), byte_rows(weight.rows, 2)
-        kernels = byte_pair_kernel, byte_swiglu_kernel
+    if takes_w4a16(weight) and dtype != "float32":
+        one, rows = gemv_w4a16_launch(weight, dtype, 2), W4A16_ROWS
+        kernels = gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
+    elif takes_w8a16(weight):
+        one, rows = gemv_w8a16_launch(weight, dtype, 2), rows_per_program(weight.rows, 2)
+        kernels = gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
     else:
         return None
     programs = ceil_div(weight.rows, rows // 2) if gated else 2 * one.grid[0]

@@ -9,8 +9,8 @@ import torch
 
 from fast.kernels.launch.call import NAMES, Call, select
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.linear.gemv_w8a8 import code_kernel
-from fast.kernels.linear.select import BYTES, FLOATS, byte_rows, warps_along
+from fast.kernels.linear.gemv_w8a8 import gemv_w8a8_kernel
+from fast.kernels.linear.select import FLOATS, WARP_BYTES, rows_per_program, warps_along_k
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from reference import Quantized, Scheme
 
@@ -49,8 +49,8 @@ def launch_for(x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype)
 @lru_cache(maxsize=4096)
 def _launch(inputs: str, kind: str, each: bool, rows: int, length: int, dtype: str) -> CompiledLaunch:
     """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all."""
-    taken = byte_rows(rows)
-    along = warps_along(ceil_div(rows, taken), ceil_div(length, BYTES))
+    taken = rows_per_program(rows)
+    warps_k = warps_along_k(ceil_div(rows, taken), ceil_div(length, WARP_BYTES))
     wide = rows * length > INT32 - length
-    tail = (rows, length, each, inputs, kind, taken, along, wide, dtype, True)
-    return CompiledLaunch(code_kernel, ceil_div(rows, taken), tail, along, launch_pdl=True)
+    tail = (rows, length, each, inputs, kind, taken, warps_k, wide, dtype, True)
+    return CompiledLaunch(gemv_w8a8_kernel, ceil_div(rows, taken), tail, warps_k, launch_pdl=True)

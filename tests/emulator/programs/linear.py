@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python tests/emulator/programs/linear.py
 
 See `interpreted_kernels` for what the interpreter can show. The kernels in Gluon have inline assembly, which it has not: there
-`vector_product` takes all weights. Sums that are exact in float32 have to be equal bit for bit, others within the bound of
+`gemv_any` takes all weights. Sums that are exact in float32 have to be equal bit for bit, others within the bound of
 `linear_cases`.
 """
 

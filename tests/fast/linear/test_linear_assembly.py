@@ -16,27 +16,25 @@ from tests.emulator.ptx_opcodes import fused
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear import gemv_w4a16 as nibble_product
-from fast.kernels.linear import gemv_w8a8 as code_product
-from fast.kernels.linear import gemv_w8a16 as byte_product
+from fast.kernels.linear import gemv_w4a16, gemv_w8a8, gemv_w8a16
 
-BYTES = {
-    "int": (byte_product.TEXT_INT.value, np.int8),
-    "e4m3": (byte_product.TEXT_E4M3.value, ml_dtypes.float8_e4m3fn),
-    "e5m2": (byte_product.TEXT_E5M2.value, ml_dtypes.float8_e5m2),
+ELEMENT_KINDS = {
+    "int": (gemv_w8a16.TEXT_INT.value, np.int8),
+    "e4m3": (gemv_w8a16.TEXT_E4M3.value, ml_dtypes.float8_e4m3fn),
+    "e5m2": (gemv_w8a16.TEXT_E5M2.value, ml_dtypes.float8_e5m2),
 }
-# What `byte_kernel` says of the operands.
+# What `gemv_w8a16_kernel` says of the operands.
 OPERANDS = "=&f,f,r,f,f,f,f"
 #: The dtypes of pairs; what they count beside a nibble.
-NIBBLES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+FLOAT16_KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 MORE = 16
 
 
 @np.errstate(all="ignore")
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("kind", ELEMENT_KINDS)
 def test_four_bytes_times_four_inputs(kind):
     """Fused multiply-adds from the first to the fourth, of every code in every place."""
-    text, dtype = BYTES[kind]
+    text, dtype = ELEMENT_KINDS[kind]
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (4096, 4), dtype=np.uint8)
     codes[:1024] = (np.arange(1024)[:, None] // 4 * (np.arange(4) == np.arange(1024)[:, None] % 4)).astype(
@@ -65,28 +63,28 @@ def test_four_bytes_times_four_bytes():
     codes = np.random.default_rng(1).integers(-128, 128, (2, 4096, 4), dtype=np.int8)
     total = np.random.default_rng(2).integers(-(2**30), 2**30, 4096, dtype=np.int32)
     words = [part.view("<u4")[:, 0].copy() for part in codes]
-    made = run(code_product.DOT.value, "=r,r,r,r", [total.view(np.uint32), *words])[0].view(np.int32)
+    made = run(gemv_w8a8.DOT.value, "=r,r,r,r", [total.view(np.uint32), *words])[0].view(np.int32)
     assert (made == total + codes.astype(np.int32).prod(0).sum(1)).all()
-    alone = run(code_product.SUM.value, "=r,r,r", [total.view(np.uint32), words[0]])[0].view(np.int32)
+    alone = run(gemv_w8a8.SUM.value, "=r,r,r", [total.view(np.uint32), words[0]])[0].view(np.int32)
     assert (alone == total + codes[0].astype(np.int32).sum(1)).all()
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_four_bytes_are_four_floats(kind):
     """All codes in all places."""
-    text = {"e4m3": code_product.DECODE_E4M3, "e5m2": code_product.DECODE_E5M2}[kind].value
+    text = {"e4m3": gemv_w8a8.DECODE_E4M3, "e5m2": gemv_w8a8.DECODE_E5M2}[kind].value
     codes = (np.arange(256)[:, None] + np.array([0, 77, 140, 203])).astype(np.uint8)
     made = run(text, "=&f,=&f,=&f,=&f,r", [codes.view("<u4")[:, 0].copy()])
     for place, got in enumerate(made):
-        wanted = codes[:, place].copy().view(BYTES[kind][1]).astype(np.float32)
+        wanted = codes[:, place].copy().view(ELEMENT_KINDS[kind][1]).astype(np.float32)
         np.testing.assert_array_equal(got.astype(np.uint32).view(np.float32), wanted)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("kind", NIBBLES)
+@pytest.mark.parametrize("kind", FLOAT16_KINDS)
 def test_eight_nibbles_and_sixteen(kind, signed):
     """Codes j and j + 4 make a pair; every code in every place, 16 more of it, 24 more of two's complement."""
-    decoded = nibble_product._decoded("$4", "o", kind, signed)
+    decoded = gemv_w4a16._decoded("$4", "o", kind, signed)
     text = f"{{ .reg .b32 v, o<4>; {decoded}" + "".join(f"mov.b32 ${j}, o{j}; " for j in range(4)) + "}"
     codes = (np.arange(64)[:, None] * 3 + 5 * np.arange(8)) % 16
     assert all(set(column) == set(range(16)) for column in codes.T)
@@ -95,6 +93,8 @@ def test_eight_nibbles_and_sixteen(kind, signed):
     # The bound of `linear` counts what is added, and taken off again.
     assert (values - ((codes ^ 8) - 8 if signed else codes)).max() <= ADDED / 2
     for j, pair in enumerate(run(text, "=&r,=&r,=&r,=&r,r", [word])):
-        halves = pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(NIBBLES[kind]).astype(np.int64)
+        halves = (
+            pair.astype(np.uint32).view(np.uint16).reshape(-1, 2).view(FLOAT16_KINDS[kind]).astype(np.int64)
+        )
         assert (halves[:, 0] == values[:, j]).all()
         assert (halves[:, 1] == values[:, j + 4]).all()

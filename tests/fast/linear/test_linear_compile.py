@@ -13,72 +13,72 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from ao_lab.config.recipe import named
-from fast.kernels.linear.select import BYTE_REGISTERS
+from fast.kernels.linear.select import W8A16_REGISTERS
 from tests.fast.kernels.compiling.kernel_calls import case, codes, gated, linear, pair
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
-NIBBLE, BYTE, CODE, VECTOR, TILE = (
-    (f"{name}_kernel",) for name in ("nibble", "byte", "code", "vector", "tile")
+W4A16, W8A16, W8A8, ANY, SMALL_M = (
+    (f"{name}_kernel",) for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
 )
-NIBBLES, BYTES = ("nibble_pair_kernel",), ("byte_pair_kernel",)
-GATED = NIBBLES_GATED, BYTES_GATED = ("nibble_swiglu_kernel",), ("byte_swiglu_kernel",)
+W4A16_PAIR, W8A16_PAIR = ("gemv_w4a16_pair_kernel",), ("gemv_w8a16_pair_kernel",)
+GATED = W4A16_GATED, W8A16_GATED = ("gemv_w4a16_swiglu_kernel",), ("gemv_w8a16_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 # Scales in float16, as AutoGPTQ and AutoAWQ write them.
 HALVES = [replace(named(n), name=f"{n}_f16", scale=replace(named(n).scale, storage="float16", floor=None))
           for n in ("int4_g128", "int4_g128_asymmetric", "int8_g128_asymmetric")]  # fmt: skip
 PRODUCTS = (
-    case(linear, HALVES[0], dtype="float16", shape=UP, kernels=NIBBLE),
-    case(linear, HALVES[1], dtype="float16", kernels=NIBBLE),
-    case(linear, HALVES[2], dtype="float16", shape=UP, kernels=BYTE),
-    case(pair, HALVES[1], dtype="float16", kernels=NIBBLES),
-    case(gated, HALVES[1], dtype="float16", shape=UP, kernels=NIBBLES_GATED),
-    case(linear, "int4_g32", shape=UP, kernels=NIBBLE),
-    case(linear, "int4_g64", shape=UP, kernels=NIBBLE),
-    case(linear, "int4_g64_asymmetric", shape=DOWN, bias=True, kernels=NIBBLE),
-    case(linear, "int4_g64_asymmetric_bf16", kernels=NIBBLE),
-    case(linear, "int4_g128", dtype="float16", shape=UP, kernels=NIBBLE),
-    case(linear, "int4_g32_asymmetric_bf16", shape=KEYS, kernels=NIBBLE),
-    case(linear, "int8_rowwise", shape=UP, kernels=BYTE),
-    case(linear, "int8_rowwise", shape=KEYS, bias=True, kernels=BYTE),
-    case(linear, "int8_rowwise_asymmetric", dtype="float32", kernels=BYTE),
-    case(linear, "fp8_rowwise", shape=DOWN, kernels=BYTE),
-    case(linear, "fp8_tensorwise_e5m2", dtype="float16", kernels=BYTE),
-    case(linear, "fp8_128x128", kernels=BYTE),
-    case(linear, "mxfp8_e4m3", shape=UP, kernels=BYTE),
-    case(codes, "int8_rowwise", "int8_rowwise", shape=UP, kernels=CODE),
-    case(codes, "int8_tensorwise", "int8_rowwise", shape=KEYS, bias=True, kernels=CODE),
-    case(codes, "int8_rowwise_asymmetric", "int8_tensorwise", dtype="float32", kernels=CODE),
-    case(codes, "int8_rowwise", "int8_rowwise", shape=(4096, 11008), kernels=CODE),
-    case(codes, "fp8_rowwise", "fp8_rowwise", shape=DOWN, kernels=CODE),
-    case(codes, "fp8_tensorwise", "fp8_tensorwise_e5m2", dtype="float16", shape=UP, kernels=CODE),
-    case(codes, "fp8_rowwise_e5m2", "fp8_rowwise", shape=(4096, 2768), bias=True, kernels=CODE),
-    case(pair, "int4_g64", shape=UP, kernels=NIBBLES),
-    case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=NIBBLES),
-    case(pair, "int8_rowwise", shape=UP, kernels=BYTES),
-    case(pair, "fp8_rowwise", shape=KEYS, kernels=BYTES),
-    case(pair, "mxfp8_e4m3", kernels=BYTES),
-    case(gated, "int4_g64", shape=UP, kernels=NIBBLES_GATED),
-    case(gated, "int4_g64_asymmetric_bf16", shape=UP, kernels=NIBBLES_GATED),
-    case(gated, "int4_g32_asymmetric", dtype="float16", kernels=NIBBLES_GATED),
-    case(gated, "int8_rowwise", shape=UP, kernels=BYTES_GATED),
-    case(gated, "int8_g128_asymmetric", dtype="float16", shape=UP, kernels=BYTES_GATED),
-    case(gated, "fp8_rowwise", shape=KEYS, kernels=BYTES_GATED),
-    case(gated, "mxfp8_e4m3", kernels=BYTES_GATED),
-    case(linear, "mxfp4", kernels=VECTOR),
-    case(linear, "nvfp4", shape=UP, bias=True, kernels=VECTOR),
-    case(linear, "nf4", kernels=VECTOR),
-    case(linear, "mxfp6_e3m2", dtype="float16", kernels=VECTOR),
-    case(linear, "int3_g64_asymmetric", kernels=VECTOR),
-    case(linear, "int2_g32", dtype="float32", kernels=VECTOR),
-    case(linear, "int4_g64_asymmetric", 16, kernels=TILE),
-    case(linear, "int8_rowwise", 17, kernels=TILE),
-    case(linear, "mxfp4", 17, dtype="float16", kernels=TILE),
-    case(linear, "nvfp4", 32, bias=True, kernels=TILE),
-    case(linear, "int4_g64", 24, kernels=TILE),
-    case(linear, "int8_rowwise", 64, bias=True, kernels=TILE),
-    case(linear, "fp8_rowwise", 128, dtype="float16", kernels=TILE),
-    case(linear, "mxfp8_e4m3", 32, kernels=TILE),
-    case(linear, "int4_g128_asymmetric", 32, dtype="float16", kernels=TILE),
+    case(linear, HALVES[0], dtype="float16", shape=UP, kernels=W4A16),
+    case(linear, HALVES[1], dtype="float16", kernels=W4A16),
+    case(linear, HALVES[2], dtype="float16", shape=UP, kernels=W8A16),
+    case(pair, HALVES[1], dtype="float16", kernels=W4A16_PAIR),
+    case(gated, HALVES[1], dtype="float16", shape=UP, kernels=W4A16_GATED),
+    case(linear, "int4_g32", shape=UP, kernels=W4A16),
+    case(linear, "int4_g64", shape=UP, kernels=W4A16),
+    case(linear, "int4_g64_asymmetric", shape=DOWN, bias=True, kernels=W4A16),
+    case(linear, "int4_g64_asymmetric_bf16", kernels=W4A16),
+    case(linear, "int4_g128", dtype="float16", shape=UP, kernels=W4A16),
+    case(linear, "int4_g32_asymmetric_bf16", shape=KEYS, kernels=W4A16),
+    case(linear, "int8_rowwise", shape=UP, kernels=W8A16),
+    case(linear, "int8_rowwise", shape=KEYS, bias=True, kernels=W8A16),
+    case(linear, "int8_rowwise_asymmetric", dtype="float32", kernels=W8A16),
+    case(linear, "fp8_rowwise", shape=DOWN, kernels=W8A16),
+    case(linear, "fp8_tensorwise_e5m2", dtype="float16", kernels=W8A16),
+    case(linear, "fp8_128x128", kernels=W8A16),
+    case(linear, "mxfp8_e4m3", shape=UP, kernels=W8A16),
+    case(codes, "int8_rowwise", "int8_rowwise", shape=UP, kernels=W8A8),
+    case(codes, "int8_tensorwise", "int8_rowwise", shape=KEYS, bias=True, kernels=W8A8),
+    case(codes, "int8_rowwise_asymmetric", "int8_tensorwise", dtype="float32", kernels=W8A8),
+    case(codes, "int8_rowwise", "int8_rowwise", shape=(4096, 11008), kernels=W8A8),
+    case(codes, "fp8_rowwise", "fp8_rowwise", shape=DOWN, kernels=W8A8),
+    case(codes, "fp8_tensorwise", "fp8_tensorwise_e5m2", dtype="float16", shape=UP, kernels=W8A8),
+    case(codes, "fp8_rowwise_e5m2", "fp8_rowwise", shape=(4096, 2768), bias=True, kernels=W8A8),
+    case(pair, "int4_g64", shape=UP, kernels=W4A16_PAIR),
+    case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=W4A16_PAIR),
+    case(pair, "int8_rowwise", shape=UP, kernels=W8A16_PAIR),
+    case(pair, "fp8_rowwise", shape=KEYS, kernels=W8A16_PAIR),
+    case(pair, "mxfp8_e4m3", kernels=W8A16_PAIR),
+    case(gated, "int4_g64", shape=UP, kernels=W4A16_GATED),
+    case(gated, "int4_g64_asymmetric_bf16", shape=UP, kernels=W4A16_GATED),
+    case(gated, "int4_g32_asymmetric", dtype="float16", kernels=W4A16_GATED),
+    case(gated, "int8_rowwise", shape=UP, kernels=W8A16_GATED),
+    case(gated, "int8_g128_asymmetric", dtype="float16", shape=UP, kernels=W8A16_GATED),
+    case(gated, "fp8_rowwise", shape=KEYS, kernels=W8A16_GATED),
+    case(gated, "mxfp8_e4m3", kernels=W8A16_GATED),
+    case(linear, "mxfp4", kernels=ANY),
+    case(linear, "nvfp4", shape=UP, bias=True, kernels=ANY),
+    case(linear, "nf4", kernels=ANY),
+    case(linear, "mxfp6_e3m2", dtype="float16", kernels=ANY),
+    case(linear, "int3_g64_asymmetric", kernels=ANY),
+    case(linear, "int2_g32", dtype="float32", kernels=ANY),
+    case(linear, "int4_g64_asymmetric", 16, kernels=SMALL_M),
+    case(linear, "int8_rowwise", 17, kernels=SMALL_M),
+    case(linear, "mxfp4", 17, dtype="float16", kernels=SMALL_M),
+    case(linear, "nvfp4", 32, bias=True, kernels=SMALL_M),
+    case(linear, "int4_g64", 24, kernels=SMALL_M),
+    case(linear, "int8_rowwise", 64, bias=True, kernels=SMALL_M),
+    case(linear, "fp8_rowwise", 128, dtype="float16", kernels=SMALL_M),
+    case(linear, "mxfp8_e4m3", 32, kernels=SMALL_M),
+    case(linear, "int4_g128_asymmetric", 32, dtype="float16", kernels=SMALL_M),
 )
 WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
 
@@ -89,20 +89,20 @@ def test_products_compile_as_they_are_meant_to(one):
     assert (machine.kernel,) == one.kernels
     assert (machine.local, machine.stack) == (0, 0)
     assert machine.accesses("LDL") == machine.accesses("STL") == {}
-    meant = {
-        NIBBLE: nibbles,
-        BYTE: octets,
-        NIBBLES: twice,
-        BYTES: twice,
-        **dict.fromkeys(GATED, both_at_once),
-        CODE: pairs,
-        VECTOR: vectors,
-        TILE: tiles,
+    check = {
+        W4A16: w4a16,
+        W8A16: w8a16,
+        W4A16_PAIR: w16_pair,
+        W8A16_PAIR: w16_pair,
+        **dict.fromkeys(GATED, w16_swiglu),
+        W8A8: w8a8,
+        ANY: any_element,
+        SMALL_M: small_m,
     }
-    meant[one.kernels](machine, one.call)
+    check[one.kernels](machine, one.call)
 
 
-def nibbles(machine, call):
+def w4a16(machine, call):
     """The tensor core multiplies; 32 codes of a row are a load, eight inputs another; 28 warps fit a multiprocessor."""
     loads = int(machine.elements) // 32
     inputs = 4
@@ -113,14 +113,14 @@ def nibbles(machine, call):
     late_and_alone(machine)
 
 
-def octets(machine, call):
+def w8a16(machine, call):
     """Sixteen codes are a load."""
     assert machine.accesses("LDG").get(16, 0) * 16 >= machine.elements
     assert machine.named("HMMA", "HGMMA") == 0
     late_and_alone(machine)
 
 
-def twice(machine, call):
+def w16_pair(machine, call):
     """Twice the kernel of one weight of as many rows, in as many registers; each part waits for the kernel in front."""
     dtype = call.keywords.get("dtype", "bfloat16")
     rows, length = call.keywords.get("shape", (4096, 4096))
@@ -129,7 +129,7 @@ def twice(machine, call):
     assert machine.accesses("LDG")[16] == 2 * one.accesses("LDG")[16]
     for name in ("HMMA", "FFMA"):
         assert machine.named(name) == 2 * one.named(name)
-    assert machine.registers <= max(one.registers, BYTE_REGISTERS)
+    assert machine.registers <= max(one.registers, W8A16_REGISTERS)
     assert machine.order.count("ACQBULK") == 2
     waits_first(machine, 2)
 
@@ -140,7 +140,7 @@ def waits_first(machine, times):
     assert re.findall(r"griddepcontrol\.(\w+)", machine.ptx) == wanted
 
 
-def both_at_once(machine, call):
+def w16_swiglu(machine, call):
     """What the kernel of one weight of as many rows reads and multiplies, in as many registers; silu comes after."""
     dtype = call.keywords.get("dtype", "bfloat16")
     rows, length = call.keywords.get("shape", (4096, 4096))
@@ -148,11 +148,11 @@ def both_at_once(machine, call):
     (one,) = launched(alone.call)
     assert machine.accesses("LDG") == one.accesses("LDG")
     assert machine.named("HMMA") == one.named("HMMA")
-    assert machine.registers <= max(one.registers, BYTE_REGISTERS)
+    assert machine.registers <= max(one.registers, W8A16_REGISTERS)
     late_and_alone(machine)
 
 
-def pairs(machine, call):
+def w8a8(machine, call):
     """Sixteen codes are a load, of the inputs as well; integers by fours, and no product meets a sum after the last one."""
     loads = machine.accesses("LDG")
     assert loads[16] * 16 > machine.elements
@@ -179,14 +179,14 @@ def late_and_alone(machine):
     assert machine.named("SHFL") <= 40
 
 
-def vectors(machine, call):
+def any_element(machine, call):
     """Weights in loads of 4 bytes or more; what is added across warps is at the end."""
     found = machine.accesses("LDG")
     assert machine.named("HMMA", "HGMMA") == 0
     assert found.get(16, 0) + found.get(8, 0) + found.get(4, 0) >= 2
 
 
-def tiles(machine, call):
+def small_m(machine, call):
     """Both operands of Hopper's product lie in shared memory: from registers sums came out wrong."""
     operands = WGMMA.findall(machine.ptx)
     assert machine.ptx.count("wgmma.mma_async") == len(operands)
@@ -199,6 +199,6 @@ def tiles(machine, call):
 @pytest.mark.parametrize("shape", [(16384, 4096), DOWN])
 def test_long_or_many_rows_of_bytes_leave_room_for_more_warps(name, shape):
     """At most 64 registers, and nothing is spilled for it."""
-    (machine,) = launched(case(linear, name, shape=shape, kernels=BYTE).call)
-    assert machine.registers <= BYTE_REGISTERS
+    (machine,) = launched(case(linear, name, shape=shape, kernels=W8A16).call)
+    assert machine.registers <= W8A16_REGISTERS
     assert (machine.local, machine.stack) == (0, 0)

@@ -18,7 +18,7 @@ from reference import SCHEMES
 from reference.matmul.linear import transposed
 
 if platform.system() == "Linux":
-    from fast.kernels.linear import gemv_w8a8 as code_product
+    from fast.kernels.linear import gemv_w8a8
     from fast.kernels.linear.w8a8_host import launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
     from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
@@ -191,7 +191,7 @@ def by_lanes(x, w, bias, dtype):
         None if v is None else Pointer(host(v)) for v in (x.codes, x.scale, x.zero, w.codes, w.scale, bias)
     ]
     for program in range(launch.grid[0]):
-        body(code_product, "code_kernel", program)(*given, Pointer(memory), *launch.tail)
+        body(gemv_w8a8, "gemv_w8a8_kernel", program)(*given, Pointer(memory), *launch.tail)
     return y
 
 
@@ -265,7 +265,7 @@ def test_indices_beyond_32_bits(inputs):
     words = np.lib.stride_tricks.as_strided(np.array([0x01010101], np.int32), (2**32,), (0,))
     ones, zeros = np.ones(shape[0], np.float32), np.zeros(2**14, np.uint8)
     y = np.full(shape[0], 7, ml_dtypes.bfloat16)
-    body(code_product, "code_kernel", launch.grid[0] - 1)(
+    body(gemv_w8a8, "gemv_w8a8_kernel", launch.grid[0] - 1)(
         Pointer(zeros), Pointer(ones), None, Pointer(words), Pointer(ones), None, Pointer(y), *launch.tail
     )
     assert (y[-4:] == 0).all()

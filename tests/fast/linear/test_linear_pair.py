@@ -39,8 +39,7 @@ def weights(name, rows, length):
 @pytest.mark.parametrize(("name", "rows", "length"), CASES)
 def test_every_program_has_its_weight(name, rows, length):
     """The kernels' own code, by lanes: exact sums."""
-    from fast.kernels.linear import gemv_w4a16 as nibble_product
-    from fast.kernels.linear import gemv_w8a16 as byte_product
+    from fast.kernels.linear import gemv_w4a16, gemv_w8a16
     from fast.kernels.linear.pair_host import launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
 
@@ -51,7 +50,7 @@ def test_every_program_has_its_weight(name, rows, length):
     given = [
         [None if v is None else Pointer(host(v)) for v in (w.codes, w.scale, w.zero)] for w in (first, second)
     ]
-    module = nibble_product if kernel == "nibble_pair_kernel" else byte_product
+    module = gemv_w4a16 if kernel == "gemv_w4a16_pair_kernel" else gemv_w8a16
     with np.errstate(over="ignore"):
         for program in range(launch.grid[0]):
             pointers = [Pointer(host(x)), *given[0], Pointer(y[0]), *given[1], Pointer(y[1])]
@@ -83,7 +82,7 @@ def test_launches():
 
     nibbles, doubled = launch("int4_g64"), linear.weight_of(named("int4_g64"), (28672, 4096), 1, True)
     assert nibbles.grid == (1792, 1, 1)
-    assert nibbles.warps == linear.nibble_launch(doubled, "bfloat16").warps
+    assert nibbles.warps == linear.gemv_w4a16_launch(doubled, "bfloat16").warps
     assert launch("int8_rowwise").grid == (7168, 1, 1)
     # Alone these would have more warps to a row, and fewer rows a program.
     assert launch("int4_g64", (5000, 4096)).warps == 4

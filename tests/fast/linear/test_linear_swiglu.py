@@ -64,8 +64,7 @@ def test_sums_are_rounded_before_silu(dtype):
 @pytest.mark.parametrize(("number", "case"), tuple(enumerate(CASES)), ids=str)
 def test_every_program_has_rows_of_both_weights(number, case):
     """The kernels' own code, by lanes: exact sums."""
-    from fast.kernels.linear import gemv_w4a16 as nibble_product
-    from fast.kernels.linear import gemv_w8a16 as byte_product
+    from fast.kernels.linear import gemv_w4a16, gemv_w8a16
     from fast.kernels.linear.pair_host import launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
 
@@ -74,7 +73,7 @@ def test_every_program_has_rows_of_both_weights(number, case):
     x, y = inputs(length, dtype), torch.full((1, rows), float("nan"), dtype=dtype)
     launch = launch_for(gate.scheme, tuple(gate.shape), gate.axis, gate.packed, dtype, gated=True)
     kernel = launch.kernel.__name__
-    module = nibble_product if kernel == "nibble_swiglu_kernel" else byte_product
+    module = gemv_w4a16 if kernel == "gemv_w4a16_swiglu_kernel" else gemv_w8a16
     given = [
         Pointer(host(v)) if v is not None else None for w in (gate, up) for v in (w.codes, w.scale, w.zero)
     ]

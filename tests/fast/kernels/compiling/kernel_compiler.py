@@ -134,7 +134,7 @@ def tile(arguments: dict[str, Any]) -> int:
         # A turn along K of the kernels in Gluon: sixteen rows of a unit a warp, or some of 512.
         return int(
             arguments["WARPS_K"]
-            * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.NIBBLE_ROWS * linear.NIBBLE_UNIT)
+            * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.W4A16_ROWS * linear.W4A16_UNIT)
         )
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
