@@ -18,7 +18,7 @@ from experiments.source.closure import Closure
 
 Entries = dict[str, dict[str, Any]]
 #: What has kernels of its own besides the public functions: its module, and the first word of the families that test it.
-ROOMS = {"jax": ("ao_lab.jax", "jax"), "saturation": ("fast.quantize.saturation", "clipped")}
+ROOMS = {"jax": ("ao_lab.jax", "jax"), "saturation": ("fast.quantize.saturation", "saturation")}
 #: Modules that are named as changed; of more, the number.
 NAMED = 4
 

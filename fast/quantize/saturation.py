@@ -14,37 +14,39 @@ from fast.quantize.fake_quantize import fake_quantize_vjp, forward
 from reference import Scheme
 
 
-def noted(x: torch.Tensor, scheme: str | Scheme, axis: int = -1) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fake_quantize_with_mask(
+    x: torch.Tensor, scheme: str | Scheme, axis: int = -1
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(`fake_quantize` without autograd, uint8 mask of the blocks); None in place of the mask where no kernel makes it."""
-    key = cache.key_of("noted", scheme, (axis,), (x,))
+    key = cache.key_of("fake_quantize_with_mask", scheme, (axis,), (x,))
     call = cache.find(key)
-    made = None if call is None else call(x)
-    if made is None and has_kernels(x):
+    result = None if call is None else call(x)
+    if result is None and has_kernels(x):
         from fast.kernels.quantize import saturation_host
 
-        made = saturation_host.noted(x.detach(), scheme, axis, key)
-    return made if made is not None else (forward(x, scheme, axis, None, None), None)
+        result = saturation_host.noted(x.detach(), scheme, axis, key)
+    return result if result is not None else (forward(x, scheme, axis, None, None), None)
 
 
-def clip(
-    g: torch.Tensor, x: torch.Tensor, notes: torch.Tensor | None, scheme: str | Scheme, axis: int = -1
+def mask_gradient(
+    g: torch.Tensor, x: torch.Tensor, mask: torch.Tensor | None, scheme: str | Scheme, axis: int = -1
 ) -> torch.Tensor:
-    """The gradient of x for a gradient g of `noted`'s values: in g's own memory where there is a mask.
+    """The gradient of x for a gradient g of `fake_quantize_with_mask`'s values: in g's own memory where there is a mask.
 
     ValueError for a g that is not contiguous or not like x, and for a mask that is not one uint8 for each block on x's device.
     """
-    if notes is None:
+    if mask is None:
         return fake_quantize_vjp(g, x, scheme, axis=axis)[0]
-    key = cache.key_of("clip", scheme, (axis,), (g, x, notes))
+    key = cache.key_of("mask_gradient", scheme, (axis,), (g, x, mask))
     call = cache.find(key)
-    made: torch.Tensor | None = None
+    masked: torch.Tensor | None = None
     if call is not None and g.is_contiguous() and not g.is_neg():
-        made = call(g, x, notes)  # None where an address is odd
-    if made is not None:
-        return made
+        masked = call(g, x, mask)  # None where an address is odd
+    if masked is not None:
+        return masked
     from fast.kernels.quantize import saturation_host
 
-    return saturation_host.clip(g, x.detach(), notes, scheme, axis, key)
+    return saturation_host.clip(g, x.detach(), mask, scheme, axis, key)
 
 
-__all__ = ["clip", "noted"]
+__all__ = ["fake_quantize_with_mask", "mask_gradient"]

@@ -43,14 +43,14 @@ from tests.gpu.kernels import provided_scales as kernel_given
 from tests.gpu.kernels import situations as kernel_situations
 from tests.gpu.kernels.numerics import quotients as kernel_quotients
 from tests.gpu.kernels.numerics import races as kernel_races
-from tests.gpu.kernels.numerics import saturation as kernel_clipped
+from tests.gpu.kernels.numerics import saturation as kernel_saturation
 from tests.gpu.kernels.numerics import scale_gradients as kernel_slopes
 from tests.gpu.kernels.numerics import schemes as kernel_schemes
 from tests.gpu.kernels.numerics import torch_integration as kernel_torch
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
             kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
-            kernel_clipped, kernel_pair, kernel_situations, kernel_jax)  # fmt: skip
+            kernel_saturation, kernel_pair, kernel_situations, kernel_jax)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows

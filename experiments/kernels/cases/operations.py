@@ -148,7 +148,7 @@ def stochastic(name: str) -> Case:
 
 def saturation_mask(name: str) -> Case:
     """Fake quantization and a mask of the blocks that saturate, so that backward reads x only there."""
-    function = "quantize.saturation.noted"
+    function = "quantize.saturation.fake_quantize_with_mask"
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         x = sample.rows(inputs["x"])

@@ -1,4 +1,4 @@
-"""Gradients of layers in training where a kernel notes what saturates: what is rounded, in which order, and what is masked."""
+"""Gradients of layers in training where a kernel marks what saturates: what is rounded, in which order, and what is masked."""
 
 import weakref
 
@@ -17,13 +17,13 @@ INPUTS, WEIGHTS = "int8_rowwise_asymmetric", "int4_g32_asymmetric"
 ALL = (True, True, False, False, False, False)
 
 
-class Notes:
-    """`fast.quantize.saturation` without a GPU: notes are those of rows, made by the public functions."""
+class Masks:
+    """`fast.quantize.saturation` without a GPU: masks are those of rows, made by the public functions."""
 
     def __init__(self):
-        self.rounded, self.clipped, self.alive = [], [], []
+        self.rounded, self.masked, self.alive = [], [], []
 
-    def noted(self, x, scheme, axis=-1):
+    def fake_quantize_with_mask(self, x, scheme, axis=-1):
         assert all(made() is None for made in self.alive), "an operand outlived its product"
         self.rounded.append(tuple(x.shape))
         lost = fast.fake_quantize_vjp(torch.ones_like(x), x, scheme, axis=axis)[0] == 0
@@ -31,15 +31,15 @@ class Notes:
         self.alive.append(weakref.ref(y))
         return y, lost.any(-1).to(torch.uint8)
 
-    def clip(self, g, x, notes, scheme, axis=-1):
-        self.clipped.append(tuple(x.shape))
+    def mask_gradient(self, g, x, mask, scheme, axis=-1):
+        self.masked.append(tuple(x.shape))
         dx = fast.fake_quantize_vjp(g, x, scheme, axis=axis)[0]
-        return g.copy_(torch.where(notes[:, None] != 0, dx, g))
+        return g.copy_(torch.where(mask[:, None] != 0, dx, g))
 
 
 @pytest.fixture
-def notes(monkeypatch):
-    made = Notes()
+def masks(monkeypatch):
+    made = Masks()
     monkeypatch.setattr(backward, "saturation", made)
     monkeypatch.setattr(backward, "has_kernels", lambda x: True)
     return made
@@ -55,17 +55,17 @@ def made(rows, outputs, inputs=INPUTS, weights=WEIGHTS, started=None, wanted=ALL
 
 
 @pytest.mark.parametrize(("rows", "outputs"), [(96, 32), (32, 96)])
-def test_masked_gradients_are_those_of_the_public_functions(notes, rows, outputs):
+def test_masked_gradients_are_those_of_the_public_functions(masks, rows, outputs):
     """And the larger operand comes first."""
     found, tensors = made(rows, outputs)
     for mine, right in zip(found, expected(*tensors, INPUTS, WEIGHTS), strict=True):
         assert_same_bits(mine, right)
         assert (mine == 0).any()
-    assert notes.rounded == [(96, 64), (32, 64)]
-    assert sorted(notes.clipped) == [(32, 64), (96, 64)]
+    assert masks.rounded == [(96, 64), (32, 64)]
+    assert sorted(masks.masked) == [(32, 64), (96, 64)]
 
 
-def test_inputs_that_are_not_rounded_come_last(notes, monkeypatch):
+def test_inputs_that_are_not_rounded_come_last(masks, monkeypatch):
     """The weight's copy is gone before the weight's gradient is there."""
     products, mm = [], torch.mm
 
@@ -76,19 +76,19 @@ def test_inputs_that_are_not_rounded_come_last(notes, monkeypatch):
     monkeypatch.setattr(torch, "mm", spied)
     made(96, 32, inputs=None)
     assert products == [(96, 64), (32, 64)]
-    assert notes.rounded == [(32, 64)]
+    assert masks.rounded == [(32, 64)]
 
 
-def test_what_cannot_saturate_has_no_notes(notes, monkeypatch):
+def test_what_cannot_saturate_has_no_mask(masks, monkeypatch):
     """Nor is its gradient looked at."""
     monkeypatch.setattr(fast, "fake_quantize_vjp", None)
     made(64, 32, "int8_rowwise", "int4_g32")
-    assert notes.rounded == []
-    assert notes.clipped == []
+    assert masks.rounded == []
+    assert masks.masked == []
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_before_the_start_nothing_is_masked(notes, begun):
+def test_before_the_start_nothing_is_masked(masks, begun):
     found, (g, x, w) = made(64, 32, started=torch.tensor(begun))
     if begun:
         assert_same_bits(found[0], expected(g, x, w, INPUTS, WEIGHTS)[0])
@@ -97,21 +97,21 @@ def test_before_the_start_nothing_is_masked(notes, begun):
         assert_same_bits(found[1], torch.mm(g.t(), x))
 
 
-def test_a_frozen_weight_leaves_inputs_unrounded(notes):
+def test_a_frozen_weight_leaves_inputs_unrounded(masks):
     """Then their mask is that of `fake_quantize_vjp`."""
     found, tensors = made(64, 32, wanted=(True, False, False, False, False, False))
     assert found[1] is None
-    assert notes.rounded == [(32, 64)]
-    assert notes.clipped == []
+    assert masks.rounded == [(32, 64)]
+    assert masks.masked == []
     assert_same_bits(found[0], expected(*tensors, INPUTS, WEIGHTS)[0])
 
 
-def test_other_dtypes_of_weights_go_the_ordinary_way(notes, monkeypatch):
+def test_other_dtypes_of_weights_go_the_ordinary_way(masks, monkeypatch):
     """Under autocast weights are float32 beside bfloat16 inputs: values are stored and read, not rounded in one pass."""
     x, w = numbers((64, 64), torch.bfloat16, "cpu"), numbers((32, 64), torch.float32, "cpu")
     g = torch.ones(64, 32, dtype=torch.bfloat16)
     rule = Rule.of(Recipe(weight=named(WEIGHTS), activation=named(INPUTS)), -1)
     _, dw, *_ = gradients(g, x, w, Given(), rule, ALL)
-    assert notes.rounded == [(64, 64)]
+    assert masks.rounded == [(64, 64)]
     right = torch.mm(g.t(), fast.fake_quantize(x, INPUTS)).float()
     assert_same_bits(dw, fast.fake_quantize_vjp(right, w, WEIGHTS)[0])

@@ -16,7 +16,7 @@ from tests.experiments.harness import tiny
 SHAPE = (256, 512)
 TINY = {"256x512": SHAPE}
 #: How a case names a function that is no public one of `fast`.
-SATURATION_MASK = "quantize.saturation.noted"
+SATURATION_MASK = "quantize.saturation.fake_quantize_with_mask"
 PLAN = Plan(rounds=3, warmup=1, span=1e-9)
 
 
@@ -66,7 +66,7 @@ def measured(folder, names, **changes):
 
 
 def saturation_mask(x, scheme):
-    """What `fast.quantize.saturation.noted` makes where there are no kernels."""
+    """What `fast.quantize.saturation.fake_quantize_with_mask` makes where there are no kernels."""
     return reference.fake_quantize(x, scheme), None
 
 

@@ -51,7 +51,11 @@ def test_the_reference_passes_the_gate(name):
         ("linear_pair.int4_g128", "linear_pair", lambda made: (made[1], made[0])),
         ("linear_swiglu.int8_rowwise", "linear_swiglu", lambda y: y * (1 + 2.0**-7)),
         ("linear_swiglu.int4_g128", "linear_swiglu", lambda y: y.flip(1)),
-        ("saturation_mask.int4_g128_asymmetric", "quantize.saturation.noted", lambda made: (-made[0], None)),
+        (
+            "saturation_mask.int4_g128_asymmetric",
+            "quantize.saturation.fake_quantize_with_mask",
+            lambda made: (-made[0], None),
+        ),
     ],
 )
 def test_a_wrong_kernel_gets_no_time(name, function, change, tmp_path):

@@ -310,7 +310,12 @@ def test_the_validator_goes_on_from_its_journal(tmp_path, capsys):
 
 
 def test_tests_of_rooms_beside_the_public_functions():
-    names = ("both/quantize", "jax shapes/quantize", "clipped/clipped.noted", "linear/linear")
+    names = (
+        "both/quantize",
+        "jax shapes/quantize",
+        "saturation/saturation.fake_quantize_with_mask",
+        "linear/linear",
+    )
     assert [entries.entry_of(name) for name in names] == ["quantize", "jax", "saturation", "linear"]
 
 

@@ -1,4 +1,4 @@
-"""`fast.quantize.saturation`: values with notes of the blocks that reach beyond the codes, and gradients masked by them in
+"""`fast.quantize.saturation`: values with a mask of the blocks that reach beyond the codes, and gradients masked by them in
 place."""
 
 import platform
@@ -9,7 +9,7 @@ import torch
 
 import fast
 from ao_lab.testing.strategies import assert_same_bits
-from fast.quantize import saturation as clipped
+from fast.quantize import saturation
 from tests.emulator.interpreter_process import lines_of
 from tests.gpu import validate_qat
 
@@ -22,14 +22,14 @@ def test_kernels_agree_with_the_reference(group, cases):
     assert len(lines_of("tests/emulator/programs/saturation.py", group)) == cases
 
 
-def test_without_kernels_there_are_no_notes():
+def test_without_kernels_there_is_no_mask():
     """Then the gradient is that of `fake_quantize_vjp`, in memory of its own."""
     x = torch.tensor([[-127.5, 0.5, 127.5], [1.0, 2.0, 3.0]])
-    y, notes = clipped.noted(x, SCHEME)
-    assert notes is None
+    y, mask = saturation.fake_quantize_with_mask(x, SCHEME)
+    assert mask is None
     assert_same_bits(y, fast.fake_quantize(x, SCHEME))
     g = torch.full_like(x, 5.0)
-    dx = clipped.clip(g, x, notes, SCHEME)
+    dx = saturation.mask_gradient(g, x, mask, SCHEME)
     assert_same_bits(dx, fast.fake_quantize_vjp(g, x, SCHEME)[0])
     # The scale is 1: both ends round away from zero, and the zero point is that of the lower one.
     assert dx[0].tolist() == [5.0, 5.0, 0.0]
@@ -37,28 +37,30 @@ def test_without_kernels_there_are_no_notes():
 
 
 def test_a_gradient_that_is_not_like_its_tensor_is_refused():
-    from fast.kernels.quantize import saturation_host as clipping
+    from fast.kernels.quantize import saturation_host
 
-    x, notes = torch.zeros(2, 64), torch.zeros(2, dtype=torch.uint8)
+    x, mask = torch.zeros(2, 64), torch.zeros(2, dtype=torch.uint8)
     for g in (torch.zeros(64, 2).t(), torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float16)):
         with (
-            mock.patch.object(clipping, "Call", side_effect=AssertionError),
+            mock.patch.object(saturation_host, "Call", side_effect=AssertionError),
             pytest.raises(ValueError, match="clip: g is contiguous and like x"),
         ):
-            clipping.clip(g, x, notes, SCHEME, -1)
+            saturation_host.clip(g, x, mask, SCHEME, -1)
 
 
 @pytest.mark.parametrize(
     "mask", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 64).byte()]
 )  # fmt: skip
 def test_a_mask_of_another_shape_or_dtype_is_refused(mask):
-    from fast.kernels.quantize import saturation_host as clipping
+    from fast.kernels.quantize import saturation_host
 
     x = torch.zeros(2, 64)
     with pytest.raises(ValueError, match="the saturation mask has one uint8 for each of 2 blocks"):
-        clipping.clip(torch.zeros(2, 64), x, mask, SCHEME, -1)
+        saturation_host.clip(torch.zeros(2, 64), x, mask, SCHEME, -1)
     with pytest.raises(ValueError, match="on one device"):
-        clipping.clip(torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1)
+        saturation_host.clip(
+            torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1
+        )
 
 
 def test_gradients_are_those_of_the_public_functions(capsys):

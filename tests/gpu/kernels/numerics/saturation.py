@@ -1,4 +1,4 @@
-"""`fast.quantize.saturation`: values with notes of the blocks that saturate, and gradients masked by them in place."""
+"""`fast.quantize.saturation`: values with a mask of the blocks that saturate, and gradients masked by them in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import reference
-from fast.quantize import saturation as clipped
+from fast.quantize import saturation
 from reference import SCHEMES
 from reference.arrays.torch_bridge import to_torch
 from tests.gpu.harness.inputs import Array, normals
@@ -33,10 +33,17 @@ PLACES: tuple[tuple[str, dict[str, Any], tuple[int, ...], int], ...] = (
 
 
 def jobs(settings: Settings) -> list[Job]:
-    """Family "clipped"."""
+    """Family "saturation"."""
     step = 1 if settings.fraction > 0.2 else 2
     return [
-        Job("clipped", " ".join(map(str, place)), "clipped.noted", place_case, place, 3.0)
+        Job(
+            "saturation",
+            " ".join(map(str, place)),
+            "saturation.fake_quantize_with_mask",
+            place_case,
+            place,
+            3.0,
+        )
         for place in PLACES[::step]
     ]
 
@@ -55,16 +62,24 @@ def place_case(run: Run, name: str, fields: dict[str, Any], shape: tuple[int, ..
 
 
 def compare(run: Run, label: str, x: Array, scheme: Any, axis: int) -> None:
-    """Values, the notes of blocks of which an element saturates, and gradients zero there and elsewhere untouched."""
+    """Values, the mask of blocks of which an element saturates, and gradients zero there and elsewhere untouched."""
     placed = run.put(x)
-    made = run.guarded(lambda: clipped.noted(placed, scheme, axis))
+    made = run.guarded(lambda: saturation.fake_quantize_with_mask(placed, scheme, axis))
     if isinstance(made, Failure):
-        run.compare("clipped.noted", label, made, None)
+        run.compare("saturation.fake_quantize_with_mask", label, made, None)
         return
     if run.device.type == "cuda" and made[1] is None:
-        run.record("clipped.noted", label, 0, 1, ["no notes were made: no kernel was tested"])
+        run.record(
+            "saturation.fake_quantize_with_mask", label, 0, 1, ["no mask was made: no kernel was tested"]
+        )
         return
-    run.compare("clipped.noted", label, made[0], run.expect("fake_quantize", x, scheme, axis=axis), x=x)
+    run.compare(
+        "saturation.fake_quantize_with_mask",
+        label,
+        made[0],
+        run.expect("fake_quantize", x, scheme, axis=axis),
+        x=x,
+    )
     host = to_torch(x)
     lost = reference.fake_quantize_vjp(torch.ones_like(host), host, scheme, axis=axis)[0] == 0
     for text, g in gradients(x):
@@ -72,5 +87,5 @@ def compare(run: Run, label: str, x: Array, scheme: Any, axis: int) -> None:
         if made[1] is None:
             wanted = run.expect("fake_quantize_vjp", g, x, scheme, axis=axis)[0]
         mine = run.put(g)
-        got = run.guarded(lambda mine=mine: clipped.clip(mine, placed, made[1], scheme, axis))
-        run.compare("clipped.clip", f"{label} {text}", got, wanted, x=x)
+        got = run.guarded(lambda mine=mine: saturation.mask_gradient(mine, placed, made[1], scheme, axis))
+        run.compare("saturation.mask_gradient", f"{label} {text}", got, wanted, x=x)
