@@ -110,11 +110,32 @@ def test_commands(folder):
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] is True
 
 
-def test_readme_table():
-    """What each configuration does is what the code does: `python docs/matrix.py` writes it."""
+def loaded_matrix():
+    """The program docs/matrix.py."""
     spec = importlib.util.spec_from_file_location("matrix", ROOT / "docs" / "matrix.py")
     matrix = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(matrix)
+    return matrix
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("needs calibration"), NotImplementedError("no gradient")])
+def test_what_is_not_supported_is_a_no(error):
+    assert loaded_matrix().answer(raises, error) == "no"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), TypeError("a defect")])
+def test_a_defect_is_not_a_no(error):
+    with pytest.raises(type(error), match="a defect"):
+        loaded_matrix().answer(raises, error)
+
+
+def test_readme_table():
+    """What each configuration does is what the code does: `python docs/matrix.py` writes it."""
+    matrix = loaded_matrix()
     shown = README.read_text().partition(matrix.BEGIN)[2].partition(matrix.END)[0]
     assert shown == matrix.table()
 
