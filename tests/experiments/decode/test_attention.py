@@ -7,10 +7,10 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from experiments.decode.attention import WARPS, attend_one, checked_sizes
-from experiments.decode.attention_kernel import attention_kernel
 from experiments.decode.model import CachedAttention, PositionTables
 from experiments.models.llama_shapes import TINY
+from fast.kernels.layers.decode_attention import attention_kernel
+from fast.layers.decode_attention import WARPS, attend_one, checked_sizes
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import TARGET, machine
 

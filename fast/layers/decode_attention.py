@@ -1,4 +1,6 @@
-"""Attention of a single generated token, for the model of `decode`: one kernel, the same for all weights.
+"""Attention of a single generated token over a static cache: one kernel, the same for all weights.
+
+No name of `fast` itself: it has no scheme, no reference and no gradient, and runs on CUDA alone. `experiments.decode` calls it.
 
 Between two products of a layer there is little to compute (232 keys of eight heads, 1 MB), so what counts is how many kernels
 follow each other. Compiled from plain torch, rotary embedding, cache writes and attention are six, 17 us with the gaps between
@@ -31,9 +33,10 @@ def attend_one(
     written. Returns (1, 1, heads * head_dim).
 
     Rotated queries and keys are rounded to their dtype, as they are stored; everything else is float32, rounded at the end.
-    ValueError for other sizes, and for a head_dim that is no power of two.
+    ValueError for other sizes, and for a head_dim that is no power of two. The online softmax is that of Milakov and
+    Gimelshein, 2018 (arXiv 1805.02867).
     """
-    from experiments.decode.attention_kernel import attention_kernel
+    from fast.kernels.layers.decode_attention import attention_kernel
 
     kv_heads, length, width = checked_sizes(qkv, keys, values)
     heads = qkv.shape[-1] // width - 2 * kv_heads
@@ -55,7 +58,7 @@ def checked_sizes(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, 
     if not single or width & (width - 1) or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
             f"attend_one takes one token of one text, contiguous caches and heads of a power of two; got {tuple(qkv.shape)} "
-            f"and caches of {tuple(keys.shape)} and {tuple(values.shape)}; CachedAttention uses torch's attention otherwise"
+            f"and caches of {tuple(keys.shape)} and {tuple(values.shape)}; use torch's scaled_dot_product_attention otherwise"
         )
     return kv_heads, length, width
 

@@ -1,4 +1,4 @@
-"""The kernel of `experiments.decode.attention`: one program per query head, online softmax over the cache."""
+"""The kernel of `fast.layers.decode_attention`: one program per query head, online softmax over the cache."""
 
 import triton
 import triton.language as tl
