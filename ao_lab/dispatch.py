@@ -6,6 +6,7 @@ On a GPU `fast` runs kernels, and it takes part in autograd; the bits are the sa
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +23,12 @@ def holds_tensor(value: Any) -> bool:
 def dispatched(name: str) -> Callable[..., Any]:
     """The function of this name: that of `fast`, if it has one, where the first argument is a torch tensor."""
     specified = getattr(reference, name)
+    leading = next(iter(inspect.signature(specified).parameters))
 
     @functools.wraps(specified)
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        # Keywords come in any order: the operand decides, wherever it stands.
+        first = args[0] if args else kwargs.get(leading)
         if not holds_tensor(first):
             return specified(*args, **kwargs)
         import fast
