@@ -1,5 +1,7 @@
 """Keys of remembered calls: whatever a call depends on tells it from those that were remembered."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -291,3 +293,30 @@ def test_compilers_meet_operators():
     want = program(x, ONE.scale)
     made = torch.compile(program, fullgraph=True, backend="eager")(x, ONE.scale)
     assert all(torch.equal(a, b) for a, b in zip(made, want, strict=True))
+
+
+def test_a_full_cache_loses_its_oldest_call_alone(monkeypatch):
+    monkeypatch.setattr(cache, "CALLS", {})
+    monkeypatch.setattr(cache, "MOST", 3)
+    keys = [cache.key_of("name", "record", (number,), (X,)) for number in range(4)]
+    for key in keys:
+        cache.remember(key, pytest.fail, None)
+    assert [cache.find(key) is not None for key in keys] == [False, True, True, True]
+
+
+def test_a_record_lives_as_long_as_the_call_that_is_known_by_its_id(monkeypatch):
+    """Another record may get the id of one that is gone, and with it the remembered call."""
+    monkeypatch.setattr(cache, "CALLS", {})
+
+    class Record:
+        """Held by nothing else, as a scheme of one's own may be."""
+
+    record = Record()
+    alive = weakref.ref(record)
+    cache.remember(cache.key_of("name", record, (), (X,)), pytest.fail, record)
+    del record
+    gc.collect()
+    assert alive() is not None
+    cache.CALLS.clear()
+    gc.collect()
+    assert alive() is None
