@@ -46,6 +46,7 @@ class Function:
 def run(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:
     """The function's result. The first operand has to be a tensor; what is wrong with others the reference says."""
     if _is_compiling():
+        _check(function, operands)
         return _operate(function, record, values, operands)
     if is_transformed() or (function.differentiable and wants_gradient(operands)):
         _check(function, operands)
@@ -78,7 +79,10 @@ def execute(function: Function, record: Any, values: tuple[Any, ...], operands: 
     key = cache.key_of(function.name, record, values, operands)
     call = cache.find(key)
     result = None if call is None else call(*operands)
-    return _compute(function, record, values, operands, key) if result is None else result
+    if result is not None:
+        return result
+    _check(function, operands)
+    return _compute(function, record, values, operands, key)
 
 
 def _compute(

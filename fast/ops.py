@@ -98,6 +98,12 @@ def _sample(arg: Any, dim: Any, at: int) -> Any:
     return arg if dim is None else arg.select(dim, at)
 
 
+def in_own_memory(made: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """An operator's result: copied where it lies in the memory of an operand, which torch does not allow."""
+    shared = made.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+    return made.clone(memory_format=torch.contiguous_format) if shared else made
+
+
 def no_gradient(name: str, advice: str) -> Callable[..., Any]:
     """A backward that says that there is none."""
 

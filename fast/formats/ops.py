@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.ops import format_name, named_format, register
+from fast.ops import format_name, in_own_memory, named_format, register
 from reference.formats.pack import packed_shape
 
 Values = tuple[Any, ...]
@@ -64,7 +64,7 @@ register("decode", decode_op, lambda codes, fmt: codes.new_empty(codes.shape, dt
 def pack_op(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     """Bytes of sub-byte codes."""
     made: torch.Tensor = execute(PACK, named_format(fmt), (), (codes,))
-    return made.clone() if made is codes else made
+    return in_own_memory(made, codes)
 
 
 def _pack_fake(codes: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -81,7 +81,7 @@ register("pack", pack_op, _pack_fake)
 def unpack_op(packed: torch.Tensor, fmt: str, shape: list[int]) -> torch.Tensor:
     """Codes of a shape."""
     made: torch.Tensor = execute(UNPACK, named_format(fmt), tuple(shape), (packed,))
-    return made.clone() if made is packed else made
+    return in_own_memory(made, packed)
 
 
 def _unpack_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

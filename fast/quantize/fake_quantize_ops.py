@@ -8,7 +8,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.ops import given_of, no_gradient, record_name, register
+from fast.ops import given_of, in_own_memory, no_gradient, record_name, register
 from fast.quantize.ops import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference.schemes.record_text import record_of
 
@@ -47,7 +47,7 @@ def fake_quantize_vjp_op(
     """dx, and for given scales dscale and dzero where there is a zero point."""
     operands = (g, *operands_of(x, given_of(scale, outer, zero), random_bits))
     made = execute(FAKE_QUANTIZE_VJP, record_of(scheme), (axis,), operands)
-    return [part.clone() if part is g else part for part in made if part is not None]
+    return [in_own_memory(part, g) for part in made if part is not None]
 
 
 def _fake_quantize_vjp_fake(

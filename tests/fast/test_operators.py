@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fast
 from tests.support.examples import normals
@@ -72,3 +73,42 @@ def test_the_gradient_of_rms_norm_is_that_of_the_formula():
     torch.autograd.backward([wanted, total], [g, g2])
     for one, other in zip((x, residual, weight), others, strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack"])
+def test_an_operator_does_not_return_its_input(name):
+    """Formats of 8 bits pack to themselves; an operator's result may not share memory with an operand."""
+    shape = ([8, 64],) if name == "unpack" else ()
+    made = getattr(torch.ops.ao_lab, name)(CODES, "float8_e4m3fn", *shape)
+    assert torch.equal(made, CODES)
+    assert made.data_ptr() != CODES.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_forward_mode_is_an_error_and_no_silent_zero():
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X)
+        for call in (lambda: fast.fake_quantize(x, "int8_rowwise"), lambda: fast.rms_norm(x, X[0])):
+            with pytest.raises(NotImplementedError):
+                call()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_given_scales_on_another_device_are_refused(grad):
+    x = X.clone().requires_grad_(grad)
+    with pytest.raises(ValueError, match="takes tensors on one device, got x on cpu and scale on meta"):
+        fast.fake_quantize(x, "fp8_tensorwise", scales=SCALE.to("meta"))
+
+
+def test_sparse_inputs_that_require_a_gradient_are_refused():
+    with pytest.raises(TypeError, match="takes dense tensors"):
+        fast.fake_quantize(X.clone().requires_grad_().to_sparse(), "int8_rowwise")
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_call_of_tensors_on_two_devices_is_refused(fullgraph):
+    """Beside a meta tensor the dispatcher would run the fake: a result of uninitialized memory."""
+    torch._dynamo.reset()
+    program = torch.compile(lambda a, b: fast.swiglu(a, b), backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"one device|Observed exception"):
+        program(WIDE, WIDE.to("meta"))
