@@ -84,7 +84,9 @@ class SourceTree:
         if name not in self._modules:
             known = name in self._texts or name in self._packages
             text = self._texts.get(name, "")  # a folder without __init__.py is a package all the same
-            self._modules[name] = definitions_of(text, name, name in self._packages) if known else None
+            made = definitions_of(text, name, name in self._packages) if known else None
+            # The first one stays: closures of other threads tell its definitions by identity.
+            self._modules.setdefault(name, made)
         return self._modules[name]
 
     def is_opaque(self, name: str) -> bool:
@@ -103,27 +105,30 @@ class SourceTree:
         """The node that attributes of a module lead to, and the attributes that are left; None outside of the tree."""
         key = module, attributes
         if key not in self._resolved:
-            self._resolved[key] = None, attributes  # a circle of imports leads nowhere
-            self._resolved[key] = self._resolve(module, attributes)
+            self._resolved[key] = self._resolve(module, attributes, frozenset())
         return self._resolved[key]
 
-    def _resolve(self, name: str, attributes: tuple[str, ...]) -> tuple[Node | None, tuple[str, ...]]:
+    def _resolve(
+        self, name: str, attributes: tuple[str, ...], above: frozenset[tuple[str, tuple[str, ...]]]
+    ) -> tuple[Node | None, tuple[str, ...]]:
+        """above: what is being resolved; a circle of imports leads nowhere. It is no state of the tree: threads share that."""
         module = self.module(name)
-        if module is None:
+        if module is None or (name, attributes) in above:
             return None, attributes
         if not attributes:
             return (name, ""), ()
         first, rest = attributes[0], attributes[1:]
+        above |= {(name, attributes)}
         if first in module.definitions:
             return (name, first), rest
         if first in module.imports:
             source, attribute = module.imports[first]
-            return self.resolve(source, ((attribute,) if attribute else ()) + rest)
+            return self._resolve(source, ((attribute,) if attribute else ()) + rest, above)
         source, attribute = self._stubs.get(name, {}).get(first, (name, first))
         if (source, attribute) != (name, first):
-            return self.resolve(source, ((attribute,) if attribute else ()) + rest)
+            return self._resolve(source, ((attribute,) if attribute else ()) + rest, above)
         if self.module(f"{name}.{first}") is not None:
-            return self.resolve(f"{name}.{first}", rest)
+            return self._resolve(f"{name}.{first}", rest, above)
         # Found when it runs (`__getattr__`), or not a name of this module: the module as a whole.
         return (name, ""), attributes
 

@@ -1,5 +1,7 @@
 """What a measurement reaches, and what changes its hash, on a small tree."""
 
+import threading
+
 import pytest
 
 from experiments.harness.rows import ROOT
@@ -259,6 +261,30 @@ OPERATORS = {
     "pk/first.py": "from pk.ops import register\n\ndef first(x):\n    return x\n\nregister('first', first)\n",
     "pk/second.py": "from pk.ops import register\n\ndef second(x):\n    return x + 1\n\nregister('second', second)\n",
 }
+
+
+def test_a_name_means_the_same_while_another_thread_follows_it(tree, monkeypatch):
+    """Methods of an experiment are measured at once, and their rows hashed at once."""
+    name = "fast", ("quantize",)
+    expected, source = SourceTree(tree, ("fast",)).resolve(*name), SourceTree(tree, ("fast",))
+    assert expected[0] is not None
+    reached, go_on, module = threading.Event(), threading.Event(), source.module
+
+    def waits_in_the_other_thread(name):
+        if threading.current_thread() is other:
+            reached.set()
+            go_on.wait(10)
+        return module(name)
+
+    monkeypatch.setattr(source, "module", waits_in_the_other_thread)
+    other = threading.Thread(target=source.resolve, args=name)
+    other.start()
+    try:
+        assert reached.wait(10)
+        assert source.resolve(*name) == expected
+    finally:
+        go_on.set()
+        other.join()
 
 
 def test_a_registration_concerns_its_own_module(tmp_path):
