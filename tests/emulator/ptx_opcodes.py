@@ -66,6 +66,13 @@ def multiply(a: Words, b: Words) -> Words:
     return patterns(floats(a) * floats(b))
 
 
+def multiply_towards_zero(a: Words, b: Words) -> Words:
+    """The float32 next to a * b whose magnitude is no larger; its exact product is a float64."""
+    exact = floats(a).astype(np.float64) * floats(b)
+    near = exact.astype(np.float32)
+    return patterns(np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near))
+
+
 def add(a: Words, b: Words) -> Words:
     return patterns(floats(a) + floats(b))
 
@@ -263,6 +270,7 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
     "dp4a.s32.s32": dot4,
     "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "add.rp.f32": add_upwards, "mul.rn.f32": multiply, "fma.rn.f32": fma,
+    "mul.rz.f32": multiply_towards_zero,
     "mul.rn.sat.f32": lambda a, b: saturated(multiply(a, b)),
     "fma.rn.sat.f32": lambda a, b, c: saturated(fma(a, b, c)),
     "rcp.approx.ftz.f32": reciprocal,

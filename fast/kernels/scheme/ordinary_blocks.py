@@ -16,7 +16,8 @@ What it keeps, and how the sequences round alike:
 
 * Scales in the input's dtype (`compute="input"`): the float32 quotient is rounded once more, as the general rules do.
 * `apply="divide"`: see `quotient_sequence`.
-* `arithmetic="input"`: what a product or quotient gives is rounded to the dtype before it is rounded to a code.
+* `arithmetic="input"`: what a product or quotient gives is rounded to the dtype before it is rounded to a code; the thresholds
+  of codebooks are those of numbers before that (`difference_thresholds`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fast.kernels.scheme.fast_path_rules import has_quotient, ocp_name, storage_kind
+from fast.kernels.scheme.fast_path_rules import HARDWARE, has_quotient, ocp_name, storage_kind
 from fast.kernels.sm90.codebook16 import has_cubic
 from reference.arrays.log2 import steps_above
 from reference.formats.formats import Format
@@ -85,8 +86,16 @@ def outer_bounds(scheme: Scheme) -> tuple[float, float]:
 
 
 def has_zero_blocks(scheme: Scheme) -> bool:
-    """Whether a block of zeros has a scale that is not 0, so that its codes are those of 0 as in any other block."""
-    return scheme.scale.power_of_two or scheme.scale.floor is not None or scheme.outer_order == "folded"
+    """Whether a block of zeros goes by the sequence.
+
+    It does if its scale is not 0: its codes are those of 0 as in any other block. And if its scale is 0 and the element is an
+    8-bit float or an entry of a codebook: 1 / 0 is NaN in `reciprocal_rn`, and so is every product with it, as every 0 / 0 is
+    by the rules. Such a float's code is that of NaN; a codebook has none, and codes of blocks whose multiplier is NaN are 0.
+    """
+    raised = scheme.scale.power_of_two or scheme.scale.floor is not None or scheme.outer_order == "folded"
+    return raised or (
+        scheme.outer is None and (scheme.format.kind == "codebook" or ocp_name(scheme.format) in HARDWARE)
+    )
 
 
 def has_single_pairs(scheme: Scheme, dtype: str) -> bool:
@@ -105,9 +114,12 @@ def quotient_sequence(scheme: Scheme, dtype: str) -> str:
     it. So product and quotient are rounded to the same bfloat16.
     "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size.
     Midpoints of float32 have 25 bits, so quotients of p-bit significands lie 2**-(p + 25) or more away from them: the
-    rounding is that of the quotient up to p = 11. Scales of 24 bits have quotients as near as 2**-48: there one step with
-    the exact remainder follows (`refine_quotient`, Markstein's theorem: right for an estimate less than a unit away and a
-    correctly rounded reciprocal).
+    rounding is that of the quotient up to p = 11. Scales s of 24 bits, as those under an outer scale, have quotients as near
+    as 2**-48, but there only the sides of the ties t of e2m1 matter, of bfloat16 x. With integer significands X < 2**8 and
+    2**23 <= S < 2**24 and the midpoint (M 2**k +- 1) / 2**j beside t, M being 1, 3, 5 or 7 and k from 22 to 25, a quotient so
+    near asks for |X 2**i - S (M 2**k +- 1)| <= 8 with i of 39 or more. So S lies at most 8 from a multiple of 2**22, and the
+    terms below 2**39 cancel only if M = 1, t = 1/4 and S = 2**24 - 1. There (1 - s m) m rounded towards zero gives the right
+    side and rounded to nearest a tie (`reciprocal_error_cut`; a test tries every S).
     """
     scale = scheme.scale
     if scheme.outer is not None:
@@ -134,11 +146,13 @@ def log2_is_exact(dtype: str, target: float) -> bool:
 
 @lru_cache(maxsize=64)
 def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
-    """The largest value of the dtype with each code, where the nearest entry by rounded differences decides.
+    """The largest float32 with each code, if it is rounded to the dtype and the nearest entry by rounded differences decides.
 
     None where codes do not keep the order of the values.
 
-    Of every value from -1 to 1; torchao's NF4 rounds entries and differences to the dtype.
+    Of every value of the dtype from -1 to 1; torchao's NF4 rounds entries and differences to the dtype. Rounding keeps the
+    order too: the largest float32 that is rounded to the largest value with a code is the largest with it, and no instruction
+    rounds.
     """
     import ml_dtypes
 
@@ -148,7 +162,10 @@ def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
     table = np.asarray(fmt.table, np.float32).astype(kind).astype(np.float32)
     code = np.abs((y[:, None] - table).astype(kind).astype(np.float32)).argmin(axis=1)
     last = np.searchsorted(code, np.arange(len(table) - 1), side="right") - 1
-    return tuple(float(v) for v in y[last]) if np.all(np.diff(code) >= 0) else None
+    # Midpoints of neighbours of the dtype are float32, and a tie goes to either.
+    middle = (y[last] + y[last + 1]) / 2
+    made = np.where(middle.astype(kind) == y[last], middle, np.nextafter(middle, np.float32(-np.inf)))
+    return tuple(float(v) for v in made) if np.all(np.diff(code) >= 0) else None
 
 
 def _has_scales(scheme: Scheme, dtype: str) -> bool:

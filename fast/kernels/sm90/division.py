@@ -46,21 +46,24 @@ def divided(a, divisor, inverse_divisor):
 
 
 @triton.jit
-def corrected_quotient(v, inverse_divisor, divisor):
-    """v / divisor of tiles, m = 1 / divisor of their blocks: v times m and what m lacks. `quotient_sequence` says how exact."""
-    return tl.fma(v, inverse_divisor, v * reciprocal_error(inverse_divisor, divisor))
-
-
-@triton.jit
-def refine_quotient(y, v, inverse_divisor, divisor):
-    """v / divisor, correctly rounded, where y is less than one unit in the last place away and m = 1 / divisor rounded."""
-    return tl.fma(tl.fma(negative_by_product(y), divisor, v), inverse_divisor, y)
+def corrected_quotient(v, inverse_divisor, error):
+    """v / divisor of tiles: v times m = 1 / divisor of their blocks and what m lacks. `quotient_sequence` says how exact."""
+    return tl.fma(v, inverse_divisor, v * error)
 
 
 @triton.jit
 def reciprocal_error(inverse_divisor, divisor):
     """1 / divisor less m, which is 1 / divisor rounded."""
     return tl.fma(negative_by_product(divisor), inverse_divisor, 1.0) * inverse_divisor
+
+
+@triton.jit
+def reciprocal_error_cut(inverse_divisor, divisor):
+    """The same with the product rounded towards zero, so that the quotients lie on the side of e2m1's ties that they should."""
+    rest = tl.fma(negative_by_product(divisor), inverse_divisor, 1.0)
+    return tl.inline_asm_elementwise(
+        "mul.rz.f32 $0, $1, $2;", "=f,f,f", [rest, inverse_divisor], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

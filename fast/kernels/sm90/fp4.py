@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.sm90.bit_tricks import quarters
-from fast.kernels.sm90.division import negative_by_product, reciprocal_error
+from fast.kernels.sm90.division import reciprocal_error_cut
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
@@ -32,7 +32,7 @@ lop3.b32 n3, n3, $11, 0x88888888, 0x28; lop3.b32 $0, n3, n0, $10, 0xA8; """
 def _words(scaled: str, half: str) -> tl.constexpr:
     """Eight codes from magnitudes $1 to $4 and elements $5 to $8, with the factor $9, the mask $10 and the flip of signs $11.
 
-    $12, $13: what the factor lacks of a reciprocal, and the divisor with another sign.
+    $12: what the factor lacks of a reciprocal.
     """
     text = ""
     for pair in range(4):
@@ -48,7 +48,7 @@ shr.u32 t, t, 4; lop3.b32 t, t, $7, 0x08080808, 0x28; lop3.b32 $0, t, n0, $6, 0x
 
 
 def _bytes(scaled: str, half: str) -> tl.constexpr:
-    """Four codes, a byte each, from magnitudes $1 and $2 and elements $3 and $4, with $5 to $9 for `_words`' $9 to $13."""
+    """Four codes, a byte each, from magnitudes $1 and $2 and elements $3 and $4, with $5 to $8 for `_words`' $9 to $12."""
     text = ""
     for pair in range(2):
         low, high = (_NUMBER.format(scaled=scaled, half=half, number=2 * pair + i) for i in range(2))
@@ -58,15 +58,9 @@ def _bytes(scaled: str, half: str) -> tl.constexpr:
 
 # The product with a power of two is exact, and the factor is half of it; any other product is rounded first.
 EXACT, ROUNDED = _words("", "$9"), _words("mul.rn.f32 x, x, $9;", "0f3F000000")
-# See `division.corrected_quotient` and `refine_quotient`.
-CORRECTED = _words(
-    "mul.rn.f32 g, x, $12; fma.rn.f32 g, x, $9, g; fma.rn.f32 x, g, $13, x; fma.rn.f32 x, x, $9, g;",
-    "0f3F000000",
-)
-CORRECTED_BYTES = _bytes(
-    "mul.rn.f32 g, x, $8; fma.rn.f32 g, x, $5, g; fma.rn.f32 x, g, $9, x; fma.rn.f32 x, x, $5, g;",
-    "0f3F000000",
-)
+# See `division.corrected_quotient`.
+CORRECTED = _words("mul.rn.f32 g, x, $12; fma.rn.f32 x, x, $9, g;", "0f3F000000")
+CORRECTED_BYTES = _bytes("mul.rn.f32 g, x, $8; fma.rn.f32 x, x, $5, g;", "0f3F000000")
 EXACT_BYTES, ROUNDED_BYTES = _bytes("", "$5"), _bytes("mul.rn.f32 x, x, $5;", "0f3F000000")
 
 
@@ -141,8 +135,8 @@ def _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     flip = inv_scale.to(tl.int32, bitcast=True) >> 31
     if SCHEME.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f,f", [a, b, p, q, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor),
-            negative_by_product(divisor)],
+            CORRECTED_BYTES, "=r,r,r,r,r,f,r,r,f",
+            [a, b, p, q, inv_scale, keep, flip, reciprocal_error_cut(inv_scale, divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -166,8 +160,8 @@ def _word(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr):
     flip = inv_scale.to(tl.int32, bitcast=True) >> 31
     if SCHEME.corrected:
         return tl.inline_asm_elementwise(
-            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f,f",
-            [a, b, c, d, p, q, r, s, inv_scale, keep, flip, reciprocal_error(inv_scale, divisor), negative_by_product(divisor)],
+            CORRECTED, "=r,r,r,r,r,r,r,r,r,f,r,r,f",
+            [a, b, c, d, p, q, r, s, inv_scale, keep, flip, reciprocal_error_cut(inv_scale, divisor)],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

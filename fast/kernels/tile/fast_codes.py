@@ -25,7 +25,13 @@ from fast.kernels.sm90.bit_tricks import (
     store_words,
 )
 from fast.kernels.sm90.codebook16 import codebook_floats
-from fast.kernels.sm90.division import corrected_quotient, reciprocal_rn, refine_quotient, round_to_dtype
+from fast.kernels.sm90.division import (
+    corrected_quotient,
+    reciprocal_error,
+    reciprocal_error_cut,
+    reciprocal_rn,
+    round_to_dtype,
+)
 from fast.kernels.sm90.pack_32 import integer_quads, store_quads
 from fast.kernels.sm90.uniform_codebook import stretched_floats
 
@@ -73,7 +79,8 @@ def _reciprocals(scale):
 def scaled(v, inv_scale, divisor, zero, SCHEME: tl.constexpr):
     """Elements in units of their scale before they are rounded to codes: v * m, or v / divisor, in the record's arithmetic.
 
-    zero: of records with a float zero point, which they subtract.
+    zero: of records with a float zero point, which they subtract. For codebooks always in float32: their thresholds know the
+    arithmetic (`difference_thresholds`).
     """
     if SCHEME.zero == "value":
         # zero is min + mid * scale, rounded at each step, and the steps back are rounded as well.
@@ -81,13 +88,13 @@ def scaled(v, inv_scale, divisor, zero, SCHEME: tl.constexpr):
             zero - round_to_dtype(divisor * SCHEME.middle_input, SCHEME.arithmetic), SCHEME.arithmetic
         )
         v = rounded_once(v - minimum, SCHEME.arithmetic, SCHEME.has_ptx)
-    if SCHEME.corrected:
-        y = corrected_quotient(v, inv_scale, divisor)
-        if SCHEME.has_outer:
-            y = refine_quotient(y, v, inv_scale, divisor)
+    if SCHEME.corrected and SCHEME.has_outer:
+        y = corrected_quotient(v, inv_scale, reciprocal_error_cut(inv_scale, divisor))
+    elif SCHEME.corrected:
+        y = corrected_quotient(v, inv_scale, reciprocal_error(inv_scale, divisor))
     else:
         y = v * inv_scale
-    if SCHEME.arithmetic != "float32":
+    if SCHEME.arithmetic != "float32" and SCHEME.kind != "codebook":
         y = rounded_once(y, SCHEME.arithmetic, SCHEME.has_ptx)
     if SCHEME.on_ordinary and not SCHEME.negative_zero and SCHEME.kind == "float":
         # -0 becomes +0, any other value stays.
@@ -147,8 +154,10 @@ def store_codes(
         _store_integers(codes, at, inside, block, exists, v, inv_scale, scale, zero, SCHEME, PACKED)
     elif SCHEME.fast_path == "codebook":
         y = scaled(v, inv_scale, scale, zero, SCHEME)
+        # A multiplier is NaN where the scale is, and where a block of zeros has the scale 0.
+        poison = inv_scale if SCHEME.on_ordinary else scale
         _store_nibbles(
-            codes, at, inside, block, exists, bits_of(codebook_floats(y, SCHEME.element)), scale, PACKED
+            codes, at, inside, block, exists, bits_of(codebook_floats(y, SCHEME.element)), poison, PACKED
         )
     elif SCHEME.fast_path == "e2m1":
         _store_e2m1(codes, at, inside, block, exists, v, inv_scale, scale, SCHEME, PACKED)

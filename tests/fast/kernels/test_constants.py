@@ -2,8 +2,8 @@
 
 import platform
 from dataclasses import replace
-from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,7 +17,7 @@ from fast.kernels.quantize import plan as passes
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.element_constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, ocp_name
-from fast.kernels.scheme.ordinary_blocks import log2_is_exact
+from fast.kernels.scheme.ordinary_blocks import difference_thresholds, log2_is_exact
 
 
 @pytest.fixture
@@ -138,27 +138,37 @@ def test_rounded_logarithms_of_16_bit_maxima_are_exact():
         assert not log2_is_exact("float32", target)
 
 
-def test_corrected_and_refined_products_are_quotients():
-    """`refined`, of divisors of 24 bits: all 8-bit significands beside each of the seven ties."""
-    for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
-        v = np.repeat(np.arange(128, 256), 33).astype(np.float64)
-        middle = (v / tie).astype(np.float32).view(np.int32) + np.tile(np.arange(-16, 17), 128).astype(
-            np.int32
-        )
-        divisor = middle.view(np.float32)
-        m = (1 / divisor.astype(np.float64)).astype(np.float32)
-        for value, d, inverse in zip(v, divisor, m, strict=True):
-            low = np.float32(float(1 - Fraction(float(d)) * Fraction(float(inverse)))) * inverse
-            product = np.float32(value) * low
-            y = nearest(Fraction(float(value)) * Fraction(float(inverse)) + Fraction(float(product)))
-            rest = Fraction(float(value)) - Fraction(y) * Fraction(float(d))
-            y = nearest(Fraction(y) + rest * Fraction(float(inverse)))
-            assert y == nearest(Fraction(float(value)) / Fraction(float(d)))
+@pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+def test_corrected_products_lie_on_the_side_of_a_tie_where_quotients_lie(tie):
+    """`quotient_sequence`: every divisor of 24 bits, and the two 8-bit numbers beside its product with a tie of e2m1."""
+    significands = np.arange(1 << 23, 1 << 24, dtype=np.int64)
+    for part in np.array_split(significands, 16):
+        divisor = part * 2.0**-23
+        m = (1 / divisor.astype(np.float32)).astype(np.float64)
+        # Products of two float32 numbers are exact in float64, and so is what is left of 1.
+        error = towards_zero((1 - divisor * m) * m)
+        unit = np.exp2(np.floor(np.log2(tie * divisor)) - 7)
+        for steps in (0, 1):
+            x = (np.floor(tie * divisor / unit) + steps) * unit
+            y = (x * m + (x * error).astype(np.float32)).astype(np.float32)
+            assert np.array_equal(np.sign(y - tie), np.sign((x / divisor).astype(np.float32) - tie))
 
 
-def nearest(exact):
-    """The float32 nearest to a fraction, ties to even; far from the ends of the range."""
-    power = exact.numerator.bit_length() - exact.denominator.bit_length() - 25
-    scaled = exact / Fraction(2) ** power
-    down = power + (scaled.numerator // scaled.denominator).bit_length() - 24
-    return float(round(exact / Fraction(2) ** down) * Fraction(2) ** down)
+def towards_zero(exact):
+    """The float32 next to float64 numbers whose magnitude is no larger, as float64."""
+    near = exact.astype(np.float32)
+    return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_thresholds_of_rounded_differences_hold_before_rounding(dtype):
+    """The largest float32 with each code: the next one, rounded to the dtype, has the next code."""
+    fmt = FORMATS["nf4_torchao"]
+    kind = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
+    table = np.asarray(fmt.table, np.float32).astype(kind).astype(np.float32)
+    thresholds = np.asarray(difference_thresholds(fmt, dtype), np.float32)
+    for step, codes in ((0, np.arange(15)), (1, np.arange(1, 16))):
+        y = np.nextafter(thresholds, np.float32(2)) if step else thresholds
+        rounded = y.astype(kind).astype(np.float32)
+        found = np.abs((rounded[:, None] - table).astype(kind).astype(np.float32)).argmin(axis=1)
+        assert found.tolist() == codes.tolist()
