@@ -10,9 +10,11 @@ from fast.kernels.quantize.plan import Pass, Plan
 
 # In every pass what is read comes before what is written, as XLA hands arrays over.
 POINTERS = tuple(blocks_kernel.arg_names[:10])
-# Registers a lane where rows of 14336 are rounded: three programs on a multiprocessor, where the compiler's 128 leave room for
-# two; 0.97 of the copy rate instead of 0.91 for a spill of two words.
+# Registers a lane where rows of 14336 are rounded, or quantized by a sequence or the general rules: three programs on a
+# multiprocessor, where the compiler's 128 leave room for two; 0.97 of the copy rate instead of 0.91 for a spill of two words.
 ROUNDING_REGISTERS = 80
+# The same of pairs under corrected quotients or the general rules, which spill where the compiler gives all 96: 0.88 for 0.85.
+QUOTIENT_REGISTERS = 72
 
 
 def run_plan(call: Call, plan: Plan) -> None:
@@ -36,12 +38,14 @@ def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
 
 
 def _registers(step: Pass) -> dict[str, int]:
-    """A limit where the largest tile is rounded under masks by a fast path: rows of 14336 16-bit numbers."""
-    place, do = step.place, step.block_op
+    """A limit where one path of two has to fit, and where the largest tile is rounded under masks: rows of 14336 numbers."""
+    place, do, rule = step.place, step.block_op, step.rule
+    if do.pairs and rule.has_same and rule.has_outer and rule.apply.value == "divide":
+        return {"maxnreg": QUOTIENT_REGISTERS}
     large = place.shape == "flat" and place.masked and not place.chunked and place.size == LARGEST_TILE
     # Masks of single numbers, other paths and random words need more, and would spill.
-    plain = (
-        place.integers[3] % ALIGNMENT == 0 and step.rule.fast_path.value != "" and "words" not in step.reads
-    )
-    rounded = do.output in ("bfloat16", "float16") and not do.dequantize
-    return {"maxnreg": ROUNDING_REGISTERS} if large and plain and rounded and place.warps == 8 else {}
+    plain = place.integers[3] % ALIGNMENT == 0 and "words" not in step.reads and place.warps == 8
+    rounded = do.output in ("bfloat16", "float16") and not do.dequantize and rule.fast_path.value != ""
+    # Here the general rules spill some words, and the sequence, which runs, two or three.
+    quantized = do.codes and do.source.value == "tile" and rule.has_same and rule.dtype.value != "float32"
+    return {"maxnreg": ROUNDING_REGISTERS} if large and plain and (rounded or quantized) else {}

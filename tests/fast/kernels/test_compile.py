@@ -249,6 +249,32 @@ def test_rows_of_14336_are_rounded_by_three_programs_of_a_multiprocessor(name, s
 
 
 @pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("compressed_tensors.int4_token", 16),
+        ("compressed_tensors.fp8_token", 8),
+        ("torchao.intx8_rowwise_asymmetric", 16),
+        ("torchao.fp8_rowwise_inference", 64),
+    ],
+)
+def test_rows_of_14336_of_other_projects_are_quantized_by_three_programs(name, stack):
+    """The same of two paths, of which the general rules spill more."""
+    (machine,) = launched(case(quantize, name, shape=(64, 14336)).call)
+    assert 3 * 256 * machine.registers <= 65536
+    assert machine.stack <= stack
+    text = " ".join(machine.order)
+    assert len(re.findall(r"STL|LDL", text[: text.index("EXIT")])) <= 3
+
+
+def test_pairs_under_corrected_quotients_leave_room_for_other_warps():
+    """72 registers, which both paths spill 48 bytes for."""
+    call = case(quantize, "compressed_tensors.nvfp4", shape=BIG, packed=True).call
+    machine = launched(call)[-1]
+    assert (machine.registers, machine.local) == (72, 0)
+    assert machine.stack <= 48
+
+
+@pytest.mark.parametrize(
     ("name", "length"), [("fp8_rowwise", 9001), ("torchao.int8_rowwise_no_clipping", 14336)]
 )
 def test_rows_that_would_spill_get_their_registers(name, length):
