@@ -15,6 +15,8 @@ POINTERS = tuple(blocks_kernel.arg_names[:10])
 ROUNDING_REGISTERS = 80
 # The same of pairs under corrected quotients or the general rules, which spill where the compiler gives all 96: 0.88 for 0.85.
 QUOTIENT_REGISTERS = 72
+# And of codebooks, whose general rules take 121 (packed or of float16 they would spill): five warps for four, 0.85 for 0.81.
+CODEBOOK_REGISTERS = 96
 
 
 def run_plan(call: Call, plan: Plan) -> None:
@@ -42,6 +44,9 @@ def _registers(step: Pass) -> dict[str, int]:
     place, do, rule = step.place, step.block_op, step.rule
     if do.pairs and rule.has_same and rule.has_outer and rule.apply.value == "divide":
         return {"maxnreg": QUOTIENT_REGISTERS}
+    codebook = rule.kind.value == "codebook" and rule.dtype.value == "bfloat16" and not do.packed
+    if do.codes and do.source.value == "tile" and rule.has_same and codebook:
+        return {"maxnreg": CODEBOOK_REGISTERS}
     large = place.shape == "flat" and place.masked and not place.chunked and place.size == LARGEST_TILE
     # Masks of single numbers, other paths and random words need more, and would spill.
     plain = place.integers[3] % ALIGNMENT == 0 and "words" not in step.reads and place.warps == 8

@@ -343,20 +343,25 @@ def _second_level(of: Problem) -> Plan:
     name, parts = "exact", count
     while parts > LEFT:
         # The tree is no higher than the power of two above the scales.
-        place = flat_geometry(parts, min(AVERAGED, power_above(parts)))
+        place = _quickly(flat_geometry(parts, min(AVERAGED, power_above(parts))))
         into = f"averages {len(passes)}"
         buffers[into] = Buffer((place.blocks,), "float32")
         step = Pass(place, of.rule, block_op(level="averages"), {"x": name}, {"statistic": into})
         passes.append(step)
         name, parts = into, place.blocks
-    # Small tiles: there are few scales, and each program begins with the same mean.
-    place = flat_geometry(count, of.rule.group, elements=SMALLEST_TILE)
+    # Each program begins with the same mean.
+    place = _quickly(flat_geometry(count, of.rule.group))
     # Of the integers that blocks of one row do without, the third is free: how many averages there are.
     integers = (*place.integers[:2], parts, *place.integers[3:])
     do = block_op(level="groups", parts=power_above(parts), share=1.0 / power_above(count))
     reads = {"x": "exact", "statistic": name}
     passes.append(Pass(replace(place, integers=integers), of.rule, do, reads, _same(scale_buffers(of))))
     return Plan(tuple(passes), buffers, ())
+
+
+def _quickly(place: Geometry) -> Geometry:
+    """Tiles with few elements a thread: of scales there are few, and a program's time is what a launch waits for."""
+    return replace(place, warps=max(place.warps, place.p * place.size // SMALLEST_TILE))
 
 
 def dequantizing(of: Problem, packed: bool = False) -> Plan:
