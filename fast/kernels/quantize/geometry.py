@@ -147,6 +147,8 @@ def _rectangles(shape: tuple[int, ...], axis: int, block: tuple[int, int]) -> Ge
     count = lead * rows * columns
     p = max(1, TILE // size)
     masked = bool(row_limit % height or length % inner or count % p)
+    # The blocks of a tile lie side by side, so that their rows are read together.
+    strips = not masked and columns % p == 0 and p > 1 and size > inner >= WIDTH
     wide = prod(shape) > INT32 - 2 * LARGEST_TILE
     integers = (
         count,
@@ -162,7 +164,7 @@ def _rectangles(shape: tuple[int, ...], axis: int, block: tuple[int, int]) -> Ge
         1,
     )
     return Geometry(
-        "tiles",
+        "strips" if strips else "tiles",
         ceil_div(count, p),
         count,
         integers,

@@ -80,7 +80,7 @@ def quantize(
     of, given = checked(x, scheme, axis, scales, words)
     if of is None:
         return None
-    kind, fused = given_kind(given), packed and plans.packs(of)
+    kind, fused = given_kind(given), packed and plans.packs(of, writes=True)
     tiles = tiled and plans.tiles(of, kind)
     read_in_words = fused or plans.paired(of, fused)
     call = Call(operands(x, given, words), words=("x",) if read_in_words else ())

@@ -7,6 +7,8 @@ A program takes a tile of P blocks with SIZE elements each. Where the elements l
 * ``columns``: blocks run along an axis that is not the last; P neighbouring columns make a tile, so that memory is read in
   rows. See `columns`.
 * ``tiles``: blocks of rows x INNER, and rows with a short last block.
+* ``strips``: P blocks of rows x INNER side by side, whose rows are read and written together where codes are made: a row of a
+  block is less than a warp reads at once. Elsewhere these are ``tiles``.
 
 With CHUNKED a block is larger than a tile, and neighbouring programs take its parts.
 
@@ -27,6 +29,10 @@ from fast.kernels.tile.dequantize import dequantize_tile
 from fast.kernels.tile.quantize import quantize_tile
 from fast.kernels.tile.quantize_pairs import pairs_tile, segments_tile
 from fast.kernels.tile.saturation import mask_saturated_gradients
+from fast.kernels.tile.strips import of_blocks
+
+# Neighbours that a thread has of a strip: 16 bytes of 16-bit floats.
+WIDTH = tl.constexpr(8)
 
 
 @triton.jit
@@ -89,6 +95,25 @@ def block_places(
 
 
 @triton.jit
+def strip_places(
+    columns, length, row_stride, column_stride, WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    REVERSE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Offsets of the units of P blocks side by side, (rows, P, INNER / UNIT), of which a thread has WIDTH elements."""
+    program = tl.program_id(0)
+    if REVERSE:
+        program = tl.num_programs(0) - 1 - program
+    block = program * P
+    strip, column = block // columns, block % columns
+    r = tl.arange(0, SIZE // INNER)[:, None, None]
+    p = tl.arange(0, P)[None, :, None]
+    c = tl.arange(0, INNER // UNIT)[None, None, :]
+    base = (strip.to(tl.int64) if WIDE else strip) * (row_stride // UNIT) + column * (column_stride // UNIT)
+    at = base + (r.to(tl.int64) if WIDE else r) * (length // UNIT) + (p * (INNER // UNIT) + c)
+    return tl.multiple_of(tl.max_contiguous(at, [1, 1, WIDTH // UNIT]), [1, 1, WIDTH // UNIT])
+
+
+@triton.jit
 def blocks_kernel(
     x, g, words, statistic, outer_statistic, outer, scale, zero, codes, y,
     count, columns, rows, length, limit, chunks, lead_stride, row_stride, column_stride, inner_row, inner_column, stride,
@@ -122,7 +147,22 @@ def blocks_kernel(
     else:
         # Packed integers and stretched levels leave as words of 32 codes, which a thread makes if it has their elements.
         GROUPS: tl.constexpr = OP.packed and SCHEME.digits != "" and not MASKED and SIZE % 32 == 0
-        tile = load_groups(x, block, SIZE) if GROUPS else read(x + at, inside)
+        # Of what makes codes alone, and neither reads nor writes more.
+        STRIPS: tl.constexpr = (
+            SHAPE == "strips" and OP.codes and OP.output == "" and SCHEME.rounding == "nearest_even"
+        )
+        if STRIPS:
+            at = strip_places(columns, length, row_stride, column_stride, WIDE, SIZE, INNER, P, OP.reverse, 1)
+            tile = of_blocks(tl.load(x + at))
+            if OP.packed:
+                # Packed codes leave as words of eight.
+                at = strip_places(
+                    columns, length, row_stride, column_stride, WIDE, SIZE, INNER, P, OP.reverse, 8
+                )
+        elif GROUPS:
+            tile = load_groups(x, block, SIZE)
+        else:
+            tile = read(x + at, inside)
         if SHAPE == "columns":
             # Neighbours in a register are not of one block.
             tile = widened(tile, SCHEME.signs_nan)

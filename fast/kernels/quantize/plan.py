@@ -230,9 +230,14 @@ def code_buffer(of: Problem, packed: bool) -> Buffer:
     return Buffer(shape, "uint8" if of.scheme.format.bits <= 8 else "uint16")
 
 
-def packs(of: Problem) -> bool:
-    """Whether the kernel can read and write packed codes: of 2 to 7 bits, whole bytes per block, blocks along the last axis."""
+def packs(of: Problem, writes: bool = False) -> bool:
+    """Whether the kernel can read and write packed codes: of 2 to 7 bits, whole bytes per block, blocks along the last axis.
+
+    writes: whether it can write them, as it can those of 4 bits in two-dimensional blocks side by side too.
+    """
     place, bits = of.place, of.scheme.format.bits
+    if writes and place.shape == "strips" and of.scheme.rounding == "nearest_even":
+        return bits == 4
     if bits == 1 or bits >= 8 or place.shape != "flat" or place.chunked or not of.blocks.shape:
         return False
     unit = {2: 4, 6: 16}.get(bits, 8)

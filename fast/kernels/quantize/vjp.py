@@ -109,7 +109,7 @@ class _Tiles:
 def _tiles(of: Problem) -> _Tiles | None:
     """Tiles that registers hold; None where a block would be filled with far more than it has."""
     place = of.place
-    if place.shape == "tiles":
+    if place.shape in ("tiles", "strips"):
         return _rectangles(of)
     if place.shape == "flat":
         flat = not place.chunked and place.integers[3] > CHUNK

@@ -22,7 +22,6 @@ from fast.kernels.sm90.bit_tricks import (
     mask_unless_poisoned,
     nibble_words,
     six_words,
-    store_words,
 )
 from fast.kernels.sm90.codebook16 import codebook_floats
 from fast.kernels.sm90.division import (
@@ -34,6 +33,7 @@ from fast.kernels.sm90.division import (
 )
 from fast.kernels.sm90.pack_32 import integer_quads, store_quads
 from fast.kernels.sm90.uniform_codebook import stretched_floats
+from fast.kernels.tile.strips import store_elements, store_words_of
 
 
 @triton.jit
@@ -146,10 +146,10 @@ def store_codes(
     """Codes of a tile, packed where the operation asks for it."""
     if SCHEME.fast_path == "e4m3":
         y = scaled(v, inv_scale, scale, zero, SCHEME)
-        tl.store(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+        store_elements(codes, at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), inside)
     elif SCHEME.fast_path == "e5m2":
         y = scaled(v, inv_scale, scale, zero, SCHEME)
-        tl.store(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), mask=inside)
+        store_elements(codes, at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), inside)
     elif SCHEME.digits != "":
         _store_integers(codes, at, inside, block, exists, v, inv_scale, scale, zero, SCHEME, PACKED)
     elif SCHEME.fast_path == "codebook":
@@ -174,7 +174,7 @@ def _store_integers(
     else:
         t = bits_of(integers(v, inv_scale, scale, zero, SCHEME))
     if PACKED and SCHEME.bits == 4 and SCHEME.digits == "signed":
-        store_words(codes, int4_words(t, mask_unless_poisoned(scale, -1)), block, exists)
+        store_words_of(codes, at, int4_words(t, mask_unless_poisoned(scale, -1)), block, exists)
     elif PACKED and v.shape[1] % 32 == 0:
         quads = integer_quads(t, mask_unless_poisoned(scale, -1), SCHEME.bits, SCHEME.digits == "signed")
         store_quads(codes, quads, block, exists, SCHEME.bits)
@@ -186,17 +186,17 @@ def _store_integers(
             made = bytes_of(t)
         else:
             made = _masked_bytes(t, scale, (1 << SCHEME.bits) - 1)
-        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+        store_elements(codes, at, made.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
 def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.constexpr):
     """Codes in the low four bits of patterns above 0x4b400000."""
     if PACKED:
-        store_words(codes, nibble_words(numbers, mask_unless_poisoned(scale, -1)), block, exists)
+        store_words_of(codes, at, nibble_words(numbers, mask_unless_poisoned(scale, -1)), block, exists)
     else:
         made = bytes_of(numbers) & mask_unless_poisoned(scale, 0x0F).to(tl.int8)
-        tl.store(codes + at, made.to(tl.uint8, bitcast=True), mask=inside)
+        store_elements(codes, at, made.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -217,12 +217,11 @@ def _store_e2m1(
         signed = scaled(v, inv_scale, scale, None, SCHEME)
         numbers = bits_of(e2m1_floats(signed, tl.full(v.shape, 0.5, tl.float32)))
     if PACKED:
-        store_words(
-            codes, e2m1_words(numbers, bits_of(signed), mask_unless_poisoned(scale, -1)), block, exists
-        )
+        words = e2m1_words(numbers, bits_of(signed), mask_unless_poisoned(scale, -1))
+        store_words_of(codes, at, words, block, exists)
     else:
         made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
-        tl.store(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), mask=inside)
+        store_elements(codes, at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -251,8 +250,5 @@ def _store_six(
         tl.store(word + 1, b, mask=exists)
         tl.store(word + 2, c, mask=exists)
     else:
-        tl.store(
-            codes + at,
-            (made & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True),
-            mask=inside,
-        )
+        made = (made & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True)
+        store_elements(codes, at, made, inside)

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, float_of, narrow, order_key, read, widened
-from fast.kernels.rules.packing import store_packed
 from fast.kernels.rules.scaled import element_codes
 from fast.kernels.rules.scales import floored, loaded_scale, outer_scale
 from fast.kernels.rules.second_level import double_scale
@@ -17,6 +16,7 @@ from fast.kernels.tile.fast_codes import multiplier, store_codes
 from fast.kernels.tile.fast_values import finished, rounded_values
 from fast.kernels.tile.saturation import store_saturation_mask
 from fast.kernels.tile.stochastic_rounding import store_stochastic
+from fast.kernels.tile.strips import store_elements, store_packed_of
 
 
 @triton.jit
@@ -227,9 +227,9 @@ def general_tile(
         bits = read(random_bits + at, inside)
     made = element_codes(v, divisor, divisor_outer, z, bits, SCHEME)
     if OP.packed:
-        store_packed(codes, made, block, exists, SCHEME.bits)
+        store_packed_of(codes, at, made, block, exists, SCHEME.bits)
     elif OP.codes:
-        tl.store(codes + at, made.to(codes.dtype.element_ty), mask=inside)
+        store_elements(codes, at, made.to(codes.dtype.element_ty), inside)
     if OP.gradient:
         dy = read(g + at, inside)
         lost = saturated(v, made, divisor, divisor_outer, SCHEME)
