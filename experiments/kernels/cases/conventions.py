@@ -31,10 +31,10 @@ def of_configurations() -> Iterator[Scheme]:
 
 
 def of_checkpoints() -> Iterator[Scheme]:
-    """The records of other projects than torchao, in blocks along one axis or over the tensor."""
+    """The records of other projects than torchao."""
     torchao = {scheme.name for scheme in torchao_conventions()}
     for scheme in conventions():
-        if scheme.name not in torchao and not isinstance(scheme.scale.block, tuple):
+        if scheme.name not in torchao:
             yield scheme
 
 

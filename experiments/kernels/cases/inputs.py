@@ -36,19 +36,21 @@ def codes(shape: Shape, below: int, device: str, seed: int) -> torch.Tensor:
     return torch.randint(0, below, shape, generator=generator, device=device, dtype=torch.uint8)
 
 
-def peak(x: torch.Tensor, width: int = 16) -> torch.Tensor:
-    """A row of zeros and the largest element of x: its tensor-wide scale is that of x."""
+def peak(x: torch.Tensor, width: int = 16, height: int = 1) -> torch.Tensor:
+    """Rows of zeros and the largest element of x: its tensor-wide scale is that of x."""
     # A row at a time, so that no other tensor of x's size is in memory.
     rows = torch.linalg.vector_norm(x, ord=float("inf"), dim=1)
     row = x[int(rows.argmax())]
-    found = torch.zeros(1, width, dtype=x.dtype)
+    found = torch.zeros(height, width, dtype=x.dtype)
     found[0, 0] = row[row.abs().argmax()].cpu()
     return found
 
 
 def tensor_scales(x: torch.Tensor, scheme: Scheme) -> Scales:
     """The tensor-wide part of x's scales by the reference, on the host: the only scale, or the outer one."""
-    found = reference.choose_scales(peak(x), scheme)
+    block = scheme.scale.block
+    whole = peak(x, height=block[0]) if isinstance(block, tuple) else peak(x)
+    found = reference.choose_scales(whole, scheme)
     return Scales(outer=found.outer) if scheme.outer is not None else Scales(found.scale)
 
 
