@@ -27,7 +27,7 @@ from fast.kernels.rules.statistics import absmax, value_range
 from fast.kernels.sm90.pack_32 import load_groups
 from fast.kernels.tile.dequantize import dequantize_tile
 from fast.kernels.tile.quantize import quantize_tile
-from fast.kernels.tile.quantize_pairs import pairs_tile, segments_tile
+from fast.kernels.tile.quantize_pairs import pairs_tile, segments_tile, strip_tile
 from fast.kernels.tile.saturation import mask_saturated_gradients
 from fast.kernels.tile.strips import of_blocks
 
@@ -138,6 +138,16 @@ def blocks_kernel(
         dequantize_tile(codes, scale, outer, zero, y, at, inside, block, exists, SCHEME, OP, SIZE)
     elif OP.pairs and SCHEME.ranged:
         segments_tile(x, codes, scale, zero, block, exists, stride, SCHEME, OP, SIZE)
+    elif OP.pairs and SHAPE == "strips":
+        elements = strip_places(
+            columns, length, row_stride, column_stride, WIDE, SIZE, INNER, P, OP.reverse, 1
+        )
+        both = strip_places(columns, length, row_stride, column_stride, WIDE, SIZE, INNER, P, OP.reverse, 2)
+        UNIT: tl.constexpr = 8 if OP.packed else 4
+        out = strip_places(columns, length, row_stride, column_stride, WIDE, SIZE, INNER, P, OP.reverse, UNIT)
+        strip_tile(
+            x, codes, scale, outer, outer_statistic, elements, both, out, block, exists, stride, SCHEME, OP
+        )
     elif OP.pairs:
         pairs_tile(
             x, codes, scale, outer, outer_statistic, at, inside, block, exists, stride, SCHEME, OP, SIZE

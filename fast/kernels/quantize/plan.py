@@ -281,7 +281,7 @@ def _scaled(
 
 def paired(of: Problem, packed: bool) -> bool:
     """Whether codes under scales from the tensor are made of pairs by `fours` or `sixes`, so that x is read in words."""
-    plain = of.place.shape == "flat" and not of.place.masked
+    plain = of.place.shape in ("flat", "strips") and not of.place.masked
     return of.rule.pairs and plain and (packed or (of.rule.bits == 4 and not of.rule.ranged))
 
 
@@ -290,6 +290,8 @@ def _place(of: Problem, outer: str, pairs: bool) -> Geometry:
     place = of.place
     if place.blocks == 1 and place.shape == "flat" and not place.chunked:
         return replace(place, warps=max(place.warps, min(MOST_WARPS, place.size // ALONE)))
+    if pairs and place.shape == "strips":
+        return replace(place, warps=1)
     if not pairs or of.rule.ranged or outer == "statistic" or place.blocks % 64:
         return place
     return replace(place, p=64, warps=2, programs=place.blocks // 64)

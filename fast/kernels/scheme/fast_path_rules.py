@@ -112,7 +112,9 @@ def has_pairs(scheme: Scheme, dtype: str, fast_path: str) -> bool:
     if dtype != "bfloat16":
         return False
     if scheme.outer is not None:
-        return fast_path == "e2m1" and scale.block == 16 and not scale.power_of_two
+        # A block of 16 lies in one thread, a two-dimensional one in several.
+        sized = scale.block == 16 or isinstance(scale.block, tuple)
+        return fast_path == "e2m1" and sized and not scale.power_of_two
     return fast_path in ("e2m1", "e2m3", "e3m2") and scale.block == 32 and scale.power_of_two
 
 

@@ -8,7 +8,7 @@ elements are put into place together. Blocks whose scale costs many instructions
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.bit_tricks import quarters
+from fast.kernels.sm90.bit_tricks import joined2, quarters
 from fast.kernels.sm90.division import reciprocal_error_cut
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -117,6 +117,22 @@ def words_of_pairs(a, b, inv_scale, divisor, keep, SCHEME: tl.constexpr, PACKED:
     else:
         return side_by_side(
             _two_words(a, inv_scale, divisor, keep, SCHEME), _two_words(b, inv_scale, divisor, keep, SCHEME)
+        )
+
+
+@triton.jit
+def words_of_strip(pairs, inv_scale, divisor, keep, SCHEME: tl.constexpr, PACKED: tl.constexpr):
+    """`words_of_pairs` of whole blocks of (P, S) pairs, S a multiple of 4: (P, S / 4) or (P, S / 2) words."""
+    if SCHEME.on_ordinary and not SCHEME.negative_zero:
+        pairs = _without_negative_zeros(pairs)
+    if PACKED:
+        return _word(pairs, inv_scale, divisor, keep, SCHEME)
+    else:
+        p, q, r, s = quarters(pairs)
+        a, b, c, d = quarters(pairs & MAGNITUDES)
+        return joined2(
+            _bytes_of(a, b, p, q, inv_scale, divisor, keep, SCHEME),
+            _bytes_of(c, d, r, s, inv_scale, divisor, keep, SCHEME),
         )
 
 

@@ -13,12 +13,14 @@ from fast.kernels.sm90.fp4 import (
     load_pairs,
     side_by_side,
     words_of_pairs,
+    words_of_strip,
 )
 from fast.kernels.sm90.fp6 import store_sixes
 from fast.kernels.sm90.int_asymmetric import load_segments, range_of_segments, store_segments
 from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier
 from fast.kernels.tile.quantize import are_ordinary, general_tile, load_outer
+from fast.kernels.tile.strips import of_blocks, store_elements
 
 
 @triton.jit
@@ -61,6 +63,44 @@ def pairs_tile(
         general_tile(
             v, None, None, codes, None, at, inside, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
         )
+
+
+@triton.jit
+def strip_tile(
+    x, codes, scale, outer, outer_statistic, elements, pairs, words, block, exists, stride, SCHEME: tl.constexpr,
+    OP: tl.constexpr,
+):  # fmt: skip
+    """4-bit floats of bfloat16 in two-dimensional blocks side by side; elements, pairs, words: where these lie (`strips`)."""
+    g_outer = load_outer(outer, outer_statistic, SCHEME, OP)
+    both = of_blocks(tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + pairs))
+    largest = largest_of_block(largest_of_pairs(both))
+    if not SCHEME.has_same:
+        _store_strip(codes, both, largest, g_outer, scale, words, block, exists, stride, SCHEME, OP)
+    elif are_ordinary(largest, g_outer, exists, SCHEME):
+        _store_strip(codes, both, largest, g_outer, scale, words, block, exists, stride, SCHEME.same, OP)
+    else:
+        f = float_of(largest)
+        e, s, _, _, z = choose_scales(largest, f, f, g_outer, scale, None, block, exists, stride, SCHEME, OP)
+        v = widened(of_blocks(tl.load(x + elements)), SCHEME.signs_nan)
+        at = words if OP.packed else elements
+        general_tile(
+            v, None, None, codes, None, at, None, block, exists, e, s, z, g_outer, g_outer, SCHEME, OP
+        )
+
+
+@triton.jit
+def _store_strip(
+    codes, both, largest, outer, scale, words, block, exists, stride, SCHEME: tl.constexpr, OP: tl.constexpr
+):
+    """Codes of whole blocks, as words."""
+    _, s, scale_code, prepared, z = choose_scales(
+        largest, largest, largest, outer, scale, None, block, exists, stride, SCHEME, OP
+    )
+    divisor, inv_scale = s, multiplier(s, scale_code, prepared, SCHEME)
+    if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
+        divisor, inv_scale = prepared, reciprocal_rn(prepared)
+    made = words_of_strip(both, inv_scale, divisor, mask_unless_poisoned(s, -1), SCHEME, OP.packed)
+    store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True), words, made, None)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def two_tiles(make: Any) -> Any:
 
     def place(of: Any, outer: str, pairs: bool) -> Geometry:
         made = make(of, outer, pairs)
-        if made is of.place or made.programs < 3:
+        if made is of.place or made.programs < 3 or made.shape != "flat":
             return made
         p = min((made.blocks & -made.blocks) // 2, (1 << 20) // made.size)
         return replace(made, p=p, programs=made.blocks // p)

@@ -266,6 +266,15 @@ def test_rows_of_14336_of_other_projects_are_quantized_by_three_programs(name, s
     assert len(re.findall(r"STL|LDL", text[: text.index("EXIT")])) <= 3
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_dimensional_blocks_side_by_side_stay_in_their_warp(packed):
+    """Rows of all blocks are read together, and no element changes its lane before it is stored."""
+    machine = launched(case(quantize, "te.nvfp4_16x16", shape=BIG, packed=packed).call)[-1]
+    assert machine.named("BAR", "STS", "LDS", "STSM", "LDSM") == 0
+    text = " ".join(machine.order)
+    assert len(text[: text.index("EXIT")].split()) <= 17.5 * machine.elements
+
+
 def test_pairs_under_corrected_quotients_leave_room_for_other_warps():
     """72 registers, which both paths spill 48 bytes for."""
     call = case(quantize, "compressed_tensors.nvfp4", shape=BIG, packed=True).call

@@ -73,6 +73,11 @@ HOT = (
         case(quantize, "nvfp4", shape=BIG, packed=True, kernels=TWICE),
         (Moves(2, 0, 9.1), Moves(2, 0.5, 20.4, store=8)),
     ),
+    # Two paths, of which one runs; blocks side by side, whose words leave one by one, 16 lanes beside each other.
+    (
+        case(quantize, "te.nvfp4_16x16", shape=BIG, packed=True, kernels=TWICE),
+        (Moves(2, 0, 4.8), Moves(2, 0.5, 42.9, store=4, few=12)),
+    ),
     (case(quantize, "mxfp6_e2m3", shape=BIG, packed=True), (Moves(2, 0.75, 8.6, store=8),)),
     # Random words are read as well.
     (case(quantize, "mxfp8_e4m3", shape=BIG, stochastic=True), (Moves(6, 1, 23.2),)),
