@@ -146,10 +146,10 @@ def store_codes(
     """Codes of a tile, packed where the operation asks for it."""
     if SCHEME.fast_path == "e4m3":
         y = scaled(v, inv_scale, scale, zero, SCHEME)
-        store_elements(codes, at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), inside)
+        store_elements(codes + at, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), inside)
     elif SCHEME.fast_path == "e5m2":
         y = scaled(v, inv_scale, scale, zero, SCHEME)
-        store_elements(codes, at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), inside)
+        store_elements(codes + at, y.to(tl.float8e5).to(tl.uint8, bitcast=True), inside)
     elif SCHEME.digits != "":
         _store_integers(codes, at, inside, block, exists, v, inv_scale, scale, zero, SCHEME, PACKED)
     elif SCHEME.fast_path == "codebook":
@@ -186,7 +186,7 @@ def _store_integers(
             made = bytes_of(t)
         else:
             made = _masked_bytes(t, scale, (1 << SCHEME.bits) - 1)
-        store_elements(codes, at, made.to(tl.uint8, bitcast=True), inside)
+        store_elements(codes + at, made.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.
         store_words_of(codes, at, nibble_words(numbers, mask_unless_poisoned(scale, -1)), block, exists)
     else:
         made = bytes_of(numbers) & mask_unless_poisoned(scale, 0x0F).to(tl.int8)
-        store_elements(codes, at, made.to(tl.uint8, bitcast=True), inside)
+        store_elements(codes + at, made.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _store_e2m1(
         store_words_of(codes, at, words, block, exists)
     else:
         made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
-        store_elements(codes, at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), inside)
+        store_elements(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -251,4 +251,4 @@ def _store_six(
         tl.store(word + 2, c, mask=exists)
     else:
         made = (made & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True)
-        store_elements(codes, at, made, inside)
+        store_elements(codes + at, made, inside)

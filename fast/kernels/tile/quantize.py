@@ -229,7 +229,7 @@ def general_tile(
     if OP.packed:
         store_packed_of(codes, at, made, block, exists, SCHEME.bits)
     elif OP.codes:
-        store_elements(codes, at, made.to(codes.dtype.element_ty), inside)
+        store_elements(codes + at, made.to(codes.dtype.element_ty), inside)
     if OP.gradient:
         dy = read(g + at, inside)
         lost = saturated(v, made, divisor, divisor_outer, SCHEME)

@@ -100,7 +100,7 @@ def _store_strip(
     if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
         divisor, inv_scale = prepared, reciprocal_rn(prepared)
     made = words_of_strip(both, inv_scale, divisor, mask_unless_poisoned(s, -1), SCHEME, OP.packed)
-    store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True), words, made, None)
+    store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True) + words, made, None)
 
 
 @triton.jit

@@ -14,20 +14,20 @@ def of_blocks(strip):
 
 
 @triton.jit
-def store_elements(pointer, at, made, inside):
-    """Elements of a tile (P, S) at offsets of the same shape, or of a strip (rows, P, columns), where all exist."""
-    if len(at.shape) == 3:
-        blocks = tl.reshape(made, (at.shape[1], at.shape[0], at.shape[2]))
-        tl.store(pointer + at, tl.permute(blocks, (1, 0, 2)))
+def store_elements(pointers, made, inside):
+    """Elements of a tile (P, S) at pointers of the same shape, or of a strip (rows, P, columns), where all exist."""
+    if len(pointers.shape) == 3:
+        blocks = tl.reshape(made, (pointers.shape[1], pointers.shape[0], pointers.shape[2]))
+        tl.store(pointers, tl.permute(blocks, (1, 0, 2)))
     else:
-        tl.store(pointer + at, made, mask=inside)
+        tl.store(pointers, made, mask=inside)
 
 
 @triton.jit
 def store_words_of(codes, at, words, block, exists):
     """Words of eight codes of a tile, (P, S / 8), behind a pointer to bytes; at: of the words of a strip, else not used."""
     if len(at.shape) == 3:
-        store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True), at, words, None)
+        store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, words, None)
     else:
         store_words(codes, words, block, exists)
 
