@@ -21,6 +21,7 @@ from reference.schemes.schemes import Scheme
 
 Arrays = dict[str, Any]
 PARTS = ("scale", "outer", "zero")
+RESULTS = ("codes", *PARTS, "y")
 
 
 @dataclass(frozen=True)
@@ -196,18 +197,17 @@ def _tiled(made: Arrays) -> Arrays:
 
 
 def run_plan(plan: Any, arrays: Arrays) -> Arrays:
-    """Run a `passes.Plan`; its results by name."""
+    """Run a `passes.Plan`; its results by name: the buffers that are no statistics."""
     from ao_lab.jax import launches
 
     have = dict(arrays)
     for one in plan.passes:
-        inputs = {argument: have[name] for argument, name in one.reads.items()}
-        outputs = {argument: plan.buffers[name] for argument, name in one.writes.items()}
-        updated = {argument: _started(plan.buffers[name]) for argument, name in one.updates.items()}
+        inputs = {argument: have[one.array(argument)] for argument in one.reads}
+        outputs = {argument: plan.buffers[one.array(argument)] for argument in one.writes}
+        updated = {argument: _started(plan.buffers[one.array(argument)]) for argument in one.updates}
         made = launches.launch(one, inputs, outputs, updated)
-        names = {**one.writes, **one.updates}
-        have |= {names[argument]: value for argument, value in made.items()}
-    return {name: have[name] for name in plan.results}
+        have |= {one.array(argument): value for argument, value in made.items()}
+    return {name: have[name] for name in RESULTS if name in plan.buffers}
 
 
 def _started(buffer: Any) -> Any:

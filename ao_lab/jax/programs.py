@@ -9,6 +9,7 @@ remembered call is a right one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -72,13 +73,11 @@ def _result(
 
 def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
     """What makes a result like this one of its arrays."""
-    if isinstance(like, Quantized):
-        names = [name for name in cache.TENSORS if getattr(like, name) is not None]
-        return cache.like(like, names)  # type: ignore[return-value]
-    if isinstance(like, Scales):
-        parts = [part for part in cache.PARTS if getattr(like, part) is not None]
-        return lambda made: Scales(**dict(zip(parts, made, strict=True)))
-    return lambda made: made[0]
+    if not isinstance(like, (Quantized, Scales)):
+        return lambda made: made[0]
+    parts = [part for part in cache.TENSORS if getattr(like, part, None) is not None]
+    names: Any = dict(zip(parts, parts, strict=True))
+    return cache.maker(replace(like, **names), {part: at for at, part in enumerate(parts)})
 
 
 register_jax()

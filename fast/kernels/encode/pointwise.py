@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fast.kernels.bits import canonical, widened
 from fast.kernels.encode.pack_words import pack_octets, unpack_octets
-from fast.kernels.launch.call import Call, select
+from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.rules.elements import decode as decode_codes
 from fast.kernels.rules.elements import encode as encode_values
@@ -119,12 +119,12 @@ def encode(
     if not same_device(x, words):
         return None
     call = Call({"x": x, "words": words})
-    call.empty("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
+    call.allocate("codes", x.shape, torch.uint8 if fmt.bits <= 8 else torch.uint16)
     element = element_of(fmt, rounding, overflow, hardware=not interpreted(), fours=True)
     count = x.numel()
     launch = CompiledLaunch(encode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
     call.launch(launch, ("x", "words", "codes"))
-    codes: torch.Tensor = call.result(select("codes"), key, record)
+    codes: torch.Tensor = call.result("codes", key, record)
     return codes
 
 
@@ -134,11 +134,11 @@ def decode(codes: torch.Tensor, record: str | Format, key: Any = None) -> torch.
     if codes.dtype not in CODES or codes.numel() == 0:
         return None
     call = Call({"codes": codes})
-    call.empty("y", codes.shape, torch.float32)
+    call.allocate("y", codes.shape, torch.float32)
     element, count = element_of(fmt, hardware=not interpreted()), codes.numel()
     launch = CompiledLaunch(decode_kernel, _programs(count), (count, element, _wide(count), TILE), 4)
     call.launch(launch, ("codes", "y"))
-    y: torch.Tensor = call.result(select("y"), key, record)
+    y: torch.Tensor = call.result("y", key, record)
     return y
 
 
@@ -149,7 +149,7 @@ def pack(codes: torch.Tensor, record: str | Format, key: Any = None) -> torch.Te
         return None
     call = Call({"codes": codes})
     add_packing(call, "codes", "packed", fmt)
-    packed: torch.Tensor = call.result(select("packed"), key, record)
+    packed: torch.Tensor = call.result("packed", key, record)
     return packed
 
 
@@ -158,7 +158,7 @@ def add_packing(call: Call, source: str, target: str, fmt: Format) -> bool:
     if fmt.bits >= 8:
         return False
     codes = call.tensors[source]
-    packed = call.empty(target, packed_shape(tuple(codes.shape), fmt), torch.uint8)
+    packed = call.allocate(target, packed_shape(tuple(codes.shape), fmt), torch.uint8)
     done = pack_octets(call, (source, target), codes.shape[-1], fmt.bits)
     if done < codes.numel():
         rest, into = _rest(codes, done), _rest(packed, done * fmt.bits // 8)
@@ -177,13 +177,13 @@ def unpack(
     if tuple(packed.shape) != packed_shape(shape, fmt):
         return None
     call = Call({"packed": packed})
-    codes, source = call.empty("codes", shape, torch.uint8), call.tensors["packed"]
+    codes, source = call.allocate("codes", shape, torch.uint8), call.tensors["packed"]
     done = unpack_octets(call, ("packed", "codes"), shape[-1], fmt.bits)
     if done < codes.numel():
         rest, into = _rest(source, done * fmt.bits // 8), _rest(codes, done)
         lengths = (into.numel(), into.shape[-1], rest.shape[-1])
         _bytewise(unpack_kernel, call, {"packed": rest, "codes": into}, lengths, fmt.bits, codes.numel())
-    made: torch.Tensor = call.result(select("codes"), key, record)
+    made: torch.Tensor = call.result("codes", key, record)
     return made
 
 

@@ -9,6 +9,7 @@ The oldest entry goes first, so that a program which sees ever new shapes pays f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -74,19 +75,38 @@ def scale_parts(scales: Any) -> tuple[Any, Any, Any]:
     return (scales.scale, scales.outer, scales.zero) if isinstance(scales, Scales) else (scales, None, None)
 
 
-def like(
-    q: Quantized, names: Sequence[str], renamed: Mapping[str, str] | None = None
-) -> Callable[[list[Any]], Quantized]:
-    """What makes a `Quantized` like q, out of tensors of these names; renamed: a part and the name of its tensor."""
-    values = {**vars(q), **dict.fromkeys(TENSORS)}
-    named = {name: name for name in TENSORS if getattr(q, name) is not None} | dict(renamed or {})
-    places = [(name, names.index(tensor)) for name, tensor in named.items()]
+def maker(template: Any, places: Mapping[str, int]) -> Callable[[Sequence[Any]], Any]:
+    """What makes a result of tensors: the template with the tensor at its place for every name in it.
 
-    def finish(tensors: list[Any]) -> Quantized:
+    template: a name, None, a tuple of templates, or `Scales` or a `Quantized` of names and None.
+    """
+    if template is None:
+        return lambda tensors: None
+    if isinstance(template, str):
+        return itemgetter(places[template])
+    if isinstance(template, Quantized):
+        return _quantized_maker(template, places)
+    if isinstance(template, Scales):
+        parts = maker(scale_parts(template), places)
+        return lambda tensors: Scales(*parts(tensors))
+    makers = [maker(part, places) for part in template]
+    if len(makers) == 2:
+        # Most tuples, without the frame of a comprehension.
+        first, second = makers
+        return lambda tensors: (first(tensors), second(tensors))
+    return lambda tensors: tuple([make(tensors) for make in makers])
+
+
+def _quantized_maker(template: Quantized, places: Mapping[str, int]) -> Callable[[Sequence[Any]], Quantized]:
+    """`maker` of a `Quantized`, past the checks of its constructor."""
+    values = {**vars(template), **dict.fromkeys(TENSORS)}
+    parts = [(part, places[name]) for part in TENSORS if (name := getattr(template, part)) is not None]
+
+    def make(tensors: Sequence[Any]) -> Quantized:
         result = Quantized.from_fields(values)
         stored = result.__dict__
-        for name, at in places:
-            stored[name] = tensors[at]
+        for part, at in parts:
+            stored[part] = tensors[at]
         return result
 
-    return finish
+    return make

@@ -14,26 +14,12 @@ import torch
 
 from fast.device import PLAIN
 from fast.kernels.launch import cache, direct
-from fast.kernels.launch.buffer import Buffer
-from fast.kernels.launch.launcher import (
-    ALIGNMENT,
-    CompiledLaunch,
-    Signature,
-    interpreted,
-    signature_of,
-)
+from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "bfloat16", "float16", "uint8", "int8", "uint16", "int32", "uint32")
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Names of the dtypes that are quantized.
-FLOATS = {DTYPES[name]: name for name in ("float32", "bfloat16", "float16")}
+#: The dtypes that are quantized, with their names.
+FLOAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Bytes that kernels read at once of packed codes, and of the values that become some.
 WORD = 4
-# Given the names of all tensors, what makes a call's result of them.
-Finishing = Callable[[list[str]], Callable[[list[Any]], Any]]
 
 
 class Call:
@@ -44,44 +30,37 @@ class Call:
     ) -> None:
         """inputs: in the order of the key. strided: the key has their strides, and kernels read by them; otherwise kernels get
         them contiguous. words: inputs that kernels read in words of 4 bytes."""
-        given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-        self.device = next(iter(given.values())).device
-        self.index = index_of(self.device)
-        # An input that is not there has no name: a buffer may be made in its place.
-        self.names = ["" if tensor is None else name for name, tensor in inputs.items()]
-        self.strided, self.words = strided, words
-        self.buffers: dict[str, Buffer] = {}
+        given = [tensor for tensor in inputs.values() if tensor is not None]
+        # The number of the CUDA device, or -1 for the CPU, where the interpreter runs.
+        self.device, self.index = given[0].device, given[0].get_device()
+        self.inputs, self.strided, self.words = dict(inputs), strided, words
+        #: What kernels are given, by name, while the call is described.
+        self.tensors = self._usable(inputs)
+        #: Shape, dtype and fill. A buffer may have the name of an input that is not there.
+        self.buffers: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]] = {}
         self.steps: list[tuple[CompiledLaunch, list[str | None], Signature]] = []
         #: Whether the launches serve other tensors: not where one begins within a tensor, or an input is no plain tensor.
-        self.repeatable = all(type(tensor) in PLAIN for tensor in given.values())
-        self.given = list(inputs.values())
-        #: What kernels are given, by name, while the call is described.
-        self.tensors = {name: self._usable(name, tensor) for name, tensor in given.items()}
+        self.repeatable = all(type(tensor) in PLAIN for tensor in given)
 
-    def _usable(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """An input as kernels read it."""
-        tensor = tensor.resolve_neg()
-        tensor = tensor if self.strided else tensor.contiguous()
-        return tensor.clone() if name in self.words and tensor.data_ptr() % WORD else tensor
+    def _usable(self, inputs: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """The inputs that are there, as kernels read them."""
+        usable = {}
+        for name, tensor in inputs.items():
+            if tensor is not None:
+                tensor = tensor.resolve_neg() if self.strided else tensor.resolve_neg().contiguous()
+                usable[name] = tensor.clone() if name in self.words and tensor.data_ptr() % WORD else tensor
+        return usable
 
     # Describing and running for the first time
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor of which the launches write every element."""
-        return self.allocate(name, Buffer(tuple(shape), NAMES[dtype]))
-
-    def allocate(self, name: str, buffer: Buffer) -> torch.Tensor:
-        """A fresh tensor, filled as its buffer says."""
-        made = torch.empty(buffer.shape, dtype=DTYPES[buffer.dtype], device=self.device)
-        self.buffers[name], self.tensors[name] = buffer, filled(made, buffer)
+    def allocate(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | str, fill: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """A fresh tensor. fill: the value that each row starts with; () where the launches write every element."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        made = filled(torch.empty(shape, dtype=dtype, device=self.device), fill)
+        self.tensors[name], self.buffers[name] = made, (tuple(shape), dtype, fill)
         return made
-
-    def take(self, tensors: Mapping[str, torch.Tensor], fill: tuple[int, ...] = ()) -> None:
-        """Tensors that were made for this call, of which the launches write every element that is not in the fill."""
-        self.tensors.update(tensors)
-        self.buffers.update(
-            (name, Buffer(tuple(t.shape), NAMES[t.dtype], fill)) for name, t in tensors.items()
-        )
 
     def launch(
         self, kernel: CompiledLaunch, pointers: Sequence[str | None], views: Mapping[str, torch.Tensor] | None = None
@@ -90,33 +69,41 @@ class Call:
 
         views: parts of the tensors in their places. A call whose launches begin within a tensor is not remembered.
         """
-        tensors = {**self.tensors, **(views or {})}
-        given = [None if name is None else tensors.get(name) for name in pointers]
-        kernel.run(given, self.index)
+        tensors = {**self.tensors, **views} if views else self.tensors
         names = [name if name in tensors else None for name in pointers]
-        self.steps.append((kernel, names, signature_of(given, self.index)))
+        given = [None if name is None else tensors[name] for name in names]
+        self.steps.append((kernel, names, kernel.run(given, self.index)))
         for name, view in (views or {}).items():
             self.repeatable &= view.data_ptr() == self.tensors[name].data_ptr()
 
-    def result(self, finishing: Finishing, key: Any = None, record: Any = None) -> Any:
-        """What the launches made. With a key this answers the next call like it. record: whose id the key may have."""
-        self.finish = finishing([*self.names, *self.buffers])
-        made = self.finish([*self.given, *(self.tensors[name] for name in self.buffers)])
+    def result(
+        self, template: Any, key: Any = None, record: Any = None, convert: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """What the launches made: the template with tensors for their names (`cache.maker`), converted at last.
+
+        With a key this answers the next call like it. record: whose id the key may have.
+        """
+        names = [*self.inputs, *self.buffers]
+        places = {name: at for at, name in enumerate(names) if name in self.tensors}
+        finish = cache.maker(template, places)
+        self.finish = finish if convert is None else lambda tensors: convert(finish(tensors))
+        made = self.finish([*self.inputs.values(), *(self.tensors[name] for name in self.buffers)])
         if key is not None and self.repeatable and not interpreted():
-            self._prepare()
+            self._prepare(places)
             cache.remember(key, self, record)
         return made
 
     # Repeating
 
-    def _prepare(self) -> None:
-        """Forget the tensors, and keep what every call needs."""
-        self.given, self.tensors = [], {}
-        buffers = self.buffers.values()
+    def _prepare(self, places: dict[str, int]) -> None:
+        """Forget the tensors, and keep what every call needs. places: of names among inputs and buffers."""
+        self._places = places
         self._allocate = direct.allocator(self.device)
-        self._sizes = [(b.shape, row_major(b.shape), DTYPES[b.dtype]) for b in buffers]
-        self._fills = [(len(self.names) + at, b) for at, b in enumerate(buffers) if b.fill]
+        buffers = self.buffers.items()
+        self._sizes = [(shape, self.tensors[name].stride(), dtype) for name, (shape, dtype, _) in buffers]
+        self._fills = [(places[name], fill) for name, (_, _, fill) in buffers if fill]
         self._launches: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        self.inputs, self.tensors = dict.fromkeys(self.inputs), {}
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """The result for other inputs with the same key; None for tensors without memory."""
@@ -138,9 +125,9 @@ class Call:
                 return self._launch_again(inputs)
             addresses.append(address)
         launches = self._launches or self._direct_launches()
-        return (
-            self._launch_again(inputs) if not launches else self._launch_directly(inputs, addresses, launches)
-        )
+        if not launches:
+            return self._launch_again(inputs)
+        return self._launch_directly(inputs, addresses, launches)
 
     def _launch_directly(
         self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any]
@@ -151,8 +138,8 @@ class Call:
             made = allocate(shape, strides, dtype)
             tensors.append(made)
             addresses.append(made.data_ptr())
-        for at, buffer in self._fills:
-            filled(tensors[at], buffer)
+        for at, fill in self._fills:
+            filled(tensors[at], fill)
         addresses.append(None)
         stream = direct.current_stream(self.index)  # type: ignore[misc]
         for launch, select in launches:
@@ -164,12 +151,12 @@ class Call:
 
         The last address is that of no tensor.
         """
-        names, launches = [*self.names, *self.buffers], []
+        launches, absent = [], len(self.inputs) + len(self.buffers)
         for kernel, pointers, signature in self.steps:
             compiled = kernel.compiled.get(signature)
             if compiled is None:
                 return []
-            slots = [len(names) if name is None else names.index(name) for name in pointers]
+            slots = [absent if name is None else self._places[name] for name in pointers]
             launches.append((compiled.function, itemgetter(*slots)))
         # In one step: another thread may be launching.
         self._launches = launches
@@ -177,52 +164,22 @@ class Call:
 
     def _launch_again(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """By `kernel[grid]` where nothing else will do: odd addresses, tensors that have to be copied, hooks."""
-        given = {
-            name: self._usable(name, tensor) for name, tensor in zip(self.names, inputs, strict=True) if tensor is not None
-        }  # fmt: skip
-        made = {
-            name: filled(torch.empty(b.shape, dtype=DTYPES[b.dtype], device=self.device), b)
-            for name, b in self.buffers.items()
-        }
-        tensors: dict[str | None, Any] = {**given, **made}
+        tensors = self._usable(dict(zip(self.inputs, inputs, strict=True)))
+        made = [
+            filled(torch.empty(shape, dtype=dtype, device=self.device), fill)
+            for shape, dtype, fill in self.buffers.values()
+        ]
+        tensors.update(zip(self.buffers, made, strict=True))
         for kernel, pointers, _ in self.steps:
-            kernel.run([tensors.get(name) for name in pointers], self.index)
-        return self.finish([*inputs, *made.values()])
+            kernel.run([None if name is None else tensors[name] for name in pointers], self.index)
+        return self.finish([*inputs, *made])
 
 
-def select(name: str) -> Finishing:
-    """The tensor of this name is the result."""
-    return lambda names: itemgetter(names.index(name))
-
-
-def select_all(*wanted: str | None) -> Finishing:
-    """The tensors of these names are the result, None where there is no name."""
-
-    def finishing(names: list[str]) -> Callable[[list[Any]], Any]:
-        places = [None if name is None else names.index(name) for name in wanted]
-        return lambda tensors: tuple(None if at is None else tensors[at] for at in places)
-
-    return finishing
-
-
-def index_of(device: torch.device) -> int:
-    """The number of a CUDA device; -1 stands for the CPU, where the interpreter runs."""
-    return device.index if device.type == "cuda" else -1
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor that is not empty."""
-    strides = [1]
-    for length in shape[:0:-1]:
-        strides.append(strides[-1] * length)
-    return tuple(strides[::-1]) if shape else ()
-
-
-def filled(made: torch.Tensor, buffer: Buffer) -> torch.Tensor:
-    """The tensor of a buffer, its rows starting with the values of its fill."""
-    if buffer.fill == (0,):
+def filled(made: torch.Tensor, fill: tuple[int, ...]) -> torch.Tensor:
+    """A tensor whose rows start with the values of a fill."""
+    if fill == (0,):
         return made.zero_()
-    if buffer.fill:
-        for row, value in zip(made, buffer.fill, strict=True):
+    if fill:
+        for row, value in zip(made, fill, strict=True):
             row.fill_(value)
     return made

@@ -66,9 +66,8 @@ def _beneath(run: Any, arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], 
     What the launcher adds depends on Triton's version, so a copy of it is observed. Kernels with scratch memory, which the
     launcher allocates each time, keep it.
     """
-    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return run, arguments
-    if not hasattr(run, "launch"):
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not hasattr(run, "launch"):
         return run, arguments
     passed: list[tuple[Any, ...]] = []
     observed = copy.copy(run)

@@ -36,19 +36,20 @@ class CompiledLaunch:
         #: What was compiled for aligned addresses.
         self.compiled: dict[Signature, DirectLaunch] = {}
 
-    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> None:
-        """Run on contiguous tensors of one CUDA device, on its current stream."""
+    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
+        """Run on contiguous tensors of one CUDA device, on its current stream; what the kernel was compiled for."""
         addresses = [None if p is None else p.data_ptr() for p in pointers]
         aligned = not any(a and a % ALIGNMENT for a in addresses)
-        signature = signature_of(pointers, device)
+        signature = (device, *(None if p is None else p.dtype for p in pointers))
         known = self.compiled.get(signature) if aligned and not direct.hooked() else None
-        if known is None:
-            compiled = self._compile(pointers, device)
-            if aligned and compiled is not None and direct.SUPPORTED:
-                self.compiled[signature] = DirectLaunch(compiled, self.grid, len(addresses), self.tail)
-            return
-        with torch.cuda.device(device):
-            known.function(direct.current_stream(device), addresses)  # type: ignore[misc]
+        if known is not None:
+            with torch.cuda.device(device):
+                known.function(direct.current_stream(device), addresses)  # type: ignore[misc]
+            return signature
+        compiled = self._compile(pointers, device)
+        if aligned and compiled is not None and direct.SUPPORTED:
+            self.compiled[signature] = DirectLaunch(compiled, self.grid, len(addresses), self.tail)
+        return signature
 
     def _compile(self, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
         """Compile where that is needed, and launch."""
@@ -57,11 +58,6 @@ class CompiledLaunch:
             return None
         with torch.cuda.device(device):
             return self.kernel[self.grid](*pointers, *self.tail, num_warps=self.warps, **self.options)
-
-
-def signature_of(pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
-    """What a kernel is compiled for."""
-    return (device, *(None if p is None else p.dtype for p in pointers))
 
 
 def same_device(x: torch.Tensor, *others: Any) -> bool:

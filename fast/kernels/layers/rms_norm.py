@@ -8,8 +8,6 @@ first leaves their sums and the second goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,8 +16,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read
-from fast.kernels.launch.cache import like
-from fast.kernels.launch.call import Call, Finishing, select
+from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.layers.split_rows import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
@@ -104,14 +101,14 @@ def rms_norm(
         return None
     call = _NormCall(x, weight, residual, eps, name)
     rows, length = x.numel() // x.shape[-1], x.shape[-1]
-    call.recording.empty("y", x.shape, x.dtype)
+    call.recording.allocate("y", x.shape, x.dtype)
     if length <= LARGEST_TILE:
         call.launch(_whole_rows(rows, length, length))
     else:
         place = tiles(rows, length, length, size=PART, elements=PART, stride=length, per_thread=PER_THREAD)
         call.leave_sums(place)
         call.launch(place)
-    return call.result(key, None, select("y"))
+    return call.result("y", key)
 
 
 def rms_norm_quantize(
@@ -125,9 +122,10 @@ def rms_norm_quantize(
     call = _NormCall(x, weight, residual, eps, name)
     length = x.shape[-1]
     place = _whole_rows(x.numel() // length, length, made.length, _per_thread(length, made, name))
-    call.recording.take({"codes": made.codes, **made.scales})
+    for part, buffer in made.buffers.items():
+        call.recording.allocate(part, *buffer)
     call.launch(place, made)
-    return call.result(key, scheme, partial(like, made.quantized()))
+    return call.result(made.quantized(), key, scheme)
 
 
 def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
@@ -150,7 +148,7 @@ class _NormCall:
         self.recording = Call({"x": x, "residual": residual, "weight": weight})
         self.shape, self.eps, self.name = tuple(x.shape), float(eps), name
         if residual is not None:
-            self.recording.empty("new_residual", self.shape, x.dtype)
+            self.recording.allocate("new_residual", self.shape, x.dtype)
 
     @property
     def new_residual(self) -> torch.Tensor | None:
@@ -188,7 +186,7 @@ class _NormCall:
 
     def leave_sums(self, place: Tiles) -> None:
         """Sums of squares of the parts of long rows."""
-        self.recording.empty("sums", (place.programs,), torch.float32)
+        self.recording.allocate("sums", (place.programs,), torch.float32)
         tail = (*place.integers, self.name, *place.constants.values(), not interpreted())
         self._run(sums_kernel, 3, place.programs, place.warps, tail)
 
@@ -196,12 +194,8 @@ class _NormCall:
         """pointers: how many the kernel's arguments start with."""
         self.recording.launch(CompiledLaunch(kernel, grid, tail, warps), kernel.arg_names[:pointers])
 
-    def result(self, key: Any, scheme: Any, first: Finishing) -> tuple[Any, torch.Tensor | None]:
-        """The first of the results, and the new residual; with a key this answers the next call like it."""
-
-        def finishing(names: list[str]) -> Callable[[list[Any]], Any]:
-            finish, at = first(names), names.index("new_residual") if "new_residual" in names else None
-            return lambda tensors: (finish(tensors), None if at is None else tensors[at])
-
-        made: tuple[Any, torch.Tensor | None] = self.recording.result(finishing, key, scheme)
+    def result(self, first: Any, key: Any, scheme: Any = None) -> tuple[Any, torch.Tensor | None]:
+        """The first of the results, and the new residual; see `Call.result`."""
+        template = (first, None if self.new_residual is None else "new_residual")
+        made: tuple[Any, torch.Tensor | None] = self.recording.result(template, key, scheme)
         return made

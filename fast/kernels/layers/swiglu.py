@@ -18,7 +18,6 @@ The rest, and the product with up, is done on pairs of 16-bit floats: see `bf16x
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, float_of, read
-from fast.kernels.launch.cache import like
-from fast.kernels.launch.call import Call, Finishing, select
+from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.layers.split_rows import pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
@@ -146,8 +144,7 @@ def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
     """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `launch.cache`."""
     if not _covers(gate, up):
         return None
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    result: torch.Tensor = _launch(gate, up, {"y": y}, None, (select("y"), key, None))
+    result: torch.Tensor = _launch(gate, up, None).result("y", key)
     return result
 
 
@@ -160,10 +157,7 @@ def swiglu_quantize(
     made = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
     if made is None or (made.length > LARGEST_TILE):
         return None
-    finishing = partial(like, made.quantized())
-    result: Quantized = _launch(
-        gate, up, {"codes": made.codes, **made.scales}, made, (finishing, key, scheme)
-    )
+    result: Quantized = _launch(gate, up, made).result(made.quantized(), key, scheme)
     return result
 
 
@@ -177,20 +171,19 @@ def _covers(gate: torch.Tensor, up: Any) -> bool:
     return same and gate.dtype in HALVES and gate.numel() > 0
 
 
-def _launch(
-    gate: torch.Tensor, up: torch.Tensor, made: dict[str, torch.Tensor], into: Outputs | None,
-    result: tuple[Finishing, Any, Any],
-) -> Any:  # fmt: skip
-    """y, or codes and scales `into` blocks. result: see `Call.result`."""
+def _launch(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Call:
+    """The call that makes y, or codes and scales `into` blocks."""
     block = None if into is None else into.length
     call = Call({"gate": gate, "up": up.detach()}, strided=True)
     rows, others = _matrices(call.tensors["gate"], call.tensors["up"], block)
     launch = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
-    call.take(made)
+    made = {"y": (gate.shape, gate.dtype)} if into is None else into.buffers
+    for name, buffer in made.items():
+        call.allocate(name, *buffer)
     pointers = launch.kernel.arg_names[: 4 if launch.kernel is swiglu_pieces_kernel else 6]
     # Not remembered where a copy is read.
     call.launch(launch, pointers, {"gate": rows, "up": others})
-    return call.result(*result)
+    return call
 
 
 def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import NAMES, Call, select, select_all
+from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.gemv_w4a16 import gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
 from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
@@ -40,7 +40,7 @@ def linear_pair(
     call = _recorded(x, first, second, ("y", "y2"))
     if call is None:
         return None
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(select_all("y", "y2"), key, first.scheme)
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, first.scheme)
     return made
 
 
@@ -49,7 +49,7 @@ def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = No
     call = _recorded(x, gate, up, ("y",))
     if call is None:
         return None
-    made: torch.Tensor = call.result(select("y"), key, gate.scheme)
+    made: torch.Tensor = call.result("y", key, gate.scheme)
     return made
 
 
@@ -63,7 +63,7 @@ def _recorded(x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[
         check_quantized(w)
     call = Call({"x": x, **given}, words=("x", "codes", "codes2"))
     for name in made:
-        call.empty(name, (*x.shape[:-1], first.shape[0]), x.dtype)
+        call.allocate(name, (*x.shape[:-1], first.shape[0]), x.dtype)
     call.launch(launch, [name for name in launch.kernel.arg_names if name in ("x", *given, *made)])
     return call
 
@@ -79,7 +79,7 @@ def launch_for(
     taken = dtype in (FLOATS[:2] if gated else FLOATS)
     if weight is None or not taken or not weight.rows:
         return None
-    return _launch(weight, NAMES[dtype], gated)
+    return _launch(weight, FLOAT_NAMES[dtype], gated)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import NAMES, Call, select
+from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemm_small_m import gemm_small_m_kernel
 from fast.kernels.linear.gemv_any import gemv_any_kernel
@@ -86,10 +86,10 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     check_quantized(w)
     names = dict(zip(("codes", "scale", "outer", "zero"), parts, strict=True))
     call = Call({"x": x, **names, "bias": bias}, words=("x", "codes"))
-    call.empty("y", (*x.shape[:-1], w.shape[0]), x.dtype)
+    call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
     given = ("x", *names, "bias", "y")
     call.launch(launch, [name for name in launch.kernel.arg_names if name in given])
-    y: torch.Tensor = call.result(select("y"), key, w.scheme)
+    y: torch.Tensor = call.result("y", key, w.scheme)
     return y
 
 
@@ -98,7 +98,7 @@ def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch |
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None
-    return _launch(weight, count, NAMES[dtype])
+    return _launch(weight, count, FLOAT_NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import NAMES, Call, select
+from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemv_w8a8 import gemv_w8a8_kernel
 from fast.kernels.linear.select import FLOATS, WARP_BYTES, rows_per_program, warps_along_k
@@ -31,9 +31,9 @@ def linear_of_codes(
     if launch is None or not same_device(*given.values()):
         return None
     call = Call(given, words=("x", "codes"))
-    call.empty("y", (1, w.shape[0]), dtype)
+    call.allocate("y", (1, w.shape[0]), dtype)
     call.launch(launch, list(launch.kernel.arg_names[: len(given) + 1]))
-    y: torch.Tensor = call.result(select("y"), key, x.scheme)
+    y: torch.Tensor = call.result("y", key, x.scheme)
     return y
 
 
@@ -43,7 +43,7 @@ def launch_for(x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype)
     rows, length = shape
     if dtype not in FLOATS or not rows or not length or length % LANE or interpreted():
         return None
-    return _launch(KINDS[x.element], KINDS[w.element], w.scale.block == -1, rows, length, NAMES[dtype])
+    return _launch(KINDS[x.element], KINDS[w.element], w.scale.block == -1, rows, length, FLOAT_NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ CODEBOOK_REGISTERS = 96
 def run_plan(call: Call, plan: Plan) -> None:
     """Allocate the buffers of a plan, and launch its passes."""
     for name, buffer in plan.buffers.items():
-        call.allocate(name, buffer)
+        call.allocate(name, *buffer)
     for step in plan.passes:
         call.launch(*block_launch(step))
 
@@ -30,13 +30,13 @@ def run_plan(call: Call, plan: Plan) -> None:
 def block_launch(step: Pass) -> tuple[CompiledLaunch, list[str | None]]:
     """The launch of a pass of the block kernel, and the names of the tensors that are its pointers."""
     place = step.place
-    names = {**step.reads, **step.writes, **step.updates}
+    used = {*step.reads, *step.writes, *step.updates}
     tail = (
         *place.integers, place.blocks, step.rule, step.block_op, place.shape, place.chunked, place.masked, place.wide,
         place.size, place.inner, place.p,
     )  # fmt: skip
     launch = CompiledLaunch(blocks_kernel, place.programs, tail, place.warps, **_registers(step))
-    return launch, [names.get(name) for name in POINTERS]
+    return launch, [step.array(argument) if argument in used else None for argument in POINTERS]
 
 
 def _registers(step: Pass) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """`choose_scales`, `quantize`, `dequantize` and fake quantization of torch tensors by the block kernel.
 
-Arguments are checked by the same code as in `reference`, so that messages agree. What a call does is a plan (`launch.plan`).
+Arguments are checked by the same code as in `reference`, so that messages agree. What a call does is a `plan`.
 Where no kernel covers a tensor (`geometry` says which) the functions here give None, and the reference runs as torch operations
 on the tensor's device: the same bits, more slowly. key: of the call, see `launch.cache`.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fast.kernels.encode.pointwise import add_packing
-from fast.kernels.launch.cache import PARTS, like
-from fast.kernels.launch.call import FLOATS, Call, Finishing, select, select_all
+from fast.kernels.launch.cache import PARTS
+from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted, same_device
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
@@ -33,20 +33,24 @@ from reference.schemes.schemes import Scheme, scheme_of
 
 def problem_of(x: torch.Tensor, scheme: Scheme, axis: int) -> Problem | None:
     """What plans are made from, or None where no kernel covers the tensor; ValueError as the reference raises it."""
-    name = FLOATS.get(x.dtype)
+    name = FLOAT_NAMES.get(x.dtype)
     blocks = Blocks.of(tuple(x.shape), scheme.scale, axis)
     return None if name is None else plans.problem_of(name, scheme, blocks, not interpreted())
 
 
 def checked(
     x: torch.Tensor, scheme: Scheme, axis: int, scales: Any, words: Any
-) -> tuple[Problem | None, Scales | None]:
-    """The problem, None where no kernel covers it, and the given scales; the errors of the reference, in its order."""
+) -> tuple[Problem | None, Scales | None, dict[str, Any]]:
+    """The problem, None where no kernel covers it; the given scales; the caller's tensors in the order of the key, by the names
+    of the kernel's arguments. The errors are those of the reference after `check_mode`, in its order."""
     of = problem_of(x, scheme, axis)
     given = check_scales(namespace_of(x), scales, scheme, Blocks.of(tuple(x.shape), scheme.scale, axis))
-    check_mode(scheme.rounding, words)
     check_random_bits(namespace_of(x), x, words)
-    return (of if same_device(x, words, *stored_parts(given).values()) else None), given
+    if given is None and words is None:
+        return of, None, {"x": x}
+    parts = scale_tensors(Scales() if given is None else given)
+    covered = same_device(x, words, *parts.values())
+    return of if covered else None, given, {"x": x, **parts, "words": words}
 
 
 def given_kind(given: Scales | None) -> str:
@@ -54,16 +58,14 @@ def given_kind(given: Scales | None) -> str:
     return "" if given is None else "outer" if given.scale is None else "all"
 
 
-def operands(x: torch.Tensor, given: Scales | None, words: Any) -> dict[str, Any]:
-    """The caller's tensors in the order of the key, by the names of the kernel's arguments."""
-    if given is None and words is None:
-        return {"x": x}
-    return {"x": x, **stored_parts(Scales() if given is None else given), "words": words}
+def scale_tensors(scales: Scales | Quantized) -> dict[str, Any]:
+    """Scale, outer scale and zero point, None where there is none."""
+    return {part: getattr(scales, part) for part in PARTS}
 
 
-def stored_parts(given: Any) -> dict[str, Any]:
-    """The scale, outer scale and zero point of `Scales` or a `Quantized`, None where there is none."""
-    return {} if given is None else {part: getattr(given, part) for part in PARTS}
+def scale_names(call: Call) -> list[str | None]:
+    """The names of the scale, outer scale and zero point that a call was given or made."""
+    return [part if part in call.tensors else None for part in PARTS]
 
 
 def quantize(
@@ -77,35 +79,19 @@ def quantize(
         packed_shape(tuple(x.shape), scheme.format)  # refuses a 0-d tensor
     if tiled:
         check_tiled(scheme, tuple(x.shape), axis)
-    of, given = checked(x, scheme, axis, scales, words)
+    of, given, tensors = checked(x, scheme, axis, scales, words)
     if of is None:
         return None
     kind, fused = given_kind(given), packed and plans.packs(of, writes=True)
     tiles = tiled and plans.tiles(of, kind)
-    read_in_words = fused or plans.paired(of, fused)
-    call = Call(operands(x, given, words), words=("x",) if read_in_words else ())
+    call = Call(tensors, words=("x",) if fused or plans.paired(of, fused) else ())
     run_plan(call, plans.quantizing(of, kind, fused, tiles))
     apart = packed and not fused and add_packing(call, "codes", "packed", scheme.format)
-    result: Quantized = call.result(
-        _quantized(call, of, packed, tiled, "packed" if apart else "codes"), key, record
-    )
+    names = ("packed" if apart else "codes", *scale_names(call))
+    made = Quantized(*names, of.blocks.shape, of.blocks.axis, scheme, packed, tiles)
+    # Scales that no kernel tiled are tiled here.
+    result: Quantized = call.result(made, key, record, with_tiled_scales if tiled and not tiles else None)
     return result
-
-
-def _quantized(call: Call, of: Problem, packed: bool, tiled: bool, codes: str) -> Finishing:
-    """The result of `quantize`; scales that no kernel tiled are tiled here; a matrix of them is not flat."""
-
-    def finishing(names: list[str]) -> Any:
-        scales = [part if part in names else None for part in PARTS]
-        flat = (
-            tiled
-            and len(call.buffers["scale"].shape if "scale" in call.buffers else of.blocks.scale_shape) == 1
-        )
-        place = (of.blocks.shape, of.blocks.axis, of.scheme, packed, flat)
-        finish = like(Quantized(codes, *scales, *place), names, {"codes": codes})
-        return finish if flat or not tiled else lambda tensors: with_tiled_scales(finish(tensors))
-
-    return finishing
 
 
 def choose_scales(x: torch.Tensor, record: str | Scheme, axis: int, key: Any = None) -> Scales | None:
@@ -115,13 +101,7 @@ def choose_scales(x: torch.Tensor, record: str | Scheme, axis: int, key: Any = N
         return None
     call = Call({"x": x})
     run_plan(call, plans.choosing(of))
-    parts = select_all(*(part if part in call.buffers else None for part in PARTS))
-
-    def finishing(names: list[str]) -> Any:
-        selected = parts(names)
-        return lambda tensors: Scales(*selected(tensors))
-
-    result: Scales = call.result(finishing, key, record)
+    result: Scales = call.result(Scales(*scale_names(call)), key, record)
     return result
 
 
@@ -129,16 +109,16 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
     """`fast.dequantize` by a kernel, or None where none covers the tensor."""
     choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
     blocks, scheme = check_quantized(q), q.scheme
-    if dtype == "float64" or not same_device(q.codes, *stored_parts(q).values()):
+    if dtype == "float64" or not same_device(q.codes, *scale_tensors(q).values()):
         return None
     key, q = None if q.tiled else key, with_plain_scales(q)
     of = plans.problem_of(dtype, scheme, blocks, not interpreted())
     packed = q.packed and scheme.format.bits < 8
     if of is None or (packed and not plans.packs(of)):
         return None
-    call = Call({"codes": q.codes, **stored_parts(q)}, words=("codes",))
+    call = Call({"codes": q.codes, **scale_tensors(q)}, words=("codes",))
     run_plan(call, plans.dequantizing(of, packed))
-    y: torch.Tensor = call.result(select("y"), key, scheme)
+    y: torch.Tensor = call.result("y", key, scheme)
     return y
 
 
@@ -148,10 +128,10 @@ def fake_quantize(
     """`fast.fake_quantize` without autograd."""
     scheme = scheme_of(record)
     check_mode(scheme.rounding, words)
-    of, given = checked(x, scheme, axis, scales, words)
+    of, given, tensors = checked(x, scheme, axis, scales, words)
     if of is None:
         return None
-    call = Call(operands(x, given, words))
+    call = Call(tensors)
     run_plan(call, plans.fake_quantizing(of, given_kind(given)))
-    y: torch.Tensor = call.result(select("y"), key, record)
+    y: torch.Tensor = call.result("y", key, record)
     return y

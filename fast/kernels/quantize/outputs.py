@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fast.kernels.launch.launcher import interpreted
-from fast.kernels.quantize.plan import Problem, code_buffer, packs, problem_of, scale_buffers
+from fast.kernels.quantize.plan import Buffer, Problem, code_buffer, packs, problem_of, scale_buffers
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.tile.block_op import BlockOp, block_op
 from reference import Quantized
@@ -19,14 +19,13 @@ from reference.schemes.schemes import Scheme
 
 @dataclass(frozen=True)
 class Outputs:
-    """Arrays for the codes and scales of a tensor in blocks of `length` along the last axis."""
+    """Buffers for the codes and scales of a tensor in blocks of `length` along the last axis."""
 
     problem: Problem
     length: int
     packed: bool
     block_op: BlockOp
-    codes: torch.Tensor
-    scales: dict[str, torch.Tensor]
+    buffers: dict[str, Buffer]
 
     @property
     def rule(self) -> SchemeConstants:
@@ -34,12 +33,11 @@ class Outputs:
         return self.problem.rule
 
     def quantized(self) -> Quantized:
-        """The result."""
-        blocks = self.problem.blocks
+        """The result, with the names of its tensors."""
+        blocks, zero = self.problem.blocks, "zero" if "zero" in self.buffers else None
         return Quantized(
-            self.codes, self.scales["scale"], None, self.scales.get("zero"), blocks.shape, blocks.axis, self.problem.scheme,
-            self.packed,
-        )  # fmt: skip
+            "codes", "scale", None, zero, blocks.shape, blocks.axis, self.problem.scheme, self.packed
+        )
 
 
 def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Outputs | None:
@@ -59,12 +57,7 @@ def outputs(like: torch.Tensor, dtype: str, scheme: Scheme, packed: bool) -> Out
     if sub_byte and not packs(of):
         return None
     do = block_op(codes=True, scales=True, packed=sub_byte)
-    named = {**scale_buffers(of), "codes": code_buffer(of, sub_byte)}
-    made = {
-        name: torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=like.device)
-        for name, b in named.items()
-    }
-    return Outputs(of, length, packed, do, made.pop("codes"), made)
+    return Outputs(of, length, packed, do, {"codes": code_buffer(of, sub_byte), **scale_buffers(of)})
 
 
 def _block_length(scheme: Scheme, shape: tuple[int, ...]) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import Call, select, select_all
+from fast.kernels.launch.call import Call
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.host import problem_of
@@ -19,11 +19,11 @@ def noted(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Values and the mask, or None where the kernel makes no mask. key: of the call, see `launch.cache`."""
     of = problem_of(x, scheme_of(record), axis)
-    if of is None or not plans.notes(of):
+    if of is None or not plans.makes_saturation_mask(of):
         return None
     call = Call({"x": x})
-    run_plan(call, plans.noting(of))
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(select_all("y", "codes"), key, record)
+    run_plan(call, plans.fake_quantizing_with_mask(of))
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "codes"), key, record)
     return made
 
 
@@ -32,7 +32,7 @@ def clip(
 ) -> torch.Tensor:
     """g, contiguous, zeroed in place where x saturates in a block of the mask."""
     of = problem_of(x, scheme_of(record), axis)
-    if of is None or not plans.notes(of):
+    if of is None or not plans.makes_saturation_mask(of):
         raise ValueError(
             f"clip: no kernel makes a saturation mask of {tuple(x.shape)} {x.dtype} for {record}"
         )
@@ -51,8 +51,8 @@ def clip(
             f"clip: g, x and mask lie on one device, got {g.device}, {x.device} and {mask.device}"
         )
     call = Call({"g": g, "x": x, "codes": mask})
-    run_plan(call, plans.clipping(of))
-    made: torch.Tensor = call.result(select("g"), key, record)
+    run_plan(call, plans.masking_in_place(of))
+    made: torch.Tensor = call.result("g", key, record)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOATS, Call, select_all
+from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
@@ -24,7 +24,7 @@ from fast.kernels.quantize.geometry import (
     flat_geometry,
     power_above,
 )
-from fast.kernels.quantize.host import checked, given_kind, operands
+from fast.kernels.quantize.host import checked, given_kind
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.quantize.scale_grads import part_sums_kernel, slopes_kernel
 from fast.kernels.scheme.constants import constants_of
@@ -46,40 +46,41 @@ def gradient(
 ) -> Gradients | None:  # fmt: skip
     """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `launch.cache`."""
     scheme = scheme_of(record)
-    if x.dtype not in FLOATS or g.dtype != x.dtype or g.shape != x.shape:
+    if x.dtype not in FLOAT_NAMES or g.dtype != x.dtype or g.shape != x.shape:
         return None
     check_mode(scheme.rounding, words)
-    of, given = checked(x, scheme, axis, scales, words)
+    of, given, tensors = checked(x, scheme, axis, scales, words)
     if of is None or not same_device(x, g):
         return None
+    tensors = {"g": g, **tensors}
     if given is None or given.scale is None:
-        call = Call({"g": g, **operands(x, given, words)})
+        call = Call(tensors)
         run_plan(call, plans.masking(of, given_kind(given)))
-        result: Gradients = call.result(select_all("y", None, None), key, record)
+        result: Gradients = call.result(("y", None, None), key, record)
         return result
-    return _scale_gradients(g, x, of, words, given, key, record)
+    return _scale_gradients(tensors, of, given, key, record)
 
 
 def _scale_gradients(
-    g: torch.Tensor, x: torch.Tensor, of: Problem, words: Any, given: Scales, key: Any, record: str | Scheme
-) -> Gradients | None:  # fmt: skip
+    tensors: dict[str, Any], of: Problem, given: Scales, key: Any, record: str | Scheme
+) -> Gradients | None:
     """Gradients for given scales."""
     tiles = _tiles(of)
     if tiles is None:
         return None
-    call, scheme = Call({"g": g, **operands(x, given, words)}), of.scheme
+    call, x, scheme = Call(tensors), tensors["x"], of.scheme
     if of.rule.two_level:
         # Its scales are made by torch operations, for this call alone.
         key, scheme = None, plans.first_level(scheme)
         _take_scales_of_two_levels(call, x, of, given)
     names = ["dscale"] if of.scheme.zero is None else ["dscale", "dzero"]
     parts = (tiles.place.blocks, tiles.place.integers[5])
-    call.empty("y", x.shape, x.dtype)
+    call.allocate("y", x.shape, x.dtype)
     for name in names:
-        call.empty(name, parts if parts[1] > 1 else of.blocks.scale_shape, torch.float32)
+        call.allocate(name, parts if parts[1] > 1 else of.blocks.scale_shape, torch.float32)
     call.launch(_slopes(of, scheme, tiles), POINTERS)
     totals = [_total(call, name, parts, of.blocks.scale_shape) for name in names]
-    result: Gradients = call.result(select_all(*("y", *totals, None)[:3]), key, record)
+    result: Gradients = call.result(("y", *totals, None)[:3], key, record)
     return result
 
 
@@ -158,7 +159,7 @@ def _total(call: Call, name: str, parts: tuple[int, int], shape: tuple[int, ...]
         p = max(1, min(PARTS_TILE // size, power_above(rows)))
         left = ceil_div(length, size)
         source, name = name, f"{name} of {length}"
-        call.empty(name, (rows, left) if left > 1 else shape, torch.float32)
+        call.allocate(name, (rows, left) if left > 1 else shape, torch.float32)
         tail = (rows, length, not interpreted(), size, p)
         call.launch(CompiledLaunch(part_sums_kernel, ceil_div(rows, p) * left, tail, 4), (source, name))
         length = left

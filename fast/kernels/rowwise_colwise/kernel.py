@@ -24,6 +24,7 @@ import triton.language as tl
 from fast.kernels.bits import bits_of, widened
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch
+from fast.kernels.quantize.plan import tiled_buffer
 from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
 from fast.kernels.rowwise_colwise.unswizzle_scales import untile
 from fast.kernels.rules.elements import encode
@@ -150,25 +151,22 @@ def covers_given(x: torch.Tensor, rule: SchemeConstants) -> bool:
     return plain and whole and max(x.shape) < LONGEST
 
 
-def mx_both(
-    x: torch.Tensor, rule: SchemeConstants, made: dict[str, Any], tiled: bool = False, **tuning: int
-) -> Call:
-    """Run an MX kernel on a contiguous matrix into made: codes, scale, transposed, transposed_scale.
+def mx_both(x: torch.Tensor, rule: SchemeConstants, tiled: bool = False, **tuning: int) -> Call:
+    """Run an MX kernel on a contiguous matrix; it makes codes, scale, transposed and transposed_scale.
 
-    tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`, whose padding somebody else makes 0.
-    Plain scales are made of tiled ones where tiles have no padding; see `untile`. tuning: see `_mx_floats` and
-    `_mx_pairs`; results do not depend on it.
+    tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`. Plain scales are made of tiled ones where
+    tiles have no padding; see `untile`. tuning: see `_mx_floats` and `_mx_pairs`; results do not depend on it.
     """
-    call = Call({"x": x})
-    for name, tensor in made.items():
-        padded = tiled and name in SCALES and tensor.numel() > x.numel() // 32
-        call.take({name: tensor}, (0,) if padded else ())
+    call, (rows, columns) = Call({"x": x}), x.shape
+    _allocate_codes(call, x)
+    for name, shape in zip(SCALES, ((rows, columns // 32), (columns, rows // 32)), strict=True):
+        call.allocate(name, *(tiled_buffer(shape) if tiled else (shape, torch.uint8)))
     launch = _mx_floats if x.dtype == torch.float32 else _mx_pairs
     if tiled or x.shape[0] % 128 or x.shape[1] % 128:
         launch(call, SCALES, rule, tiled, **tuning)
         return call
     for name, tiles in zip(SCALES, TILES, strict=True):
-        call.take({tiles: torch.empty_like(made[name])})
+        call.allocate(tiles, call.tensors[name].shape, torch.uint8)
     launch(call, TILES, rule, True, **tuning)
     untile(call, TILES[0], SCALES[0], TILES[1], SCALES[1])
     return call
@@ -210,15 +208,20 @@ def _mx_pairs(
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 
 
-def given_both(x: torch.Tensor, rule: SchemeConstants, made: dict[str, Any]) -> Call:
-    """Run the given-scale kernel into made: codes, transposed; reads scale, transposed_scale, which may be one tensor."""
+def _allocate_codes(call: Call, x: torch.Tensor) -> None:
+    call.allocate("codes", x.shape, torch.uint8)
+    call.allocate("transposed", x.shape[::-1], torch.uint8)
+
+
+def given_both(x: torch.Tensor, rule: SchemeConstants, scales: tuple[Any, Any]) -> Call:
+    """Run the kernel for given scales, which may be one tensor; it makes codes and transposed."""
     height, width = x.shape
     tall = height // PLAIN_ROWS
     band = gcd(tall, PLAIN_BAND)
     grid = (band, width // PLAIN_COLUMNS, tall // band)
-    call = Call({"x": x, **{name: made.get(name) for name in GIVEN}})
-    call.take({name: made[name] for name in ("codes", "transposed")})
-    one = made["scale"] is made["transposed_scale"]
+    call = Call({"x": x, **dict.fromkeys(GIVEN), **dict(zip(SCALES, scales, strict=True))})
+    _allocate_codes(call, x)
+    one = scales[0] is scales[1]
     tail = (height, width, rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS)
     pointers = ("x", "codes", "transposed", "scale", "transposed_scale")
     call.launch(CompiledLaunch(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)

@@ -237,7 +237,7 @@ def test_kernels_read_before_they_write(name):
             order = [
                 argument in one.writes
                 for argument in POINTERS
-                if argument in {**one.reads, **one.writes, **one.updates}
+                if argument in (*one.reads, *one.writes, *one.updates)
             ]
             assert order == sorted(order)
             assert not (one.writes and one.updates)

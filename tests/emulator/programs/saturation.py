@@ -125,7 +125,7 @@ def main(group: str) -> None:
         compare_without()
     else:
         ptx_interpreter.install()
-        passes.geometry, passes.CLIPPED = one_tile(passes.geometry), 1 << 14
+        passes.geometry, passes.MASK_TILE = one_tile(passes.geometry), 1 << 14
         with np.errstate(all="ignore"):
             for name in SEQUENCES:
                 compare_sequences(name)

@@ -108,7 +108,7 @@ def main() -> None:
         compare_packed(numbers((30, 64), dtype, specials=True), NF4)
         print("torchao.nf4", dtype, flush=True)
     # Trees of several passes, whose last is small.
-    passes.AVERAGED, passes.LEFT = 16, 4
+    passes.AVERAGED, passes.MOST_AVERAGES = 16, 4
     for count in (5, 16, 17, 250, 300):
         cache.CALLS.clear()
         compare(numbers((count * 64 - 3,), torch.float32), NF4)

@@ -24,7 +24,6 @@ from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
-from reference.quantize.tiled_scales import tiled_size
 
 KERNELS = Path(fast.kernels.__file__).parent
 BIG = (16384, 4096)
@@ -91,21 +90,13 @@ def clip(name, dtype="bfloat16", shape=SOME, axis=-1):
 
 
 def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):
-    rows, columns = BIG
-    shapes = {"scale": (rows, columns // 32), "transposed_scale": (columns, rows // 32)}
-    sizes = {"codes": BIG, "transposed": BIG[::-1]}
-    sizes |= {part: (tiled_size(shape),) if tiled else shape for part, shape in shapes.items()}
-    made = {part: empty(size, "uint8") for part, size in sizes.items()}
-    both.mx_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), made, tiled, **tuning)
-    return made
+    return both.mx_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), tiled, **tuning)
 
 
 def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):
     scale, other = empty((), "float32"), empty((), "float32")
-    made = {"codes": empty(BIG, "uint8"), "transposed": empty(BIG[::-1], "uint8"), "scale": scale}
-    made["transposed_scale"] = scale if one else other
-    both.given_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), made)
-    return made
+    scales = (scale, scale if one else other)
+    return both.given_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), scales)
 
 
 def norm(scheme=None, dtype="bfloat16", shape=(4096, 4096), residual=True, packed=False):
