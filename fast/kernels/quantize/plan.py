@@ -247,8 +247,8 @@ def makes_saturation_mask(of: Problem) -> bool:
 
 def fake_quantizing_with_mask(of: Problem) -> Plan:
     """x quantized and dequantized, and which blocks saturate, as codes; where `makes_saturation_mask` says so."""
-    made = {"y": of.values, "codes": Buffer((of.place.blocks,), "uint8")}
-    return _scaled(of, "", made, keep=False, output=of.dtype, saturation="mask")
+    outputs = {"y": of.values, "codes": Buffer((of.place.blocks,), "uint8")}
+    return _scaled(of, "", outputs, keep=False, output=of.dtype, saturation="mask")
 
 
 def masking_in_place(of: Problem) -> Plan:
@@ -260,18 +260,18 @@ def masking_in_place(of: Problem) -> Plan:
     return Plan((Pass(place, of.rule, block_op(saturation="gradient"), ("x", "codes"), (), ("g",)),), {})
 
 
-def _single(of: Problem, do: BlockOp, reads: tuple[str, ...], made: dict[str, Buffer]) -> Plan:
+def _single(of: Problem, do: BlockOp, reads: tuple[str, ...], outputs: dict[str, Buffer]) -> Plan:
     """One pass that writes buffers."""
-    return Plan((Pass(of.place, of.rule, do, reads, tuple(made)),), made)
+    return Plan((Pass(of.place, of.rule, do, reads, tuple(outputs)),), outputs)
 
 
-def _scaled(of: Problem, given: str, made: dict[str, Buffer], keep: bool = True, **op: Any) -> Plan:
+def _scaled(of: Problem, given: str, outputs: dict[str, Buffer], keep: bool = True, **op: Any) -> Plan:
     """An operation that uses given scales, or chooses them first. keep: scales that were chosen are written."""
     reads, scales = _operands(of, op), scale_buffers(of)
     if given == "all":
-        return _single(of, block_op(source="given", outer="given", **op), (*reads, *scales), made)
+        return _single(of, block_op(source="given", outer="given", **op), (*reads, *scales), outputs)
     if of.rule.two_level:
-        return _with_second_level(of, made, op)
+        return _with_second_level(of, outputs, op)
     outer, before = "", Plan((), {})
     if of.rule.has_outer and given == "outer":
         outer, reads = "given", (*reads, "outer")
@@ -285,9 +285,9 @@ def _scaled(of: Problem, given: str, made: dict[str, Buffer], keep: bool = True,
     source = "statistic" if of.place.chunked else "tile"
     do = block_op(source=source, outer=outer, scales=keep, reverse=bool(before.passes), pairs=pairs, **op)
     # An outer scale that comes from a statistic is written in any case.
-    written = {**made, **{name: b for name, b in scales.items() if keep or name == "outer"}}
-    tiled = replace(of, place=_place(of, outer, pairs))
-    return before + _single(tiled, do, (*reads, *before.buffers), written)
+    written = {**outputs, **{name: b for name, b in scales.items() if keep or name == "outer"}}
+    of = replace(of, place=_place(of, outer, pairs))
+    return before + _single(of, do, (*reads, *before.buffers), written)
 
 
 def _operands(of: Problem, op: dict[str, Any]) -> tuple[str, ...]:
@@ -317,17 +317,17 @@ def _statistic(of: Problem, place: Geometry, outer: str, name: str) -> Plan:
     return Plan((one,), {name: buffer})
 
 
-def _with_second_level(of: Problem, made: dict[str, Buffer], op: dict[str, Any]) -> Plan:
+def _with_second_level(of: Problem, outputs: dict[str, Buffer], op: dict[str, Any]) -> Plan:
     """Scales and their scales, and what is made of x and the scales: with the first, or, from stored ones, at the end."""
     unmarked = replace(of, marking=False)
     first = replace(unmarked, scheme=first_level(of.scheme))
     if of.scheme.codes_from == "exact":
-        return _as_exact(_scaled(first, "", made, **op)) + _second_level(unmarked)
+        return _as_exact(_scaled(first, "", outputs, **op)) + _second_level(unmarked)
     plan = _as_exact(_scaled(first, "", {})) + _second_level(unmarked)
     if not op:
         return plan
     do = block_op(source="given", exact=True, **op)
-    return plan + _single(of, do, (*_operands(of, op), *scale_buffers(of)), made)
+    return plan + _single(of, do, (*_operands(of, op), *scale_buffers(of)), outputs)
 
 
 def _as_exact(plan: Plan) -> Plan:
