@@ -54,6 +54,9 @@ TITLE = "Speed of the kernels on a GPU"
 OURS, COPY, WRAPPED = "ours", "copy", "wrapped"
 #: How often the graphs of small kernels are captured: where one lies in memory is worth a tenth of such a kernel's time.
 INSTANCES = 5
+#: What times every row, which `timed` is given as arguments.
+TIMED_BY = ("experiments.harness.timing.CudaWatch", "experiments.kernels.outcome.PLAN")
+COMPARED_BY = ("experiments.harness.timing.CudaWatch", "experiments.kernels.outcome.BASELINE_PLAN")
 #: Bytes of a word of copies, what their sizes are multiples of, and the most that one of them has.
 WORD, PAGE, PIECE = 8, 4096, 448 * 2**20
 
@@ -70,20 +73,20 @@ def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     import fast
 
     if kind == jax_calls.KIND:
-        return f"{jax_calls.__name__}.timed", "fast.quantize"
+        return f"{jax_calls.__name__}.timed", *TIMED_BY, "fast.quantize"
     case = CASES.get(method if kind == KERNELS else setting.rpartition(", ")[0])
     if case is None or case.missing(fast):
         return ()
     builder = f"{case.call.__module__}.{case.call.__qualname__.partition('.')[0]}"
     called = tuple(f"fast.{need.partition(':')[0]}" for need in case.needs)
     if kind == KERNELS:
-        return f"{__name__}.timed", builder, *called
+        return f"{__name__}.timed", *TIMED_BY, builder, *called
     found = [
         f"{baseline.find.__module__}.{baseline.find.__name__}"
         for baseline in BASELINES
         if baseline.name == method
     ]
-    return (f"{__name__}.compared", builder, *called, *found) if found else ()
+    return (f"{__name__}.compared", *COMPARED_BY, builder, *called, *found) if found else ()
 
 
 def version(name: str) -> str:

@@ -10,7 +10,8 @@ calls `import_module`). A `Closure` is what some roots reach, and its hash. The 
   read, counts as a whole.
 * What runs on import counts where it matters. A statement that defines nothing (a call that fills a table) or a
   definition under a decorator of ours (which enters it into a table) counts if its module is imported and something of its
-  module, or of a module that the statement names, is used.
+  module, or of a module that the statement names, is used; one in a package's ``__init__`` that names nothing of ours (a
+  setting of another library, of the environment) counts wherever the package is imported.
 * Comments, docstrings, annotations of functions, messages of exceptions and `if TYPE_CHECKING` run nothing: they are left out.
 * Names are not meaning. Definitions are numbered in the order in which they are met and local variables in the order in
   which they appear; import statements leave only the names that they stand for. So moving a definition, splitting a module,
@@ -59,7 +60,7 @@ class SourceTree:
         self.registrars = frozenset(registrars)
         self._stubs = {name: dict(names) for name, names in (stubs or {}).items()}
         self._texts: dict[str, str] = {}
-        self._packages: set[str] = set()
+        self.packages: set[str] = set()
         for package in packages:
             for path in (root / package).rglob("*.py*"):
                 self._read(path)
@@ -71,7 +72,7 @@ class SourceTree:
         if path.suffix not in (".py", ".pyi"):
             return
         parts = path.relative_to(self.root).with_suffix("").parts
-        self._packages.update(".".join(parts[:count]) for count in range(1, len(parts)))
+        self.packages.update(".".join(parts[:count]) for count in range(1, len(parts)))
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
@@ -82,9 +83,9 @@ class SourceTree:
     def module(self, name: str) -> FileDefinitions | None:
         """A module by its dotted name; None where the tree has none."""
         if name not in self._modules:
-            known = name in self._texts or name in self._packages
+            known = name in self._texts or name in self.packages
             text = self._texts.get(name, "")  # a folder without __init__.py is a package all the same
-            made = definitions_of(text, name, name in self._packages) if known else None
+            made = definitions_of(text, name, name in self.packages) if known else None
             # The first one stays: closures of other threads tell its definitions by identity.
             self._modules.setdefault(name, made)
         return self._modules[name]
@@ -98,7 +99,7 @@ class SourceTree:
     def exports(self, name: str) -> list[str]:
         """Names of other modules that a package hands out."""
         module = self.module(name)
-        imported = list(module.imports) if module and name in self._packages else []
+        imported = list(module.imports) if module and name in self.packages else []
         return [*imported, *self._stubs.get(name, ())]
 
     def resolve(self, module: str, attributes: tuple[str, ...]) -> tuple[Node | None, tuple[str, ...]]:
@@ -239,6 +240,8 @@ class Closure:
         """Whether something is used of a module that a statement names, or of its own; for a definition its decorators
         count."""
         refs = effect.decorators or effect.refs
+        if effect.module in self.tree.packages and not any(self._home(ref) for ref in refs):
+            return True  # settings of the process or of another library, made for all of a package, which was loaded
         if any(self._named(ref) in self.tree.registrars for ref in refs):
             return not effect.decorators and effect.module in self._used
         named = {self._home(ref) for ref in refs}

@@ -55,9 +55,13 @@ def fake_quantize(
     """x rounded to what its scheme represents, in x's dtype, as in `reference.fake_quantize`; differentiable.
 
     The gradient is that of `fake_quantize_vjp`: straight through to x where nothing saturated, and to float32 `scales` that
-    require a gradient.
+    require a gradient. Raises NotImplementedError for an outer scale that requires one.
     """
     operands = operands_of(x, scales, random_bits, keep_history=True)
+    if len(operands) > 1 and wants_gradient(operands[2:3]):
+        raise NotImplementedError(
+            "fast.fake_quantize has no gradient for an outer scale: detach it, and learn the block scales instead"
+        )
     if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
         (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
         made: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fast
+import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
 
 X, WIDE = normals(8, "cpu"), normals(64, "cpu", dtype=torch.bfloat16)

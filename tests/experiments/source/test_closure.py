@@ -287,6 +287,14 @@ def test_a_name_means_the_same_while_another_thread_follows_it(tree, monkeypatch
         other.join()
 
 
+def test_settings_of_a_package_count_for_all_of_it(tree):
+    """Those that name nothing of ours; where the package is not imported they change nothing."""
+    before, other = closure(tree).hash, closure(tree, ("fast.quantize",)).hash
+    edit(tree, "experiments/__init__.py", "", "import os\nos.environ.setdefault('A', 'b')\n")
+    assert closure(tree).hash != before
+    assert closure(tree, ("fast.quantize",)).hash == other
+
+
 def test_a_registration_concerns_its_own_module(tmp_path):
     """With `register` as a registrar another module's operator changes nothing, one's own does; without, both do."""
     hashes = {}

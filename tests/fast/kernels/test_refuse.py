@@ -11,7 +11,7 @@ from fast.kernels.quantize import plan as passes
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.rowwise_colwise.host import fused_both
 from fast.kernels.scheme.constants import constants_of
-from reference import SCHEMES
+from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
 
 
@@ -90,3 +90,15 @@ def test_short_groups_of_scales_are_refused_by_gradients_too():
                 "float32", SCHEMES["torchao.nf4"], Blocks.of((4, 32, 5), SCHEMES["torchao.nf4"].scale, -1)
             )
         )
+
+
+def test_an_outer_scale_that_requires_a_gradient_is_refused():
+    """None flows to it, which nobody would notice; x keeps its own."""
+    x = torch.randn(4, 32, requires_grad=True)
+    outer = torch.tensor(0.01, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no gradient for an outer scale: detach it"):
+        fast.fake_quantize(x, "nvfp4", scales=Scales(outer=outer))
+    with torch.no_grad():
+        fast.fake_quantize(x, "nvfp4", scales=Scales(outer=outer))
+    fast.fake_quantize(x, "nvfp4", scales=Scales(outer=outer.detach())).sum().backward()
+    assert x.grad is not None
