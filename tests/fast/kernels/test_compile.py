@@ -205,11 +205,16 @@ LONG = (case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kerne
 
 # What Triton 3.7 compiles with some bytes of stack, and 3.6 without; docs/ARCHITECTURE.md lists them.
 SPILLS_LATER = ("mx_both mxfp8_e5m2_rceil float16",)
+# Bytes of stack that a limit of registers costs the general rules, for the sake of the sequence beside them (`block_launch`).
+LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
+# What is compiled by tests of their own: tests/experiments/decode/test_attention.py.
+ELSEWHERE = {"attention_kernel"}
 
 
-def stay_in_registers(machine):
-    """No spills, no arrays in local memory, no stack frame."""
-    assert (machine.local, machine.stack) == (0, 0)
+def stay_in_registers(machine, stack=0):
+    """No spills, no arrays in local memory, no stack frame beyond what a limit of registers costs."""
+    assert machine.local == 0
+    assert machine.stack <= stack
 
 
 def move_wide(machine, name, width, wanted, few):
@@ -298,7 +303,7 @@ def test_compiles_and_stays_in_registers(one):
     machines = launched(one.call)
     assert tuple(machine.kernel for machine in machines) == one.kernels
     for machine in machines:
-        stay_in_registers(machine)
+        stay_in_registers(machine, LIMITED.get(one.name, 0))
 
 
 @pytest.mark.parametrize(("one", "moves"), HOT, ids=[one.name for one, _ in HOT])
@@ -359,7 +364,7 @@ def entries():
 def test_every_kernel_is_among_the_cases():
     """A kernel that is added needs a case here, or among the products."""
     cases = (*COMPILED, *(one for one, _ in HOT), *PRODUCTS)
-    assert entries() == {name for one in cases for name in one.kernels}
+    assert entries() - ELSEWHERE == {name for one in cases for name in one.kernels}
 
 
 @pytest.mark.parametrize(("name", "width"), [("mxfp4", 16), ("mxfp6_e2m3", None), ("nvfp4", 8)])
