@@ -38,15 +38,22 @@ def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return len(shape) == 2 and dtype in DTYPES and covered(scheme, shape, 1, torch.float32)
 
 
+def _unsupported_message(x: torch.Tensor, w: Quantized) -> str:
+    """What `linear_of_one_row` says: of lengths that differ what `reference.linear` says, as the path with a gradient does."""
+    shape, inputs = tuple(w.shape), tuple(x.shape)
+    if len(shape) == 2 and inputs and inputs[-1] != shape[1]:
+        return f"linear of inputs {inputs} and a weight {shape}: the last axes must be the same"
+    return (
+        f"one row of {inputs} in {x.dtype} by {w.scheme.name} of shape {shape}, blocks along axis {w.axis}: takes one row "
+        f"(1, K) in float32, bfloat16 or float16, blocks along K, elements of at most 8 bits; `fast.linear` takes others"
+    )
+
+
 def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (1, K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype; ValueError where not `takes`."""
     shape = tuple(w.shape)
     if x.shape != (1, *shape[1:]) or w.axis % 2 != 1 or not takes(w.scheme, shape, x.dtype):
-        raise ValueError(
-            f"one row of {tuple(x.shape)} in {x.dtype} by {w.scheme.name} of shape {shape}, blocks along axis {w.axis}: takes "
-            f"one row (1, K) in float32, bfloat16 or float16, blocks along K, elements of at most 8 bits; `fast.linear` "
-            f"takes others"
-        )
+        raise ValueError(_unsupported_message(x, w))
     if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
             f"bias of shape {tuple(bias.shape)} for {shape[0]} outputs: one number for each output"

@@ -9,14 +9,15 @@ import torch
 from fast.cpu.linear import linear_of_one_row
 from fast.dispatch import run
 from fast.kernels.launch.cache import settings
-from fast.matmul.linear_ops import linear_function, linear_operands
+from fast.matmul.linear_ops import linear_function
 from fast.matmul.stored_weight_ops import Operands, Values
-from fast.matmul.weights import parts
+from fast.matmul.weights import parts, weight_of
 from reference import Quantized
 
 
 def _compute(record: Any, values: Values, operands: Operands) -> torch.Tensor:
-    return linear_of_one_row(*linear_operands(record, values, operands))
+    x, *stored, bias = operands
+    return linear_of_one_row(x, weight_of(record, values, stored), bias)
 
 
 CPU_LINEAR, _ = linear_function("cpu_linear", _compute)
