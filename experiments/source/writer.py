@@ -136,6 +136,11 @@ class Writer:
         else:
             self.fields(node)
 
+    def write_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Without the empty texts that some versions of Python leave beside a nested format."""
+        parts = [one for one in node.values if not (isinstance(one, ast.Constant) and one.value == "")]
+        self.fields(node, values=parts)
+
     def write_Constant(self, node: ast.Constant) -> None:
         """A value; the name of a module, where modules are imported by text, is a use of it."""
         value = node.value
