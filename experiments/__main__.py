@@ -1,9 +1,11 @@
-"""`python -m experiments [TABLE ...] [--scale quick|full] [--device cpu|cuda]`: the minimal form of `ao-lab reproduce`."""
+"""`python -m experiments [TABLE ...] [--scale quick|full] [--device cpu|cuda] [--corpus NAME --corpus-path DIR]`: the minimal
+form of `ao-lab reproduce`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from experiments import EXPERIMENTS, reproduce
 
@@ -19,10 +21,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="a configuration of decode; several times"
     )
+    parser.add_argument("--corpus", default="sympy", help="the text that models are trained on")
+    parser.add_argument("--corpus-path", type=Path, help="the folder of that text, where it has one")
     arguments = parser.parse_args(argv)
     try:
+        from experiments.runs.texts import text_for
+
         made = reproduce(
-            arguments.tables, scale=arguments.scale, device=arguments.device, only=arguments.only
+            arguments.tables,
+            scale=arguments.scale,
+            device=arguments.device,
+            only=arguments.only,
+            text=text_for(arguments.tables, arguments.corpus, arguments.corpus_path),
         )
     except ValueError as error:
         sys.stderr.write(f"{error}\n")

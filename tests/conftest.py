@@ -41,6 +41,7 @@ MARKERS = {
     "ao_lab/qat": "integration",
     "ao_lab/quantization": "integration",
     "ao_lab/tensor": "integration",
+    "ao_lab/training/distributed": "integration",
     "docs": "integration",
     "experiments": "integration",
     "repo": "integration",

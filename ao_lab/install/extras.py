@@ -17,6 +17,7 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "hf": ("transformers", "compressed_tensors"),
     "jax": ("jax", "jaxlib"),
+    "titan": ("torchtitan",),
 }
 
 

@@ -1,4 +1,5 @@
-"""The commands `reproduce`, `bench` and `ledger`: their options. What they do is imported when they run."""
+"""The commands `reproduce`, `corpus`, `pretrain`, `bench` and `ledger`: their options. What they do is imported when they
+run."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ from typing import Annotated
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+Corpus = Annotated[str, typer.Option(help="The text that models are trained on; `ao-lab corpus` lists them.")]
+CorpusPath = Annotated[
+    Path | None, typer.Option(help="The folder of that text, where it is not installed with torch.")
+]
 
 
 class Scale(StrEnum):
@@ -43,13 +50,70 @@ def reproduce(
             help="Where to write; without, $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
         ),
     ] = None,
+    corpus: Corpus = "sympy",
+    corpus_path: CorpusPath = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
     from experiments.commands.reproduce import run_experiments
 
     where = device.value if device else None
-    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports)
+    text = corpus, corpus_path
+    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text)
+
+
+def corpus(
+    name: Annotated[str | None, typer.Argument(help="A corpus such as prose; all of them without.")] = None,
+    build: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fetch the corpus over the network, clean it, and write its files into this folder."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The texts that experiments can run on: what they are, where they come from, and how to build them."""
+    from experiments.commands.corpus import run_corpus
+
+    run_corpus(name, build, as_json)
+
+
+def pretrain(
+    size: Annotated[str, typer.Argument(help="30m or 120m; tiny for a CPU.")],
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="AdamW's peak learning rate, any number of times: a sweep; without, the size's own."
+        ),
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Initial weights and text, any number of times; 0 without."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Budget of each training: seconds of steps, compilation aside.")
+    ] = None,
+    megabytes: Annotated[
+        float | None, typer.Option(help="Budget of each training: megabytes (10^6) of text; for comparisons.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; without, the size's own.")] = None,
+    scale: Annotated[
+        Scale, typer.Option(help="quick: evaluate on 4096 bytes of each text; full: on all.")
+    ] = Scale.FULL,
+    device: Annotated[
+        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+    ] = None,
+    corpus: Corpus = "sympy",
+    corpus_path: CorpusPath = None,
+    reports: Annotated[Path | None, typer.Option(help="Where to write; as for reproduce.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train language models from scratch for a budget, evaluate them, and write their rows; a killed training is resumed."""
+    from experiments.commands.pretrain import Wanted, run_pretrain
+
+    wanted = Wanted(size, tuple(rate or ()), tuple(seed or (0,)), seconds, megabytes, batch)
+    where = device.value if device else None
+    run_pretrain(wanted, scale.value, where, (corpus, corpus_path), reports, as_json)
 
 
 def bench(
@@ -95,4 +159,4 @@ def ledger(
         raise typer.Exit(1)
 
 
-__all__ = ["bench", "ledger", "reproduce"]
+__all__ = ["bench", "corpus", "ledger", "pretrain", "reproduce"]

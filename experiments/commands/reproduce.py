@@ -11,6 +11,7 @@ from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import say
 from ao_lab.cli.terminal.requirements import check_device
 from experiments.commands.folders import paths
+from experiments.data.corpora.record import DEFAULT
 from experiments.harness.registry import EXPERIMENTS
 
 
@@ -22,14 +23,18 @@ def run_experiments(
     as_json: bool,
     *,
     reports: Path | None = None,
+    corpus: tuple[str, Path | None] = (DEFAULT, None),
 ) -> None:
-    """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout."""
+    """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
+
+    corpus: its name, and its folder where it has one.
+    """
     from experiments.runs.run import reproduce
 
     for name in names:
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
-    more: dict[str, Any] = partly(names, only)
+    more: dict[str, Any] = {**partly(names, only), **other_text(names, *corpus)}
     folders = paths(reports)
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
@@ -55,3 +60,14 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
     except ValueError as error:
         raise WrongInput(f"--only: {error}") from error
     return {"only": only}
+
+
+def other_text(names: list[str], corpus: str, path: Path | None) -> dict[str, Any]:
+    """The corpus of a run that is not given the default; WrongInput where there is no such text."""
+    from experiments.runs.texts import text_for
+
+    try:
+        text = text_for(names, corpus, path)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    return {} if text is None else {"text": text}

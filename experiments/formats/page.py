@@ -81,7 +81,7 @@ def synthetic(where: Where, results: Results) -> Section:
     default = [method for method in results.methods if is_default(method)]
     panels = {setting: points(results, setting, default) for setting in data}
     rate = Drawing(
-        f"formats-rate-{where.scale}",
+        f"formats-rate-{where.ending}",
         "Signal to noise against bits per element of the same tensors, scales included. Default schemes; a point per block "
         "size.",
         scatter_panels(panels, BITS, "signal to noise (dB)", columns=3),
@@ -99,6 +99,7 @@ def trained(where: Where, results: Results) -> Section:
     kinds = results.settings
     together = [setting for setting in kinds if setting in ("weights", "activations")]
     text = (
+        *where.corpus_notes,
         "Weights of all linear layers of the stand-in, a small model trained here on the source of sympy, and what these "
         "layers are given on held-out text. Weights quantize along the input features, inputs along the features of "
         "each token.",
@@ -138,7 +139,9 @@ def dot_plots(where: Where, results: Results, settings: Sequence[str], name: str
                 f'Signal to noise of the {title}, by bits per element (beside the name; that of "{first}").'
             )
             drawings.append(
-                Drawing(f"formats-{name}-{'default' if default else 'others'}-{where.scale}", caption, figure)
+                Drawing(
+                    f"formats-{name}-{'default' if default else 'others'}-{where.ending}", caption, figure
+                )
             )
     return drawings
 

@@ -2,8 +2,9 @@
 ``__init__``.
 
 Such a folder has a module `run` with `run(settings, journal) -> rows` and `subject(settings)` (what a journal can be resumed
-for), and a page module with `TITLE` and `sections(rows)`, which says in tables and figures what the rows hold. Where not all
-rows were made by the same code, `run` has `sources(kind, setting, method)` too (see `experiments.harness.provenance`).
+for), perhaps `about(settings)` (what the record of a run says of its models), and a page module with `TITLE` and
+`sections(rows)`, which says in tables and figures what the rows hold. Where not all rows were made by the same code, `run` has
+`sources(kind, setting, method)` too (see `experiments.harness.provenance`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import importlib.metadata
 import io
 import math
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,9 @@ PARTIAL = ".partial"
 
 #: How the status of what was not reached begins.
 NOT_RUN = "status: not run"
+
+#: How a corpus is called in the name of a table: source, version, first digits of its hash.
+CORPUS = re.compile(r"(.+)-([^-]+)-[0-9a-f]{8}")
 
 Key = tuple[str, str, str, str, str, str, int]
 
@@ -69,10 +73,10 @@ class Row:
         return self.table, self.setting, self.method, self.device
 
     @property
-    def place(self) -> tuple[str, str, str, str]:
-        """What a complete run replaces as a whole: experiment, kind and scale of the table, device."""
-        kind, scale, _ = table_parts(self.table)
-        return self.experiment, kind, scale, self.device
+    def place(self) -> tuple[str, str, str, str, str]:
+        """What a complete run replaces as a whole: experiment, kind and scale of the table, source of its corpus, device."""
+        kind, scale, data = table_parts(self.table)
+        return self.experiment, kind, scale, corpus_source(data), self.device
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -91,6 +95,12 @@ def table_parts(table: str) -> tuple[str, str, str]:
     if len(parts) != 3:
         raise ValueError(f"a table is named kind/scale/data, got {table!r}; see rows.table_name")
     return parts[0], parts[1], parts[2]
+
+
+def corpus_source(data: str) -> str:
+    """The source of the corpus of a table, such as sympy in ``sympy-1.14.0-7bc7958f``; nothing where its data is no corpus."""
+    found = CORPUS.fullmatch(data)
+    return found.group(1) if found else ""
 
 
 def library_versions() -> str:
@@ -197,8 +207,8 @@ class Journal:
 def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
     """Put a complete run into a published CSV; returns what the file now holds.
 
-    Tables of the same kind, scale and device are replaced as a whole (a scheme that no longer exists leaves with them, and so
-    does another corpus); other scales and devices stay as they were.
+    Tables of the same kind, scale, device and source of the corpus are replaced as a whole (a scheme that no longer exists
+    leaves with them, and so does another version of the corpus); other scales, devices and corpora stay as they were.
     """
     replaced = {row.place for row in rows}
     others = [row for row in read(path) if row.place not in replaced]
@@ -208,9 +218,9 @@ def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def with_others(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """Rows of a run that measured only some methods, and the published ones of the others, which say how old they are."""
-    places, known = {row.place for row in rows}, {row.line for row in rows}
-    return [*rows, *(row for row in before if row.place in places and row.line not in known)]
+    """Rows of a run that measured only some methods or seeds, and published ones of the others, which say how old they are."""
+    places, known = {row.place for row in rows}, {(row.line, row.seed) for row in rows}
+    return [*rows, *(row for row in before if row.place in places and (row.line, row.seed) not in known)]
 
 
 def with_unreached(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:

@@ -12,6 +12,6 @@ def read_runs(path: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def run_name(experiment: str, scale: str, device: str) -> str:
-    """How a run is called."""
-    return f"{experiment}/{scale}/{device}"
+def run_name(experiment: str, scale: str, device: str, corpus: str = "") -> str:
+    """How a run is called. corpus: the source of its corpus, where that is not the default."""
+    return "/".join((experiment, scale, device, *([corpus] if corpus else ())))

@@ -121,7 +121,10 @@ def quality(where: Where, results: Results) -> Section:
     if others:
         tables.append(quality_table(results, others, "Conventions of other projects"))
     return Section(
-        f"Quality and size of the stand-in ({where})", [*TEXT, baseline_text(results)], drawings, tables
+        f"Quality and size of the stand-in ({where})",
+        [*where.corpus_notes, *TEXT, baseline_text(results)],
+        drawings,
+        tables,
     )
 
 
@@ -145,7 +148,7 @@ def size_plot(where: Where, results: Results) -> Drawing:
         panels, "size of the model (MB, decimal)", "increase in bits per byte over float32", symlog=LINEAR
     )
     caption = f"Loss against size, default schemes; the axis is linear below {LINEAR} and logarithmic above."
-    return Drawing(f"ptq-size-{where.scale}", caption, figure)
+    return Drawing(f"ptq-size-{where.ending}", caption, figure)
 
 
 def size_points(results: Results, activations: bool) -> list[Point]:
@@ -196,7 +199,7 @@ def change_plots(where: Where, results: Results) -> list[Drawing]:
         figure = dots(labels, series, "increase in bits per byte over float32", errors=errors, symlog=LINEAR)
         caption = f"{title}: loss with two standard errors, by bits per weight (beside the name)."
         drawings.append(
-            Drawing(f"ptq-change-{'default' if default else 'others'}-{where.scale}", caption, figure)
+            Drawing(f"ptq-change-{'default' if default else 'others'}-{where.ending}", caption, figure)
         )
     return drawings
 
@@ -261,6 +264,7 @@ def change_cell(change: float | None, error: float | None, digits: int) -> str:
 def layers(where: Where, results: Results) -> Section:
     """Signal to noise per layer."""
     text = (
+        *where.corpus_notes,
         "Signal to noise of each linear layer's output (dB), when its input is what the float32 model gives it: errors of "
         "earlier layers do not add up here. lm_head is the last column.",
     )
@@ -281,7 +285,7 @@ def layers(where: Where, results: Results) -> Section:
             figure = heatmap(names, short, grid, "signal to noise (dB)")
             tag = "both" if activations else "weights"
             drawings.append(
-                Drawing(f"ptq-layers-{tag}-{where.scale}", f"Quantized {name}, default schemes.", figure)
+                Drawing(f"ptq-layers-{tag}-{where.ending}", f"Quantized {name}, default schemes.", figure)
             )
         lines = [
             [method, *(number(v, 1) for v in line)] for (_, method), line in zip(chosen, values, strict=True)

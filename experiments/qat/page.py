@@ -71,7 +71,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 def section(where: Where, results: Results, runs: Results) -> Section:
     """What was lost and recovered, targets that are missed, and every seed."""
     title = f"Recovery on the stand-in ({where})"
-    text = [verdict(results), baseline_text(results, runs), *TEXT]
+    text = [*where.corpus_notes, verdict(results), baseline_text(results, runs), *TEXT]
     return Section(
         title,
         text,
@@ -135,7 +135,13 @@ def loss_plot(where: Where, results: Results) -> Drawing:
         "Loss of the model quantized after plain training (PTQ) and trained for quantization (QAT), means over seeds with 95% "
         "intervals; linear below 0.01, logarithmic above."
     )
-    return Drawing(f"qat-recovery-{where.scale}-{'cpu' if where.device == 'cpu' else 'gpu'}", caption, figure)
+    return Drawing(figure_name(where), caption, figure)
+
+
+def figure_name(where: Where) -> str:
+    """The figure of a run."""
+    parts = ["qat-recovery", where.scale, "cpu" if where.device == "cpu" else "gpu", where.other_corpus]
+    return "-".join(part for part in parts if part)
 
 
 def label(setting: str, method: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ao_lab.config.recipe import INTEGER, named
-from experiments.harness.rows import Row, table_parts
+from experiments.data.corpora.record import DEFAULT
+from experiments.harness.rows import Row, corpus_source, table_parts
 from experiments.report.staleness import is_stale
 from reference import SCHEMES, Scheme
 
@@ -23,6 +24,26 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.scale} scale, {self.device}, {self.data}"
+
+    @property
+    def other_corpus(self) -> str:
+        """The source of the run's corpus where that is not the default, else nothing."""
+        source = corpus_source(self.data)
+        return "" if source == DEFAULT else source
+
+    @property
+    def ending(self) -> str:
+        """How names of figures end: the scale, and the corpus where it is not the default."""
+        return f"{self.scale}-{self.other_corpus}" if self.other_corpus else self.scale
+
+    @property
+    def corpus_notes(self) -> list[str]:
+        """What a section says first where the stand-in was trained on another corpus than the page's text says."""
+        if not self.other_corpus:
+            return []
+        return [
+            f"**The model of this section was trained on the corpus {self.data}, not on the source of sympy.**"
+        ]
 
 
 class Results:

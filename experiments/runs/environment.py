@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from experiments.data.corpora.record import DEFAULT
 from experiments.harness.paths import Paths
 from experiments.harness.provenance import experiment_hash
 from experiments.harness.registry import EXPERIMENTS
@@ -34,7 +35,9 @@ def record_run(
     path = paths.data / "environment.json"
     runs = read_runs(path)
     trained = EXPERIMENTS[experiment].trained
-    name = run_name(experiment, settings.scale, settings.device_name)
+    other = trained and settings.corpus.source != DEFAULT
+    corpus_name = settings.corpus.source if other else ""
+    name = run_name(experiment, settings.scale, settings.device_name, corpus_name)
     if rows == resumed and runs.get(name, {}).get("source_hash") == experiment_hash(experiment):
         return path
     runs[name] = {
@@ -49,13 +52,19 @@ def record_run(
         "source_hash": experiment_hash(experiment),
         "machine": machine(),
         "libraries": libraries(),
-        **(about_model(settings) if trained else {"corpus": None}),
+        **(about(experiment, settings) if trained else {"corpus": None}),
     }
     write_text(path, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
     if trained:
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     return path
+
+
+def about(experiment: str, settings: Settings) -> dict[str, Any]:
+    """What an experiment's function `about` says of what it trained, or `about_model`."""
+    said: dict[str, Any] = getattr(EXPERIMENTS[experiment].run_module(), "about", about_model)(settings)
+    return said
 
 
 def about_model(settings: Settings) -> dict[str, Any]:

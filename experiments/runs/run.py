@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from experiments.data.corpus import Corpus
 from experiments.harness import provenance, registry
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, publish, read, with_others
@@ -19,23 +20,31 @@ def reproduce(
     device: str | None = None,
     paths: Paths | None = None,
     only: Sequence[str] = (),
+    text: Corpus | None = None,
 ) -> Written:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
     where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` to measure;
-    published rows of the others stay. Rows that an earlier run measured with the same code are not measured again: however a
+    published rows of the others stay. text: the corpus, by default the source of sympy (`experiments.runs.texts` finds others);
+    rows of other corpora stay. Rows that an earlier run measured with the same code are not measured again: however a
     run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where
     another process works in the folders; progress goes to stderr.
     """
-    from ao_lab.cli.terminal.progress import lines
-    from experiments.report.pages import write_pages
-
     names = registry.chosen(tables)
     if only and names != ["decode"]:
         raise ValueError("only the table 'decode' can be measured in parts; name it alone")
     paths = paths or Paths.default()
-    settings = replace(settings_for(scale, device, paths.cache), only=tuple(only))
+    return run_all(
+        names, replace(settings_for(scale, device, paths.cache), only=tuple(only), text=text), paths
+    )
+
+
+def run_all(names: Sequence[str], settings: Settings, paths: Paths) -> Written:
+    """Run experiments at these settings, and write the pages; returns as `reproduce` does."""
+    from ao_lab.cli.terminal.progress import lines
+    from experiments.report.pages import write_pages
+
     written: Written = []
     with paths.alone():
         for name in names:
@@ -63,4 +72,4 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     return [(done, shown(path)), (f"{name}: environment", shown(recorded))]
 
 
-__all__ = ["reproduce", "run_one"]
+__all__ = ["reproduce", "run_all", "run_one"]

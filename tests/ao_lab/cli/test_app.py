@@ -234,10 +234,10 @@ def test_reproduce_of_some_configurations(monkeypatch, capsys):
 
 def test_commands_that_other_packages_register_are_listed_and_run(tmp_path, monkeypatch, capsys):
     """By their entry points: `ao_lab` names none of them, and a clone needs no installation."""
-    assert set(plugins.registered()) >= {"reproduce", "bench", "ledger"}
+    assert set(plugins.registered()) >= {"reproduce", "corpus", "pretrain", "bench", "ledger"}
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("formats", "doctor", "reproduce", "bench", "ledger"):
+    for name in ("formats", "doctor", "reproduce", "corpus", "pretrain", "bench", "ledger"):
         assert f" {name} " in out
     (tmp_path / "my_commands.py").write_text(
         'def greet(name: str = "you") -> None:\n    """Say hello."""\n    print("hello", name)\n'

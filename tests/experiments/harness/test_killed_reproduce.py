@@ -76,7 +76,7 @@ def test_what_killed_runs_left_half_written_is_deleted(tmp_path):
 def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch):
     """All rows were measured, and the record there is of older code."""
     places, settings = Paths(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
-    name = run_name("formats", "quick", "cpu")
+    name = run_name("formats", "quick", "cpu", tiny.corpus().source)
     monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "then")
     path = record_run(places, "formats", settings, 1.0, 5, 0)
     monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "now")

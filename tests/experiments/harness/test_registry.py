@@ -10,15 +10,18 @@ import torch
 import experiments
 from experiments import EXPERIMENTS
 from experiments.data.errors import Error, mean_and_error
+from experiments.formats import page
 from experiments.formats import run as formats
 from experiments.harness import provenance, registry
 from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
+from experiments.harness.run_records import read_runs
 from experiments.harness.workers import measure_all
 from experiments.models import activation_schemes as pairing
 from experiments.ptq import run as ptq
 from experiments.runs import run as harness_run
 from experiments.runs.settings import settings_for
+from experiments.runs.texts import text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 
@@ -145,6 +148,35 @@ def test_a_run_is_published_with_its_environment(tmp_path):
     again = harness_run.run_one("formats", tiny.settings(tmp_path), places)
     assert "0 of them measured now" in again[0][0]
     assert (places.data / "environment.json").read_text() == recorded
+
+
+def test_runs_on_two_corpora_have_records_of_their_own(tmp_path):
+    """Beside each other, on one page, in figures of their own."""
+    places = Paths(tmp_path / "cache", tmp_path / "reports")
+    documents = tiny.corpus().documents
+    for source in ("sympy", "other"):
+        text = type(tiny.corpus())(source, "1", documents)
+        harness_run.run_one("formats", tiny.replace(tiny.settings(tmp_path, ["nf4"]), text=text), places)
+    assert list(read_runs(places.data / "environment.json")) == [
+        "formats/quick/cpu",
+        "formats/quick/cpu/other",
+    ]
+    sections = page.sections(read(places.data / "formats.csv"))
+    drawn = [one.name for section in sections for one in section.drawings]
+    assert {"formats-trained-default-quick", "formats-trained-default-quick-other"} <= set(drawn)
+    assert len(drawn) == len(set(drawn))
+    (noted,) = [one for one in sections if "trained on the corpus other-1-" in " ".join(one.paragraphs)]
+    assert "other-1-" in noted.title
+
+
+def test_a_corpus_is_read_for_experiments_that_use_one(tmp_path):
+    assert text_for(["speed"]) is text_for(None) is None
+    with pytest.raises(ValueError, match="speed: no corpus is used there, but by formats"):
+        text_for(["speed"], "prose", tmp_path)
+    with pytest.raises(ValueError, match="prose"):
+        text_for(["ptq"], "prosa")
+    with pytest.raises(ValueError, match=r"train\.txt\.xz is missing"):
+        text_for(["ptq", "speed"], "prose", tmp_path)
 
 
 FOLDER = {

@@ -118,6 +118,20 @@ def test_publishing_replaces_a_run_as_a_whole(tmp_path):
     ]
 
 
+def test_a_run_on_another_corpus_replaces_only_that_corpus(tmp_path):
+    """Versions of one corpus replace each other; `row.key` and the names of tables are as ever."""
+    path = tmp_path / "rows.csv"
+    old, new, prose = (
+        row("a", table=f"quality/quick/{name}")
+        for name in ("sympy-1.13.0-aaaaaaaa", "sympy-1.14.0-bbbbbbbb", "prose-1-cccccccc")
+    )
+    for one in (old, prose, new):
+        publish(path, [one])
+    assert {one.table for one in read(path)} == {new.table, prose.table}
+    names = ("prose-1-cccccccc", "llama-3.2-3b-random", "synthetic")
+    assert [tidy.corpus_source(name) for name in names] == ["prose", "", ""]
+
+
 def test_rows_of_methods_that_were_not_measured_stay(tmp_path):
     path = tmp_path / "rows.csv"
     other = row("a", table="quality/full/x")
@@ -126,6 +140,10 @@ def test_rows_of_methods_that_were_not_measured_stay(tmp_path):
     assert [(r.method, r.value, r.source_hash) for r in made] == [("a", 2.0, "later"), ("b", 1.5, "now")]
     assert other in publish(path, made)
     assert with_others([row("a")], []) == [row("a")]
+    assert with_others([row("a", seed=1)], [row("a"), row("a", seed=1, value=2.0)]) == [
+        row("a", seed=1),
+        row("a"),
+    ]
 
 
 def test_what_the_time_did_not_reach_keeps_its_rows():

@@ -293,10 +293,12 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     assert "**Targets of the mean recovered part; " in (places.reports / "qat.md").read_text()
     assert "data/qat.csv" in (places.reports / "index.html").read_text()
     made = pages.make_page(places, "qat")
-    assert "qat-recovery-quick-cpu" in made.pictures
+    assert "qat-recovery-quick-cpu-made" in made.pictures
     (section,) = made.sections
-    assert section.paragraphs[0].startswith("**Targets of the mean recovered part; ")
-    assert "int4_g32" in section.paragraphs[0]
+    corpus, verdict = section.paragraphs[:2]
+    assert "trained on the corpus made-1-" in corpus
+    assert verdict.startswith("**Targets of the mean recovered part; ")
+    assert "int4_g32" in verdict
     table, seeds = section.tables
     assert [line[0] for line in table.lines] == ["int4_g32", "int2_g32"]
     assert seeds.columns == ["model", "seed 0", "seed 1"]

@@ -34,6 +34,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     encode,
     fake,
     gate,
+    gathered,
     given_both,
     gradient,
     mx_both,
@@ -42,6 +43,8 @@ from tests.fast.kernels.compiling.kernel_calls import (
     pack,
     quantize,
     unpack,
+    words,
+    zeroed,
 )
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.kernels.compiling.kernel_limits import HOT, THRICE, TWICE
@@ -49,6 +52,12 @@ from tests.fast.linear.test_linear_compile import PRODUCTS
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (
+    # Tokens sorted by expert.
+    case(gathered, "float32", kernels=("gather_transposed_kernel",)),
+    case(gathered, "float16", (90, 40), 100, kernels=("gather_transposed_kernel",)),
+    case(words, kernels=("random_words_kernel",)),
+    case(zeroed, "zero_tail_", kernels=("zero_tail_kernel",)),
+    case(zeroed, "zero_empty_", shape=(8, 1024, 512), kernels=("zero_empty_kernel",)),
     # 8-bit floats: whole rows, long rows in two passes, columns, groups, rectangles, the whole tensor.
     case(quantize, "fp8_rowwise", "float32"),
     case(quantize, "fp8_rowwise_e5m2", "float16", (4, 32768), kernels=TWICE),
@@ -357,7 +366,7 @@ def entries():
     nodes = [node for path in KERNELS.rglob("*.py") for node in ast.parse(path.read_text()).body]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     marks = ("triton.jit", "gluon.jit")
-    compiled = [f for f in functions if any(ast.unparse(d) in marks for d in f.decorator_list)]
+    compiled = [f for f in functions if any(ast.unparse(d).split("(")[0] in marks for d in f.decorator_list)]
     return {f.name for f in compiled if re.search(r"_kernel$", f.name)}
 
 

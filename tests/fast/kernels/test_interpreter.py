@@ -45,3 +45,7 @@ def test_gradients_agree_with_the_reference():
 
 def test_products_agree_with_exact_ones():
     assert len(lines_of("tests/emulator/programs/linear.py")) == 34
+
+
+def test_tokens_sorted_by_expert():
+    assert len(lines_of("tests/emulator/programs/grouped.py")) == 6

@@ -2,7 +2,8 @@
 
     python tests/NAME_ranks.py RANKS ...
 
-The script prints "equal" where nothing on any rank has raised.
+The script prints "equal" where nothing on any rank has raised. With RANKS_DEVICE=cuda each rank takes a GPU, and NCCL sends;
+`DTYPE` is what models of the scripts that train are in there.
 """
 
 import os
@@ -18,21 +19,27 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2
 EQUAL = "equal"
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
 
-def check_on_ranks(script, *arguments):
-    """Run SCRIPT of this folder in a process of its own, for two ranks; AssertionError with its last lines where one has
-    raised."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), str(RANKS), *map(str, arguments)],
+def check_on_ranks(script, *arguments, ranks=RANKS):
+    """Run SCRIPT of this folder; AssertionError with its last lines where one has raised."""
+    done = run_on_ranks(script, *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == EQUAL
+
+
+def run_on_ranks(script, *arguments, ranks=RANKS):
+    """Run SCRIPT of this folder in a process of its own, which starts the ranks."""
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).parent / script), str(ranks), *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == EQUAL
 
 
 def start_ranks(work):
@@ -50,7 +57,9 @@ def start_ranks(work):
 def _in_group(rank, ranks, port, work, arguments):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", rank=rank, world_size=ranks)
     work(*arguments)
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,8 @@ import torch
 
 import fast.kernels
 from ao_lab.config.recipe import named
-from fast.kernels.encode import pointwise
+from fast.kernels.encode import pointwise, random_words
+from fast.kernels.grouped import gather, zero
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import pair_host as pair_linear
@@ -126,6 +127,23 @@ def pack(fmt, shape=SOME):
 
 def unpack(fmt, shape=SOME):
     return pointwise.unpack(empty(packed_shape(shape, FORMATS[fmt]), "uint8"), fmt, shape)
+
+
+def gathered(dtype="bfloat16", shape=BIG, filled=16512):
+    """Rows sorted by expert as columns, groups filled up."""
+    return gather.gather_transposed(empty(shape, dtype), empty((filled,), "int32"))
+
+
+def zeroed(which, dtype="bfloat16", shape=BIG):
+    """Zeros where grouped products write nothing."""
+    y = empty(shape, dtype)
+    getattr(zero, which)(y, empty((8,), "int32"))
+    return y
+
+
+def words(shape=BIG):
+    """Random words."""
+    return random_words.random_words(shape, 2**62 + 5, 4, torch.device("cpu"))
 
 
 def weight(name, shape):

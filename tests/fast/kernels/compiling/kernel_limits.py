@@ -10,6 +10,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     encode,
     fake,
     gate,
+    gathered,
     given_both,
     mx_both,
     norm,
@@ -48,6 +49,7 @@ class Moves:
 # * Packed codes that are made of codes, or become codes, are 4 or 8 bytes of every 16, and codes are 4 of 16 bytes of float32.
 # Limits are the instructions of the code as it is, by Triton 3.6 or 3.7, whichever has more, and a tenth more.
 HOT = (
+    (case(gathered, kernels=("gather_transposed_kernel",)), (Moves(2, 2, 6.4),)),
     (case(quantize, "fp8_rowwise", shape=BIG), (Moves(2, 1, 7.2),)),
     (case(quantize, "fp8_1x128", shape=BIG), (Moves(2, 1, 8.5),)),
     (case(quantize, "fp8_128x128", shape=BIG), (Moves(2, 1, 9.6),)),

@@ -1,0 +1,1 @@
+"""Low-precision training in JAX: `dot_general` by the recipes of `reference.training`."""

@@ -1,0 +1,165 @@
+"""`convert_for_training_`: linear layers and experts of a model train in low precision, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ao_lab.quantization.modules import check_model, is_experts, is_linear, routers, shorten
+from ao_lab.training.grouped.experts import (
+    LowPrecisionExperts,
+    experts_reason,
+    plain_experts_again,
+    train_experts_by,
+)
+from ao_lab.training.layers import LowPrecisionLinear, Settings, plain_again, train_by
+from ao_lab.training.products import PRODUCTS
+from ao_lab.training.shapes import unsupported_reason
+from reference.arrays.errors import choice
+from reference.training.recipe import Recipe, recipe_of
+
+#: Of a module and its name: whether it is to train in low precision.
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert_for_training_` did: names of layers that train by the recipe, and of those left with the reason."""
+
+    recipe: Recipe
+    changed: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    #: Of the FP8 all-gather: layers whose weight FSDP2 gathers in its own dtype, with the reason.
+    gathered_whole: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.changed)} of {len(self.changed) + len(self.left)} layers train by {self.recipe.name}"
+        ]
+        lines += [f"  {name}  left: {reason}" for name, reason in self.left.items()]
+        lines += [
+            f"  {name}  gathered in its own dtype: {reason}" for name, reason in self.gathered_whole.items()
+        ]
+        return "\n".join(lines)
+
+
+def convert_for_training_(
+    model: nn.Module,
+    recipe: str | Recipe,
+    filter_fn: Filter | None = None,
+    *,
+    pad: bool = False,
+    kernel: str = "auto",
+    experts: bool = True,
+    fsdp_float8_all_gather: bool = False,
+) -> Converted:
+    """Let linear layers of `model` train by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a record.
+
+    filter_fn(module, name) says which modules; without it those are all nn.Linear but routers, and (unless `experts` is False)
+    modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped
+    products. Modules, parameters, names and hooks stay what they are: checkpoints load both ways, optimizers need not know.
+    Layers whose lengths the recipe cannot take, and subclasses of nn.Linear, stay as they are and are listed with the reason.
+    pad: such lengths are padded with zeros instead. Rows (tokens) are of any number: rows of zeros are added where blocks along
+    them ask for it. kernel: what computes the products: "auto" is what `ao_lab.tune` chose, or else the default; "emulate" is
+    float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
+    fsdp_float8_all_gather: FSDP2 gathers weights as codes, half the bytes of bfloat16, where `fully_shard` follows; the weight
+    of the inputs' gradient is then made of these codes (see `ao_lab.training.distributed.fsdp_gather`). Saved models are plain.
+    Raises ValueError for an unknown recipe, where the filter accepts nothing, and where no layer can be converted; TypeError
+    for anything but a model. After an error nothing has changed.
+    """
+    check_model(model)
+    record = recipe_of(recipe)
+    choice(kernel, ("auto", *PRODUCTS), "kernel")
+    if fsdp_float8_all_gather:
+        from ao_lab.training.distributed.fsdp_gather import gather_recipe
+
+        record = gather_recipe(record)
+    settings = Settings(record, pad, kernel)
+    chosen, left = _selected(model, settings, filter_fn, experts)
+    for module in {id(module): module for module in chosen.values()}.values():
+        if isinstance(module, nn.Linear):
+            train_by(module, settings)
+        else:
+            train_experts_by(module, settings)
+    linears = {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+    gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
+    return Converted(record, tuple(chosen), left, gathered_whole)
+
+
+def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
+    """Let FSDP2 gather the weights of converted layers as codes; the reasons of those that it does not."""
+    from ao_lab.training.distributed.gathered_linear import gather_as_codes
+
+    converted = {id(module) for module in chosen.values()}
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in converted
+        for parameter in module.parameters(recurse=False)
+    }
+    reason = "a layer that is not converted has the same weight"
+    left = {name: reason for name, module in chosen.items() if id(module.weight) in elsewhere}
+    try:
+        gather_as_codes([module for name, module in chosen.items() if name not in left])  # type: ignore[misc]
+    except ValueError:
+        convert_from_training_(nn.ModuleList(chosen.values()))
+        raise
+    return left
+
+
+def _selected(
+    model: nn.Module, settings: Settings, filter_fn: Filter | None, experts: bool
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Modules to convert, and the reasons of those that stay."""
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    unsupported: list[str] = []
+    routing = routers(model) if filter_fn is None else frozenset()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not is_linear(module) and not (experts and is_experts(module)):
+            continue
+        if name in routing or (filter_fn is not None and not filter_fn(module, name)):
+            left[name] = "it routes tokens to experts" if name in routing else "refused by filter_fn"
+            continue
+        reason = (_linear_reason if is_linear(module) else experts_reason)(settings, module)
+        if reason is None:
+            chosen[name] = module
+        else:
+            left[name] = reason
+            unsupported.append(name)
+    if not chosen and not unsupported:
+        raise ValueError(
+            "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
+        )
+    if not chosen:
+        first = unsupported[0]
+        raise ValueError(
+            f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {first}: {left[first]}"
+        )
+    return chosen, left
+
+
+def _linear_reason(settings: Settings, module: nn.Module) -> str | None:
+    return unsupported_reason(settings.recipe, module, settings.pad)
+
+
+def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
+    """Make every module that `convert_for_training_` changed what it was; their names. Parameters stay."""
+    check_model(model)
+    kinds = (LowPrecisionLinear, LowPrecisionExperts)
+    found = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kinds)
+    }
+    for module in {id(module): module for module in found.values()}.values():
+        if isinstance(module, LowPrecisionLinear):
+            plain_again(module)
+        else:
+            plain_experts_again(module)
+    return tuple(found)
+
+
+__all__ = ["Converted", "convert_for_training_", "convert_from_training_"]

@@ -1,0 +1,137 @@
+"""The linear layer of a recipe in autograd: its three products on quantized operands.
+
+What is kept for backward is the inputs' quantized copy for the weight gradient, a byte an element or less, and the weight
+itself, which is quantized again: a copy of it would double what its shards take under FSDP2. A weight that FSDP2 gathered as
+codes is kept as these, whose memory FSDP2 frees and fills again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ao_lab.training.casts import (
+    STREAMS,
+    FindScales,
+    Matrix,
+    joined,
+    parts,
+    quantize_one,
+    quantize_two,
+    transposed,
+    weight_columns,
+    weight_rows,
+)
+from ao_lab.training.products import product
+from ao_lab.training.restricted import tuned_recipe
+from fast.device import PLAIN
+from reference.training.recipe import Operand, Recipe
+
+Grad = torch.Tensor | None
+
+
+class Split(Protocol):
+    """How a layer's matrices lie on several ranks (tensor parallelism), each of which computes its part of a product."""
+
+    def find_scales(self, which: str, operand: Operand) -> FindScales:
+        """What finds the scales of an operand ("x", "w", "g", "w.T", "g.T", "x.T"); None where this rank's part has its own."""
+
+
+class TrainingLinear(torch.autograd.Function):
+    """y = x @ w.T + bias for x (M, K)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+        kernel: str = "auto",
+        split: Split | None = None,
+    ) -> torch.Tensor:
+        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
+        a, b = recipe.output.a, recipe.weight_grad.b
+        drawn = any(ctx.needs_input_grad[:2]) or a.is_stochastic or recipe.output.b.is_stochastic
+        seed = new_seed(recipe) if drawn else None
+        own, other = _found(split, "x", a), _found(split, "x.T", b)
+        if ctx.needs_input_grad[1]:
+            rows, columns = quantize_two(x, a, b, seed, (STREAMS["x"], STREAMS["x.T"]), (own, other))
+        else:
+            rows, columns = quantize_one(x, a, seed, STREAMS["x"], own), None
+        tensors, ctx.settings = parts(columns) if columns is not None else ([], None)
+        ctx.save_for_backward(w, *tensors)
+        ctx.recipe, ctx.dtype, ctx.kernel, ctx.split, ctx.seed = recipe, x.dtype, kernel, split, seed
+        weight = weight_rows(w, recipe.output.b, _found(split, "w", recipe.output.b), seed)
+        return product("output", rows, weight, recipe.output, x.dtype, bias, kernel)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None, None, None]:
+        """Gradients of x, w and bias."""
+        w, *tensors = ctx.saved_tensors
+        recipe, seed = ctx.recipe, ctx.seed
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        rows, columns = _gradient_operands(g, recipe, wants_x, wants_w, seed, ctx.split)
+        dx = dw = None
+        if rows is not None:
+            weight = _weight_columns(w, recipe, ctx.split, seed)
+            dx = product("input_grad", rows, weight, recipe.input_grad, ctx.dtype, kernel=ctx.kernel)
+        if columns is not None:
+            x = joined(list(tensors), ctx.settings)
+            dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=ctx.kernel)
+        return dx, dw, g.sum(0) if wants_bias else None, None, None, None
+
+
+def _gradient_operands(
+    g: torch.Tensor, recipe: Recipe, rows: bool, columns: bool, seed: int | None, split: Split | None = None
+) -> tuple[Matrix | None, Matrix | None]:
+    """g along N for the inputs' gradient, and g.T along M for the weight's: those that are wanted."""
+    a, b = recipe.input_grad.a, recipe.weight_grad.a
+    found = _found(split, "g", a), _found(split, "g.T", b)
+    if rows and columns:
+        return quantize_two(g, a, b, seed, (STREAMS["g"], STREAMS["g.T"]), found)
+    if rows:
+        return quantize_one(g, a, seed, STREAMS["g"], found[0]), None
+    return None, quantize_one(transposed(g), b, seed, STREAMS["g.T"], found[1]) if columns else None
+
+
+def _weight_columns(
+    w: torch.Tensor, recipe: Recipe, split: Split | None = None, seed: int | None = None
+) -> Matrix:
+    """w.T along N."""
+    rows, columns = recipe.output.b, recipe.input_grad.b
+    found = _found(split, "w", rows), _found(split, "w.T", columns)
+    return weight_columns(w, rows, columns, found, seed)
+
+
+def _found(split: Split | None, which: str, operand: Operand) -> FindScales:
+    return None if split is None else split.find_scales(which, operand)
+
+
+def new_seed(recipe: Recipe) -> int | None:
+    """A seed for one step's random bits, of torch's default generator; None where nothing is drawn."""
+    return int(torch.randint(2**63 - 1, ()).item()) if recipe.is_stochastic else None
+
+
+def training_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    kernel: str = "auto",
+    split: Split | None = None,
+    *,
+    tuned: bool = True,
+) -> torch.Tensor:
+    """x (..., K) times w.T (K, N) plus bias (N), in autograd; shapes and bits as in `reference.training.training_linear`.
+
+    kernel: of the products, see `ao_lab.training.products`. tuned: whether products that `ao_lab.tune` found not worth their
+    casts are dense; a kernel that is named has all of the recipe. split: x, w and the output are parts of matrices that lie on
+    several ranks; scales are those of the whole ones, and the recipe is never cut.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if tuned and kernel == "auto" and split is None and type(w) in PLAIN:
+        recipe = tuned_recipe(recipe, rows, w)
+    y: torch.Tensor = TrainingLinear.apply(rows, w, bias, recipe, kernel, split)  # type: ignore[no-untyped-call]
+    return y.reshape(*x.shape[:-1], w.shape[0])

@@ -1,0 +1,41 @@
+"""`fast.kernels.grouped` for what torch traces: operators under a tracer, kernels on GPUs, torch operations elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from fast.device import has_kernels, is_traced, is_transformed
+
+
+def gather_transposed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """x (T, C) by source (P,) int32 as (C, P); negative numbers give zeros."""
+    if is_traced(x) or is_transformed():
+        made: torch.Tensor = _gather_op(x, source)
+        return made
+    return _gather(x, source)
+
+
+def _gather(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if has_kernels(x):
+        from fast.kernels.grouped import gather
+
+        return gather.gather_transposed(x.detach().contiguous(), source)
+    columns = torch.zeros((x.shape[1], source.shape[0]), dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        # A choice, no product with 0: NaN of rows that are left out stays out.
+        rows = x.detach()[source.clamp(min=0).to(torch.int64)]
+        columns = torch.where((source >= 0)[:, None], rows, rows.new_zeros(())).t().contiguous()
+    return columns
+
+
+@torch.library.custom_op("ao_lab::gather_transposed", mutates_args=())
+def _gather_op(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return _gather(x, source)
+
+
+@_gather_op.register_fake
+def _gather_fake(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[1], source.shape[0]))
+
+
+__all__ = ["gather_transposed"]

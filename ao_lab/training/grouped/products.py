@@ -1,0 +1,223 @@
+"""Grouped products of quantized operands: which function computes them. On a GPU none has the host read the groups' ends.
+
+* ``scaled_grouped_mm``: `torch._scaled_grouped_mm` of e4m3 codes with one scale for each row, on Hopper and Blackwell.
+* ``grouped_mm``: both operands dequantized to bfloat16, and `torch._grouped_mm`. Exact for scales that are powers of two.
+* ``emulate``: both dequantized to float32, the products in float32: on CPUs one for each group, on GPUs (where the host does
+  not know the groups) one over all rows for each expert, E times the work.
+
+A product of rows a (T, C) with the experts' b (E, R, C) is (T, R), rows of no expert zero; a product of columns a (N, P) with b
+(K, P) is (E, N, K), experts without rows zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ao_lab.training.casts import Matrix
+from ao_lab.training.grouped.casts import Columns
+from ao_lab.training.products import STEP, is_one_scale, values
+from fast.device import has_kernels, is_traced, is_transformed
+from reference import Quantized
+from reference.training.recipe import Product
+
+#: Compute capabilities whose tensor cores `torch._scaled_grouped_mm` knows.
+SCALED = (9, 10)
+#: The first that `torch._grouped_mm` knows.
+GROUPED = (8, 0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Operands as a function takes them: both in one dtype, with a scale for each row where they are codes."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+
+
+def rows_product(
+    a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, emulate: bool = False
+) -> torch.Tensor:
+    """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`."""
+    experts, name = offsets.shape[0], select_rows(a, b, offsets, emulate)
+    if name == "scaled_grouped_mm":
+        left, right = codes(a), codes(b)
+        given = Given(
+            left, right.view(experts, -1, right.shape[1]), scale_of(a), scale_of(b).view(experts, -1)
+        )
+    else:
+        left, right = (values(one, VALUES[name]) for one in (a, b))
+        given = Given(left, right.reshape(experts, -1, right.shape[1]))
+    return run(name, given, offsets, record.accumulation == "fast").to(dtype)
+
+
+def columns_product(
+    a: Columns, b: Columns, ends: torch.Tensor, record: Product, dtype: torch.dtype, emulate: bool = False
+) -> torch.Tensor:
+    """For each group the product of its columns of a (N, P) and b (K, P), over them: (E, N, K) in `dtype`."""
+    name = select_columns(a, b, ends, emulate)
+    if name == "scaled_grouped_mm" and a.table is not None and b.table is not None:
+        given = Given(codes(a.matrix), codes(b.matrix), a.table.reshape(-1), b.table.reshape(-1))
+    else:
+        given = Given(*(values(one.matrix, VALUES[name]) for one in (a, b)))
+    return run(name, given, ends, record.accumulation == "fast").to(dtype)
+
+
+def select_rows(a: Matrix, b: Matrix, offsets: torch.Tensor, emulate: bool = False) -> str:
+    """The function for rows and the experts' matrices."""
+    both = isinstance(a, Quantized) and isinstance(b, Quantized)
+    rows = b.shape[0] // max(offsets.shape[0], 1)
+    lengths = a.shape[1], rows
+    scaled = both and all(is_e4m3(one) and is_one_scale(one.scheme) for one in (a, b))  # type: ignore[union-attr]
+    return _select(offsets, emulate, scaled and not any(length % STEP for length in lengths))
+
+
+def select_columns(a: Columns, b: Columns, ends: torch.Tensor, emulate: bool = False) -> str:
+    """The function for sums over tokens."""
+    tables = a.table is not None and b.table is not None
+    lengths = *a.matrix.shape, *b.matrix.shape
+    scaled = tables and is_e4m3(a.matrix) and is_e4m3(b.matrix)
+    return _select(ends, emulate, scaled and not any(length % STEP for length in lengths))
+
+
+def _select(ends: torch.Tensor, emulate: bool, scaled: bool) -> str:
+    if emulate or ends.device.type != "cuda":
+        return "emulate"
+    capability = torch.cuda.get_device_capability(ends.device)
+    if capability < GROUPED:
+        return "emulate"
+    return "scaled_grouped_mm" if scaled and capability[0] in SCALED else "grouped_mm"
+
+
+def is_e4m3(matrix: Matrix) -> bool:
+    """Whether a matrix has codes that `torch._scaled_grouped_mm` takes."""
+    return isinstance(matrix, Quantized) and matrix.scheme.element == "float8_e4m3fn"
+
+
+def codes(matrix: Matrix) -> torch.Tensor:
+    """Codes in torch's dtype of e4m3."""
+    if not isinstance(matrix, Quantized):
+        raise TypeError(f"codes of a quantized matrix were expected, got a {type(matrix).__name__}")
+    found: torch.Tensor = matrix.codes.view(torch.float8_e4m3fn)
+    return found
+
+
+def scale_of(matrix: Matrix) -> torch.Tensor:
+    """(rows,) scales."""
+    if not isinstance(matrix, Quantized):
+        raise TypeError(f"scales of a quantized matrix were expected, got a {type(matrix).__name__}")
+    found: torch.Tensor = matrix.scale.reshape(-1)
+    return found
+
+
+def run(name: str, given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    """The product, through an operator where a tracer listens."""
+    if is_traced(given.a) or is_transformed():
+        made: torch.Tensor = _op(given.a, given.b, given.scale_a, given.scale_b, ends, name, fast_sums)
+        return made
+    return PRODUCTS[name](given, ends, fast_sums)
+
+
+@torch.library.custom_op("ao_lab::grouped_product", mutates_args=())
+def _op(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, ends: torch.Tensor,
+    name: str, fast_sums: bool,
+) -> torch.Tensor:  # fmt: skip
+    return PRODUCTS[name](Given(a, b, scale_a, scale_b), ends, fast_sums)
+
+
+@_op.register_fake
+def _fake(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, ends: torch.Tensor,
+    name: str, fast_sums: bool,
+) -> torch.Tensor:  # fmt: skip
+    dtype = torch.float32 if name == "emulate" else torch.bfloat16
+    return ends.new_empty(_shape(a, b, ends), dtype=dtype)
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
+    return (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
+
+
+def _scaled_grouped_mm(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    if given.scale_a is None or given.scale_b is None:
+        raise ValueError("scaled_grouped_mm takes a scale for each row of both operands")
+    if not given.a.numel() or not given.b.numel():
+        return ends.new_zeros(_shape(given.a, given.b, ends), dtype=torch.bfloat16)
+    y: torch.Tensor = torch._scaled_grouped_mm(
+        given.a,
+        given.b.transpose(-2, -1),
+        given.scale_a,
+        given.scale_b,
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_sums,
+    )
+    return _with_zeros(y, ends, rows=given.b.dim() == 3)
+
+
+def _grouped_mm(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    if not given.a.numel() or not given.b.numel():
+        return ends.new_zeros(_shape(given.a, given.b, ends), dtype=torch.bfloat16)
+    y: torch.Tensor = torch._grouped_mm(given.a, given.b.transpose(-2, -1), offs=ends)
+    return _with_zeros(y, ends, rows=given.b.dim() == 3)
+
+
+def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Tensor:
+    """y with zeros where torch's grouped products write nothing."""
+    if has_kernels(y):
+        from fast.kernels.grouped import zero
+
+        y = y.contiguous()
+        (zero.zero_tail_ if rows else zero.zero_empty_)(y, ends)
+        return y
+    if rows:
+        kept = torch.arange(y.shape[0], device=y.device)[:, None] < ends[-1]
+    else:
+        kept = (torch.diff(ends, prepend=ends.new_zeros(1)) > 0)[:, None, None]
+    return torch.where(kept, y, y.new_zeros(()))
+
+
+def _emulated(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    y = given.a.new_zeros(_shape(given.a, given.b, ends))
+    if ends.device.type != "cpu":
+        return _emulated_unread(given, ends, y)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start and given.b.dim() == 3:
+            y[start:end] = given.a[start:end] @ given.b[expert].t()
+        elif end > start:
+            y[expert] = given.a[:, start:end] @ given.b[:, start:end].t()
+        start = end
+    return y
+
+
+def _emulated_unread(given: Given, ends: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """By products over all rows, chosen afterwards, or of rows that are zeros elsewhere."""
+    rows = given.b.dim() == 3
+    places = torch.arange(given.a.shape[0 if rows else 1], device=ends.device, dtype=ends.dtype)
+    owners, nothing = torch.searchsorted(ends, places, right=True), y.new_zeros(())
+    for expert in range(ends.shape[0]):
+        mine = owners == expert
+        if rows:
+            y = torch.where(mine[:, None], given.a @ given.b[expert].t(), y)
+        else:
+            a, b = (torch.where(mine, one, nothing) for one in (given.a, given.b))
+            y[expert] = a @ b.t()
+    return y
+
+
+Function = Callable[[Given, torch.Tensor, bool], torch.Tensor]
+PRODUCTS: dict[str, Function] = {
+    "scaled_grouped_mm": _scaled_grouped_mm,
+    "grouped_mm": _grouped_mm,
+    "emulate": _emulated,
+}
+#: What operands that are no codes are dequantized to.
+VALUES = {"grouped_mm": torch.bfloat16, "emulate": torch.float32}
+
+__all__ = ["columns_product", "rows_product", "select_columns", "select_rows"]

@@ -1,0 +1,140 @@
+"""nn.Linear that trains in low precision: the module, its parameters, hooks and names stay, only its class changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.autograd import Split, training_linear
+from ao_lab.training.shapes import steps
+from reference.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a layer trains. pad: lengths that blocks do not divide are padded with zeros. kernel: of the three
+    products, a name of `ao_lab.training.products.PRODUCTS`; "auto" is what was tuned, or the default."""
+
+    recipe: Recipe
+    pad: bool = False
+    kernel: str = "auto"
+    #: What M, N and K are multiples of.
+    steps: tuple[int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", steps(self.recipe))
+
+
+class LowPrecisionLinear(nn.Linear):
+    """nn.Linear whose three products run as a recipe says; `ao_lab.convert_for_training_` makes it of an nn.Linear in place.
+
+    state_dict, parameters and hooks are those of nn.Linear, so checkpoints load both ways. Inputs in another dtype than the
+    weight raise as nn.Linear's do; under autocast both are cast to its dtype first.
+    """
+
+    low_precision: Settings
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T + bias."""
+        return low_precision_linear(input, self.weight, self.bias, self.low_precision)
+
+    def restore_weight(self) -> None:
+        """Make the weight what nn.Linear has, before the module becomes one; here it is that already."""
+
+    def unsupported_reason(self) -> str | None:
+        """Why `quantize_` leaves the layer as it is; None: it takes its weight as any other."""
+        name = self.low_precision.recipe.name
+        return (
+            f"it trains by recipe {name!r}; ao_lab.convert_from_training_(model) makes it an nn.Linear again"
+        )
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        return f"trains by recipe {self.low_precision.recipe.name!r}" if name == "weight" else None
+
+    def extra_repr(self) -> str:
+        """torch's own, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.low_precision.recipe.name}"
+
+
+def low_precision_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: Settings,
+    split: Split | None = None,
+) -> torch.Tensor:
+    """x (..., K) times w.T (K, N) plus bias (N) by a recipe, padded where its blocks ask for that. split: see `Split`."""
+    if hasattr(w, "device_mesh"):
+        raise TypeError(
+            "LowPrecisionLinear: the weight is a DTensor; split layers by ao_lab.LowPrecisionColwiseParallel or "
+            "LowPrecisionRowwiseParallel, shard them by fully_shard, and call the module that was sharded"
+        )
+    x, w, bias = autocast(x, w, bias)
+    if x.dtype not in (w.dtype, autocast_dtype(w)):
+        raise TypeError(
+            f"LowPrecisionLinear: inputs are {x.dtype} and the weight is {w.dtype}; cast one, or use torch.autocast"
+        )
+    n, k = w.shape
+    m = x.numel() // max(k, 1)
+    # Zeros change no amax, and add nothing to a product or a gradient.
+    more_m, more_n, more_k = (-length % step for length, step in zip((m, n, k), settings.steps, strict=True))
+    flat = x.reshape(m, k)
+    if more_m or more_k:
+        flat = nn.functional.pad(flat, (0, more_k, 0, more_m))
+    if more_n or more_k:
+        w = padded(w, more_n, more_k)
+        bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
+    y = training_linear(flat, w, bias, settings.recipe, settings.kernel, split)
+    # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
+    y = y[:m, :n].contiguous() if more_m or more_n else y
+    result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
+    return result
+
+
+def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tensors in the dtype of the autocast context, as nn.Linear's are; themselves outside of one.
+
+    A weight that came as codes stays: it has been rounded already.
+    """
+    dtype = autocast_dtype(next(t for t in tensors if t is not None))
+    if dtype is not None:
+        tensors = tuple(
+            t if t is None or not t.is_floating_point() or isinstance(t, QuantizedTensor) else t.to(dtype)
+            for t in tensors
+        )
+    return tensors  # type: ignore[return-value]
+
+
+def autocast_dtype(t: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the autocast context for a tensor's device; None outside of one."""
+    kind = t.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def padded(w: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A weight with rows and columns of zeros behind its own; of codes one axis after the other."""
+    if not isinstance(w, QuantizedTensor):
+        return nn.functional.pad(w, (0, columns, 0, rows))
+    for pad in ((0, 0, 0, rows), (0, columns)):
+        w = nn.functional.pad(w, pad) if any(pad) else w
+    return w
+
+
+def train_by(module: nn.Linear, settings: Settings) -> None:
+    """Make an nn.Linear train by a recipe."""
+    module.__class__ = LowPrecisionLinear
+    module.low_precision = settings  # type: ignore[assignment]
+
+
+def plain_again(module: LowPrecisionLinear) -> None:
+    """Undo `train_by`."""
+    module.restore_weight()
+    module.__class__ = nn.Linear  # type: ignore[assignment]
+    del module.low_precision
+
+
+__all__ = ["LowPrecisionLinear", "Settings", "low_precision_linear", "plain_again", "train_by"]

@@ -1,0 +1,147 @@
+"""Experiment `pretraining`: byte-level language models trained from random weights, in bfloat16 on a GPU.
+
+Stand-ins for models of the sizes that people train: about 30 million parameters, for paired seeds, and about 120 million.
+Tokens are bytes, so no number is published beside these rows. Measured are bits per byte of each text that was held out (each
+book, and the validation and test texts of WikiText-2 where the corpus has them), the loss of training along the way, bytes of
+text a second, and the share of the GPU's dense bfloat16 peak (`experiments.models.pretraining.flops` has the formula).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from torch import Tensor
+
+from experiments.data.corpora.split_corpus import evaluation_texts
+from experiments.harness.provenance import source_hash
+from experiments.harness.rows import Journal, Row, library_versions, table_name
+from experiments.models.pretraining.evaluation import bits_per_byte
+from experiments.models.pretraining.flops import linear_parameters, share_of_peak, training_flops
+from experiments.models.pretraining.training import Pretrained, pretrain
+from experiments.models.training_checkpoint import Checkpoint
+from experiments.pretraining.plans import EVALUATED, PLANS, Training
+from experiments.runs.settings import Settings
+
+EXPERIMENT = "pretraining"
+TITLE = "Language models trained from scratch: stand-ins in bytes"
+RUNS, CURVES = "runs", "curves"
+BITS = "bits per byte"
+FLOAT32 = "float32"
+#: Points of a loss curve.
+POINTS = 20
+#: Seconds between checkpoints: those of the larger model are 1.5 GB.
+CHECKPOINT_SECONDS = 60.0
+
+Values = dict[str, tuple[float, str]]
+
+
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for: the corpus."""
+    return settings.corpus.name
+
+
+def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
+    """What a row's measurement starts from."""
+    return f"experiments.{EXPERIMENT}.run.measure", f"experiments.{EXPERIMENT}.plans.training"
+
+
+def about(settings: Settings) -> dict[str, object]:
+    """What the record of a run says beside machine and libraries."""
+    corpus = settings.corpus
+    return {
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
+        "model": {"trainings": [asdict(one) for one in trainings_of(settings)]},
+    }
+
+
+def trainings_of(settings: Settings) -> Sequence[Training]:
+    """What a run trains: what it was told, or the plan of its scale; on a CPU in float32."""
+    plan = getattr(settings, "trainings", ()) or PLANS[settings.scale]
+    if settings.device == "cuda":
+        return plan
+    return [replace(one, settings=replace(one.settings, method=FLOAT32)) for one in plan]
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all trainings; rows in the journal are not measured again, and a killed training is resumed."""
+    journal = journal if journal is not None else Journal()
+    table = table_name(RUNS, settings.scale, settings.corpus.name)
+    for one in trainings_of(settings):
+        if not journal.finished(table, one.setting, one.method, one.settings.seed):
+            checkpoint = checkpoint_of(settings, one)
+            journal.add(measure(settings, one, checkpoint))
+            checkpoint.done()
+    return journal.rows
+
+
+def checkpoint_of(settings: Settings, training: Training) -> Checkpoint:
+    """The checkpoint of a training, in the cache, by a hash of everything that determines its weights."""
+    parts = [
+        json.dumps(asdict(training.settings), sort_keys=True),
+        settings.corpus.sha256,
+        source_hash("experiments.models.pretraining.training.pretrain"),
+        library_versions(),
+        settings.device_name,
+    ]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return Checkpoint(settings.cache / "models" / f"pretraining-{key}.checkpoint", CHECKPOINT_SECONDS)
+
+
+def measure(settings: Settings, training: Training, checkpoint: Checkpoint) -> list[Row]:
+    """Train a model; all rows of it."""
+    made = pretrain(training.settings, settings.corpus, settings.device, checkpoint=checkpoint)
+    texts = {
+        name: text[: EVALUATED[settings.scale]] for name, text in evaluation_texts(settings.corpus).items()
+    }
+    found = bits_per_byte(made.model, texts, training.settings.model.context)
+    values = {**quality(found, texts), **speed(made, training, settings.device_name)}
+    curve = loss_curve(made.losses)
+    of_seed = replace(settings, seed=training.settings.seed)
+    where = settings.corpus.name, training.setting, training.method
+    return [
+        of_seed.row(EXPERIMENT, kind, *where, metric, value, unit)
+        for kind, table in ((RUNS, values), (CURVES, curve))
+        for metric, (value, unit) in table.items()
+    ]
+
+
+def quality(found: Mapping[str, float], texts: Mapping[str, bytes]) -> Values:
+    """Bits per byte of each text, and of each split's bytes where it has several texts."""
+    values = {f"{BITS}, {name}": (value, "bit") for name, value in found.items()}
+    for split in dict.fromkeys(name.partition("/")[0] for name in found):
+        mine = [name for name in found if name.partition("/")[0] == split]
+        total = sum(len(texts[name]) for name in mine)
+        values[f"{BITS}, {split}"] = sum(found[name] * len(texts[name]) for name in mine) / total, "bit"
+    return values
+
+
+def speed(made: Pretrained, training: Training, device: str) -> Values:
+    """Size, bytes, time, rate and the share of the peak; the share only on a GPU whose peak is listed."""
+    one = training.settings
+    flops = training_flops(linear_parameters(made.model), one.model)
+    share = share_of_peak(flops, made.bytes_per_second, device)
+    values = {
+        "parameters": (sum(parameter.numel() for parameter in made.model.parameters()), ""),
+        "steps": (len(made.losses), ""),
+        "trained bytes": (len(made.losses) * one.step_bytes, "byte"),
+        f"training {BITS} at the end": (made.last_loss, "bit"),
+        "time of steps": (made.seconds, "s"),
+        "tokens a second": (made.bytes_per_second, "byte/s"),
+        "operations a trained byte": (flops, "FLOP"),
+    }
+    return values if share is None else {**values, "share of the bfloat16 peak": (share, "%")}
+
+
+def loss_curve(losses: Tensor) -> Values:
+    """Means of the training loss over equal parts of the steps, in order."""
+    parts = losses.tensor_split(min(POINTS, len(losses)))
+    return {
+        f"training {BITS}, part {number} of {len(parts)}": (float(part.mean()), "bit")
+        for number, part in enumerate(parts, start=1)
+    }
+
+
+__all__ = ["BITS", "CURVES", "RUNS", "TITLE", "measure", "run", "sources", "subject"]

@@ -1,0 +1,256 @@
+"""Weights that FSDP2 gathers as codes: one process, before they are shared."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+import fast
+from ao_lab.tensor.quantized_tensor import quantized
+from ao_lab.testing.strategies import assert_same_quantized
+from ao_lab.training.autograd import training_linear
+from ao_lab.training.casts import weight_columns, weight_rows
+from ao_lab.training.distributed.cast_on_gather import CastOnGather
+from ao_lab.training.distributed.fsdp_gather import gather_recipe
+from ao_lab.training.distributed.gather_scales import magnitudes, scales_of, weight_rows_everywhere
+from ao_lab.training.distributed.gathered_linear import GatheredLinear
+from reference import SCHEMES
+from reference.training import RECIPES
+from reference.training.linear import operands
+
+GATHERED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64, bias=False))
+
+
+def converted(recipe="tensorwise"):
+    net = model()
+    report = ao_lab.convert_for_training_(net, recipe, fsdp_float8_all_gather=True)
+    return net, report
+
+
+def step(net, x):
+    net.zero_grad()
+    y = net(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in net.parameters())]
+
+
+def test_the_parameter_stays_the_same_object():
+    net = model()
+    weight, optimizer = net[0].weight, torch.optim.AdamW(net.parameters())
+    ao_lab.convert_for_training_(net, "tensorwise", fsdp_float8_all_gather=True)
+    assert net[0].weight is weight
+    assert isinstance(weight, CastOnGather)
+    assert isinstance(weight, nn.Parameter)
+    assert optimizer.param_groups[0]["params"][0] is weight
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+def test_not_sharded_it_trains_as_the_recipe_says(recipe):
+    net, report = converted(recipe)
+    plain = model()
+    ao_lab.convert_for_training_(plain, report.recipe)
+    x = torch.randn(32, 64)
+    for a, b in zip(step(net, x), step(plain, x), strict=True):
+        assert torch.equal(a, b)
+    with torch.inference_mode():
+        assert torch.equal(net(x), plain(x))
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+def test_codes_serve_both_products(recipe):
+    """The operands of the reference, made of codes that arrived."""
+    record = gather_recipe(RECIPES[recipe])
+    w, g = torch.randn(64, 96).bfloat16(), torch.randn(32, 64).bfloat16()
+    arrived = quantized(w, record.output.b.scheme)
+    x = torch.randn(32, 96).bfloat16()
+    _, rows = operands("output", record, x=x, w=w)
+    _, columns = operands("input_grad", record, g=g, w=w)
+    assert_same_quantized(weight_rows(arrived, record.output.b), rows)
+    assert_same_quantized(weight_columns(arrived, record.output.b, record.input_grad.b), columns)
+
+
+@pytest.mark.parametrize("recipe", GATHERED)
+def test_nothing_of_the_whole_weight_is_kept_but_itself(recipe):
+    """FSDP2 frees what it gathered between the passes; a copy of it would stay."""
+    record = gather_recipe(RECIPES[recipe])
+    w = nn.Parameter(quantized(torch.randn(64, 96).bfloat16(), record.output.b.scheme))
+    x = torch.randn(32, 96).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = training_linear(x, w, None, record)
+    assert [t is w for t in kept if set(t.shape) == {64, 96}] == [True]
+    y.float().sum().backward()
+    assert type(w.grad) is torch.Tensor
+    assert w.grad.dtype == torch.bfloat16
+
+
+def test_powers_of_two_lose_nothing_on_the_way():
+    """w.T's codes stand for the values of w's, but where the second rounding underflows: here nowhere."""
+    record, w = gather_recipe(RECIPES["rowwise"]), torch.rand(256, 256) + 0.1
+    arrived = quantized(w, record.output.b.scheme)
+    columns = weight_columns(arrived, record.output.b, record.input_grad.b)
+    assert torch.equal(fast.dequantize(columns).t(), arrived.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("bf16", "not quantized"),
+        ("blockwise", "span rows"),
+        ("nvfp4", "needs more than its own block"),
+        ("mxfp4", "no format of 8 bits"),
+    ],
+)
+def test_recipes_that_cannot(recipe, reason):
+    net = model()
+    with pytest.raises(ValueError, match=reason):
+        ao_lab.convert_for_training_(net, recipe, fsdp_float8_all_gather=True)
+    assert type(net[0]) is nn.Linear
+
+
+def test_torchaos_configuration():
+    config = ao_lab.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    net = ao_lab.convert_to_float8_training(model(), config=config)
+    assert type(net[0]) is GatheredLinear
+    row = ao_lab.CastConfig(scaling_granularity=ao_lab.ScalingGranularity.AXISWISE)
+    config = ao_lab.Float8LinearConfig(cast_config_weight=row, enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match="no powers of two"):
+        ao_lab.convert_to_float8_training(model(), config=config)
+
+
+def test_files_hold_plain_tensors():
+    net, _ = converted()
+    stored = io.BytesIO()
+    torch.save(net.state_dict(), stored)
+    stored.seek(0)
+    state = torch.load(stored, weights_only=True)
+    assert {type(t) for t in state.values()} == {torch.Tensor}
+    plain = model()
+    plain.load_state_dict(state)
+    for assign in (False, True):
+        other, _ = converted()
+        other.load_state_dict({name: t + 1 for name, t in state.items()}, assign=assign)
+        assert isinstance(other[0].weight, CastOnGather)
+        assert torch.equal(other[0].weight.dense, plain[0].weight + 1)
+
+
+def test_whole_modules_in_files():
+    net, _ = converted()
+    stored = io.BytesIO()
+    torch.save(net, stored)
+    stored.seek(0)
+    again = torch.load(stored, weights_only=False)
+    assert isinstance(again[0].weight, CastOnGather)
+    assert again[0].weight.requires_grad
+    x = torch.randn(4, 64)
+    assert torch.equal(again(x), net(x))
+    assert "trains by recipe" in str(ao_lab.explain(again))
+
+
+def test_copies():
+    net, _ = converted()
+    x = torch.randn(4, 64)
+    again = copy.deepcopy(net)
+    assert isinstance(again[0].weight, CastOnGather)
+    assert torch.equal(again(x), net(x))
+    with torch.no_grad():
+        again[0].weight.zero_()
+    assert net[0].weight.dense.any()
+    assert isinstance(net.to(torch.bfloat16)[0].weight, CastOnGather)
+    assert net[0].weight.dense.dtype == torch.bfloat16
+
+
+def test_what_is_made_of_a_weight_is_plain():
+    weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
+    for made in (torch.zeros_like(weight), weight + 1, weight.abs(), weight.t()):
+        assert type(made) is torch.Tensor
+    for same in (weight.detach(), weight[2:4], weight.view(-1), weight.clone(), weight.new_zeros(3, 4)):
+        assert type(same) is CastOnGather
+    assert weight[2:4].known is weight.known
+    assert weight.clone().known is not weight.known
+
+
+def test_every_write_is_counted():
+    weight = CastOnGather(torch.randn(8, 4), SCHEMES["fp8_tensorwise"])
+    for write in (
+        lambda: weight.mul_(2),
+        lambda: weight[2:4].zero_(),
+        lambda: weight.view(-1).add_(1),
+        lambda: weight.detach().copy_(torch.ones(8, 4)),
+        lambda: torch._foreach_add_([weight], 1.0),
+    ):
+        before = weight.known.writes
+        write()
+        assert weight.known.writes > before
+    assert torch.equal(weight.dense, torch.full((8, 4), 2.0))
+
+
+def test_tied_weights():
+    """Two converted layers share the weight after as before; a table that is looked up in keeps its own."""
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Embedding(96, 64))
+    net[1].weight = net[0].weight
+    net.append(nn.Linear(64, 96, bias=False))
+    net[3].weight = net[2].weight
+    report = ao_lab.convert_for_training_(net, "tensorwise", fsdp_float8_all_gather=True)
+    assert net[0].weight is net[1].weight
+    assert isinstance(net[0].weight, CastOnGather)
+    assert net[3].weight is net[2].weight
+    assert type(net[3].weight) is nn.Parameter
+    assert set(report.gathered_whole) == {"3"}
+    assert "3  gathered in its own dtype" in str(report)
+
+
+def test_back_again():
+    net, _ = converted()
+    weight = net[0].weight
+    assert ao_lab.convert_from_training_(net) == ("0", "2")
+    assert net[0].weight is weight
+    assert type(net[0].weight) is nn.Parameter
+    assert torch.equal(weight, model()[0].weight)
+
+
+def test_a_weight_that_a_graph_holds():
+    net = model()
+    y = net(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="held by the graph"):
+        ao_lab.convert_for_training_(net, "tensorwise", fsdp_float8_all_gather=True)
+    assert type(net[0]) is nn.Linear
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+    y.sum().backward()
+    assert net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_magnitudes_are_those_of_tensors(dtype):
+    scheme = SCHEMES["fp8_tensorwise"]
+    tensors = [torch.randn(5, 3) * 10.0**power for power in range(-8, 4)]
+    tensors += [torch.zeros(2, 3), torch.full((2, 3), float("nan")), torch.tensor([[1.0, float("inf"), 2.0]])]
+    tensors += [torch.empty(0, 3)]
+    tensors = [t.to(dtype) for t in tensors]
+    found = scales_of(magnitudes(tensors), scheme, dtype)
+    wanted = [fast.choose_scales(t, scheme).scale for t in tensors[:-1]]
+    assert torch.equal(found[:-1].view(torch.int32), torch.stack(wanted).view(torch.int32))
+    assert found[-1] == found[-4]  # no elements: as of zeros
+
+
+def test_ranks_without_rows():
+    assert [weight_rows_everywhere(rows, 4) for rows in (4, 5, 6, 7, 8, 9, 10, 3)] == [
+        True, False, False, True, True, False, True, False,
+    ]  # fmt: skip
+
+
+def test_precompute_needs_no_sharded_model():
+    ao_lab.precompute_float8_dynamic_scale_for_fsdp(converted()[0])

@@ -1,0 +1,173 @@
+"""Operands of grouped products have the bits of `reference.training.grouped.grouped_operands`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ao_lab.training import shapes
+from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X
+from ao_lab.training.grouped.casts import (
+    columns_operand,
+    rows_operand,
+    token_columns,
+    weight_columns,
+    weight_operand,
+)
+from ao_lab.training.grouped.layout import layout_of
+from reference import SCHEMES, Quantized, dequantize
+from reference.training import RECIPES
+from reference.training.grouped import group_step, grouped_operands
+from reference.training.recipe import Operand
+from tests.support.grouped_cases import OFFSETS, E, offsets_of, poison, tensors
+
+QUANTIZED = [name for name in RECIPES if name != "bf16"]
+SEED = 7
+
+
+def made(recipe, offsets, x, w, g):
+    """Each operand of all groups: (name, matrix, rows or columns of a group or expert)."""
+    layout = layout_of(offsets, x.shape[0], group_step(recipe))
+    rows = rows_operand(x, recipe.output.a, layout, SEED, X)
+    x_columns = token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, SEED, X_T)
+    g_columns = columns_operand(g, recipe.weight_grad.a, layout, SEED, G_T)
+    return layout, {
+        "output": (rows, weight_operand(w, recipe.output.b, SEED, W)),
+        "input_grad": (
+            rows_operand(g, recipe.input_grad.a, layout, SEED, G),
+            weight_columns(w, recipe.input_grad.b, recipe.output.b, SEED, W_T),
+        ),
+        "weight_grad": (g_columns.matrix, x_columns.matrix),
+    }
+
+
+def assert_part(found, part, want):
+    """Codes and values of a part are those of the reference's operand; a scale that it has once may stand here often."""
+    if not isinstance(want, Quantized):
+        assert torch.equal(found[part].contiguous().view(torch.int16), want.contiguous().view(torch.int16))
+        return
+    assert torch.equal(found.codes[part], want.codes)
+    got, truth = dequantize(found)[part], dequantize(want)
+    assert torch.equal(got.view(torch.int32), truth.view(torch.int32))
+
+
+def assert_operands(recipe, offsets, x, w, g):
+    layout, found = made(recipe, offsets, x, w, g)
+    starts = [0, *offsets.tolist()]
+    padded = [0, *layout.ends.tolist()]
+    for which, (a, b) in found.items():
+        truth = grouped_operands(which, recipe, offsets, x=x, w=w, g=g, seed=SEED)
+        for expert, pair in enumerate(truth):
+            if pair is None:
+                assert starts[expert] == starts[expert + 1]
+                continue
+            if which == "weight_grad":
+                part = (slice(None), slice(padded[expert], padded[expert + 1]))
+                parts = part, part
+            else:
+                count = b.shape[0] // E
+                parts = slice(starts[expert], starts[expert + 1]), slice(expert * count, (expert + 1) * count)
+            for matrix, one, want in zip((a, b), parts, pair, strict=True):
+                assert_part(matrix, one, want)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_bits_of_every_operand(name):
+    """With NaN and infinities in rows of no expert."""
+    offsets = offsets_of("uneven")
+    x, w, g = tensors()
+    g[83:] = float("inf")
+    assert_operands(RECIPES[name], offsets, poison(x, offsets), w, g)
+
+
+@pytest.mark.parametrize("case", [case for case in OFFSETS if case != "uneven"])
+def test_bits_in_other_groups(case):
+    for name in ("tensorwise", "rowwise", "nvfp4"):
+        assert_operands(RECIPES[name], offsets_of(case), *tensors())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_bits_of_other_dtypes(dtype):
+    for name in ("tensorwise", "rowwise", "nvfp4", "mxfp8"):
+        assert_operands(RECIPES[name], offsets_of("uneven"), *tensors(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_group(name, bad):
+    offsets = offsets_of("uneven")
+    x, w, g = tensors()
+    x[40, 3], g[41, 5], w[2, 7, 9] = bad, bad, bad
+    x[2], g[61] = 0, 0
+    assert_operands(RECIPES[name], offsets, x, w, g)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "nvfp4"])
+def test_sizes_far_apart(name):
+    """Groups, experts and rows a million times larger than others: each has the scale of its own."""
+    offsets = offsets_of("uneven")
+    x, w, g = tensors()
+    x[:7] *= 1e6
+    x[60:70] *= 1e-6
+    g[:, ::2] *= 2.0**-20
+    g[60:] = 0
+    w[1] *= 1e5
+    w[3] = 0
+    assert_operands(RECIPES[name], offsets, x, w, g)
+
+
+def test_operands_from_the_output():
+    recipe = RECIPES["rowwise"]
+    again = replace(
+        recipe,
+        name="again",
+        input_grad=replace(recipe.input_grad, b=replace(recipe.input_grad.b, source="output")),
+        weight_grad=replace(recipe.weight_grad, b=replace(recipe.weight_grad.b, source="output")),
+    )
+    assert_operands(again, offsets_of("uneven"), *tensors())
+
+
+def drawn(operand):
+    """The operand rounded stochastically."""
+    return replace(operand, scheme=replace(operand.scheme, name="drawn", rounding="stochastic"))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp4", "nvfp4"])
+def test_every_operand_drawn(name):
+    """Words of the place of each among the six, and of each element in the tensor of all groups."""
+    recipe = RECIPES[name]
+    products = {
+        which: replace(
+            getattr(recipe, which), a=drawn(getattr(recipe, which).a), b=drawn(getattr(recipe, which).b)
+        )
+        for which in ("output", "input_grad", "weight_grad")
+    }
+    assert_operands(replace(recipe, name="drawn", **products), offsets_of("uneven"), *tensors())
+
+
+def test_the_table_has_the_scale_of_each_row_in_each_group():
+    """As `torch._scaled_grouped_mm` takes them: (E, rows)."""
+    offsets = offsets_of("uneven")
+    x, w, g = tensors()
+    for name in ("rowwise", "tensorwise"):
+        recipe = RECIPES[name]
+        layout = layout_of(offsets, x.shape[0], 16)
+        found = columns_operand(x, recipe.weight_grad.b, layout)
+        truth = grouped_operands("weight_grad", recipe, offsets, x=x, w=w, g=g)
+        for expert, pair in enumerate(truth):
+            if pair is not None:
+                scale = pair[1].scale.reshape(-1).expand(x.shape[1])
+                assert torch.equal(found.table[expert], scale)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_are_filled_up_as_single_layers_are(name):
+    assert group_step(name) == shapes.steps(RECIPES[name])[0]
+
+
+def test_blocks_over_several_tokens_are_refused():
+    layout = layout_of(offsets_of("uneven"), 90, 128)
+    square = Operand(scheme=SCHEMES["fp8_128x128"])
+    for cast in (rows_operand, columns_operand):
+        with pytest.raises(ValueError, match="over several tokens"):
+            cast(tensors()[0], square, layout)

@@ -1,0 +1,315 @@
+"""Modules of experts train by a recipe: those of transformers by a forward of ours, others by their own."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab.training.grouped.autograd import grouped_linear
+from ao_lab.training.grouped.experts import LowPrecisionExperts
+from reference.training import RECIPES
+
+T, K, F, E = 24, 32, 64, 4
+
+
+class TransformersLike(nn.Module):
+    """Experts that say of themselves what transformers' decorator lets them say; forward as its eager one."""
+
+    def __init__(self, *, transposed=False, bias=False, gate=True, norm=False):
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed = gate, bias, transposed
+        self.has_post_expert_norm, self.num_experts = norm, E
+        first, wide = ("gate_up_proj", 2 * F) if gate else ("up_proj", F)
+        for name, shape in ((first, (wide, K)), ("down_proj", (K, F))):
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(E, *shape[:: -1 if transposed else 1]) / 8)
+            )
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(E, shape[0])))
+        self.act_fn = nn.SiLU()
+        if norm:
+            self.post_expert_norm = nn.RMSNorm(K)
+
+    def _apply_gate(self, x):
+        gate, up = x.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def _one(self, name, x, expert):
+        w = getattr(self, name)[expert]
+        y = x @ (w if self.is_transposed else w.T)
+        return y + getattr(self, f"{name}_bias")[expert] if self.has_bias else y
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for expert in range(E):
+            token, choice = torch.where(top_k_index == expert)
+            y = self._one("gate_up_proj" if self.has_gate else "up_proj", hidden_states[token], expert)
+            y = self._one("down_proj", self._apply_gate(y) if self.has_gate else self.act_fn(y), expert)
+            y = self.post_expert_norm(y) if self.has_post_expert_norm else y
+            result = result.index_add(0, token, y * top_k_weights[token, choice, None])
+        return result
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan's: rows sorted by expert, products in functions of the module's file."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(E, F, K) / 8)
+        self.w2 = nn.Parameter(torch.randn(E, K, F) / 8)
+        self.mixer = nn.Parameter(torch.randn(K, K) / 8)
+        self.shared = nn.Linear(K, K)
+        self.function = function
+
+    def forward(self, x, counts):
+        return run_experts(self.w1, self.w2, x, counts, self.function) + self.shared(x @ self.mixer)
+
+
+def run_experts(w1, w2, x, counts, function):
+    if function == "grouped_mm":
+        return by_grouped_mm(w1, w2, x, counts)
+    if function == "loop":
+        return by_loop(w1, w2, x, counts)
+    return by_batch(w1, w2, x, counts) if function == "batch" else x
+
+
+def by_grouped_mm(w1, w2, x, counts):
+    offsets = counts.cumsum(0).to(torch.int32)
+    h = nn.functional.silu(torch._grouped_mm(x, w1.transpose(-2, -1), offs=offsets))
+    return nn.functional.grouped_mm(h, w2.transpose(-2, -1), offs=offsets)
+
+
+def by_loop(w1, w2, x, counts):
+    parts = torch.split(x, counts.tolist())
+    return torch.cat([
+        torch.matmul(nn.functional.silu(nn.functional.linear(part, w1[e])), w2[e].transpose(-2, -1))
+        for e, part in enumerate(parts)
+    ])  # fmt: skip
+
+
+def by_batch(w1, w2, x, counts):
+    h = nn.functional.silu(torch.bmm(x.view(E, -1, K), w1.transpose(1, 2)))
+    return (h @ w2.transpose(1, 2)).reshape(-1, K)
+
+
+def routed(dtype=torch.float32, seed=0):
+    """Hidden states, experts and weights; the second expert has no token."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.tensor([0, 2, 3])[
+        torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(T)])
+    ]
+    x = torch.randn(T, K, generator=generator).to(dtype)
+    return x, index, torch.rand(T, 2, generator=generator).to(dtype)
+
+
+def results(module, x, index, weights):
+    """Output, and gradients of the hidden states, the weights of the choices and all parameters."""
+    module.zero_grad()
+    leaves = [t.clone().requires_grad_() for t in (x, weights)]
+    y = module(leaves[0], index, leaves[1])
+    (y * torch.linspace(-1, 1, K).to(y.dtype)).sum().backward()
+    return [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad.clone() for p in module.parameters())]
+
+
+OPTIONS = [
+    {},
+    {"transposed": True, "bias": True},
+    {"gate": False, "bias": True},
+    {"norm": True, "bias": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_forward_of_transformers(options):
+    """Unquantized, in float32, the module's own results; tokens of no expert add nothing."""
+    torch.manual_seed(0)
+    plain = TransformersLike(**options)
+    net = copy.deepcopy(plain)
+    assert ao_lab.convert_for_training_(net, "bf16").changed == ("",)
+    x, index, weights = routed()
+    for marks in ([], [3, 7]):
+        index[marks, 0] = E
+        for found, truth in zip(
+            results(net, x, index, weights), results(plain, x, index, weights), strict=True
+        ):
+            torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_its_products_are_those_of_the_recipe(name, transposed):
+    torch.manual_seed(0)
+    net = TransformersLike(transposed=transposed).bfloat16()
+    ao_lab.convert_for_training_(net, name)
+    x, index, _ = routed(torch.bfloat16)
+    order = index.reshape(-1).argsort(stable=True)
+    offsets = torch.bincount(index.reshape(-1), minlength=E).cumsum(0)
+    first, second = (w.transpose(1, 2) if transposed else w for w in (net.gate_up_proj, net.down_proj))
+    h = net._apply_gate(grouped_linear(x[order // 2], first, offsets, RECIPES[name]))
+    y = grouped_linear(h, second, offsets, RECIPES[name])
+    wanted = torch.zeros(2 * T, K).index_copy(0, order, y.float()).view(T, 2, K).sum(1).bfloat16()
+    assert torch.equal(net(x, index, torch.ones(T, 2).bfloat16()), wanted)
+
+
+@pytest.mark.parametrize("function", ["grouped_mm", "loop", "batch"])
+def test_products_of_a_forward_of_its_own(function):
+    """Those with experts by the recipe, those of other parameters and layers inside as before."""
+    torch.manual_seed(0)
+    net = GroupedExperts(function).bfloat16()
+    plain = copy.deepcopy(net)
+    report = ao_lab.convert_for_training_(net, "rowwise", lambda module, name: name != "shared")
+    assert report.changed == ("",)
+    x = routed(torch.bfloat16)[0]
+    counts = torch.full((E,), T // E) if function == "batch" else torch.tensor([9, 0, 1, 14])
+    h = nn.functional.silu(grouped_linear(x, plain.w1, counts.cumsum(0), RECIPES["rowwise"]))
+    wanted = grouped_linear(h, plain.w2, counts.cumsum(0), RECIPES["rowwise"]) + plain.shared(x @ plain.mixer)
+    made = net(x, counts)
+    for y in (made, wanted):
+        y.float().square().sum().backward()
+    assert torch.equal(made, wanted)
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_forward_without_such_products_says_so():
+    net = GroupedExperts("grouped_mm")
+    ao_lab.convert_for_training_(net, "rowwise")
+    net.function = "nothing"
+    with pytest.raises(RuntimeError, match="called no product with its experts"):
+        net(routed()[0], torch.tensor([24, 0, 0, 0]))
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(4, 32, 32))
+
+        def forward(self, x):
+            return x + self.w.sum(0)
+
+    with pytest.raises(ValueError, match=r"forward of Sums multiplies by none of .*grouped_mm"):
+        ao_lab.convert_for_training_(Sums(), "rowwise")
+
+
+class Layer(nn.Module):
+    """A router and experts, beside what stays."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(K, E, bias=False), TransformersLike(**options)
+
+    def forward(self, x):
+        weights, index = self.gate(x).float().softmax(-1).topk(2)
+        return x + self.experts(x, index, weights.to(x.dtype))
+
+
+def test_modules_parameters_and_checkpoints_stay():
+    net, plain = Layer(), Layer()
+    experts, weight = net.experts, net.experts.down_proj
+    report = ao_lab.convert_for_training_(net, "rowwise")
+    assert report.changed == ("experts",)
+    assert report.left == {"gate": "it routes tokens to experts"}
+    assert net.experts is experts
+    assert experts.down_proj is weight
+    assert isinstance(experts, TransformersLike)
+    assert "recipe=rowwise" in repr(net)
+    assert "trains by recipe 'rowwise'" in str(ao_lab.explain(net))
+    plain.load_state_dict(net.state_dict())
+    net.load_state_dict(plain.state_dict())
+    x = torch.randn(T, K)
+    assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(net)))(x), net(x))
+    torch.save(net, io.BytesIO())
+    with pytest.raises(ValueError, match="'rowwise' already"):
+        ao_lab.convert_for_training_(net, "mxfp8")
+    assert ao_lab.convert_from_training_(net) == ("experts",)
+    assert type(net.experts) is TransformersLike
+    assert not hasattr(net.experts, "low_precision")
+
+
+def test_who_is_left_and_who_is_filled_up():
+    net = Layer()
+    net.experts.down_proj = nn.Parameter(torch.randn(E, 24, F))
+    with pytest.raises(ValueError, match=r"down_proj has matrices of \(24, 64\), no multiples of 16"):
+        ao_lab.convert_for_training_(net, "rowwise")
+    ao_lab.convert_for_training_(net, "rowwise", pad=True)
+    x, index, weights = routed()
+    assert net.experts(x, index, weights).shape == (T, 24)
+    net = nn.Sequential(Layer(), nn.Linear(K, K))
+    assert ao_lab.convert_for_training_(net, "rowwise", experts=False).changed == ("1",)
+    assert not isinstance(net[0].experts, LowPrecisionExperts)
+    ao_lab.convert_from_training_(net)
+    ao_lab.convert_to_float8_training(net)
+    assert not isinstance(net[0].experts, LowPrecisionExperts)
+
+
+def test_autocast():
+    net = TransformersLike()
+    ao_lab.convert_for_training_(net, "rowwise")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(*routed()).dtype == torch.float32
+        found = net(*routed())
+    narrow = TransformersLike().bfloat16()
+    narrow.load_state_dict(net.state_dict())
+    ao_lab.convert_for_training_(narrow, "rowwise")
+    x, index, weights = routed()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found.bfloat16(), narrow(x.bfloat16(), index, weights))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_in_one_graph():
+    """One graph for every routing."""
+    torch.manual_seed(0)
+    net = TransformersLike(bias=True).bfloat16()
+    ao_lab.convert_for_training_(net, "rowwise")
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    for seed in (0, 1):
+        given = routed(torch.bfloat16, seed)
+        for found, truth in zip(results(compiled, *given), results(net, *given), strict=True):
+            assert torch.equal(found, truth)
+
+
+def test_training_learns():
+    """Thirty steps: the loss falls to a third, as bfloat16's does."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(48, K, generator=generator).bfloat16()
+    y = torch.randint(8, (48,), generator=generator)
+    for name in ("bf16", "rowwise", "mxfp8", "nvfp4"):
+        torch.manual_seed(0)
+        net = nn.Sequential(Layer(), nn.Linear(K, 8)).bfloat16()
+        ao_lab.convert_for_training_(net, name, lambda module, _: isinstance(module, TransformersLike))
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        losses = []
+        for _ in range(30):
+            loss = nn.functional.cross_entropy(net(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 3, name
+
+
+def test_experts_of_transformers():
+    """Mixtral's (out, in) and gpt-oss's (in, out) with biases and gates of their own: unquantized, their own results."""
+    from transformers import GptOssConfig, MixtralConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    for kind, config in ((MixtralExperts, MixtralConfig), (GptOssExperts, GptOssConfig)):
+        torch.manual_seed(0)
+        net = kind(
+            config(hidden_size=K, intermediate_size=F, num_local_experts=E, experts_implementation="eager")
+        )
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        plain = copy.deepcopy(net)
+        ao_lab.convert_for_training_(net, "bf16")
+        assert type(net).__name__ == f"LowPrecision{kind.__name__}"
+        x, index, weights = routed()
+        for found, truth in zip(
+            results(net, x, index, weights), results(plain, x, index, weights), strict=True
+        ):
+            torch.testing.assert_close(found, truth)

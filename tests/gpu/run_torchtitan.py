@@ -1,0 +1,172 @@
+"""torchtitan's debug model on GPUs, in bfloat16 and with layers that train by a recipe.
+
+    PYTHONPATH=. python tests/gpu/run_torchtitan.py FOLDER [--gpus 1] [--steps 30] [--recipe rowwise] [--gathered]
+
+Needs torchtitan 0.3.0 and what that needs; says what is missing, and ends with status 2. Under torch 2.11 two names of torch
+2.13 are supplied, which torchtitan imports and these runs do not use. The wheel lacks a tokenizer and a text: FOLDER gets both,
+a vocabulary of 2048 trained on the source of sympy. Both runs go through torchrun in FOLDER; their losses go to
+FOLDER/losses.json (and $OUT, where that is set). Exit status 1 where a run fails, or the recipe's last loss is more than 2%
+above bfloat16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([0-9.]+)")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+#: The module that torchtitan imports; it is written into FOLDER.
+RUNS = '''\
+"""Runs of torchtitan's debug model."""
+
+import os
+
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+def bfloat16():
+    """As torchtitan has it, without validation and checkpoints."""
+    config = llama3_debugmodel()
+    config.training.steps = int(os.environ["STEPS"])
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.validator.enable = False
+    return config
+
+
+def low_precision():
+    """The same, all layers but the head by a recipe."""
+    from ao_lab.training.torchtitan import LowPrecisionLinearConverter
+
+    config = bfloat16()
+    converter = LowPrecisionLinearConverter.Config(
+        recipe_name=os.environ["RECIPE"], filter_fqns=["lm_head"], fsdp_float8_all_gather=os.environ["GATHERED"] == "1"
+    )
+    config.model_spec = model_registry("debugmodel", converters=[converter])
+    return config
+'''
+#: What is run in place of `torchtitan.train`.
+LAUNCH = '''\
+"""torchtitan.train, with the names of torch 2.13 that it imports where they are missing; nothing here uses them."""
+
+import runpy
+
+import torch.distributed.fsdp as fsdp
+
+if not hasattr(fsdp, "DataParallelMeshDims"):
+    plain = fsdp.fully_shard
+
+    def fully_shard(module, *, dp_mesh_dims=None, **options):
+        """torch's own, for a mesh of one kind of parallelism."""
+        if dp_mesh_dims is not None:
+            raise ValueError("dp_mesh_dims needs torch 2.13")
+        return plain(module, **options)
+
+    fully_shard.state = plain.state
+    fsdp.fully_shard, fsdp.DataParallelMeshDims = fully_shard, type("DataParallelMeshDims", (), {})
+
+if __name__ == "__main__":
+    runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
+'''
+
+
+def main() -> int:
+    """Both runs; the exit status."""
+    options = parsed()
+    folder = Path(options.folder).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("debug_runs.py", RUNS), ("debug_launch.py", LAUNCH)):
+        (folder / name).write_text(text)
+    missing = why_not(folder)
+    if missing:
+        print(f"torchtitan does not run here: {missing}")
+        return 2
+    prepare(folder)
+    losses = {name: run(name, folder, options) for name in ("bfloat16", "low_precision")}
+    text = json.dumps({"recipe": options.recipe, "gathered": options.gathered, "losses": losses}, indent=1)
+    for place in (folder, os.environ.get("OUT")):
+        if place:
+            (Path(place) / "losses.json").write_text(text)
+    if not all(losses.values()):
+        return 1
+    base, found = (losses[name][-1][1] for name in ("bfloat16", "low_precision"))
+    print(f"last loss: bfloat16 {base}, {options.recipe} {found}")
+    return int(not found <= 1.02 * base)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--recipe", default="rowwise")
+    parser.add_argument("--gathered", action="store_true")
+    return parser.parse_args()
+
+
+def search_path(folder: Path) -> dict[str, str]:
+    """The environment in which both modules and this project are found."""
+    path = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def why_not(folder: Path) -> str | None:
+    """What is missing, by importing it in a process of its own; None where nothing is."""
+    wanted = (
+        "import debug_launch, torchtitan.train, debug_runs, ao_lab.training.torchtitan, tokenizers, sympy"
+    )
+    command = [sys.executable, "-c", wanted]
+    done = subprocess.run(
+        command, cwd=folder, env=search_path(folder), capture_output=True, text=True, check=False
+    )
+    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def prepare(folder: Path) -> None:
+    """The tokenizer and the text at the places that torchtitan's configuration names."""
+    import sympy
+    from tokenizers import ByteLevelBPETokenizer
+
+    texts = [path.read_text() for path in sorted(Path(sympy.__file__).parent.rglob("*.py"))[:400]]
+    data, words = (folder / "tests/assets" / name for name in ("c4_test", "tokenizer"))
+    for place in (data, words):
+        place.mkdir(parents=True, exist_ok=True)
+    (data / "data.json").write_text("\n".join(json.dumps({"text": text}) for text in texts if text))
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(texts, vocab_size=2048, special_tokens=["<bos>", "<eos>"])
+    made.save(str(words / "tokenizer.json"))
+    (words / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+
+
+def run(name: str, folder: Path, options: argparse.Namespace) -> list[tuple[int, float]]:
+    """Steps and losses of a run; none where it failed, with its last lines printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={options.gpus}",
+    ]
+    command += ["-m", "debug_launch", "--module", "debug_runs", "--config", name]
+    named = {"STEPS": str(options.steps), "RECIPE": options.recipe, "GATHERED": str(int(options.gathered))}
+    done = subprocess.run(
+        command, cwd=folder, env={**search_path(folder), **named}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    log = ANSI.sub("", done.stdout + done.stderr)
+    (folder / f"{name}.log").write_text(log)
+    if done.returncode:
+        print(f"{name} failed:\n{log[-3000:]}")
+        return []
+    return sorted({int(step): float(loss) for step, loss in LOSS.findall(log)}.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""On a GPU: linear layers of experts by every recipe, operands bit for bit, products within bounds, and speed.
+
+    PYTHONPATH=. python tests/gpu/validate_grouped.py [--device cpu] [--only PART] [--no-speed]
+
+Operands are compared with those of the CPU, which tests compare with the reference. After it, that nothing waits for the GPU,
+that a CUDA graph serves other groups, and that torch.compile changes no bit. Then times of forward and backward beside torch's
+bfloat16 product, and of each part. Exits with 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import reference
+from ao_lab.training.grouped import autograd, casts, products
+from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X, grouped_linear
+from ao_lab.training.grouped.layout import Layout, layout_of
+from ao_lab.training.grouped.sort import combine, dispatch, sort_by_expert
+from ao_lab.training.products import values
+from reference import Quantized
+from reference.training import RECIPES
+from reference.training.grouped import group_step
+from reference.training.recipe import Recipe
+from tests.gpu import grouped_speed
+
+SEED = 7
+#: T, K, N and ends of the groups: none at the ends and between, one group of all, few rows, rows of no group, many groups.
+CASES = (
+    (90, 256, 128, (7, 7, 60, 83)),
+    (96, 128, 256, (0, 96, 96)),
+    (64, 256, 256, (0, 0, 0, 0)),
+    (33, 128, 128, (1, 2, 3, 33)),
+    (2048, 512, 384, tuple(range(100, 2001, 100))),
+)
+#: How the tensor core adds products of codes, and of bfloat16.
+TIERS = {
+    "scaled_grouped_mm": {"accumulation": "hopper_fp8"},
+    "grouped_mm": {"accumulation": "hopper_fp8", "k_step": 16, "frac_bits": 25, "operand_formats": ("bfloat16", "bfloat16")},
+    "emulate": {"accumulation": "blocked"},
+}  # fmt: skip
+
+
+def tensors(case: tuple[Any, ...], device: str) -> tuple[torch.Tensor, ...]:
+    """x, w, g and offsets; NaN in rows of no group."""
+    rows, k, n, ends = case
+    generator = torch.Generator().manual_seed(rows)
+    x, g = (torch.randn(rows, length, generator=generator) for length in (k, n))
+    w = torch.randn(len(ends), n, k, generator=generator) / 20
+    x[ends[-1] :], g[ends[-1] :] = float("nan"), float("inf")
+    made = (t.bfloat16().to(device) for t in (x, w, g / 1000))
+    return *made, torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def operands(
+    recipe: Recipe, x: Any, w: Any, g: Any, offsets: Any
+) -> tuple[Layout, dict[str, tuple[Any, Any]]]:
+    """Both operands of each product, as `GroupedLinear` makes them."""
+    layout = layout_of(offsets, x.shape[0], group_step(recipe))
+    rows = casts.rows_operand(x, recipe.output.a, layout, SEED, X)
+    found = {
+        "output": (rows, casts.weight_operand(w, recipe.output.b, SEED, W)),
+        "input_grad": (
+            casts.rows_operand(g, recipe.input_grad.a, layout, SEED, G),
+            casts.weight_columns(w, recipe.input_grad.b, recipe.output.b, SEED, W_T),
+        ),
+        "weight_grad": (
+            casts.columns_operand(g, recipe.weight_grad.a, layout, SEED, G_T),
+            casts.token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, SEED, X_T),
+        ),
+    }
+    return layout, found
+
+
+def parts(operand: Any) -> list[torch.Tensor]:
+    """The tensors of an operand, as integers."""
+    matrix, table = (operand.matrix, operand.table) if isinstance(operand, casts.Columns) else (operand, None)
+    found = [matrix.codes, matrix.scale] if isinstance(matrix, Quantized) else [matrix]
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return [t.cpu().contiguous().view(views[t.element_size()]) for t in (*found, table) if t is not None]
+
+
+def check_operands(name: str, case: Any, device: str) -> list[str]:
+    """Codes, scales and tables of the device and of the CPU."""
+    _, here = operands(RECIPES[name], *tensors(case, device))
+    _, there = operands(RECIPES[name], *tensors(case, "cpu"))
+    same = {
+        which: all(
+            torch.equal(a, b)
+            for one, two in zip(here[which], there[which], strict=True)
+            for a, b in zip(parts(one), parts(two), strict=True)
+        )
+        for which in here
+    }
+    return [f"operands of {which} differ" for which, equal in same.items() if not equal]
+
+
+def check_products(name: str, case: Any, device: str) -> list[str]:
+    """Each group's product within its bound, zeros elsewhere, in memory that holds NaN before."""
+    recipe, (x, w, g, offsets) = RECIPES[name], tensors(case, device)
+    layout, found = operands(recipe, x, w, g, offsets)
+    wrong = []
+    for which, (a, b) in found.items():
+        record, rows = getattr(recipe, which), which != "weight_grad"
+        poison_free_memory(device)
+        if rows:
+            y = products.rows_product(a, b, offsets, record, torch.bfloat16)
+            used = products.select_rows(a, b, offsets)
+        else:
+            y = products.columns_product(a, b, layout.ends, record, torch.bfloat16)
+            used = products.select_columns(a, b, offsets)
+        a, b = (one.matrix if isinstance(one, casts.Columns) else one for one in (a, b))
+        wide = torch.bfloat16 if used == "grouped_mm" else torch.float32
+        a, b = (values(one, wide).cpu() for one in (a, b))
+        ends = (offsets if rows else layout.ends).tolist()
+        if not within(y.cpu(), a, b, ends, used, rows):
+            wrong.append(f"{which} by {used} is outside its bound")
+    return wrong
+
+
+def within(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: list[int], used: str, rows: bool) -> bool:
+    """Whether every group's result lies within the bound of the sum that its function computes, and the rest is zero."""
+    good, start = True, 0
+    b = b.reshape(len(ends), -1, b.shape[1]) if rows else b
+    for expert, end in enumerate(ends):
+        part = slice(start, end)
+        left, right = (a[part], b[expert].T) if rows else (a[:, part], b[:, part].T)
+        made = y[part] if rows else y[expert]
+        if start == end:
+            good &= rows or not made.any()
+        else:
+            bound = reference.matmul_error_bound(left, right, out_dtype="bfloat16", **TIERS[used])
+            good &= bool(((made.double() - left.double() @ right.double()).abs() <= bound).all())
+        start = end
+    return good and not (y[start:].any() if rows else False)
+
+
+def poison_free_memory(device: str) -> None:
+    """What is allocated next holds NaN."""
+    if device != "cpu":
+        kept = [
+            torch.full((size,), float("nan"), device=device) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+        ]
+        del kept
+
+
+def step(x: Any, w: Any, g: Any, offsets: Any, recipe: Recipe) -> list[torch.Tensor]:
+    """y, dx and dw."""
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    y = grouped_linear(x, w, offsets, recipe)
+    return [y.detach(), *torch.autograd.grad(y, (x, w), g)]
+
+
+def check_steps(name: str, case: Any, device: str) -> list[str]:
+    """The layer's results are finite and the same at every call; with no rows of theirs experts and tails are zero."""
+    autograd.new_seed = lambda recipe: SEED
+    x, w, g, offsets = tensors(case, device)
+    poison_free_memory(device)
+    first = step(x, w, g, offsets, RECIPES[name])
+    wrong = [] if all(t.isfinite().all() for t in first) else ["a result is not finite"]
+    for _ in range(20):
+        poison_free_memory(device)
+        again = step(x, w, g, offsets, RECIPES[name])
+        if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+            return [*wrong, "results differ from call to call"]
+    return wrong
+
+
+@contextmanager
+def no_waiting() -> Any:
+    """RuntimeError where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_waiting(name: str, case: Any, device: str) -> list[str]:
+    """Sorting, dispatch, layer, combination and gradients without a copy to the host or from it."""
+    x, w, g, offsets = tensors(case, device)
+    index = torch.randint(-1, w.shape[0], (x.shape[0], 2), device=device)
+    weights = torch.rand(x.shape[0], 2, device=device)
+
+    def run() -> None:
+        step(x, w, g, offsets, RECIPES[name])
+        order, ends, _ = sort_by_expert(index, w.shape[0])
+        leaf = x.detach().requires_grad_()
+        y = grouped_linear(dispatch(leaf, order, 2), w, ends, RECIPES[name])
+        combine(y, order, weights).sum().backward()
+
+    run()
+    with no_waiting():
+        run()
+    return []
+
+
+def check_graph(name: str, case: Any, device: str) -> list[str]:
+    """A captured step, replayed for other groups."""
+    if RECIPES[name].is_stochastic:
+        return []
+    x, w, g, offsets = tensors(case, device)
+    x, g = (t.nan_to_num(0.5, 0.5, 0.5) for t in (x, g))
+    static = offsets.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(x, w, g, static, RECIPES[name])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        made = step(x, w, g, static, RECIPES[name])
+    wrong = []
+    for others in (offsets, offsets // 2, torch.full_like(offsets, x.shape[0])):
+        static.copy_(others)
+        graph.replay()
+        wanted = step(x, w, g, others, RECIPES[name])
+        if not all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True)):
+            wrong.append(f"the graph's results differ for ends {others.tolist()}")
+    return wrong
+
+
+def check_compile(name: str, case: Any, device: str) -> list[str]:
+    """One graph by Inductor, the same bits."""
+    if RECIPES[name].is_stochastic:
+        return []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, offsets: grouped_linear(x, w, offsets, RECIPES[name]), fullgraph=True
+    )
+    x, w, g, offsets = tensors(case, device)
+    leaves = [t.detach().requires_grad_() for t in (x, w)]
+    y = compiled(*leaves, offsets)
+    found = [y.detach(), *torch.autograd.grad(y, leaves, g)]
+    same = all(torch.equal(a, b) for a, b in zip(found, step(x, w, g, offsets, RECIPES[name]), strict=True))
+    return [] if same else ["compiled results differ"]
+
+
+ANYWHERE: dict[str, Callable[[str, Any, str], list[str]]] = {
+    "operands": check_operands, "products": check_products, "steps": check_steps
+}  # fmt: skip
+ON_GPU = {"waiting": check_waiting, "graph": check_graph, "compile": check_compile}
+
+
+def main() -> int:
+    """Run all parts, print what fails and how many did not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--no-speed", action="store_true")
+    options = parser.parse_args()
+    failed = 0
+    chosen = {**ANYWHERE, **(ON_GPU if options.device != "cpu" else {})}
+    for part, check in chosen.items():
+        if options.only not in part:
+            continue
+        done = 0
+        for name in RECIPES:
+            for case in CASES if part in ANYWHERE else CASES[:1]:
+                try:
+                    wrong = check(name, case, options.device)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the other cases are to be seen too
+                    wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+                done += not wrong
+                failed += bool(wrong)
+                for line in wrong:
+                    print(f"{part} {name} {case[:3]} {len(case[3])} groups: {line}", flush=True)
+        print(f"{part}: {done} agree", flush=True)
+    if options.device != "cpu" and not options.no_speed and options.only in "speed":
+        grouped_speed.main()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""The linear layer of every recipe: operands, products and their bounds, three libraries, edges."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ao_lab.testing.strategies import FINITE_KINDS, assert_same_bits, float_arrays
+from reference import Quantized, dequantize, matmul, matmul_error_bound, quantize, random_bits
+from reference.training import RECIPES, hadamard, training_linear, training_linear_vjp
+from reference.training.linear import operands, product
+from reference.training.recipe import PRODUCTS
+
+NAMES = list(RECIPES)
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+M, N, K = 32, 64, 96
+SHAPES = {"x": (M, K), "w": (N, K), "g": (M, N)}
+#: The dimension that the sum of each product runs over.
+SUMS = {"output": "K", "input_grad": "N", "weight_grad": "M"}
+
+
+def normals(seed=0, dtype="float32", shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(DTYPES[dtype]) for name, shape in shapes.items()}
+
+
+@st.composite
+def tensors(draw, kinds=FINITE_KINDS):
+    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    return {name: draw(float_arrays(dtype, shape, kinds=kinds)) for name, shape in SHAPES.items()}
+
+
+def as_torch(x):
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(x.copy())
+
+
+def assert_same_operands(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        assert isinstance(one, Quantized) == isinstance(other, Quantized)
+        if isinstance(one, Quantized):
+            assert one.shape == other.shape
+            assert one.scheme == other.scheme
+            for part in ("codes", "scale", "outer"):
+                if getattr(other, part) is not None:
+                    assert_same_bits(getattr(one, part), getattr(other, part))
+        else:
+            assert_same_bits(one, other)
+
+
+@settings(max_examples=40)
+@given(tensors(), st.sampled_from([name for name in NAMES if name != "bf16"]), st.integers(0, 2**64 - 1))
+def test_operands_are_quantized_along_the_sum(given_tensors, name, seed):
+    """Without a transposition: blocks along the axis of x, w or g that the sum runs over."""
+    stream = 0
+    for which in PRODUCTS:
+        record = getattr(RECIPES[name], which)
+        made = operands(which, name, **given_tensors, seed=seed)
+        sources = {"output": "xw", "input_grad": "gw", "weight_grad": "gx"}[which]
+        for source, one, q in zip(sources, (record.a, record.b), made, strict=True):
+            x, dims = given_tensors[source], {"x": "MK", "w": "NK", "g": "MN"}[source]
+            axis = dims.index(SUMS[which])
+            stream, here = stream + 1, stream
+            if one.hadamard:
+                x = hadamard(np.ascontiguousarray(x.swapaxes(axis, 1)), one.hadamard).swapaxes(axis, 1)
+            if one.scheme is None:
+                assert_same_bits(q.swapaxes(axis, 1), x)
+                continue
+            words = None
+            if one.scheme.rounding == "stochastic":
+                words = random_bits(q.shape, seed=seed, stream=here).swapaxes(axis, 1)
+            wanted = quantize(x, one.scheme, axis=axis, random_bits=words)
+            assert_same_bits(q.codes.swapaxes(axis, 1), wanted.codes)
+            scale = q.scale.swapaxes(axis, 1) if q.scale.ndim == 2 else q.scale
+            assert_same_bits(scale.reshape(wanted.scale.shape), wanted.scale)
+
+
+@settings(max_examples=25)
+@given(tensors(), st.sampled_from(NAMES), st.booleans())
+def test_results_are_within_the_bound_of_the_exact_product(given_tensors, name, bias):
+    x, w, g = (given_tensors[key] for key in "xwg")
+    b = x[0, :1].repeat(N) if bias else None
+    recipe = RECIPES[name]
+    dx, dw, _ = training_linear_vjp(g, x, w, name, seed=7, accumulation="recipe")
+    results = {
+        "output": training_linear(x, w, name, b, accumulation="recipe"), "input_grad": dx, "weight_grad": dw,
+    }  # fmt: skip
+    for which, got in results.items():
+        a, c = operands(which, name, x=x, w=w, g=g, seed=7)
+        values = [dequantize(q) if isinstance(q, Quantized) else q for q in (a, c)]
+        extra = {"bias": b if which == "output" else None}
+        exact = matmul(values[0], values[1].T, out_dtype="float32", **extra)
+        record = getattr(recipe, which)
+        if isinstance(a, Quantized):
+            tier = {
+                "accumulation": "hopper_fp8",
+                "promote": {"fast": None, "precise": 128}[record.accumulation],
+            }
+            pair = a, quantized_columns(c)
+        elif x.dtype == np.float32:
+            tier, pair = {"accumulation": "blocked"}, (a, c.T)
+        else:
+            tier = {"accumulation": "hopper_fp8", "k_step": 16, "frac_bits": 25}
+            tier["operand_formats"], pair = ("bfloat16", "bfloat16"), (a, c.T)
+        bound = matmul_error_bound(*pair, **tier, **extra, out_dtype=str(x.dtype))
+        bound = bound + matmul_error_bound(values[0], values[1].T, **extra)
+        with np.errstate(invalid="ignore"):
+            error = np.abs(got.astype(np.float64) - exact.astype(np.float64))
+        assert np.all((error <= bound) | ~np.isfinite(bound))
+
+
+def quantized_columns(q):
+    """A `Quantized` (N, K) as (K, N)."""
+    from reference.matmul.linear import transposed
+
+    return transposed(q)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_exact_results_are_one_rounding_of_the_operands_product(name, dtype):
+    t = normals(dtype=dtype)
+    dx, dw, db = training_linear_vjp(t["g"], t["x"], t["w"], name, seed=3)
+    for which, got in (
+        ("output", training_linear(t["x"], t["w"], name)),
+        ("input_grad", dx),
+        ("weight_grad", dw),
+    ):
+        a, b = (dequantize(q) if isinstance(q, Quantized) else q for q in operands(which, name, **t, seed=3))
+        assert_same_bits(got, matmul(a, b.T, out_dtype=dtype))
+    sums = t["g"].astype(np.float64).sum(0)
+    assert_same_bits(db, sums.astype(np.float32).astype(db.dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_results_are_near_those_without_quantization(name):
+    """Relative errors of normal tensors, from two to six percent in 8 and 6 bits; dx and dw are those of x w.T."""
+    t = normals()
+    y, (dx, dw, db) = training_linear(t["x"], t["w"], name), training_linear_vjp(t["g"], t["x"], t["w"], name)
+    x, w, g = (t[key].astype(np.float64) for key in "xwg")
+    limit = {"bf16": 1e-6, "mxfp4": 0.27, "nvfp4": 0.21}.get(name, 0.07)
+    for got, exact in ((y, x @ w.T), (dx, g @ w), (dw, g.T @ x)):
+        assert np.linalg.norm(got - exact) <= limit * np.linalg.norm(exact)
+    assert np.allclose(db, g.sum(0), rtol=1e-6)
+
+
+def test_accumulations():
+    """Fast: the tensor core's chain over the whole sum; precise: promoted every 128; 16 bits: that of 16 bits."""
+    t = normals(dtype="bfloat16", shapes={"x": (256, 256), "w": (16, 256), "g": (256, 16)})
+    x, w, g = (t[key] for key in "xwg")
+    a, b = operands("output", "tensorwise", x=x, w=w)
+    fast, precise = (
+        matmul(a, quantized_columns(b), accumulation="hopper_fp8", promote=promote, out_dtype="bfloat16")
+        for promote in (None, 128)
+    )
+    assert (fast != precise).any()
+    assert_same_bits(training_linear(x, w, "tensorwise", accumulation="recipe"), fast)
+    a, b = operands("weight_grad", "tensorwise", x=x, g=g)
+    precise = matmul(a, quantized_columns(b), accumulation="hopper_fp8", promote=128, out_dtype="bfloat16")
+    assert_same_bits(training_linear_vjp(g, x, w, "tensorwise", accumulation="recipe")[1], precise)
+    core = {"accumulation": "hopper_fp8", "k_step": 16, "frac_bits": 25, "operand_formats": ("bfloat16",) * 2}
+    wanted = matmul(g.T, x, out_dtype="bfloat16", **core)
+    assert_same_bits(training_linear_vjp(g, x, w, "rowwise_with_gw_hp", accumulation="recipe")[1], wanted)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "nvfp4", "mxfp4"])
+def test_leading_axes_and_bias(name):
+    t = normals()
+    x, w, g, bias = t["x"], t["w"], t["g"], t["g"][0]
+    flat = training_linear(x, w, name, bias), *training_linear_vjp(g, x, w, name, seed=1)
+    x, g = x.reshape(2, 4, M // 8, K), g.reshape(2, 4, M // 8, N)
+    deep = training_linear(x, w, name, bias), *training_linear_vjp(g, x, w, name, seed=1)
+    for got, wanted in zip(deep, flat, strict=True):
+        assert_same_bits(got.reshape(wanted.shape), wanted)
+    assert deep[0].shape == (2, 4, M // 8, N)
+    assert deep[1].shape == x.shape
+    assert_same_bits(training_linear(x[0, 0, 0], w, "rowwise"), training_linear(x, w, "rowwise")[0, 0, 0])
+
+
+@settings(max_examples=30)
+@given(tensors(kinds=("bits", "normals", "specials", "subnormals")), st.sampled_from(NAMES))
+def test_torch_tensors(given_tensors, name):
+    """Through the public functions."""
+    tensor = {key: as_torch(value) for key, value in given_tensors.items()}
+    for which in PRODUCTS:
+        mine = operands(which, name, **tensor, seed=11)
+        assert_same_operands(mine, operands(which, name, **given_tensors, seed=11))
+    ours = training_linear_vjp(tensor["g"], tensor["x"], tensor["w"], name, seed=11)
+    theirs = training_linear_vjp(*(given_tensors[key] for key in "gxw"), name, seed=11)
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert isinstance(got, torch.Tensor)
+        assert_same_values(got, wanted)
+
+
+def assert_same_values(got, wanted):
+    """Equal bits, and NaN where the other is NaN."""
+    got, wanted = np.asarray(torch.as_tensor(got).float()), wanted.astype(np.float32)
+    assert np.array_equal(got.view(np.int32)[~np.isnan(wanted)], wanted.view(np.int32)[~np.isnan(wanted)])
+    assert np.array_equal(np.isnan(got), np.isnan(wanted))
+
+
+SQUARE = {"x": (32, 32), "w": (32, 32), "g": (32, 32)}
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mxfp4"])
+def test_jax_arrays(name):
+    """Of one shape, so that programs are compiled once; `tests/ao_lab/jax` has the other recipes, under jit."""
+    rng = np.random.default_rng(5)
+    for kind in ("normals", "bits"):
+        t = normals(3, "bfloat16", SQUARE)
+        if kind == "bits":
+            t = {k: rng.integers(0, 2**16, v.shape, np.uint16).view(v.dtype) for k, v in t.items()}
+        for which in PRODUCTS:
+            given_arrays = {key: jnp.asarray(value) for key, value in t.items()}
+            mine = operands(which, name, **given_arrays, seed=11)
+            assert all(isinstance(getattr(q, "codes", q), jax.Array) for q in mine)
+            assert_same_operands(mine, operands(which, name, **t, seed=11))
+    dw = training_linear_vjp(*(given_arrays[key] for key in "gxw"), name, seed=11)[1]
+    assert_same_values(
+        torch.tensor(np.asarray(dw, np.float32)),
+        training_linear_vjp(t["g"], t["x"], t["w"], name, seed=11)[1],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_in_g_reaches_its_row_and_column(name, value):
+    """And where no scale is one for many rows, nothing else."""
+    t = normals()
+    clean = training_linear_vjp(t["g"], t["x"], t["w"], name, seed=2)
+    g = t["g"].copy()
+    g[5, 9] = value
+    for accumulation in ("exact", "recipe"):
+        dx, dw, db = training_linear_vjp(g, t["x"], t["w"], name, seed=2, accumulation=accumulation)
+        assert not np.isfinite(dx[5]).any()
+        assert not np.isfinite(dw[9]).any()
+        assert not np.isfinite(db[9])
+    if name != "tensorwise":
+        dx, dw, db = training_linear_vjp(g, t["x"], t["w"], name, seed=2)
+        for got, before, row in ((dx, clean[0], 5), (dw, clean[1], 9), (db, clean[2], 9)):
+            rest = np.arange(len(got)) != row
+            if (
+                name == "nvfp4" and got is not db
+            ):  # the scale of the tensor is of its finite elements, mixed ones too
+                assert np.isfinite(got[rest]).all()
+            else:
+                assert_same_bits(got[rest], before[rest])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros(name):
+    """Zero codes, finite scales, zero gradients; also no rows at all."""
+    t = normals()
+    for zero in ("x", "w", "g"):
+        given_tensors = {**t, zero: np.zeros_like(t[zero])}
+        for which in PRODUCTS:
+            for q in operands(which, name, **given_tensors):
+                if isinstance(q, Quantized):
+                    assert np.isfinite(dequantize(q)).all()
+                    assert np.isfinite(
+                        dequantize(q.__class__(**{**vars(q), "codes": np.ones_like(q.codes)}))
+                    ).all()
+        y = training_linear(given_tensors["x"], given_tensors["w"], name)
+        dx, dw, db = training_linear_vjp(*(given_tensors[key] for key in "gxw"), name)
+        if zero == "g":
+            assert_same_bits(dx, np.zeros_like(t["x"]))
+            assert_same_bits(dw, np.zeros_like(t["w"]))
+            assert_same_bits(db, np.zeros(N, np.float32))
+        else:
+            assert_same_bits(y, np.zeros((M, N), np.float32))
+    empty = np.zeros((0, K), np.float32)
+    assert training_linear(empty, t["w"], name).shape == (0, N)
+    dx, dw, db = training_linear_vjp(np.zeros((0, N), np.float32), empty, t["w"], name)
+    assert dx.shape == (0, K)
+    assert_same_bits(dw, np.zeros((N, K), np.float32))
+    assert_same_bits(db, np.zeros(N, np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("tensorwise", "nvfp4", "mxfp4")])
+def test_a_row_of_zeros_changes_no_other(name):
+    """As padding adds them."""
+    t = normals()
+    longer = {key: np.concatenate([t[key], np.zeros((32, t[key].shape[1]), np.float32)]) for key in "xg"}
+    dx, dw, db = training_linear_vjp(t["g"], t["x"], t["w"], name)
+    more = training_linear_vjp(longer["g"], longer["x"], t["w"], name)
+    assert_same_bits(more[0][:M], dx)
+    assert_same_bits(more[0][M:], np.zeros((32, K), np.float32))
+    assert_same_bits(more[1], dw)
+    assert_same_bits(more[2], db)
+
+
+def test_errors():
+    t = normals()
+    x, w, g = (t[key] for key in "xwg")
+    cases = [
+        (lambda: training_linear(x, w.T, "mxfp8"), ValueError, r"x \(..., K\) and w \(N, K\), got shapes"),
+        (lambda: training_linear(x, w[0], "mxfp8"), ValueError, "got shapes"),
+        (lambda: training_linear(x, w.astype(np.float16), "mxfp8"), TypeError, "one dtype, got float32 and float16"),
+        (lambda: training_linear(x.astype(np.int32), w, "mxfp8"), TypeError, "training_linear takes float32"),
+        (lambda: training_linear(x, w, "fp8"), ValueError, "unknown recipe 'fp8'; the nearest are mxfp8"),
+        (lambda: training_linear(x, w, "mxfp8", x[0]), ValueError, r"bias has shape \(96,\), the weight asks for \(64,\)"),
+        (lambda: training_linear(x, w, "mxfp8", accumulation="fast"), ValueError, "accumulation is one of exact, recipe"),
+        (lambda: training_linear_vjp(g[:, :-1], x, w, "mxfp8"), ValueError, r"shape of the output, \(32, 64\), got"),
+        (lambda: training_linear_vjp(g.astype(np.float16), x, w, "mxfp8"), TypeError, "dtype of x, float32, got float16"),
+        (lambda: operands("forward", "mxfp8", x=x, w=w), ValueError, "product is one of output, input_grad"),
+        (lambda: training_linear_vjp(g, x, w, "mxfp4", seed=-1), ValueError, "seed is an integer from 0"),
+    ]  # fmt: skip
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_product_of_one_quantized_operand():
+    """A record of one's own may quantize one side alone: float32 sums of blocks."""
+    t = normals()
+    q = quantize(t["x"], "mxfp8_e4m3")
+    record = RECIPES["mxfp8"].output
+    got = product(q, t["w"], record, "float32", "recipe")
+    assert_same_bits(got, matmul(q, t["w"].T, accumulation="blocked"))
