@@ -1,5 +1,7 @@
 """torchao's configurations mean the recipes of these names."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +76,14 @@ def test_padding_and_emulation():
     config = Float8LinearConfig(pad_inner_dim=True, emulate=True)
     ao_lab.convert_to_float8_training(net, config=config)
     assert net(torch.randn(3, 20)).shape == (3, 30)
+
+
+@pytest.mark.parametrize("name", ["CastConfig", "Float8GemmConfig", "Float8LinearConfig"])
+def test_fields_and_defaults_are_those_of_torchao(name):
+    """Same names in the same order, so that a user switches by changing the import."""
+    theirs = getattr(pytest.importorskip("torchao.float8.config"), name)
+    ours = getattr(ao_lab, name)
+    assert [field.name for field in fields(ours)] == [field.name for field in fields(theirs)]
+    for mine, other in zip(fields(ours), fields(theirs), strict=True):
+        if isinstance(mine.default, bool | None):
+            assert mine.default == other.default, mine.name

@@ -76,6 +76,7 @@ def test_any_axes(recipe, x, w, numbers):
         assert np.abs(np.asarray(got) - wanted).max() <= 2e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.nightly
 def test_without_quantization_it_is_laxs():
     for dtype in (jnp.float32, jnp.bfloat16):
         x, w = normals(8, 24, dtype=dtype), normals(5, 24, seed=1, dtype=dtype)
@@ -86,6 +87,7 @@ def test_without_quantization_it_is_laxs():
             assert np.abs(np.asarray(got - wanted, np.float32)).max() <= float(jnp.finfo(dtype).eps) * 32
 
 
+@pytest.mark.nightly
 def test_transformations():
     """jit, vmap, scan and remat give what the plain call gives."""
     x, w = normals(2, 32, 32), normals(32, 32, seed=1) / 6
@@ -153,6 +155,7 @@ def test_seeds_are_arguments():
     assert (both[0] != both[1]).any()
 
 
+@pytest.mark.nightly
 def test_seeds_are_mapped_and_have_no_gradient():
     x, w = normals(32, 32), normals(32, 32, seed=1)
     layer = partial(dot_general, dimension_numbers=LAST, recipe=DRAWN)

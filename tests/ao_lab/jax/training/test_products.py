@@ -99,6 +99,7 @@ def launches(function, *shapes, platform="cuda"):
     return exported(*arrays).mlir_module().count(f"@{CUSTOM_CALL}(")
 
 
+@pytest.mark.nightly
 def test_programs_for_a_gpu_launch_kernels(kernels_everywhere):
     """Six operands quantized; those of blocks along the sum are dequantized by a kernel too; a batch folds into one launch."""
 

@@ -36,7 +36,9 @@ def test_tensor_parallelism_beside_fsdp():
     check_on_ranks("training/two_dimensions_ranks.py", ranks=4)
 
 
-@pytest.mark.parametrize("place", ["backward", pytest.param("save", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "place", [pytest.param(one, marks=pytest.mark.nightly) for one in ("backward", "save")]
+)
 def test_a_rank_that_dies_leaves_a_checkpoint(place, tmp_path):
     """It loads, also into layers of other kinds, and training goes on as if nothing had been."""
     killed = run_on_ranks(CHECKPOINTS, tmp_path, place, 2)
