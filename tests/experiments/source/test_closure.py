@@ -303,8 +303,10 @@ def test_versions_of_python_give_one_hash(monkeypatch):
         return tree
 
     before = definitions_of(source, "m", False).definitions["f"].text(str)
-    monkeypatch.setattr(definitions.ast, "parse", as_later)
-    assert definitions_of(source, "m", False).definitions["f"].text(str) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(definitions.ast, "parse", as_later)
+        later = definitions_of(source, "m", False).definitions["f"].text(str)
+    assert later == before
 
 
 def test_settings_of_a_package_count_for_all_of_it(tree):
