@@ -12,8 +12,8 @@ import torch
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training import functions
-from ao_lab.training.hadamard import hadamard
 from fast.device import has_kernels
+from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
 from reference.formats.random_bits import random_bits
 from reference.training.recipe import Operand

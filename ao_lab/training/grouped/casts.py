@@ -17,7 +17,7 @@ from ao_lab.training import functions
 from ao_lab.training.casts import Matrix, quantize_one, words
 from ao_lab.training.grouped.layout import Layout
 from ao_lab.training.grouped.two_levels import scales_of_two_levels, without_outer
-from ao_lab.training.hadamard import hadamard
+from fast.layers.hadamard import hadamard
 from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of
 from reference.training.recipe import Operand

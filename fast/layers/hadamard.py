@@ -1,4 +1,7 @@
-"""The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits."""
+"""The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits; no gradient of its own.
+
+No name of `fast` itself yet: products of training quantize what it gives.
+"""
 
 from __future__ import annotations
 
