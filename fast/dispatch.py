@@ -123,12 +123,15 @@ def require_tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def _check(function: Function, operands: Sequence[Any]) -> None:
-    """TypeError or ValueError for tensors that are not dense, or not on one device."""
+    """TypeError or ValueError for tensors that are not dense, or not on one device.
+
+    A tracer knows no layout of the gradients in a backward pass; operators refuse other layouts when they run.
+    """
     first = require_tensor(operands[0], function.name)
     for name, operand in zip(function.operands, operands, strict=False):
         if not isinstance(operand, torch.Tensor):
             continue
-        if operand.is_nested or operand.layout is not torch.strided:
+        if not _is_compiling() and (operand.is_nested or operand.layout is not torch.strided):
             kind = "nested" if operand.is_nested else str(operand.layout).removeprefix("torch.")
             raise TypeError(
                 f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first"

@@ -26,17 +26,24 @@ from reference.schemes.all_schemes import load_schemes
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.compress import Compressed, compress, decompress
 from reference.sparsity.prune import prune
+from reference.training.grouped import grouped_linear, grouped_linear_vjp
+from reference.training.linear import training_linear, training_linear_vjp
+from reference.training.recipe import RECIPES, Recipe
+from reference.training.recipes import load_recipes
 
 load_schemes()
+load_recipes()
 renamed.install()
 register_if_imported()
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
     "SCHEMES",
     "Compressed",
     "Format",
     "Quantized",
+    "Recipe",
     "Scale",
     "Scales",
     "Scheme",
@@ -49,6 +56,8 @@ __all__ = [
     "encode",
     "fake_quantize",
     "fake_quantize_vjp",
+    "grouped_linear",
+    "grouped_linear_vjp",
     "linear",
     "linear_error_bound",
     "matmul",
@@ -65,6 +74,8 @@ __all__ = [
     "swiglu",
     "swiglu_quantize",
     "tile_scales",
+    "training_linear",
+    "training_linear_vjp",
     "unpack",
     "untile_scales",
 ]

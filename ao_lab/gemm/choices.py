@@ -1,67 +1,35 @@
-"""Measured choices: which function computes a product, by what the product is; saved for a device and its library versions.
+"""Measured choices: which function computes a product, by what the product is.
 
 `ao_lab.tune` measures and adds, the dispatchers of layers ask, nothing else writes. Nothing is measured when a layer runs, is
-compiled or captured: a product that was never tuned goes by the default rules of its dispatcher.
+compiled or captured: a product that was never tuned goes by the default rules of its dispatcher. So does every product under
+`torch.use_deterministic_algorithms(True)` and inside `default_choices()`: equal code then gives equal bits whatever was tuned.
+
+A compiled program keeps the choices that stood when it was traced: tune before `torch.compile`, or call
+`torch._dynamo.reset()`.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 import torch
 
-#: What products are of: a layer with a quantized weight; the three of a training step; a whole training step of a layer.
-DIRECTIONS = ("inference", "output", "input_grad", "weight_grad", "training")
-#: Version of the file's layout: files of another one are not read.
-FORMAT = 1
+from ao_lab.gemm.problem import Candidate, Choice, Problem, nearest, rows_range
+from ao_lab.gemm.saved import device_name, path_of, read
+from reference.training.recipe import PRODUCTS, Recipe
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A product a (M, K) @ b.T (K, N): all that choices depend on.
-
-    a, b: keys of the operands' schemes, "" for a dense one; for "training" a is the recipe's name. rows: M rounded up to a
-    power of two, so that a choice holds for a range of rows. sparsity: "" or a pattern of b, such as "2:4".
-    """
-
-    direction: str
-    a: str
-    b: str
-    n: int
-    k: int
-    rows: int
-    dtype: str
-    sparsity: str = ""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A function that can compute a product. seconds: the median. error: the norm of the difference over the exact product's.
-
-    reason: why it was not measured; "" where it was.
-    """
-
-    kernel: str
-    seconds: float | None = None
-    spread: float | None = None
-    error: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for a problem, and all that was looked at."""
-
-    problem: Problem
-    kernel: str
-    candidates: tuple[Candidate, ...] = ()
+_tables: dict[torch.device, Choices] = {}
+#: Counts changes of any table, for those who keep what they found.
+VERSION = [0]
+#: What `tuned` has found, by all that it was asked; emptied when a table changes, or grows beyond `MOST_FOUND`.
+_found: dict[tuple[object, ...], str | None] = {}
+MOST_FOUND = 65536
+_defaults: list[bool] = []
 
 
 @dataclass
@@ -72,100 +40,158 @@ class Choices:
     found: dict[Problem, Choice] = field(default_factory=dict)
 
     def kernel(self, problem: Problem) -> str | None:
-        """The function that was chosen; None where the problem was never tuned."""
+        """The function for a problem: `problem.nearest` of the ranges of rows that were tuned; None where none is near."""
         choice = self.found.get(problem)
-        return None if choice is None else choice.kernel
+        if choice is not None:
+            return choice.kernel
+        alike = (c for c in self if replace(c.problem, rows=problem.rows) == problem)
+        return nearest(problem.rows, ((c.problem.rows, c.kernel) for c in alike))
 
     def add(self, choice: Choice) -> None:
         """Add a choice, in place of an older one of its problem."""
         self.found[choice.problem] = choice
+        changed()
+
+    def clear(self) -> None:
+        """Forget all choices, in this process."""
+        self.found.clear()
+        changed()
+
+    def of_layer(self, n: int, k: int, pairs: dict[str, tuple[str, str]]) -> tuple[Choice, ...]:
+        """Those of a layer (N, K), by the keys (a, b) of its directions, of all ranges of rows and dtypes."""
+        turned = ("input_grad", "weight_grad")
+        lengths = {name: (k, n) if name in turned else (n, k) for name in pairs}
+        mine = [
+            c
+            for c in self
+            if c.problem.direction in pairs
+            and (c.problem.a, c.problem.b) == pairs[c.problem.direction]
+            and (c.problem.n, c.problem.k) == lengths[c.problem.direction]
+        ]
+        order = list(pairs)
+        return tuple(sorted(mine, key=lambda c: (c.problem.rows, order.index(c.problem.direction))))
 
     def __iter__(self) -> Iterator[Choice]:
         return iter(self.found.values())
 
-    def as_json(self) -> dict[str, Any]:
-        """The file's content."""
-        return {"format": FORMAT, "device": self.device, "choices": [asdict(choice) for choice in self]}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Choices:
-        """The choices of a file's content; ValueError where the content is no such file's."""
-        if content.get("format") != FORMAT:
-            raise ValueError(f"choices are of format {FORMAT}, got {content.get('format')!r}; tune again")
-        choices = cls(content["device"])
-        for one in content["choices"]:
-            candidates = tuple(Candidate(**candidate) for candidate in one["candidates"])
-            choices.add(Choice(Problem(**one["problem"]), one["kernel"], candidates))
-        return choices
+def changed() -> None:
+    """Forget what was found: a table has changed."""
+    _found.clear()
+    VERSION[0] += 1
 
 
-def rows_range(rows: int) -> int:
-    """The power of two that stands for a number of rows: the smallest that is not below it."""
-    return 1 << max(rows - 1, 0).bit_length()
+def pinned() -> bool:
+    """Whether all layers follow the default rules, whatever was tuned."""
+    return bool(_defaults) or torch.are_deterministic_algorithms_enabled()
 
 
-def device_name(device: torch.device) -> str:
-    """What a choice depends on beside the problem: the device, and the libraries whose kernels are chosen among."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}, torch {torch.__version__}, triton {_version('triton')}, ao_lab {_version('ao-lab')}"
-
-
-def _version(package: str) -> str:
+@contextmanager
+def default_choices() -> Iterator[None]:
+    """Inside, layers of this process follow the default rules, whatever was tuned."""
+    _defaults.append(True)
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+        yield
+    finally:
+        _defaults.pop()
 
 
-def folder() -> Path:
-    """Where choices are saved: AO_LAB_CACHE, else the user's cache."""
-    own = os.environ.get("AO_LAB_CACHE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(own) if own else cache / "ao_lab") / "tuned"
-
-
-def path_of(device: torch.device) -> Path:
-    """The file of a device."""
-    safe = "".join(c if c.isalnum() or c in ".-+" else "_" for c in device_name(device))
-    return folder() / f"{safe}.json"
-
-
-@lru_cache(maxsize=16)
 def choices_for(device: torch.device) -> Choices:
-    """The choices of a device, read from its file when they are first asked for."""
+    """The choices of a device, read from its file when they are first asked for; ValueError for a file that is broken."""
+    device = _numbered(device)
+    if device not in _tables:
+        name = device_name(device)
+        _tables[device] = Choices(name, {choice.problem: choice for choice in read(path_of(device), name)})
+    return _tables[device]
+
+
+def choices_to_tune(device: torch.device) -> Choices:
+    """The same for `tune`, which replaces a broken file: the table is empty then, with a warning."""
     try:
-        return Choices.from_json(json.loads(path_of(device).read_text()))
-    except FileNotFoundError:
-        return Choices(device_name(device))
+        return choices_for(device)
+    except ValueError as error:
+        warnings.warn(f"{error}; tuning without it", stacklevel=4)
+        device = _numbered(device)
+        _tables[device] = Choices(device_name(device))
+        changed()
+        return _tables[device]
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """A GPU by its number."""
+    number: Any = device.index
+    if device.type == "cuda" and number is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def tuned(
     direction: str, a: str, b: str, shape: tuple[Any, Any, Any], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The function that was chosen for a product of M, N, K; None where it was never tuned, or a tracer leaves M open."""
-    if not all(isinstance(length, int) for length in shape):
+    """The function for a product a (M, K) @ b.T (K, N), shape = (M, N, K): the one that was chosen.
+
+    None where there is none, and where defaults are pinned. Where a tracer leaves rows open they are compared with the bounds
+    of their range: the program holds for that range, and is traced again for others. Other lengths are settled, as a layer's
+    are.
+    """
+    m, n, k = shape
+    rows, k = (k, m) if direction == "weight_grad" else (m, k)
+    if pinned():
         return None
-    found: str | None = _tuned(direction, a, b, *shape, str(dtype), str(device))
-    return found
+    if torch.compiler.is_compiling() or not isinstance(rows, int):
+        if not _knows(direction, str(device)):
+            return None
+        n, k, rows = index(n), index(k), _range_of(rows)
+        traced: str | None = _traced(direction, a, b, n, k, rows, str(dtype), str(device))
+        return traced
+    key = (direction, a, b, n, k, rows_range(rows), dtype, device)
+    try:
+        return _found[key]
+    except KeyError:
+        return _found.setdefault(key, _looked_up(direction, a, b, n, k, key[5], str(dtype), device))
+
+
+def _looked_up(
+    direction: str, a: str, b: str, n: int, k: int, rows: int, dtype: str, device: torch.device
+) -> str | None:
+    if len(_found) >= MOST_FOUND:
+        _found.clear()
+    choices = choices_for(device)
+    return choices.kernel(Problem(direction, a, b, n, k, rows, dtype)) if choices.found else None
+
+
+def _range_of(rows: Any) -> int:
+    """`rows_range` by comparisons alone."""
+    bound = 1
+    while bound < rows:
+        bound *= 2
+    return bound
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tuned(direction: str, a: str, b: str, m: int, n: int, k: int, dtype: str, device: str) -> str | None:
-    choices = choices_for(torch.device(device))
-    return choices.kernel(Problem(direction, a, b, n, k, rows_range(m), dtype)) if choices.found else None
+def _knows(direction: str, device: str) -> bool:
+    return any(choice.problem.direction == direction for choice in choices_for(torch.device(device)))
 
 
-def save(choices: Choices, path: Path) -> None:
-    """Write all choices to a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(choices.as_json(), indent=1))
-    partial.replace(path)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced(direction: str, a: str, b: str, n: int, k: int, rows: int, dtype: str, device: str) -> str | None:
+    return _looked_up(direction, a, b, n, k, rows, dtype, torch.device(device))
+
+
+def training_pairs(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """The keys of a recipe's operands by direction, as its problems have them."""
+    found = {"training": (recipe.key, "")}
+    for name in PRODUCTS:
+        product = getattr(recipe, name)
+        a, b = (op.scheme.key if op.scheme is not None else "" for op in (product.a, product.b))
+        found[name] = a, b
+    return found
 
 
 def forget() -> None:
     """Forget what was read: files are read again when they are asked for."""
-    choices_for.cache_clear()
+    _tables.clear()
+    changed()
 
 
 __all__ = [
@@ -174,9 +200,12 @@ __all__ = [
     "Choices",
     "Problem",
     "choices_for",
+    "choices_to_tune",
+    "default_choices",
     "forget",
     "path_of",
+    "pinned",
     "rows_range",
-    "save",
+    "training_pairs",
     "tuned",
 ]

@@ -1,14 +1,16 @@
 """Which function computes a product with a `QuantizedTensor`: the one place that decides.
 
-A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is the first that can, in the
-order of `PRODUCTS`; a recipe that names one gets that one or ValueError. Nothing is measured here.
+A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is what `ao_lab.tune` chose for
+the weight and the number of rows, else the first that can, in the order of `PRODUCTS`; a recipe that names one gets that one or
+ValueError. Nothing is measured here.
 
 * ``int8``: exact integer sums (`torch._int_mm`, `fast.cpu.int8`); then the input's scale, the weight's scale and the bias in
   float32, and one rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit
   for bit.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
   Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
-  inside the same bound, with other bits than that row has among several.
+  inside the same bound, with other bits than that row has among several. Of several rows float8 codes are too, where that
+  was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. For more rows
   (`explain` says how many) as ``dequantize``.
@@ -30,13 +32,14 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.int8 import integer_sums
 from fast.cpu.linear import takes as takes_one_row
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.one_row_ops import linear as cpu_linear
-from fast.matmul.weights import LONGEST_INT8, one_scale, rows_fused, takes_codes
+from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
@@ -63,7 +66,7 @@ class Kernel:
 
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
-    return PRODUCTS[select_kernel(w, x.dtype)].run(x, w, bias)
+    return PRODUCTS[select_kernel(w, x.dtype, x.shape[-2])].run(x, w, bias)
 
 
 def grouped_product(
@@ -76,8 +79,12 @@ def grouped_product(
     return result
 
 
-def select_kernel(w: QuantizedWeight, dtype: torch.dtype) -> str:
-    """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot."""
+def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> str:
+    """The name of the kernel for a weight (K, N) and inputs of a dtype; ValueError where the recipe's own cannot.
+
+    rows: of the input; with them the kernel is the one that `ao_lab.tune` chose. None, and rows that a tracer leaves open: the
+    default.
+    """
     if not sums_along_blocks(w):
         return "dequantize"
     wanted = w.recipe.kernel
@@ -89,7 +96,39 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype) -> str:
             )
             raise ValueError(f"kernel {wanted!r} does not take {w.recipe}: {reason}; these do: {able}")
         return wanted
+    if rows is not None and len(w.shape) == 2:
+        shape = (rows, w.shape[1], w.shape[0])
+        chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
+        if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:
+            return chosen
     return next(name for name, kernel in PRODUCTS.items() if kernel.unsupported_reason(w, dtype) is None)
+
+
+def inference_keys(w: QuantizedWeight) -> tuple[str, str]:
+    """The keys of the schemes of a layer's input ("" where it is not quantized) and its weight."""
+    return "" if w.recipe.activation is None else w.recipe.activation.key, w.scheme.key
+
+
+def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
+    """The function for a weight (K, N) and inputs of a dtype, of any number of rows; found once by who calls it often.
+
+    Where something was tuned for inference on the device it asks for each range of rows once. What it found holds for
+    `choices.VERSION`.
+    """
+    default = PRODUCTS[select_kernel(w, dtype)].run
+    if not any(choice.problem.direction == "inference" for choice in choices_for(w.device)):
+        return default
+    found: dict[int, Product] = {}
+
+    def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        if pinned():
+            return default(x, w, bias)
+        rows = rows_range(x.shape[0])
+        if rows not in found:
+            found[rows] = PRODUCTS[select_kernel(w, dtype, rows)].run
+        return found[rows](x, w, bias)
+
+    return run
 
 
 def sums_along_blocks(w: QuantizedWeight) -> bool:
@@ -183,6 +222,16 @@ def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
     return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
 
 
+def _are_few_rows(x: torch.Tensor, w: QuantizedWeight) -> bool:
+    """Whether x is rows that `linear_of_codes` multiplies faster than torch; sizes that a tracer leaves open are not."""
+    sizes: tuple[Any, ...] = (x.shape[0], *w.codes.shape)
+    if not w.is_cuda or not all(isinstance(size, int) for size in sizes) or sizes[0] < 2:
+        return False
+    if _capability(w.device.index or 0) != OLDEST or sizes[2] % STEP_CODES:
+        return False
+    return codes_beat_torch(_activation(w).key, w.scheme.key, sizes[1:], sizes[0])
+
+
 def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Exact sums in int32; with rows of zeros where the GPU wants more of them."""
     count = a.shape[0]
@@ -212,7 +261,7 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return _dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
-    if _is_one_row(x, w):
+    if _is_one_row(x, w) or _are_few_rows(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
     scale_a, scale_b = inputs.scale, _row(w.scale)
@@ -311,8 +360,10 @@ __all__ = [
     "Scales",
     "as_right_operand",
     "grouped_product",
+    "inference_keys",
     "most_fused_rows",
     "product",
     "select_kernel",
+    "select_product",
     "sums_along_blocks",
 ]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.gemm.select import most_fused_rows, select_kernel
+from ao_lab.gemm.choices import Choice, choices_for, training_pairs
+from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
@@ -31,6 +32,8 @@ class Layer:
     bytes: int
     #: Why it is as it is.
     reason: str
+    #: What `ao_lab.tune` chose for its products on its device, by range of rows and direction.
+    tuned: tuple[Choice, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -60,12 +63,14 @@ class Report:
         for layer in self.layers:
             what = f"{layer.scheme} ({layer.kernel})" if layer.changed else "left"
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
+            lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
 
 
 def explain(model: nn.Module) -> Report:
     """What every layer of a model is: its schemes, the function that computes with it and why.
 
+    Layers that were tuned list what was chosen, for each range of rows and direction, with measured times and errors.
     Reasons of layers that were left are those that `quantize_` gave, where it ran on this model.
     """
     check_model(model)
@@ -83,9 +88,29 @@ def described_layer(
         reason = state.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
-        return Layer(full, kind, shape, "", "", parameter.nbytes, reason)
+        chosen = training_choices(module, parameter) if name == "weight" else ()
+        return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen)
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
-    return Layer(full, kind, shape, str(parameter.recipe), kernel_of(module, parameter), size, reason)
+    kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
+    return Layer(full, kind, shape, str(parameter.recipe), kernel, size, reason, chosen)
+
+
+def training_choices(module: nn.Module, weight: torch.Tensor) -> tuple[Choice, ...]:
+    """What was tuned for a layer that trains by a recipe, of its lengths as it pads them."""
+    settings = getattr(module, "low_precision", None)
+    if settings is None or weight.dim() != 2 or weight.is_meta or settings.kernel != "auto":
+        return ()
+    (n, k), (_, step_n, step_k) = weight.shape, settings.steps
+    pairs = training_pairs(settings.recipe)
+    return choices_for(weight.device).of_layer(n + -n % step_n, k + -k % step_k, pairs)
+
+
+def inference_choices(weight: QuantizedTensor) -> tuple[Choice, ...]:
+    """What was tuned for a matrix that is multiplied with."""
+    if len(weight.shape) != 2 or weight.is_meta or weight.recipe.kernel != "auto":
+        return ()
+    n, k = weight.shape
+    return choices_for(weight.device).of_layer(n, k, {"inference": inference_keys(weight)})
 
 
 def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:

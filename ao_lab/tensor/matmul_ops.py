@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ao_lab.gemm.select import PRODUCTS, grouped_product, product, select_kernel
+from ao_lab.gemm.choices import VERSION
+from ao_lab.gemm.select import grouped_product, product, select_product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -90,11 +91,11 @@ def eager_linear(
     with torch._C.DisableTorchFunctionSubclass():
         settled = weight.__dict__.get("_settled")
         known = None if settled is None else settled.get(input.dtype)
-        if known is None:
+        if known is None or known[2] != VERSION[0]:
             known = _settled(weight, input.dtype)
         if known is None:
             return None
-        run, transposed = known
+        run, transposed, _ = known
         result: torch.Tensor = run(input if input.dim() == 2 else _rows(input), transposed, bias)
         return result if input.dim() == 2 else result.reshape((*input.shape[:-1], transposed.shape[1]))
 
@@ -115,14 +116,15 @@ def watched(x: torch.Tensor) -> bool:
 
 
 def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
-    """The product and the transposed weight of inputs of a dtype, kept with the weight: recipe, shape and device stay its own.
+    """The product and the transposed weight of inputs of a dtype, kept with the weight: recipe, shape and device stay its own,
+    and what was tuned does while its version stands.
 
     None for weights that the dispatcher has to look at (of other shapes, or parts of no memory).
     """
     if len(weight.shape) != 2 or weight.meta.flat is not None or type(weight.codes) is not torch.Tensor:
         return None
     transposed = weight.transposed()
-    known = PRODUCTS[select_kernel(transposed, dtype)].run, transposed
+    known = select_product(transposed, dtype), transposed, VERSION[0]
     weight.__dict__.setdefault("_settled", {})[dtype] = known
     return known
 

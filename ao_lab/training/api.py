@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ao_lab.quantization.modules import check_model, is_experts, is_linear, routers, shorten
+from ao_lab.training.fused.modules import fuse_layers_, fusions, unfuse_layers_
 from ao_lab.training.grouped.experts import (
     LowPrecisionExperts,
     experts_reason,
@@ -33,6 +34,9 @@ class Converted:
     left: dict[str, str] = field(default_factory=dict)
     #: Of the FP8 all-gather: layers whose weight FSDP2 gathers in its own dtype, with the reason.
     gathered_whole: dict[str, str] = field(default_factory=dict)
+    #: Of `fuse`: norms, feed-forwards and attentions with one kernel each way, and those without, with the reason.
+    fused: tuple[str, ...] = ()
+    not_fused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -42,6 +46,10 @@ class Converted:
         lines += [
             f"  {name}  gathered in its own dtype: {reason}" for name, reason in self.gathered_whole.items()
         ]
+        if self.fused or self.not_fused:
+            both = len(self.fused) + len(self.not_fused)
+            lines.append(f"{len(self.fused)} of {both} norms, feed-forwards and attentions are fused")
+        lines += [f"  {name}  not fused: {reason}" for name, reason in self.not_fused.items()]
         return "\n".join(lines)
 
 
@@ -54,6 +62,7 @@ def convert_for_training_(
     kernel: str = "auto",
     experts: bool = True,
     fsdp_float8_all_gather: bool = False,
+    fuse: bool | Iterable[str] = False,
 ) -> Converted:
     """Let linear layers of `model` train by a recipe: "tensorwise", "rowwise", ..., a name of `RECIPES`, or a record.
 
@@ -66,6 +75,9 @@ def convert_for_training_(
     float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
     fsdp_float8_all_gather: FSDP2 gathers weights as codes, half the bytes of bfloat16, where `fully_shard` follows; the weight
     of the inputs' gradient is then made of these codes (see `ao_lab.training.distributed.fsdp_gather`). Saved models are plain.
+    fuse: True makes RMSNorm and SwiGLU between the linear layers one kernel forward and one backward, whichever class computes
+    them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused.modules`). What computes otherwise stays
+    and is listed.
     Raises ValueError for an unknown recipe, where the filter accepts nothing, and where no layer can be converted; TypeError
     for anything but a model. After an error nothing has changed.
     """
@@ -76,7 +88,7 @@ def convert_for_training_(
         from ao_lab.training.distributed.fsdp_gather import gather_recipe
 
         record = gather_recipe(record)
-    settings = Settings(record, pad, kernel)
+    settings, kinds = Settings(record, pad, kernel), fusions(fuse)
     chosen, left = _selected(model, settings, filter_fn, experts)
     for module in {id(module): module for module in chosen.values()}.values():
         if isinstance(module, nn.Linear):
@@ -85,7 +97,8 @@ def convert_for_training_(
             train_experts_by(module, settings)
     linears = {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
     gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
-    return Converted(record, tuple(chosen), left, gathered_whole)
+    fused, not_fused = fuse_layers_(model, kinds)
+    return Converted(record, tuple(chosen), left, gathered_whole, fused, not_fused)
 
 
 def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
@@ -159,7 +172,7 @@ def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
             plain_again(module)
         else:
             plain_experts_again(module)
-    return tuple(found)
+    return *found, *unfuse_layers_(model)
 
 
 __all__ = ["Converted", "convert_for_training_", "convert_from_training_"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from ao_lab.training import shared
 from ao_lab.training.casts import (
     STREAMS,
     FindScales,
@@ -19,10 +21,10 @@ from ao_lab.training.casts import (
     parts,
     quantize_one,
     quantize_two,
-    transposed,
     weight_columns,
     weight_rows,
 )
+from ao_lab.training.dequantized import dequantized_linear, serves
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from fast.device import PLAIN
@@ -39,7 +41,7 @@ class Split(Protocol):
 
 
 class TrainingLinear(torch.autograd.Function):
-    """y = x @ w.T + bias for x (M, K)."""
+    """y = x @ w.T + bias for x (..., K)."""
 
     @staticmethod
     def forward(
@@ -52,35 +54,60 @@ class TrainingLinear(torch.autograd.Function):
         split: Split | None = None,
     ) -> torch.Tensor:
         """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
-        a, b = recipe.output.a, recipe.weight_grad.b
-        drawn = any(ctx.needs_input_grad[:2]) or a.is_stochastic or recipe.output.b.is_stochastic
+        output, wants = recipe.output, ctx.needs_input_grad
+        drawn = wants[0] or wants[1] or output.a.is_stochastic or output.b.is_stochastic
         seed = new_seed(recipe) if drawn else None
-        own, other = _found(split, "x", a), _found(split, "x.T", b)
-        if ctx.needs_input_grad[1]:
-            rows, columns = quantize_two(x, a, b, seed, (STREAMS["x"], STREAMS["x.T"]), (own, other))
-        else:
-            rows, columns = quantize_one(x, a, seed, STREAMS["x"], own), None
+        rows, columns = _input_operands(x, recipe, wants[1], seed, split)
         tensors, ctx.settings = parts(columns) if columns is not None else ([], None)
         ctx.save_for_backward(w, *tensors)
-        ctx.recipe, ctx.dtype, ctx.kernel, ctx.split, ctx.seed = recipe, x.dtype, kernel, split, seed
-        weight = weight_rows(w, recipe.output.b, _found(split, "w", recipe.output.b), seed)
-        return product("output", rows, weight, recipe.output, x.dtype, bias, kernel)
+        ctx.recipe, ctx.shape, ctx.dtype, ctx.seed = recipe, x.shape, x.dtype, seed
+        ctx.kernel, ctx.split = kernel, split
+        weight = weight_rows(w, output.b, _found(split, "w", output.b), seed)
+        y = product("output", rows, weight, output, x.dtype, bias, kernel)
+        # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None, None, None]:
-        """Gradients of x, w and bias."""
+        """Gradients of x, w and bias, which have none of their own: codes stand between."""
+        shared.forget()
         w, *tensors = ctx.saved_tensors
-        recipe, seed = ctx.recipe, ctx.seed
+        recipe, kernel = ctx.recipe, ctx.kernel
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
-        rows, columns = _gradient_operands(g, recipe, wants_x, wants_w, seed, ctx.split)
+        g = as_matrix(g)
+        rows, columns = _gradient_operands(g, recipe, wants_x, wants_w, ctx.seed, ctx.split)
         dx = dw = None
         if rows is not None:
-            weight = _weight_columns(w, recipe, ctx.split, seed)
-            dx = product("input_grad", rows, weight, recipe.input_grad, ctx.dtype, kernel=ctx.kernel)
+            weight = _weight_columns(w, recipe, ctx.split, ctx.seed)
+            dx = product("input_grad", rows, weight, recipe.input_grad, ctx.dtype, kernel=kernel)
+            dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
         if columns is not None:
-            x = joined(list(tensors), ctx.settings)
-            dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=ctx.kernel)
+            x = joined(tensors, ctx.settings)
+            dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=kernel)
         return dx, dw, g.sum(0) if wants_bias else None, None, None, None
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """x (..., K) as (M, K)."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _input_operands(
+    x: torch.Tensor, recipe: Recipe, columns: bool, seed: int | None, split: Split | None
+) -> tuple[Matrix, Matrix | None]:
+    """x along K for the output, and x.T along M for the weight's gradient where that is wanted.
+
+    Linear layers one after the other with the same input share both, see `shared`.
+    """
+    a, b = recipe.output.a, recipe.weight_grad.b
+    if split is None and columns and shared.serves(x, a, b):
+        return shared.both(x, a, b, lambda: quantize_two(as_matrix(x), a, b))
+    matrix, streams = as_matrix(x), (STREAMS["x"], STREAMS["x.T"])
+    own, other = _found(split, "x", a), _found(split, "x.T", b)
+    if columns:
+        return quantize_two(matrix, a, b, seed, streams, (own, other))
+    return quantize_one(matrix, a, seed, streams[0], own), None
 
 
 def _gradient_operands(
@@ -93,7 +120,7 @@ def _gradient_operands(
         return quantize_two(g, a, b, seed, (STREAMS["g"], STREAMS["g.T"]), found)
     if rows:
         return quantize_one(g, a, seed, STREAMS["g"], found[0]), None
-    return None, quantize_one(transposed(g), b, seed, STREAMS["g.T"], found[1]) if columns else None
+    return None, quantize_one(g.t(), b, seed, STREAMS["g.T"], found[1]) if columns else None
 
 
 def _weight_columns(
@@ -127,11 +154,16 @@ def training_linear(
     """x (..., K) times w.T (K, N) plus bias (N), in autograd; shapes and bits as in `reference.training.training_linear`.
 
     kernel: of the products, see `ao_lab.training.products`. tuned: whether products that `ao_lab.tune` found not worth their
-    casts are dense; a kernel that is named has all of the recipe. split: x, w and the output are parts of matrices that lie on
-    several ranks; scales are those of the whole ones, and the recipe is never cut.
+    casts are dense, all three being torch's own layer; a kernel that is named has all of the recipe. split: x, w and the output
+    are parts of matrices that lie on several ranks; scales are those of the whole ones, and the recipe is never cut.
     """
-    rows = x.reshape(-1, x.shape[-1])
     if tuned and kernel == "auto" and split is None and type(w) in PLAIN:
-        recipe = tuned_recipe(recipe, rows, w)
-    y: torch.Tensor = TrainingLinear.apply(rows, w, bias, recipe, kernel, split)  # type: ignore[no-untyped-call]
-    return y.reshape(*x.shape[:-1], w.shape[0])
+        recipe = tuned_recipe(recipe, x, w)
+    if recipe.is_dense and kernel == "auto" and split is None and type(w) in PLAIN:
+        return torch.nn.functional.linear(x, w, bias)
+    if split is None and serves(x, w, bias, recipe, kernel):
+        made = dequantized_linear(as_matrix(x), w, bias, recipe, new_seed)
+        # No view, as in `TrainingLinear`.
+        return made if x.dim() == 2 else torch.ops.aten._unsafe_view(made, (*x.shape[:-1], w.shape[0]))
+    y: torch.Tensor = TrainingLinear.apply(x, w, bias, recipe, kernel, split)  # type: ignore[no-untyped-call]
+    return y

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+import fast
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.training import functions
 from fast.device import has_kernels
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
@@ -39,7 +39,16 @@ def quantize_one(
     if operand.scheme is None:
         return x
     scales = None if find_scales is None else find_scales(x, operand.scheme)
-    return functions.quantize(x, operand.scheme, scales=scales, random_bits=words(x, operand, seed, stream))
+    q = fast.quantize(x, operand.scheme, scales=scales, random_bits=words(x, operand, seed, stream))
+    return of_record(q, operand.scheme)
+
+
+def of_record(q: Quantized, scheme: Scheme) -> Quantized:
+    """q with the very record that was asked for. Under a tracer operators give an equal one of no origin, whose key not every
+    version of torch can read."""
+    if not torch.compiler.is_compiling():
+        return q
+    return Quantized(q.codes, q.scale, q.outer, q.zero, q.shape, q.axis, scheme)
 
 
 def quantize_two(
@@ -51,17 +60,24 @@ def quantize_two(
     find_scales: tuple[FindScales, FindScales] = (None, None),
 ) -> tuple[Matrix, Matrix]:
     """x (M, K) along K, and x.T (K, M) along M."""
-    scheme, mixed = rows.scheme, rows.hadamard or columns.hadamard
+    scheme = rows.scheme
     if columns.source == "output" and scheme is not None:
-        first = quantize_one(x, rows, seed, streams[0], find_scales[0])
-        return first, from_rows(first, columns, x.dtype, seed, streams[1], find_scales[1])
-    if scheme is None or mixed or scheme != columns.scheme or any(find_scales):
-        first = quantize_one(x, rows, seed, streams[0], find_scales[0])
-        return first, quantize_one(transposed(x), columns, seed, streams[1], find_scales[1])
-    if scheme.rounding != "stochastic":
-        return functions.quantize_both(x, scheme)
-    pair = words(x, rows, seed, streams[0]), words(x.t(), columns, seed, streams[1])
-    return functions.quantize_both(x, scheme, random_bits=pair)
+        own = quantize_one(x, rows, seed, streams[0], find_scales[0])
+        return own, from_rows(own, columns, x.dtype, seed, streams[1], find_scales[1])
+    if scheme is None or find_scales != (None, None) or not reads_once(rows, columns):
+        own = quantize_one(x, rows, seed, streams[0], find_scales[0])
+        return own, quantize_one(x.t(), columns, seed, streams[1], find_scales[1])
+    drawn = None
+    if scheme.rounding == "stochastic":
+        drawn = words(x, rows, seed, streams[0]), words(x.t(), columns, seed, streams[1])
+    first, second = fast.quantize_both(x, scheme, random_bits=drawn)
+    return of_record(first, scheme), of_record(second, scheme)
+
+
+def reads_once(rows: Operand, columns: Operand) -> bool:
+    """Whether a matrix and its transpose are quantized alike, so that one read of it serves both."""
+    same = rows.scheme is columns.scheme or rows.scheme == columns.scheme
+    return same and not rows.hadamard and not columns.hadamard
 
 
 def from_rows(
@@ -73,8 +89,8 @@ def from_rows(
     find_scales: FindScales = None,
 ) -> Matrix:
     """The transposed matrix along its last axis, from what the matrix's codes stand for."""
-    x = functions.dequantize(rows, dtype) if isinstance(rows, Quantized) else rows
-    return quantize_one(transposed(x), columns, seed, stream, find_scales)
+    x = fast.dequantize(rows, dtype) if isinstance(rows, Quantized) else rows
+    return quantize_one(x.t(), columns, seed, stream, find_scales)
 
 
 def weight_rows(
@@ -102,7 +118,7 @@ def weight_columns(
     w = own_memory(w)
     if columns.source == "output" and rows.scheme is not None:
         return quantize_two(w, rows, columns, seed, (STREAMS["w"], STREAMS["w.T"]), find_scales)[1]
-    return quantize_one(transposed(w), columns, seed, STREAMS["w.T"], find_scales[1])
+    return quantize_one(w.t(), columns, seed, STREAMS["w.T"], find_scales[1])
 
 
 def own_memory(w: torch.Tensor) -> torch.Tensor:

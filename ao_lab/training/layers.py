@@ -9,7 +9,9 @@ from torch import nn
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import Split, training_linear
+from ao_lab.training.restricted import prepare
 from ao_lab.training.shapes import steps
+from fast.device import PLAIN
 from reference.training.recipe import Recipe
 
 
@@ -26,6 +28,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", steps(self.recipe))
+        prepare(self.recipe)
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -68,29 +71,41 @@ def low_precision_linear(
     split: Split | None = None,
 ) -> torch.Tensor:
     """x (..., K) times w.T (K, N) plus bias (N) by a recipe, padded where its blocks ask for that. split: see `Split`."""
-    if hasattr(w, "device_mesh"):
+    if type(w) not in PLAIN and hasattr(w, "device_mesh"):
         raise TypeError(
             "LowPrecisionLinear: the weight is a DTensor; split layers by ao_lab.LowPrecisionColwiseParallel or "
             "LowPrecisionRowwiseParallel, shard them by fully_shard, and call the module that was sharded"
         )
-    x, w, bias = autocast(x, w, bias)
-    if x.dtype not in (w.dtype, autocast_dtype(w)):
+    if torch.is_autocast_enabled(x.device.type):
+        x, w, bias = autocast(x, w, bias)
+    if x.dtype != w.dtype and x.dtype != autocast_dtype(w):
         raise TypeError(
             f"LowPrecisionLinear: inputs are {x.dtype} and the weight is {w.dtype}; cast one, or use torch.autocast"
         )
     n, k = w.shape
+    if x.shape[-1] != k:
+        raise ValueError(
+            f"LowPrecisionLinear: the last axis of inputs has {k} elements, got shape {tuple(x.shape)}"
+        )
+    of_m, of_n, of_k = settings.steps
+    if (x.numel() // max(k, 1)) % of_m or n % of_n or k % of_k:
+        return _padded_linear(x, w, bias, settings, split)
+    return training_linear(x, w, bias, settings.recipe, settings.kernel, split)
+
+
+def _padded_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, settings: Settings, split: Split | None
+) -> torch.Tensor:
+    """The same with zeros up to what blocks divide: they change no amax, and add nothing to a product or a gradient."""
+    n, k = w.shape
     m = x.numel() // max(k, 1)
-    # Zeros change no amax, and add nothing to a product or a gradient.
     more_m, more_n, more_k = (-length % step for length, step in zip((m, n, k), settings.steps, strict=True))
-    flat = x.reshape(m, k)
-    if more_m or more_k:
-        flat = nn.functional.pad(flat, (0, more_k, 0, more_m))
+    flat = nn.functional.pad(x.reshape(m, k), (0, more_k, 0, more_m))
     if more_n or more_k:
         w = padded(w, more_n, more_k)
         bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
-    y = training_linear(flat, w, bias, settings.recipe, settings.kernel, split)
+    y = training_linear(flat, w, bias, settings.recipe, settings.kernel, split)[:m, :n].contiguous()
     # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
-    y = y[:m, :n].contiguous() if more_m or more_n else y
     result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
     return result
 

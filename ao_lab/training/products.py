@@ -1,6 +1,9 @@
 """a @ b.T of quantized matrices: which function computes it.
 
+* ``codes``: `fast.linear_of_codes` of the same codes as below, on GPUs of compute capability 9.0. It is chosen for the shapes
+  where it was measured to be faster than torch: few rows, few tiles.
 * ``scaled_mm``: `torch._scaled_mm` of 8-bit float codes with one scale for each tensor or each row, on GPUs that have it.
+* ``scaled_mm_blocks``: the same with scales of blocks of 128 along the sum, on GPUs of compute capability 9.0.
 * ``dequantize``: both operands dequantized to the output's dtype, and torch's own product. For scales that are powers of two
   nothing is rounded in between, as bfloat16 holds every element of 8 bits or fewer.
 * ``emulate``: both dequantized to float32, the product in float32: on CPUs, and on GPUs without FP8 units.
@@ -10,21 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 import torch
 
+import fast
 from ao_lab.gemm.choices import tuned
-from ao_lab.training import functions
+from ao_lab.training import scaled_mm
 from ao_lab.training.casts import Matrix
-from reference import Quantized, Scheme
+from ao_lab.training.scaled_mm import FLOAT8, STEP, has_fp8, is_one_scale
+from fast.matmul.linear import linear_of_codes
+from fast.matmul.weights import codes_beat_torch
+from reference import Quantized
+from reference.schemes.record_text import record_of
 from reference.training.recipe import Product
 
-#: Formats that `torch._scaled_mm` multiplies, and torch's dtypes of them.
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-#: What `torch._scaled_mm` asks of the sum's length and of the columns.
-STEP = 16
-#: GPUs from this compute capability on multiply 8-bit floats.
-FIRST = (8, 9)
+#: GPUs that `codes` was measured on.
+HOPPER = (9, 0)
 
 
 def product(
@@ -40,17 +46,82 @@ def product(
 
     direction: "output", "input_grad" or "weight_grad". kernel: a name of `PRODUCTS`; "auto" is `select_product`'s.
     """
-    name = select_product(direction, a, b, dtype) if kernel == "auto" else kernel
+    name = select_product(direction, a, b, dtype, record) if kernel == "auto" else kernel
     return PRODUCTS[name].run(a, b, record, dtype, bias)
 
 
-def select_product(direction: str, a: Matrix, b: Matrix, dtype: torch.dtype) -> str:
-    """The function for two operands: the one that `ao_lab.tune` chose, else the first of `PRODUCTS` that can."""
-    (m, k), n = tuple(a.shape), b.shape[0]
-    name = tuned(direction, scheme_key(a), scheme_key(b), (m, n, k), dtype, codes_of(a).device)
+def select_product(
+    direction: str, a: Matrix, b: Matrix, dtype: torch.dtype, record: Product | None = None
+) -> str:
+    """The function for two operands: the one that `ao_lab.tune` chose, else the first of `PRODUCTS` that can and pays."""
+    fast_sums = record is not None and record.accumulation == "fast"
+    # Under a tracer some are no integers.
+    lengths: tuple[Any, Any, Any] = a.shape[0], b.shape[0], a.shape[1]
+    m, n, k = lengths
+    name = tuned(direction, scheme_key(a), scheme_key(b), lengths, dtype, codes_of(a).device)
+    if torch.compiler.is_compiling():
+        # Dynamo calls open sizes integers too; which function can depends on them, so the program is settled on them here.
+        facts = (
+            scheme_key(a),
+            scheme_key(b),
+            index(m),
+            index(n),
+            index(k),
+            str(dtype),
+            str(codes_of(a).device),
+            fast_sums,
+        )
+        traced: str = _able_traced(name or "", *facts)
+        return traced
+    key = (name, fast_sums, *_facts(a), *_facts(b))
+    found = _able_before.get(key)
+    if found is None:
+        if len(_able_before) >= MOST:
+            _able_before.clear()
+        found = _able_before[key] = _able(name, a, b, fast_sums)
+    return found
+
+
+#: What `_able` found, by all that it looks at.
+_able_before: dict[tuple[Any, ...], str] = {}
+MOST = 4096
+
+
+def _facts(matrix: Matrix) -> tuple[Any, ...]:
+    """All of an operand that decides who can multiply it."""
+    if isinstance(matrix, Quantized):
+        codes = matrix.codes
+        return matrix.scheme.key, matrix.shape, matrix.packed, codes.dtype, codes.device, matrix.scale.dtype
+    return "", matrix.shape, False, matrix.dtype, matrix.device, None
+
+
+def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool) -> str:
+    """The function of a name where it can, else the first that can and pays."""
     if name in PRODUCTS and PRODUCTS[name].unsupported_reason(a, b) is None:
         return name
-    return next(name for name, one in PRODUCTS.items() if one.unsupported_reason(a, b) is None)
+    # A loop: tracers do not follow operands into a generator.
+    for first, one in PRODUCTS.items():
+        if one.unsupported_reason(a, b) is None and one.pays(a, b, fast_sums):
+            return first
+    raise ValueError("no function multiplies these operands")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _able_traced(
+    name: str, a: str, b: str, m: int, n: int, k: int, dtype: str, device: str, fast_sums: bool
+) -> str:
+    """`_able` of what a tracer can give away: text and numbers."""
+    left, right = _stand_in(a, (m, k), dtype, device), _stand_in(b, (n, k), dtype, device)
+    return _able(name, left, right, fast_sums)
+
+
+def _stand_in(key: str, shape: tuple[int, int], dtype: str, device: str) -> Matrix:
+    """An operand of a scheme's key and a shape, without memory."""
+    kind = torch.uint8 if key else getattr(torch, dtype.removeprefix("torch."))
+    codes = torch.empty((), dtype=kind, device=device).expand(shape)
+    if not key:
+        return codes
+    return Quantized(codes, torch.empty((), device=device), None, None, shape, 1, record_of(key))
 
 
 def scheme_key(matrix: Matrix) -> str:
@@ -63,24 +134,33 @@ def codes_of(matrix: Matrix) -> torch.Tensor:
     return matrix.codes if isinstance(matrix, Quantized) else matrix
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies 8-bit floats."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST
-
-
-def _scaled_mm_unsupported(a: Matrix, b: Matrix) -> str | None:
+def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
+    """Of the operands of `torch._scaled_mm` none is refused but on other GPUs; columns may be any number."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return "both operands must be quantized"
-    if not has_fp8(a.codes.device):
-        return "it needs a GPU with FP8 units"
-    kinds = {a.scheme.element, b.scheme.element}
-    if not kinds <= FLOAT8.keys() or kinds == {"float8_e5m2"}:
-        return "it multiplies e4m3 by e4m3 or e5m2"
+    if not (a.codes.is_cuda and torch.cuda.get_device_capability(a.codes.device) == HOPPER):
+        return "it needs a GPU of compute capability {}.{}".format(*HOPPER)
+    if not {a.scheme.element, b.scheme.element} <= FLOAT8.keys():
+        return "it multiplies e4m3 and e5m2"
     if not (is_one_scale(a.scheme) and is_one_scale(b.scheme)):
         return "each tensor or each row must have one float32 scale for decoding"
-    if any(length % STEP for length in (a.shape[1], b.shape[0])) or a.shape[0] == 0:
-        return f"the sum's length and the columns must be multiples of {STEP}, and there must be rows"
+    if a.shape[1] % STEP or a.shape[0] * b.shape[0] == 0:
+        return f"the sum's length must be a multiple of {STEP}, and there must be rows and columns"
     return None
+
+
+def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool) -> bool:
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        return False
+    return codes_beat_torch(a.scheme.key, b.scheme.key, tuple(b.shape), a.shape[0], fast_sums)
+
+
+def _codes(
+    a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        raise TypeError("codes takes two quantized operands")
+    return linear_of_codes(a, b, bias, dtype=dtype, fast_sums=record.accumulation == "fast")
 
 
 def _dequantize_unsupported(a: Matrix, b: Matrix) -> str | None:
@@ -93,37 +173,6 @@ def _supports_all(a: Matrix, b: Matrix) -> str | None:
     return None
 
 
-def is_one_scale(scheme: Scheme) -> bool:
-    """Whether a scheme has one float32 scale for the tensor or for each row, which multiplies codes."""
-    scale = scheme.scale
-    plain = scheme.outer is None and scheme.zero is None and scale.storage == "float32"
-    return plain and scale.stored == "decode" and scale.block in ("tensor", -1)
-
-
-def _scaled_mm(
-    a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
-) -> torch.Tensor:
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        raise TypeError("scaled_mm takes two quantized operands")
-    left, right = (q.codes.view(FLOAT8[q.scheme.element]) for q in (a, b))
-    scale_a, scale_b = a.scale, b.scale
-    if scale_a.dim() or scale_b.dim():
-        # One scale in all beside one for each row becomes one for each row.
-        scale_a = scale_a.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-        scale_b = scale_b.reshape(1, -1).expand(1, b.shape[0]).contiguous()
-    fast_sums = record.accumulation == "fast"
-    y: torch.Tensor = torch._scaled_mm(
-        left,
-        right.t(),
-        scale_a=scale_a,
-        scale_b=scale_b,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast_sums,
-    )
-    return y
-
-
 def _dequantized(
     a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -134,25 +183,43 @@ def _emulated(
     a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
     wide = None if bias is None else bias.to(torch.float32)
-    return torch.nn.functional.linear(values(a, torch.float32), values(b, torch.float32), wide).to(dtype)
+    # Under autocast torch's product would round its operands to 16 bits.
+    with torch.autocast(codes_of(a).device.type, enabled=False):
+        return torch.nn.functional.linear(values(a, torch.float32), values(b, torch.float32), wide).to(dtype)
 
 
 def values(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     """What an operand stands for."""
-    return functions.dequantize(matrix, dtype) if isinstance(matrix, Quantized) else matrix.to(dtype)
+    return fast.dequantize(matrix, dtype) if isinstance(matrix, Quantized) else matrix.to(dtype)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute a product, and why it does not take two operands (None: it does)."""
+    """A way to compute a product, why it does not take two operands (None: it does), and whether it is quicker than others."""
 
     run: Callable[[Matrix, Matrix, Product, torch.dtype, torch.Tensor | None], torch.Tensor]
     unsupported_reason: Callable[[Matrix, Matrix], str | None]
+    #: Of both operands and whether sums may be fast.
+    pays: Callable[[Matrix, Matrix, bool], bool] = lambda a, b, fast_sums: True
 
 
 #: Every function by name, the preferred first.
 PRODUCTS = {
-    "scaled_mm": Kernel(_scaled_mm, _scaled_mm_unsupported),
+    "codes": Kernel(_codes, _codes_unsupported, _codes_pay),
+    "scaled_mm": Kernel(scaled_mm.scaled_mm, scaled_mm.unsupported_reason),
+    "scaled_mm_blocks": Kernel(scaled_mm.scaled_mm_blocks, scaled_mm.blocks_unsupported_reason),
     "dequantize": Kernel(_dequantized, _dequantize_unsupported),
     "emulate": Kernel(_emulated, _supports_all),
 }
+
+__all__ = [
+    "PRODUCTS",
+    "STEP",
+    "Kernel",
+    "has_fp8",
+    "is_one_scale",
+    "product",
+    "scheme_key",
+    "select_product",
+    "values",
+]

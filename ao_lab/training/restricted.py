@@ -4,33 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ao_lab.gemm.choices import tuned
+from ao_lab.gemm.problem import DENSE, SUBSETS
 from reference.training.recipe import PRODUCTS, Product, Recipe
 
-#: The choice for a layer none of whose products runs in low precision.
-DENSE = "dense"
+#: Recipes cut to each subset, by the recipe's key. Made when a layer is converted: a tracer then finds them.
+_cut: dict[str, dict[str, Recipe]] = {}
+
+
+def prepare(recipe: Recipe) -> dict[str, Recipe]:
+    """The recipe cut to each subset."""
+    if recipe.key not in _cut:
+        _cut[recipe.key] = {choice: _restricted(recipe, choice) for choice in SUBSETS}
+    return _cut[recipe.key]
 
 
 def restricted(recipe: Recipe, low: Iterable[str]) -> Recipe:
     """The recipe with the products that are not in `low` dense."""
-    return _restricted(recipe, tuple(name for name in PRODUCTS if name in set(low)))
+    stay = set(low)
+    return prepare(recipe)["+".join(name for name in PRODUCTS if name in stay) or DENSE]
 
 
-@lru_cache(maxsize=256)
-def _restricted(recipe: Recipe, low: tuple[str, ...]) -> Recipe:
+def _restricted(recipe: Recipe, choice: str) -> Recipe:
+    low = choice.split("+")
     dense: dict[str, Any] = {name: Product() for name in PRODUCTS if name not in low}
     return replace(recipe, **dense) if dense else recipe
 
 
 def tuned_recipe(recipe: Recipe, x: torch.Tensor, w: torch.Tensor) -> Recipe:
     """What `ao_lab.tune` left of a recipe for a layer and a number of rows; the recipe where it was never tuned."""
-    (m, k), n = tuple(x.shape), w.shape[0]
-    choice = tuned("training", recipe.name, "", (m, n, k), x.dtype, x.device)
-    if choice is None:
-        return recipe
-    return restricted(recipe, () if choice == DENSE else choice.split("+"))
+    k, n = x.shape[-1], w.shape[0]
+    m = x.shape[0] if x.dim() == 2 else x.numel() // max(k, 1)
+    choice = tuned("training", recipe.key, "", (m, n, k), x.dtype, x.device)
+    return recipe if choice is None else prepare(recipe)[choice]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import torch
 from torch import nn
 
 from reference.training.recipe import Operand, Recipe
+from reference.training.shapes import multiple_of
 
 #: What `torch._scaled_mm` asks of every length of 8-bit float products.
 STEP = 16
 
 
-def block_length(operand: Operand) -> int:
-    """What an operand's length along the sum is a multiple of."""
-    if operand.scheme is None:
-        return max(operand.hadamard, 1)
-    block = operand.scheme.scale.block
-    inner = block[1] if isinstance(block, tuple) else block if isinstance(block, int) and block > 0 else STEP
-    return max(inner, operand.hadamard, STEP)
-
-
 def steps(recipe: Recipe) -> tuple[int, int, int]:
-    """What M, N and K are multiples of; all blocks are powers of two, so the largest decides."""
-    output, grad, weight = recipe.output, recipe.input_grad, recipe.weight_grad
-    return (
-        max(block_length(weight.a), block_length(weight.b)),
-        max(block_length(grad.a), block_length(grad.b)),
-        max(block_length(output.a), block_length(output.b)),
-    )
+    """What M, N and K are multiples of: what the recipe asks, and whole blocks, though those at the end may be partial."""
+    whole = lcm(STEP, *(_length(operand) for operand in recipe.operands))
+    m, n, k = (multiple_of(recipe, dim, multiple=whole) for dim in "MNK")
+    return m, n, k
+
+
+def _length(operand: Operand) -> int:
+    """Elements of a block along the sum; 1 where it takes any number."""
+    block = None if operand.scheme is None else operand.scheme.scale.block
+    inner = block[1] if isinstance(block, tuple) else block
+    return inner if isinstance(inner, int) and inner > 0 else 1
 
 
 def unsupported_reason(recipe: Recipe, module: nn.Module, pad: bool = False) -> str | None:

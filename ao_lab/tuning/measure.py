@@ -1,42 +1,126 @@
-"""Time and error of the candidates for a product."""
+"""Time and error of the candidates for a product.
+
+Candidates are timed in turns, so that clocks and temperature meet all of them alike; those that are clearly slower drop out.
+On a GPU two times are taken of each call. `host`: until the host has launched all of it, the GPU idle. `gpu`: between events on
+the GPU while the host is ahead of it (a kernel that waits was launched first), operands not in the L2 cache. In eager mode a
+layer costs the larger one of the two; in a replayed CUDA graph, and nearly so in a compiled model, `gpu`.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-#: Seconds of measuring a candidate, and the fewest and most calls; the first ones warm up.
-SECONDS, FEWEST, MOST, WARMUP = 0.05, 5, 50, 2
-#: Written over before each call on a GPU, so that operands come from memory as they do in a model: more than an L2 cache.
+Call = Callable[[], object]
+#: Seconds of measuring a candidate, the fewest and most calls.
+SECONDS, FEWEST, MOST = 0.02, 5, 50
+#: How often a call's host time is taken, unless it takes longer than `LONG` seconds: launches are then hidden.
+HOST_CALLS, LONG = 5, 0.02
+#: A candidate drops out when its first call, and later the quickest one, takes longer than the best candidate by this factor.
+#: First calls shorter than `SHORT` seconds vary by more.
+FIRST_DROP, DROP, SHORT = 1.5, 1.15, 1e-3
+#: Read before each call on a GPU, so that operands come from memory as they do in a model: more than an L2 cache.
 FLUSH_BYTES = 256 << 20
+#: Cycles a second of the waiting kernel, no fewer than any GPU has, and what it waits beyond the host's time.
+CYCLES, AHEAD = 2.0e9, 50e-6
+#: How a model is run.
+LAUNCHES = ("eager", "graph")
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """The median time of a call and half of what lies between the 20% and 80% quantiles."""
-    for _ in range(WARMUP):
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call: what choices go by, its spread, and on a GPU both times."""
+
+    seconds: float
+    spread: float
+    host: float | None = None
+    gpu: float | None = None
+
+
+def timings(
+    calls: Mapping[str, Call], device: torch.device, launches: str = "eager"
+) -> dict[str, Timing | str]:
+    """The time of each call, by name; in words why not, where it dropped out. Each runs once before, untimed."""
+    walls, hosts = {}, {}
+    for name, call in calls.items():
         call()
-    times: list[float] = []
-    while len(times) < FEWEST or (sum(times) < SECONDS and len(times) < MOST):
-        times.append(_once_on_gpu(call, device) if device.type == "cuda" else _once(call))
-    ordered = sorted(times)
-    low, high = ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]
-    return statistics.median(times), (high - low) / 2
+        walls[name] = hosts[name] = host_seconds(call, device)
+    quickest = min(walls.values(), default=0.0)
+    found: dict[str, Timing | str] = {
+        name: f"took {wall * 1e6:.0f} us at first, the quickest {quickest * 1e6:.0f} us"
+        for name, wall in walls.items()
+        if wall > max(quickest * FIRST_DROP, SHORT)
+    }
+    running = {name: call for name, call in calls.items() if name not in found}
+    floors = {name: hosts[name] if device.type == "cuda" and launches == "eager" else 0.0 for name in running}
+    times = _in_turns(running, device, hosts, floors)
+    for name, one in times.items():
+        found[name] = _timing(one, hosts[name], device, launches)
+    return {name: found[name] for name in calls}
 
 
-def _once(call: Callable[[], object]) -> float:
+def _in_turns(
+    calls: dict[str, Call], device: torch.device, hosts: dict[str, float], floors: dict[str, float]
+) -> dict[str, list[float]]:
+    """Readings of each call, in rounds that begin with another one each time. floors: what a call costs at least."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    running, rounds, started = list(calls), 0, time.perf_counter()
+    while running and rounds < MOST:
+        for name in running[rounds % len(running) :] + running[: rounds % len(running)]:
+            times[name].append(reading(calls[name], device, hosts[name]))
+        rounds += 1
+        if rounds >= FEWEST and time.perf_counter() - started > SECONDS * len(running):
+            break
+        if rounds >= FEWEST - 2:
+            best = min(max(statistics.median(times[name]), floors[name]) for name in running)
+            running = [name for name in running if max(min(times[name]), floors[name]) <= best * DROP]
+    return times
+
+
+def _timing(times: list[float], host: float, device: torch.device, launches: str) -> Timing:
+    ordered, median = sorted(times), statistics.median(times)
+    spread = (ordered[-1 - len(ordered) // 5] - ordered[len(ordered) // 5]) / 2
+    if device.type != "cuda":
+        return Timing(median, spread)
+    return Timing(median if launches == "graph" else max(median, host), spread, host, median)
+
+
+def host_seconds(call: Call, device: torch.device) -> float:
+    """Median seconds until the host has launched a call, the GPU idle; once and to its end where the call is long."""
+    wall = _until_done(call, device)
+    if device.type != "cuda" or wall > LONG:
+        return wall
+    readings = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        call()
+        readings.append(time.perf_counter() - started)
+    return statistics.median(readings)
+
+
+def _until_done(call: Call, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
 
 
-def _once_on_gpu(call: Callable[[], object], device: torch.device) -> float:
-    """Time on the GPU, host time included where the host is the slower one: the GPU waits for it."""
+def reading(call: Call, device: torch.device, host: float) -> float:
+    """Seconds of a call; on a GPU those of the GPU alone, while the host, which takes `host` seconds, is ahead."""
+    if device.type != "cuda":
+        return _until_done(call, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    _flush(device)
     torch.cuda.synchronize(device)
+    torch.cuda._sleep(int((min(1.5 * host, LONG) + AHEAD) * CYCLES))  # type: ignore[no-untyped-call]
+    _flush(device)
     begin.record()
     call()
     end.record()
@@ -48,9 +132,10 @@ _buffers: dict[torch.device, torch.Tensor] = {}
 
 
 def _flush(device: torch.device) -> None:
+    """Read other memory: a cache full of what was written would be written back during the call."""
     if device not in _buffers:
-        _buffers[device] = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-    _buffers[device].zero_()
+        _buffers[device] = torch.zeros(FLUSH_BYTES // 4, device=device)
+    _buffers[device].sum()
 
 
 def release() -> None:
@@ -70,4 +155,14 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double().t()
 
 
-__all__ = ["exact_product", "relative_error", "release", "seconds_of"]
+__all__ = [
+    "LAUNCHES",
+    "Call",
+    "Timing",
+    "exact_product",
+    "host_seconds",
+    "reading",
+    "relative_error",
+    "release",
+    "timings",
+]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ao_lab.gemm.choices import Problem, rows_range
+from ao_lab.gemm.problem import Problem, problem_of
 from ao_lab.training.casts import STREAMS, Matrix, quantize_one, transposed
 from ao_lab.training.products import scheme_key
-from ao_lab.tuning.samples import Sample
-from reference.training.recipe import PRODUCTS, Product
+from ao_lab.tuning.samples import TrainingSample
+from reference.training.recipe import Product
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,18 @@ class Pair:
     dtype: torch.dtype
 
 
-def pairs_of(sample: Sample) -> Iterator[Pair]:
+def pairs_of(sample: TrainingSample) -> Iterator[Pair]:
     """The products that a layer's step makes."""
-    recipe = sample.layer.low_precision.recipe
     x, w, g = sample.x, sample.w, sample.g
     tensors = {"output": (x, w)}
     if g is not None:
         tensors |= {"input_grad": (g, transposed(w)), "weight_grad": (transposed(g), transposed(x))}
-    for name in PRODUCTS:
-        if name not in tensors:
-            continue
-        record: Product = getattr(recipe, name)
-        (a, b), stream = (
-            tensors[name],
-            STREAMS.get({"input_grad": "g", "weight_grad": "g.T"}.get(name, ""), 0),
-        )
+    for name, (a, b) in tensors.items():
+        record: Product = getattr(sample.recipe, name)
+        stream = STREAMS.get({"input_grad": "g", "weight_grad": "g.T"}.get(name, ""), 0)
         left, right = quantize_one(a, record.a, 0, stream), quantize_one(b, record.b)
-        problem = Problem(
-            name, scheme_key(left), scheme_key(right), b.shape[0], a.shape[1], rows_range(a.shape[0]), str(x.dtype)
-        )  # fmt: skip
+        shape = (a.shape[0], b.shape[0], a.shape[1])
+        problem = problem_of(name, scheme_key(left), scheme_key(right), shape, x.dtype)
         yield Pair(problem, record, left, right, a, b, x.dtype)
 
 

@@ -4,50 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ao_lab.gemm.problem import rows_range
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.layers import LowPrecisionLinear, autocast
 from ao_lab.training.shapes import padded
+from reference.training.recipe import Recipe
 
 #: A tensor, positional or named arguments of the model, or a function that runs the model and returns a loss or an output.
 SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
 @dataclass
-class Sample:
-    """A layer with its weight (N, K), one of its inputs (M, K), and the gradient (M, N) of its output.
+class TrainingSample:
+    """A layer that trains by a recipe: its weight (N, K), one of its inputs (M, K), and the gradient (M, N) of its output.
 
-    g: None where nothing flowed back. Lengths are padded as the layer pads them.
+    g: None where nothing flowed back. steps: what M, N and K are padded to multiples of, as the layer does.
     """
 
     name: str
-    layer: LowPrecisionLinear
+    recipe: Recipe
+    steps: tuple[int, int, int]
     x: torch.Tensor
     w: torch.Tensor
     g: torch.Tensor | None = None
 
-    def padded(self) -> Sample:
-        """With zeros up to the lengths that the recipe's blocks ask for."""
-        m, n, k = self.layer.low_precision.steps
-        g = None if self.g is None else padded(self.g, m, n)
-        return Sample(self.name, self.layer, padded(self.x, m, k), padded(self.w, n, k), g)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers have in common that get the same choices for a range of rows."""
+        return self.recipe.key, tuple(self.w.shape), self.x.dtype, self.x.device, self.g is None
+
+    def of_rows(self, rows: int) -> TrainingSample:
+        """With so many rows, the recorded ones again and again, and padded."""
+        m, n, k = self.steps
+        x, g = repeated(self.x, rows), None if self.g is None else repeated(self.g, rows)
+        g = None if g is None else padded(g, m, n)
+        return replace(self, x=padded(x, m, k), w=padded(self.w, n, k), g=g)
+
+
+@dataclass
+class ServingSample:
+    """A layer with a quantized weight (N, K), and one of its inputs (M, K)."""
+
+    name: str
+    x: torch.Tensor
+    w: QuantizedTensor
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers have in common that get the same choices for a range of rows."""
+        recipe = self.w.recipe
+        return recipe.weight.key, recipe.activation, tuple(self.w.shape), self.x.dtype, self.x.device
+
+    def of_rows(self, rows: int) -> ServingSample:
+        """With so many rows, the recorded ones again and again."""
+        return replace(self, x=repeated(self.x, rows))
+
+
+Sample = TrainingSample | ServingSample
+
+
+def repeated(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of x, which begins anew at its end."""
+    return x.repeat(-(-rows // max(x.shape[0], 1)), 1)[:rows] if rows > x.shape[0] else x[:rows]
 
 
 def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
-    """A sample of each layer and number of rows, from one forward and, where something requires a gradient, one backward.
+    """A sample of each kind of layer and range of rows, from one forward, and one backward where something requires a gradient.
 
-    Gradients and the states of random generators are afterwards what they were. ValueError where no layer that trains in low
-    precision was reached.
+    Gradients and the states of random generators are afterwards what they were. ValueError where no layer was reached that
+    trains in low precision or has a quantized weight.
     """
-    found: dict[tuple[str, int], Sample] = {}
+    found: dict[object, Sample] = {}
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, LowPrecisionLinear):
-            handles.append(module.register_forward_hook(_recorder(name, found)))
+            handles.append(module.register_forward_hook(_training_recorder(name, found)))
+        elif is_served(module):
+            handles.append(module.register_forward_hook(_serving_recorder(name, found)))
     try:
         with _untouched(model):
             _backward(_output(model, sample_input))
@@ -56,23 +95,45 @@ def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
             handle.remove()
     if not found:
         raise ValueError(
-            "tune found no layer to measure: none trains in low precision, or sample_input reaches none; call "
-            "convert_for_training_ first"
+            "tune found no layer to measure: none trains in low precision or has a quantized weight whose kernel is 'auto', or "
+            "sample_input reaches none; call convert_for_training_ first, or quantize_"
         )
-    return [sample.padded() for sample in found.values()]
+    return list(found.values())
 
 
-def _recorder(name: str, found: dict[tuple[str, int], Sample]) -> Callable[..., None]:
+def is_served(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with a quantized weight whose function is chosen: its recipe names none."""
+    weight: Any = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+    return isinstance(weight, QuantizedTensor) and weight.dim() == 2 and weight.recipe.kernel == "auto"
+
+
+def _training_recorder(name: str, found: dict[object, Sample]) -> Callable[..., None]:
     def hook(layer: LowPrecisionLinear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        settings = layer.low_precision
         x, w, _ = autocast(inputs[0].detach(), layer.weight.detach(), None)
         x = x.reshape(-1, layer.in_features)
-        sample = found.setdefault((name, x.shape[0]), Sample(name, layer, x, w))
+        key = (settings.recipe.key, tuple(w.shape), rows_range(x.shape[0]), x.dtype, output.requires_grad)
+        if key in found or settings.kernel != "auto" or isinstance(w, QuantizedTensor) or not x.shape[0]:
+            return
+        found[key] = sample = TrainingSample(name, settings.recipe, settings.steps, x, w)
 
         def keep(g: torch.Tensor) -> None:
             sample.g = g.detach().reshape(-1, layer.out_features)
 
         if output.requires_grad:
             output.register_hook(keep)  # type: ignore[no-untyped-call]
+
+    return hook
+
+
+def _serving_recorder(name: str, found: dict[object, Sample]) -> Callable[..., None]:
+    def hook(layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        x, _, _ = autocast(inputs[0].detach(), None, None)
+        x = x.reshape(-1, x.shape[-1])
+        w: Any = layer.weight.detach()
+        key = (w.recipe.weight.key, w.recipe.activation, tuple(w.shape), rows_range(x.shape[0]), x.dtype)
+        if x.shape[0]:
+            found.setdefault(key, ServingSample(name, x, w))
 
     return hook
 
@@ -108,4 +169,4 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-__all__ = ["Sample", "SampleInput", "record"]
+__all__ = ["Sample", "SampleInput", "ServingSample", "TrainingSample", "is_served", "record"]

@@ -42,7 +42,16 @@ def reproduce(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Of decode: methods or makers to measure, such as int8wo or torchao; all without."),
+        typer.Option(
+            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training: parts such as "
+            "paired; all without."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Of fp8_training: start nothing after so many; the same command goes on with what is missing."
+        ),
     ] = None,
     reports: Annotated[
         Path | None,
@@ -59,7 +68,9 @@ def reproduce(
 
     where = device.value if device else None
     text = corpus, corpus_path
-    run_experiments(tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text)
+    run_experiments(
+        tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, seconds=seconds
+    )
 
 
 def corpus(

@@ -24,17 +24,18 @@ def run_experiments(
     *,
     reports: Path | None = None,
     corpus: tuple[str, Path | None] = (DEFAULT, None),
+    seconds: float | None = None,
 ) -> None:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
-    corpus: its name, and its folder where it has one.
+    corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be.
     """
     from experiments.runs.run import reproduce
 
     for name in names:
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
-    more: dict[str, Any] = {**partly(names, only), **other_text(names, *corpus)}
+    more: dict[str, Any] = {**partly(names, only), **limited(names, seconds), **other_text(names, *corpus)}
     folders = paths(reports)
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
@@ -48,18 +49,34 @@ def run_experiments(
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
-    """The configurations to which a run is limited; WrongInput for unknown ones, and for other experiments than `decode`."""
+    """The configurations or parts to which a run is limited; WrongInput for unknown ones, and for experiments without any."""
     if not only:
         return {}
-    if names != ["decode"]:
-        raise WrongInput("--only names configurations of one experiment: ao-lab reproduce decode --only NAME")
+    if names not in (["decode"], ["fp8_training"]):
+        raise WrongInput("--only names parts of one experiment: ao-lab reproduce decode --only NAME")
     try:
-        from experiments.decode.configs import chosen
+        if names == ["decode"]:
+            from experiments.decode.configs import chosen
 
-        chosen(tuple(only))
+            chosen(tuple(only))
+        else:
+            from experiments.fp8_training.run import check_parts
+
+            check_parts(only)
     except ValueError as error:
         raise WrongInput(f"--only: {error}") from error
     return {"only": only}
+
+
+def limited(names: list[str], seconds: float | None) -> dict[str, float]:
+    """The limit of a run; WrongInput for one that is not positive, and for experiments that cannot stop in between."""
+    if seconds is None:
+        return {}
+    if names != ["fp8_training"] or not seconds > 0:
+        raise WrongInput(
+            "--seconds is a positive limit of one experiment: ao-lab reproduce fp8_training --seconds 480"
+        )
+    return {"seconds": seconds}
 
 
 def other_text(names: list[str], corpus: str, path: Path | None) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def scatter_panels(
     symlog: the value up to which the vertical axis is linear, and above which it is logarithmic.
     """
     rows = math.ceil(len(panels) / columns)
-    figure, axes = _subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
+    figure, axes = subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
         _scatter(figure, axis, points, symlog)
         axis.set_title(title, loc="left")
@@ -180,7 +180,7 @@ def dots(
     base: where a vertical line marks the value to compare with.
     symlog: the value up to which the axis is linear on both sides of zero, and beyond which it is logarithmic.
     """
-    figure, (axis,) = _subplots(1, 1, (8.2, 0.7 + 0.175 * len(labels)))
+    figure, (axis,) = subplots(1, 1, (8.2, 0.7 + 0.175 * len(labels)))
     heights = [-height for height in range(len(labels))]
     ends = [0.0]
     for number, (name, values) in enumerate(series.items()):
@@ -232,7 +232,7 @@ def heatmap(
         [[math.nan if value is None else value for value in line] for line in values], dtype=float
     )
     finite = grid[np.isfinite(grid)]
-    figure, (axis,) = _subplots(1, 1, (1.8 + 0.36 * len(columns), 1.6 + 0.175 * len(rows)))
+    figure, (axis,) = subplots(1, 1, (1.8 + 0.36 * len(columns), 1.6 + 0.175 * len(rows)))
     limits = {"vmin": finite.min(), "vmax": finite.max()} if finite.size else {}
     image = axis.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", **limits)
     axis.set_xticks(
@@ -245,9 +245,10 @@ def heatmap(
     return figure
 
 
-def _subplots(
+def subplots(
     rows: int, columns: int, size: tuple[float, float], **shared: bool
 ) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in this module's style and its axes, row by row."""
     import matplotlib as mpl
 
     # Figures are files: no window, whatever the machine.

@@ -26,7 +26,7 @@ MODEL, HARDWARE = "Llama-3.1-8B", "H100"
 
 @dataclass(frozen=True)
 class Published:
-    """One published value."""
+    """One published value. setting: under which it was measured, where one table has several."""
 
     paper: str
     model: str
@@ -36,6 +36,7 @@ class Published:
     value: float
     unit: str
     source: str
+    setting: str = ""
 
 
 @lru_cache(maxsize=1)

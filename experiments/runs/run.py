@@ -21,23 +21,26 @@ def reproduce(
     paths: Paths | None = None,
     only: Sequence[str] = (),
     text: Corpus | None = None,
+    seconds: float | None = None,
 ) -> Written:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` to measure;
-    published rows of the others stay. text: the corpus, by default the source of sympy (`experiments.runs.texts` finds others);
-    rows of other corpora stay. Rows that an earlier run measured with the same code are not measured again: however a
-    run ends, the same call goes on. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where
-    another process works in the folders; progress goes to stderr.
+    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` or parts of
+    `fp8_training` to measure; seconds: after which the latter starts nothing more; published rows of what is not measured
+    stay. text: the corpus, by default the source of sympy (`experiments.runs.texts` finds others); rows of other corpora
+    stay. Rows that an earlier run measured with the same code are not measured again: however a run ends, the same call
+    goes on. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another process works
+    in the folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
-    if only and names != ["decode"]:
-        raise ValueError("only the table 'decode' can be measured in parts; name it alone")
+    if only and names not in (["decode"], ["fp8_training"]):
+        raise ValueError(
+            "only the tables 'decode' and 'fp8_training' can be measured in parts; name one alone"
+        )
     paths = paths or Paths.default()
-    return run_all(
-        names, replace(settings_for(scale, device, paths.cache), only=tuple(only), text=text), paths
-    )
+    settings = settings_for(scale, device, paths.cache)
+    return run_all(names, replace(settings, only=tuple(only), text=text, seconds=seconds), paths)
 
 
 def run_all(names: Sequence[str], settings: Settings, paths: Paths) -> Written:
@@ -65,7 +68,8 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = paths.data / f"{name}.csv"
-    publish(path, with_others(rows, read(path)) if settings.only else rows)
+    partial = settings.only or settings.seconds is not None
+    publish(path, with_others(rows, read(path)) if partial else rows)
     seconds = time.perf_counter() - started
     recorded = record_run(paths, name, settings, seconds, len(rows), resumed)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"

@@ -37,8 +37,10 @@ class Settings:
     served: tuple[str, ...] = ()
     shape: tuple[int, int] = (512, 1024)
     text: Corpus | None = None
-    #: Names of configurations, where an experiment can measure a part of itself (`decode`); without, all.
+    #: Names of configurations or parts, where an experiment can measure a part of itself; without, all.
     only: tuple[str, ...] = ()
+    #: After which nothing more starts, where an experiment can stop in between (`fp8_training`); None: no limit.
+    seconds: float | None = None
 
     @cached_property
     def corpus(self) -> Corpus:

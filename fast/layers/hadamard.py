@@ -1,6 +1,7 @@
 """The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits; no gradient of its own.
 
-No name of `fast` itself yet: products of training quantize what it gives.
+Where kernels are chosen (`fast.kernels.hadamard`), one read and one write. No name of `fast` itself yet: products of training
+quantize what it gives.
 """
 
 from __future__ import annotations
@@ -9,14 +10,35 @@ from math import sqrt
 
 import torch
 
+from fast.device import has_kernels
 from reference.training.hadamard import signs
 
 #: Signs in a number.
 PIECE = 32
 
 
-def hadamard(x: torch.Tensor, length: int) -> torch.Tensor:
-    """Blocks of `length` elements along the last axis transformed; sums and differences in float32, in order."""
+def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
+    """Blocks of `length` elements along an axis (the last, or 0 of a matrix) transformed; sums and differences in float32, in
+    order. ValueError for a length that does not divide the axis, or is no power of two."""
+    if length < 1 or length & (length - 1) or not x.dim() or x.shape[axis] % length:
+        raise ValueError(
+            f"hadamard mixes blocks of a power of two that divides the axis, got {length} for shape {tuple(x.shape)}; pad it"
+        )
+    columns = axis == 0 and x.dim() > 1
+    if has_kernels(x) and x.is_contiguous():
+        from fast.kernels.hadamard import host
+
+        matrix = x if columns else x.reshape(-1, x.shape[-1])
+        rule = host.Rule(None, length, 0 if columns else 1)
+        if host.chosen(matrix, rule):
+            return host.mixed(matrix, rule).reshape(x.shape)
+    if columns:
+        return _by_operations(x.t().contiguous(), length).t().contiguous()
+    return _by_operations(x, length)
+
+
+def _by_operations(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The same along the last axis by operations of torch, on any device."""
     sign = _signs(length, x.device)
     y = x.to(torch.float32).reshape(-1, length) * sign
     for stage in range(length.bit_length() - 1):

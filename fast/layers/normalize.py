@@ -14,7 +14,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y, new residual or None) on x's device; differentiable in x, weight and residual.
 
-    Arguments, edges and errors as in `reference.rms_norm`. Gradients are those of the formula in float32.
+    Arguments, edges and errors as in `reference.rms_norm`. Gradients are those of `fast.layers.gradients`.
     """
     made: tuple[torch.Tensor, torch.Tensor | None] = run(RMS_NORM, None, (eps,), (x, residual, weight))
     return made

@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU below their signatures: kernel, reference, operator and gradient; see `fast.dispatch` and `fast.ops`.
 
-Gradients are those of the formulas in float32; roundings on the way pass them straight through.
+Gradients are those of `fast.layers.gradients`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
+from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
 from fast.ops import constant_record, no_gradient, record_name, register
 from fast.quantize.ops import QUANTIZE, fresh_codes, fresh_scales, quantized_of
 from reference import Quantized
@@ -44,16 +45,10 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _norm_backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
-    """With n = h r: dh = r (g w - n mean(g w n)), and what comes from the new residual; dw = the sum of g n over rows."""
+    """Gradients of x, the residual (the same numbers) and weight."""
     h, weight = ctx.saved_tensors
-    wide, g = h.float(), grads[0].float()
-    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-    normal, scaled = wide * r, g * weight.float()
-    dh = r * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    if ctx.has_residual and grads[1] is not None:
-        dh = dh + grads[1].float()
-    dx = dh.to(h.dtype)
-    dw = (g * normal).reshape(-1, h.shape[-1]).sum(0).to(weight.dtype)
+    more = grads[1] if ctx.has_residual else None
+    dx, dw = rms_norm_vjp(grads[0], h, weight, eps=ctx.eps, residual_grad=more)
     return dx, dx.clone() if ctx.has_residual else None, dw, None
 
 
@@ -161,16 +156,7 @@ def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _swiglu_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-    return swiglu_gradient(g, *ctx.saved_tensors)
-
-
-def swiglu_gradient(
-    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """With s the sigmoid of gate: dgate = g up s (1 + gate (1 - s)), dup = g gate s."""
-    wide, v = g.float(), gate.float()
-    s = torch.sigmoid(v)
-    return (wide * up.float() * s * (1 + v * (1 - s))).to(gate.dtype), (wide * v * s).to(up.dtype)
+    return swiglu_vjp(g, *ctx.saved_tensors)
 
 
 def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

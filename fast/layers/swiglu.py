@@ -12,7 +12,7 @@ from reference import Quantized, Scheme
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up on gate's device; differentiable. Arguments, edges and errors as in `reference.swiglu`.
 
-    gate and up may be halves of one matrix: rows are read where they lie. Gradients are those of the formula in float32.
+    gate and up may be halves of one matrix: rows are read where they lie. Gradients are those of `fast.layers.gradients`.
     """
     y: torch.Tensor = run(SWIGLU, None, strides(gate, up), (gate, up))
     return y

@@ -23,7 +23,7 @@ Values = tuple[Any, ...]
 Operands = Sequence[Any]
 
 # linear_of_codes: operands codes, scale and zero point of x, codes and scale of the weight, bias;
-# values dtype, the weight's record, whether there are other parts, what else is stored of both
+# values dtype, the weight's record, whether there are other parts, whether sums are fast, what else is stored of both
 
 
 def linear_of_codes_op(
@@ -36,10 +36,11 @@ def linear_of_codes_op(
     x_scheme: str,
     scheme: str,
     dtype: torch.dtype,
+    fast_sums: bool = False,
 ) -> torch.Tensor:
-    """One row of codes times the transpose of a weight of codes."""
+    """Rows of codes times the transpose of a weight of codes."""
     sizes = (tuple(x.shape), 1, False, False, tuple(codes.shape), 1, False, False)
-    values = (dtype, record_of(scheme).key, False, *sizes)
+    values = (dtype, record_of(scheme).key, False, fast_sums, *sizes)
     made: torch.Tensor = execute(
         LINEAR_OF_CODES, record_of(x_scheme), values, (x, x_scale, x_zero, codes, scale, bias)
     )
@@ -48,7 +49,7 @@ def linear_of_codes_op(
 
 def _linear_of_codes_fake(
     x: torch.Tensor, x_scale: Any, x_zero: Any, codes: torch.Tensor, scale: Any, bias: Any, x_scheme: str, scheme: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype, fast_sums: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], codes.shape[0]), dtype=dtype)
 
@@ -59,12 +60,12 @@ def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _linear_of_codes_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-    return (*(None,) * 5, sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None, *(None,) * 3)
+    return (*(None,) * 5, sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None, *(None,) * 4)
 
 
 def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Quantized, Any, str]:
     """Inputs, weight, bias and the name of the dtype, checked."""
-    dtype, key, extra, *stored = values
+    dtype, key, extra, _, *stored = values
     codes, scale, zero, w_codes, w_scale, bias = operands
     x = weight_of(record, stored[:4], (codes, scale, None, zero))
     w = weight_of(record_of(key), stored[4:], (w_codes, w_scale, None, None))
@@ -77,19 +78,22 @@ def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantize
 def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, w, _, _ = _codes_of(record, values, operands)
     names = record_name(x.scheme), record_name(w.scheme)
-    made: torch.Tensor = LINEAR_OF_CODES_OP(*operands, *names, values[0])
+    made: torch.Tensor = LINEAR_OF_CODES_OP(*operands, *names, values[0], values[3])
     return made
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     from fast.kernels.linear import w8a8_host
+    from fast.kernels.scaled_mm import host as scaled_mm_host
 
     x, w, bias, _ = _codes_of(record, values, operands)
     check_quantized(x)
     check_quantized(w)
     if not has_float_inputs(bias):
         return None
-    return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
+    if x.shape[0] == 1:
+        return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
+    return scaled_mm_host.linear_of_codes(x, w, bias, values[0], values[3], key)
 
 
 def _linear_of_codes_reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fast.dispatch import Function, execute
-from fast.layers.ops import SWIGLU, strides, swiglu_gradient
+from fast.layers.gradients import swiglu_vjp
+from fast.layers.ops import SWIGLU, strides
 from fast.matmul.linear_ops import LINEAR_OP
 from fast.matmul.linear_pair_ops import LINEAR_PAIR, checked_pair, is_one_launch
 from fast.matmul.stored_weight_ops import (
@@ -51,7 +52,7 @@ def _linear_swiglu_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     shape, *kinds = ctx.stored
     weights = [(stored[:4], shape, *kinds[:2]), (stored[4:], shape, *kinds[2:])]
     gate, up = (LINEAR_OP(x, *w[0], None, *w[1:]) for w in weights)
-    dgate, dup = swiglu_gradient(g, gate, up)
+    dgate, dup = swiglu_vjp(g, gate, up)
     return (times_weight(dgate, *weights[0]) + times_weight(dup, *weights[1]), *(None,) * 13)
 
 

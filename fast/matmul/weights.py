@@ -11,6 +11,7 @@ import torch
 
 from fast.dispatch import require_tensor
 from fast.kernels.launch.cache import settings
+from fast.kernels.scaled_mm.tiles import is_faster
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized, with_plain_scales
@@ -84,9 +85,10 @@ def check_codes(x: Quantized, w: Quantized, extra: bool = False) -> None:
     """Raise as `linear_of_codes` does where the operands are not what it multiplies. extra: they have outer scales, or the
     weight a zero point."""
     element, other = x.scheme.element, w.scheme.element
-    if tuple(x.shape[:-1]) != (1,):
+    if len(x.shape) != 2 or (element == "int8" and x.shape[0] != 1):
         raise ValueError(
-            f"linear_of_codes takes one row (1, K), got inputs {tuple(x.shape)}; `linear` takes several, dequantized"
+            f"linear_of_codes takes floats in rows (M, K) and integers in one row (1, K), got inputs {tuple(x.shape)}; "
+            f"`linear` takes others, dequantized"
         )
     if other not in MULTIPLIED.get(element, ()):
         raise ValueError(
@@ -127,13 +129,27 @@ def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=4096)
-def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> bool:
     """Whether a kernel computes `linear_of_codes` of such operands on a GPU of `device.OLDEST` or later.
 
-    x, w: `Scheme.key`; shape: of the weight, as stored. Others have rows whose length is no multiple of 16.
+    x, w: `Scheme.key`; shape: of the weight, as stored; rows: of the inputs. Others have rows whose length is no multiple of
+    16, or several rows of integers.
     """
     if importlib.util.find_spec("triton") is None:
         return False
     from fast.kernels.linear.w8a8_host import launch_for
+    from fast.kernels.scaled_mm.host import launches_for
 
-    return launch_for(record_of(x), record_of(w), shape, dtype) is not None
+    if rows == 1:
+        return launch_for(record_of(x), record_of(w), shape, dtype) is not None
+    return launches_for(record_of(x), record_of(w), (rows, *shape), dtype) is not None
+
+
+@lru_cache(maxsize=4096)
+def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sums: bool = False) -> bool:
+    """Whether `linear_of_codes` of several rows of 8-bit floats was measured to be faster than `torch._scaled_mm`, on an H200.
+
+    Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
+    """
+    tensorwise = {record_of(scheme).scale.block for scheme in (x, w)} == {"tensor"}
+    return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)

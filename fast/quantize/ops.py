@@ -99,7 +99,8 @@ def quantize_op(
     """Codes, and those of scale, outer and zero that were not given."""
     brought = (scale, outer, zero)
     operands = operands_of(x, given_of(*brought), random_bits)
-    q = execute(QUANTIZE, record_of(scheme), (axis, packed, False), operands)
+    function, operands = as_turned(operands, axis, False)
+    q = execute(function, record_of(scheme), (axis, packed, False), operands)
     fresh = [getattr(q, part) for part, one in zip(PARTS, brought, strict=True) if one is None]
     return [q.codes, *(part for part in fresh if part is not None)]
 
@@ -188,6 +189,38 @@ def _quantize_reference(record: Any, values: Values, operands: Operands) -> Quan
 GIVEN = ("x", "scale", "outer scale", "zero point", "random_bits")
 QUANTIZE = Function("quantize", GIVEN, _quantize_reference, _quantize, _quantize_kernel)
 register("quantize", quantize_op, _quantize_fake)
+
+# quantize the transpose of a matrix that lies in rows
+
+
+def as_turned(operands: Operands, axis: int, tiled: bool) -> tuple[Function, Operands]:
+    """`QUANTIZE` and its operands; for the transposed view of a contiguous matrix `QUANTIZE_TURNED` and that matrix.
+
+    Keys of calls have no strides, so the two are told apart before one is made.
+    """
+    x = operands[0]
+    if torch.compiler.is_compiling():
+        return QUANTIZE, operands
+    alone = len(operands) == 1 and not tiled and axis in (-1, 1) and isinstance(x, torch.Tensor)
+    if not alone or x.layout is not torch.strided or x.is_nested or x.dim() != 2 or x.is_contiguous():
+        return QUANTIZE, operands
+    turned = x.t()
+    return (QUANTIZE_TURNED, (turned,)) if turned.is_contiguous() else (QUANTIZE, operands)
+
+
+def _turned_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By a kernel that turns tiles, otherwise of a copy."""
+    from fast.kernels.rowwise_colwise.host import columns_only
+
+    x = operands[0]
+    made = columns_only(x, record, values[1], key)
+    return execute(QUANTIZE, record, values, (x.t().contiguous(),)) if made is None else made
+
+
+QUANTIZE_TURNED = Function(
+    "quantize, of a transpose", ("x",), lambda r, v, o: _quantize_reference(r, v, (o[0].t(),)),
+    lambda r, v, o: _quantize(r, v, (o[0].t(),)), _turned_kernel,
+)  # fmt: skip
 
 # dequantize
 
@@ -325,11 +358,12 @@ def _quantize_both_kernel(record: Any, values: Values, operands: Operands, key: 
         made = fused_both(x, record, pair, tiled, packed, key)
         if made is not None:
             return made
-    both = zip((x, x.T.contiguous()), (first, second), strict=True)
-    return tuple(
-        execute(QUANTIZE, record, (-1, packed, tiled), operands_of(side, given_of(*brought[:3]), brought[3]))
-        for side, brought in both
-    )
+    made = []
+    for side, brought in ((x, first), (x.t(), second)):
+        operands = operands_of(side, given_of(*brought[:3]), brought[3])
+        function, operands = as_turned(operands, -1, tiled)
+        made.append(execute(function, record, (-1, packed, tiled), operands))
+    return tuple(made)
 
 
 def _quantize_both_reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -9,7 +9,7 @@ import torch
 import reference
 from fast.dispatch import require_tensor, run
 from fast.kernels.launch.cache import settings
-from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, QUANTIZE, operands_of
+from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, as_turned, operands_of
 from reference import Quantized, Scales, Scheme
 from reference.quantize.quantize import check_quantized, with_plain_scales
 
@@ -30,9 +30,13 @@ def quantize(
     packed: bool = False,
     tiled: bool = False,
 ) -> Quantized:
-    """x as codes and scales on its device, without gradient. Arguments, edges and errors as in `reference.quantize`."""
+    """x as codes and scales on its device, without gradient. Arguments, edges and errors as in `reference.quantize`.
+
+    x may be the transposed view of a contiguous matrix: a kernel that turns tiles then makes 8-bit floats without a copy.
+    """
     operands = (x,) if scales is None and random_bits is None else operands_of(x, scales, random_bits)
-    q: Quantized = run(QUANTIZE, scheme, (axis, packed, tiled), operands)
+    function, operands = as_turned(operands, axis, tiled)
+    q: Quantized = run(function, scheme, (axis, packed, tiled), operands)
     return q
 
 

@@ -22,7 +22,8 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """x along its last axis, and x.T along its last axis: arguments, edges and errors as in `reference.quantize_both`.
 
-    On a GPU MX schemes with 8-bit floats, and tensorwise 8-bit floats with a given pair of scales, read x once.
+    On a GPU blocks of 8-bit floats (MX, groups, squares) and a given pair of scales of the tensor read x once; scales of rows
+    or of the tensor read it twice. Everything else is quantized twice.
     """
     given, one_scale = _given(scales, random_bits)
     made: tuple[Quantized, Quantized] = run(QUANTIZE_BOTH, scheme, (packed, tiled, one_scale), (x, *given))

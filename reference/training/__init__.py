@@ -4,9 +4,6 @@ from reference.training.grouped import grouped_linear, grouped_linear_vjp
 from reference.training.hadamard import hadamard
 from reference.training.linear import training_linear, training_linear_vjp
 from reference.training.recipe import RECIPES, Recipe
-from reference.training.recipes import load_recipes
-
-load_recipes()
 
 __all__ = [
     "RECIPES",

@@ -14,6 +14,7 @@ for the tensor, square blocks).
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from reference.arrays.errors import choice, lookup
@@ -91,6 +92,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """ValueError for codes of the output that backward cannot start from."""
+        object.__setattr__(self, "_stochastic", any(operand.is_stochastic for operand in self.operands))
+        plain = all(op.scheme is None and not op.hadamard for op in self.operands)
+        object.__setattr__(self, "_dense", plain)
         taken = {"input_grad.b": self.output.b, "weight_grad.b": self.output.a}
         for place, operand in zip(PLACES, self.operands, strict=True):
             if operand.source == "output" and place not in taken:
@@ -103,6 +107,23 @@ class Recipe:
                     f"{place} of {self.name}: codes of the output that are mixed or rounded stochastically do not serve "
                     f"backward; use source 'tensor'"
                 )
+        object.__setattr__(self, "_key", f"{self.name}-{self._digest()}")
+
+    def _digest(self) -> str:
+        """Twelve hexadecimal digits of all that decides bits: the products, without name and note."""
+        facts = [(op.scheme.key if op.scheme else "", op.hadamard, op.source) for op in self.operands]
+        sums = [getattr(self, product).accumulation for product in PRODUCTS]
+        return hashlib.sha256(repr((facts, sums)).encode()).hexdigest()[:12]
+
+    @property
+    def key(self) -> str:
+        """The name and a digest of the products: a record that was changed under an old name has another key."""
+        return self._key  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no operand is quantized or mixed: the layer is a plain one."""
+        return self._dense  # type: ignore[attr-defined, no-any-return]
 
     def __repr__(self) -> str:
         return f"Recipe({self.name})"
@@ -110,7 +131,7 @@ class Recipe:
     @property
     def is_stochastic(self) -> bool:
         """Whether some operand is rounded stochastically, so that a step needs random bits."""
-        return any(operand.is_stochastic for operand in self.operands)
+        return self._stochastic  # type: ignore[attr-defined, no-any-return]
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -123,5 +144,9 @@ class Recipe:
 
 
 def recipe_of(recipe: str | Recipe) -> Recipe:
-    """The recipe of a name; a record passes through. Unknown names raise ValueError with the nearest ones."""
-    return recipe if isinstance(recipe, Recipe) else lookup(recipe, RECIPES, "recipe")
+    """The recipe of a name; a record passes through. Unknown names raise ValueError with all names there are."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str) and recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; there are {', '.join(RECIPES)}")
+    return lookup(recipe, RECIPES, "recipe")

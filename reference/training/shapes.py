@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
+from reference.arrays.errors import choice
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe, recipe_of
 
 MEANINGS = {
@@ -41,7 +42,7 @@ def unsupported_reason(
     lengths = {"N": shape_w[0], "K": shape_w[1]}
     if shape_x is not None:
         lengths["M"] = _product_of(shape_x[:-1])
-    wanted = {dim: _multiple(recipe, dim, products, multiple) for dim in lengths}
+    wanted = {dim: multiple_of(recipe, dim, products=products, multiple=multiple) for dim in lengths}
     wrong = [
         f"{dim} ({MEANINGS[dim]}) is {lengths[dim]}, not a multiple of {size}"
         for dim, size in wanted.items()
@@ -50,8 +51,12 @@ def unsupported_reason(
     return f"recipe {recipe.name}: {'; '.join(wrong)}" if wrong else None
 
 
-def _multiple(recipe: Recipe, dim: str, products: Sequence[str], multiple: int) -> int:
-    """What the length of M, N or K has to be a multiple of."""
+def multiple_of(
+    recipe: str | Recipe, dim: str, *, products: Sequence[str] = PRODUCTS, multiple: int = 1
+) -> int:
+    """What the length of "M", "N" or "K" has to be a multiple of; arguments as in `unsupported_reason`."""
+    choice(dim, tuple(MEANINGS), "dim")
+    recipe = recipe_of(recipe)
     found = 1
     for which in products:
         record: Product = getattr(recipe, which)

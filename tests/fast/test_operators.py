@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fast
+import fast.layers.rotary
 import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
 
@@ -24,6 +25,9 @@ CALLS = {
     "rms_norm_quantize": (X, None, X[0].clone(), "int4_g32_asymmetric", 1e-6, True),
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
     "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
+    "rms_norm_vjp": (X, X.clone(), X[0].clone(), X.clone(), 1e-6),
+    "swiglu_vjp": (WIDE, WIDE.clone(), WIDE.clone()),
+    "rotary": (X.clone().view(2, 2, 2, 64).requires_grad_(), X[:2].clone(), X[:2].clone(), False),
     "matmul": (X, None, None, None, X.T, None, None, None, None, '[null, null, {"out_dtype": "bfloat16"}]'),
     "cpu_linear": (ONE_ROW, *WEIGHT, None, [64, 64], "int4_g32", True),
     "linear_pair": (ONE_ROW, *WEIGHT, *WEIGHT, [64, 64], "int4_g32", True),
@@ -113,3 +117,28 @@ def test_a_compiled_call_of_tensors_on_two_devices_is_refused(fullgraph):
     program = torch.compile(lambda a, b: fast.swiglu(a, b), backend="aot_eager", fullgraph=fullgraph)
     with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"one device|Observed exception"):
         program(WIDE, WIDE.to("meta"))
+
+
+def second_derivative(f, x, v, transform):
+    """The gradient of (the gradient of f's sum at x, times v)."""
+    if transform:
+        return torch.func.grad(lambda x: (torch.func.grad(lambda x: f(x).sum())(x) * v).sum())(x)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(leaf).sum(), leaf, create_graph=True)
+    return torch.autograd.grad((first * v).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("transform", [True, False])
+def test_second_derivatives_of_layers(transform):
+    """By torch.func and by create_graph they are those of torch's operations."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, weight = (torch.randn(shape, generator=generator) for shape in ((6, 32), (6, 32), (32,)))
+    norm = second_derivative(lambda x: fast.rms_norm(x, weight)[0], x, v, transform)
+    wanted = second_derivative(lambda x: torch.nn.functional.rms_norm(x, (32,), weight, 1e-6), x, v, False)
+    # Sums of 32 products in float32, in another order; values are below 10.
+    torch.testing.assert_close(norm, wanted, rtol=0, atol=10 * 32 * 2.0**-23)
+    x, v = x.bfloat16(), v.bfloat16()
+    found = second_derivative(lambda x: fast.swiglu(x, x), x, v, transform).float()
+    wanted = second_derivative(lambda x: torch.nn.functional.silu(x) * x, x.float(), v.float(), False)
+    # bfloat16 rounds the gradients of gate and up, their products with v and their sums.
+    torch.testing.assert_close(found, wanted, rtol=2.0**-6, atol=2.0**-6)

@@ -32,6 +32,7 @@ SHARED_PREFIXES = {
     "tests/fast/linear/linear_": "the tests of these, by function or subject",
     "tests/gpu/kernels/linear_": "the same on a GPU",
     "tests/gpu/validate_": "commands that a person starts",
+    "tests/gpu/training/validate_": "the same for training",
     "tests/emulator/ptx_": "the parts of one interpreter",
     "tests/fast/kernels/compiling/kernel_": "what compiles kernels, calls them and knows their limits",
 }

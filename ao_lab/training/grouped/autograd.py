@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ao_lab.training.autograd import new_seed
 from ao_lab.training.casts import joined, parts
@@ -31,7 +32,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, emulate: bool
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str
     ) -> torch.Tensor:
         """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
         layout, seed = layout_of(offsets, x.shape[0], group_step(recipe)), None
@@ -43,13 +44,14 @@ class GroupedLinear(torch.autograd.Function):
             columns = token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, seed, X_T)
         tensors, ctx.settings = parts(columns.matrix)
         ctx.save_for_backward(w, layout.offsets, layout.ends, layout.source, columns.table, *tensors)
-        ctx.recipe, ctx.dtype, ctx.emulate, ctx.rows, ctx.seed = recipe, x.dtype, emulate, x.shape[0], seed
+        ctx.recipe, ctx.dtype, ctx.kernel, ctx.rows, ctx.seed = recipe, x.dtype, kernel, x.shape[0], seed
         b = weight_operand(w, recipe.output.b, seed, W)
-        return rows_product(rows, b, offsets, recipe.output, x.dtype, emulate)
+        return rows_product(rows, b, offsets, recipe.output, x.dtype, kernel)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, None, None, None]:
-        """Gradients of x and w."""
+        """Gradients of x and w, which have none of their own."""
         w, offsets, ends, source, table, *tensors = ctx.saved_tensors
         recipe, seed = ctx.recipe, ctx.seed
         layout = Layout(offsets, ends, ctx.rows, group_step(recipe), source)
@@ -58,11 +60,11 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             a = rows_operand(g, recipe.input_grad.a, layout, seed, G)
             b = weight_columns(w, recipe.input_grad.b, recipe.output.b, seed, W_T)
-            dx = rows_product(a, b, offsets, recipe.input_grad, ctx.dtype, ctx.emulate)
+            dx = rows_product(a, b, offsets, recipe.input_grad, ctx.dtype, ctx.kernel)
         if ctx.needs_input_grad[1]:
             left = columns_operand(g, recipe.weight_grad.a, layout, seed, G_T)
             right = Columns(joined(list(tensors), ctx.settings), table)
-            dw = columns_product(left, right, ends, recipe.weight_grad, w.dtype, ctx.emulate)
+            dw = columns_product(left, right, ends, recipe.weight_grad, w.dtype, ctx.kernel)
         return dx, dw, None, None, None
 
 
@@ -74,17 +76,18 @@ def _draws(product: Product) -> bool:
 
 
 def grouped_linear(
-    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, emulate: bool = False
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str = "auto"
 ) -> torch.Tensor:
     """x (T, K), sorted by expert, times the transposed weight of each row's expert, w (E, N, K): (T, N) in autograd.
 
     Operands and their bits as in `reference.training.grouped_linear`. offsets: (E,) int32 or int64 on x's device, the row after
     each expert's, which do not fall and end within T; on a GPU the host reads none of them, so wrong ones raise nothing. Rows
-    from the last offset on are of no expert: zeros, with gradients of zeros, whatever they hold. emulate: products in float32.
+    from the last offset on are of no expert: zeros, with gradients of zeros, whatever they hold. kernel: of the
+    products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate".
     Raises ValueError for shapes that do not fit, TypeError for dtypes that do not.
     """
     _check(x, w, offsets)
-    made: torch.Tensor = GroupedLinear.apply(x.contiguous(), w, offsets.to(torch.int32), recipe, emulate)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = GroupedLinear.apply(x.contiguous(), w, offsets.to(torch.int32), recipe, kernel)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import torch
 
-from ao_lab.training import functions
+import fast
 from ao_lab.training.casts import Matrix, quantize_one, words
 from ao_lab.training.grouped.layout import Layout
-from ao_lab.training.grouped.two_levels import scales_of_two_levels, without_outer
 from fast.layers.hadamard import hadamard
+from fast.quantize.two_levels import scales_of_two_levels, without_outer
 from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of
 from reference.training.recipe import Operand
@@ -43,7 +43,7 @@ def rows_operand(
     x = hadamard(x, operand.hadamard) if operand.hadamard else x
     owners = layout.of_rows()
     fine, scales = _fine(x, scheme, -1, lambda found: _largest(found, owners, layout.experts, whole=True)[0])
-    return functions.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream))
+    return fast.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream))
 
 
 def columns_operand(
@@ -57,7 +57,7 @@ def columns_operand(
     _refuse_square(scheme)
     drawn = words(columns, operand, seed, stream)
     if scheme.outer is None and scheme.scale.block not in ("tensor", -1):
-        return Columns(functions.quantize(columns, scheme, random_bits=drawn))
+        return Columns(fast.quantize(columns, scheme, random_bits=drawn))
     owners, whole, tables = layout.of_chunks(), scheme.scale.block == "tensor" or scheme.outer is not None, []
 
     def shared(found: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def columns_operand(
         return spread.t().contiguous()
 
     fine, scales = _fine(columns, scheme, layout.step, shared)
-    made = functions.quantize(columns, fine, scales=scales, random_bits=drawn)
+    made = fast.quantize(columns, fine, scales=scales, random_bits=drawn)
     return Columns(made, tables[0] if scheme.outer is None else None)
 
 
@@ -84,7 +84,7 @@ def weight_operand(w: torch.Tensor, operand: Operand, seed: int | None = None, s
         return largest.expand(experts, found.numel() // experts).reshape(found.shape).contiguous()
 
     fine, scales = _fine(flat, scheme, -1, shared)
-    return functions.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
+    return fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
 
 
 def weight_columns(
@@ -92,7 +92,7 @@ def weight_columns(
 ) -> Matrix:
     """w (E, N, K) as (E * K, N) along N, of what the forward operand stands for where the recipe says so."""
     if operand.source == "output" and forward.scheme is not None:
-        w = functions.dequantize(_quantized(weight_operand(w, forward)), w.dtype).reshape(w.shape)
+        w = fast.dequantize(_quantized(weight_operand(w, forward)), w.dtype).reshape(w.shape)
     return weight_operand(w.transpose(1, 2).contiguous(), operand, seed, stream)
 
 
@@ -101,7 +101,7 @@ def token_columns(
 ) -> Columns:  # fmt: skip
     """x (T, K) as (K, P), of what the forward operand `rows` stands for where the recipe says so."""
     if operand.source == "output" and forward.scheme is not None:
-        x = functions.dequantize(_quantized(rows), x.dtype)
+        x = fast.dequantize(_quantized(rows), x.dtype)
     return columns_operand(x, operand, layout, seed, stream)
 
 
@@ -112,7 +112,7 @@ def _fine(
     if scheme.outer is not None:
         return without_outer(scheme.key), scales_of_two_levels(x, scheme, shared)
     fine = in_blocks(scheme.key, block)
-    found: torch.Tensor = functions.choose_scales(x, fine).scale
+    found: torch.Tensor = fast.choose_scales(x, fine).scale
     return fine, shared(found)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ao_lab.training.grouped.kernels import gather_transposed
+from fast.layers.gather import gather_transposed
 from reference.training.grouped import padded_rows
 
 

@@ -25,6 +25,8 @@ from reference.training.recipe import Product
 
 #: Compute capabilities whose tensor cores `torch._scaled_grouped_mm` knows.
 SCALED = (9, 10)
+#: What kernels of linear layers are called here; None: the first that serves.
+KERNELS = {"auto": None, "scaled_mm": "scaled_grouped_mm", "dequantize": "grouped_mm", "emulate": "emulate"}
 #: The first that `torch._grouped_mm` knows.
 GROUPED = (8, 0)
 
@@ -40,10 +42,10 @@ class Given:
 
 
 def rows_product(
-    a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, emulate: bool = False
+    a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto"
 ) -> torch.Tensor:
     """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`."""
-    experts, name = offsets.shape[0], select_rows(a, b, offsets, emulate)
+    experts, name = offsets.shape[0], select_rows(a, b, offsets, kernel)
     if name == "scaled_grouped_mm":
         left, right = codes(a), codes(b)
         given = Given(
@@ -56,10 +58,10 @@ def rows_product(
 
 
 def columns_product(
-    a: Columns, b: Columns, ends: torch.Tensor, record: Product, dtype: torch.dtype, emulate: bool = False
+    a: Columns, b: Columns, ends: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto"
 ) -> torch.Tensor:
     """For each group the product of its columns of a (N, P) and b (K, P), over them: (E, N, K) in `dtype`."""
-    name = select_columns(a, b, ends, emulate)
+    name = select_columns(a, b, ends, kernel)
     if name == "scaled_grouped_mm" and a.table is not None and b.table is not None:
         given = Given(codes(a.matrix), codes(b.matrix), a.table.reshape(-1), b.table.reshape(-1))
     else:
@@ -67,30 +69,37 @@ def columns_product(
     return run(name, given, ends, record.accumulation == "fast").to(dtype)
 
 
-def select_rows(a: Matrix, b: Matrix, offsets: torch.Tensor, emulate: bool = False) -> str:
+def select_rows(a: Matrix, b: Matrix, offsets: torch.Tensor, kernel: str = "auto") -> str:
     """The function for rows and the experts' matrices."""
     both = isinstance(a, Quantized) and isinstance(b, Quantized)
     rows = b.shape[0] // max(offsets.shape[0], 1)
     lengths = a.shape[1], rows
     scaled = both and all(is_e4m3(one) and is_one_scale(one.scheme) for one in (a, b))  # type: ignore[union-attr]
-    return _select(offsets, emulate, scaled and not any(length % STEP for length in lengths))
+    return _select(offsets, kernel, scaled and not any(length % STEP for length in lengths))
 
 
-def select_columns(a: Columns, b: Columns, ends: torch.Tensor, emulate: bool = False) -> str:
+def select_columns(a: Columns, b: Columns, ends: torch.Tensor, kernel: str = "auto") -> str:
     """The function for sums over tokens."""
     tables = a.table is not None and b.table is not None
     lengths = *a.matrix.shape, *b.matrix.shape
     scaled = tables and is_e4m3(a.matrix) and is_e4m3(b.matrix)
-    return _select(ends, emulate, scaled and not any(length % STEP for length in lengths))
+    return _select(ends, kernel, scaled and not any(length % STEP for length in lengths))
 
 
-def _select(ends: torch.Tensor, emulate: bool, scaled: bool) -> str:
-    if emulate or ends.device.type != "cuda":
+def _select(ends: torch.Tensor, kernel: str, scaled: bool) -> str:
+    """The function of a kernel's name, for "auto" the first that serves. scaled: `scaled_grouped_mm` takes the operands."""
+    name, capability = KERNELS[kernel], (0, 0)
+    if ends.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(ends.device)
+    if name == "emulate" or capability < GROUPED:
         return "emulate"
-    capability = torch.cuda.get_device_capability(ends.device)
-    if capability < GROUPED:
-        return "emulate"
-    return "scaled_grouped_mm" if scaled and capability[0] in SCALED else "grouped_mm"
+    scaled = scaled and capability[0] in SCALED
+    if name == "scaled_grouped_mm" and not scaled:
+        raise ValueError(
+            "kernel 'scaled_mm' multiplies experts' e4m3 codes with a scale for each row, lengths multiples of 16, on Hopper "
+            "and Blackwell; use 'auto'"
+        )
+    return "scaled_grouped_mm" if scaled and name != "grouped_mm" else "grouped_mm"
 
 
 def is_e4m3(matrix: Matrix) -> bool:
@@ -183,6 +192,12 @@ def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Ten
 
 
 def _emulated(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    # Under autocast torch's product would round its operands to 16 bits.
+    with torch.autocast(ends.device.type, enabled=False):
+        return _emulated_groups(given, ends)
+
+
+def _emulated_groups(given: Given, ends: torch.Tensor) -> torch.Tensor:
     y = given.a.new_zeros(_shape(given.a, given.b, ends))
     if ends.device.type != "cpu":
         return _emulated_unread(given, ends, y)

@@ -78,7 +78,7 @@ def linear_by(settings: Settings, x: torch.Tensor, w: torch.Tensor, offsets: tor
         x = nn.functional.pad(x, (0, more_k))
     if more_n or more_k:
         w = nn.functional.pad(w, (0, more_k, 0, more_n))
-    return grouped_linear(x, w, offsets, settings.recipe, settings.kernel == "emulate")[:, :n]
+    return grouped_linear(x, w, offsets, settings.recipe, settings.kernel)[:, :n]
 
 
 __all__ = ["experts_forward", "follows_transformers", "linear_by"]

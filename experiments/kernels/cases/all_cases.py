@@ -110,6 +110,7 @@ def without_target() -> list[Case]:
         ),
         linear(SCHEMES["int8_rowwise"], wrapped=True),
         *(linear_of_codes(name) for name in ("int8_rowwise", "fp8_rowwise")),
+        *(linear_of_codes("fp8_rowwise", rows) for rows in (16, 64)),
         *(
             linear_pair(SCHEMES[name], gated=gated)
             for gated in (False, True)

@@ -22,6 +22,8 @@ from reference.matmul.linear import transposed
 WEIGHTS = ("14336x4096", "4096x14336")
 #: Rows of inputs whose results are compared.
 COMPARED = 4
+#: How tensor cores add 8-bit floats.
+TENSOR_CORE = {"accumulation": "hopper_fp8", "promote": 128}
 
 
 def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
@@ -77,41 +79,52 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
     )
 
 
-def linear_of_codes(name: str) -> Case:
-    """`fast.linear_of_codes`: a row of inputs that are codes themselves, as dynamic activations make them."""
+def linear_of_codes(name: str, rows: int = 1) -> Case:
+    """`fast.linear_of_codes`: rows of inputs that are codes themselves, as dynamic activations make them."""
     scheme = SCHEMES[name]
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
-        x = normal((2, shape[1]), device, seed + 1)[1:]
+        x = normal((rows + 1, shape[1]), device, seed + 1)[1:]
         return {"x": fast.quantize(x, scheme), "w": fast.quantize(normal(shape, device, seed), scheme)}
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         w, x = quantized_piece(inputs["w"], sample), on_host(inputs["x"])
-        options: dict[str, Any] = {"accumulation": "blocked", "block": w.shape[1], "out_dtype": "bfloat16"}
-        wanted = reference.linear(x, w, **options)
-        result = got[:, sample.start : sample.stop].cpu()
+        result = got[:COMPARED, sample.start : sample.stop].cpu()
         if scheme.element == "int8":
-            return [("values", result, wanted)]
-        right = transposed(w)
-        bound = reference.matmul_error_bound(
-            x, right, accumulation="blocked", block=w.shape[1], out_dtype="bfloat16"
-        )
-        inside = (
-            result.double() - exact(torch.as_tensor(reference.dequantize(x)), w)
-        ).abs() <= torch.as_tensor(bound)
+            options: dict[str, Any] = {
+                "accumulation": "blocked",
+                "block": w.shape[1],
+                "out_dtype": "bfloat16",
+            }
+            return [("values", result, reference.linear(x, w, **options))]
+        x = replace(x, codes=x.codes[:COMPARED], scale=x.scale[:COMPARED], shape=(len(result), x.shape[1]))
+        options = {"accumulation": "blocked", "block": w.shape[1]} if rows == 1 else TENSOR_CORE
+        bound = reference.matmul_error_bound(x, transposed(w), out_dtype="bfloat16", **options)
+        error = (result.double() - exact(torch.as_tensor(reference.dequantize(x)), w)).abs()
+        inside = error <= torch.as_tensor(bound)
         return [("within the bound", inside, torch.ones_like(inside))]
 
+    def scaled_mm(fast: Any, inputs: Inputs) -> Any:
+        x, w = inputs["x"], inputs["w"]
+        codes = [q.codes.view(torch.float8_e4m3fn) for q in (x, w)]
+        return torch._scaled_mm(
+            codes[0], codes[1].t(), scale_a=x.scale, scale_b=w.scale.t(), out_dtype=torch.bfloat16
+        )
+
     return Case(
-        name=f"linear_of_codes.{name}",
+        name=f"linear_of_codes.{name}" + f".rows{rows}" * (rows > 1),
         operation="linear_of_codes",
         scheme=name,
         needs=("linear_of_codes",),
         read=lambda shape: floors.stored_bytes(scheme, shape),
-        moved=lambda shape: floors.stored_bytes(scheme, shape) + shape[1] + floors.wide_bytes((1, shape[0])),
+        moved=lambda shape: (
+            floors.stored_bytes(scheme, shape) + rows * shape[1] + floors.wide_bytes((rows, shape[0]))
+        ),
         make=make,
         call=lambda fast, inputs: fast.linear_of_codes(inputs["x"], inputs["w"], dtype=torch.bfloat16),
         compare=compare,
         shapes=WEIGHTS,
+        beside={} if rows == 1 else {"scaled_mm": scaled_mm},
         host=True,
     )
 

@@ -48,8 +48,12 @@ class CompiledLaunch:
             return signature
         compiled = self._compile(pointers, device)
         if aligned and compiled is not None and direct.SUPPORTED:
-            self.compiled[signature] = DirectLaunch(compiled, self.grid, len(addresses), self.tail)
+            self.compiled[signature] = self._direct(compiled, len(addresses))
         return signature
+
+    def _direct(self, compiled: Any, pointers: int) -> DirectLaunch:
+        """The compiled kernel to be launched past Triton."""
+        return DirectLaunch(compiled, self.grid, pointers, self.tail)
 
     def _compile(self, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
         """Compile where that is needed, and launch."""

@@ -142,7 +142,7 @@ def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
     """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `launch.cache`."""
-    if not _covers(gate, up):
+    if not covers(gate, up):
         return None
     result: torch.Tensor = _launch(gate, up, None).result("y", key)
     return result
@@ -152,7 +152,7 @@ def swiglu_quantize(
     gate: torch.Tensor, up: Any, scheme: str | Scheme, packed: bool, key: Any = None
 ) -> Quantized | None:
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
-    if not _covers(gate, up):
+    if not covers(gate, up):
         return None
     made = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
     if made is None or (made.length > LARGEST_TILE):
@@ -161,7 +161,7 @@ def swiglu_quantize(
     return result
 
 
-def _covers(gate: torch.Tensor, up: Any) -> bool:
+def covers(gate: torch.Tensor, up: Any) -> bool:
     """Whether the arguments are right and not empty; what is wrong with them the reference says."""
     same = isinstance(up, torch.Tensor) and (up.dtype, up.shape, up.device) == (
         gate.dtype,
@@ -175,7 +175,7 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Call:
     """The call that makes y, or codes and scales `into` blocks."""
     block = None if into is None else into.length
     call = Call({"gate": gate, "up": up.detach()}, strided=True)
-    rows, others = _matrices(call.tensors["gate"], call.tensors["up"], block)
+    rows, others = matrices(call.tensors["gate"], call.tensors["up"], block)
     launch = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
     made = {"y": (gate.shape, gate.dtype)} if into is None else into.buffers
     for name, buffer in made.items():
@@ -186,16 +186,17 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Call:
     return call
 
 
-def _strides(*matrices: torch.Tensor) -> tuple[int, ...]:
-    return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in matrices)
+def row_strides(*parts: torch.Tensor) -> tuple[int, ...]:
+    """The distances of rows of matrices."""
+    return tuple(t.stride(0) if len(t) > 1 else t.shape[1] for t in parts)
 
 
 def _by_tiles(
     gate: torch.Tensor, up: torch.Tensor, block: int | None, into: Outputs | None
 ) -> CompiledLaunch:
     """A launch over tiles of whole blocks."""
-    strides = _strides(gate, up)
-    place = _place(*gate.shape, block, max(strides))
+    strides = row_strides(gate, up)
+    place = place_of(*gate.shape, block, max(strides))
     rule, do = (None, None) if into is None else (into.rule, into.block_op)
     constants = (rule, do, HALVES[gate.dtype], *place.constants.values(), not interpreted())
     return CompiledLaunch(swiglu_kernel, place.programs, (*place.integers, *strides, *constants), place.warps)
@@ -208,14 +209,14 @@ def _by_pieces(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Co
     # Rows of a power of two have been joined, and belong to several scales.
     if into is None or into.length != length or apart is None or not takes_row_pieces(into):
         return None
-    strides = _strides(gate, up)
+    strides = row_strides(gate, up)
     wide = rows * max(*strides, length) > INT32 - 2 * LARGEST_TILE
     shape = (wide, apart.a, apart.b, apart.c, 32 * apart.warps)
     constants = (into.rule, into.block_op, HALVES[gate.dtype], *shape, not interpreted())
     return CompiledLaunch(swiglu_pieces_kernel, rows, (length, *strides, *constants), apart.warps)
 
 
-def _matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def matrices(gate: torch.Tensor, up: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """gate and up as matrices whose rows are whole blocks; without gaps between rows, rows as long as suits the kernel."""
     rows, others = _as_rows(gate), _as_rows(up)
     if block is None or block & (block - 1) == 0:
@@ -242,7 +243,7 @@ def _joined(gate: torch.Tensor, up: torch.Tensor, size: int) -> tuple[torch.Tens
     return gate.view(-1, length), up.view(-1, length)
 
 
-def _place(rows: int, length: int, block: int | None, stride: int) -> Tiles:
+def place_of(rows: int, length: int, block: int | None, stride: int) -> Tiles:
     """Tiles of whole blocks."""
     if block is not None and block & (block - 1):
         size = power_above(block)

@@ -23,7 +23,10 @@ LANE = 16
 def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
 ) -> torch.Tensor | None:
-    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`."""
+    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
+
+    Several rows are `scaled_mm.host`'s.
+    """
     launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
     given = {
         "x": x.codes, "x_scale": x.scale, "x_zero": x.zero, "codes": w.codes, "scale": w.scale, "bias": bias

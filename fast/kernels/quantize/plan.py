@@ -260,6 +260,11 @@ def masking_in_place(of: Problem) -> Plan:
     return Plan((Pass(place, of.rule, block_op(saturation="gradient"), ("x", "codes"), (), ("g",)),), {})
 
 
+def statistic_of(of: Problem, place: Geometry) -> Plan:
+    """The statistic of every block, which a kernel with other tiles makes scales of."""
+    return _statistic(of, place, "", "statistic")
+
+
 def _single(of: Problem, do: BlockOp, reads: tuple[str, ...], outputs: dict[str, Buffer]) -> Plan:
     """One pass that writes buffers."""
     return Plan((Pass(of.place, of.rule, do, reads, tuple(outputs)),), outputs)

@@ -9,6 +9,7 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import same_device
 from fast.kernels.rowwise_colwise import kernel
+from fast.kernels.rowwise_colwise.tiles_host import covers, launch_tiles
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from reference import Quantized, Scales
 from reference.arrays.namespace import namespace_of
@@ -26,7 +27,7 @@ def fused_both(
 ) -> Both | None:
     """Both results from one read, or None where no kernel does that. key: of the call, see `launch.cache`."""
     scheme = scheme_of(record)
-    call = _launched(x, scheme, scales, tiled)
+    call = _launched(x, scheme, scales, tiled, packed)
     if call is None:
         return None
     # 8-bit codes are their own packed storage.
@@ -38,16 +39,44 @@ def fused_both(
     return result
 
 
-def _launched(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool) -> Call | None:
+def _launched(x: torch.Tensor, scheme: Scheme, scales: Any, tiled: bool, packed: bool) -> Call | None:
     name = FLOAT_NAMES.get(x.dtype)
-    if name is None or not x.is_contiguous() or x.numel() == 0 or scheme.scale.block not in (32, "tensor"):
+    if name is None or not x.is_contiguous() or x.numel() == 0:
         return None
-    rule = constants_of(scheme, name)
-    if scales is None and scheme.scale.block == 32 and kernel.covers_mx(x, rule):
-        return kernel.mx_both(x, rule, tiled)
-    if scales is not None and not tiled and scheme.scale.block == "tensor" and kernel.covers_given(x, rule):
-        return _given(x, scheme, rule, scales)
+    if scheme.scale.block == 32 and scales is None:
+        rule = constants_of(scheme, name)
+        if kernel.covers_mx(x, rule) and not (packed and scheme.format.bits < 8):
+            return kernel.mx_both(x, rule, tiled)
+    if scales is None and not tiled and _serves(x, scheme, packed) and not _shares_codes(x, scheme):
+        return launch_tiles(x, scheme, True)
+    if scales is not None and not tiled and scheme.scale.block == "tensor":
+        rule = constants_of(scheme, name)
+        return _given(x, scheme, rule, scales) if kernel.covers_given(x, rule) else None
     return None
+
+
+def _serves(x: torch.Tensor, scheme: Scheme, packed: bool) -> bool:
+    """Whether `tiles` makes the codes: nearest ones, 8-bit codes or unpacked ones."""
+    return not (packed and scheme.format.bits < 8) and covers(x, scheme) != ""
+
+
+def _shares_codes(x: torch.Tensor, scheme: Scheme) -> bool:
+    """Whether one tile of float32 codes would leave in both layouts: compiled so, some transposed bytes were other elements'
+    (triton 3.6.0 on an H200, tiles of 64 x 64, every run). Each copy by itself is right."""
+    return x.dtype == torch.float32 and scheme.scale.block == "tensor"
+
+
+def columns_only(x: torch.Tensor, record: str | Scheme, packed: bool, key: Any = None) -> Quantized | None:
+    """x.T along its last axis, from a contiguous x (M, K), or None where no kernel reads x so."""
+    scheme = scheme_of(record)
+    if not _serves(x, scheme, packed):
+        return None
+    rule = constants_of(scheme, FLOAT_NAMES[x.dtype])
+    pairs = scheme.scale.block == 32 and x.element_size() == 2 and kernel.covers_mx(x, rule)
+    call = kernel.mx_columns(x, rule) if pairs else launch_tiles(x, scheme, False)
+    made = Quantized(*NAMES[1], None, None, tuple(x.shape)[::-1], 1, scheme, packed)
+    result: Quantized = call.result(made, key, record)
+    return result
 
 
 def _given(x: torch.Tensor, scheme: Scheme, rule: SchemeConstants, scales: Any) -> Call | None:

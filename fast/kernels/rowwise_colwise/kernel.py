@@ -32,6 +32,7 @@ from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import floored, loaded_scale, power_scale
 from fast.kernels.rules.statistics import absmax
 from fast.kernels.scheme.constants import SchemeConstants
+from fast.kernels.scheme.fast_path_rules import HARDWARE
 
 GROUP = tl.constexpr(32)
 
@@ -123,9 +124,14 @@ def _inverse_of(scale, SCHEME: tl.constexpr):
 
 
 # The MX kernel of float32, and that of pairs: warps down and across, programs down a band (which write the same lines of the
-# transposed codes), registers of a thread (with 80 a multiprocessor has 24 warps).
+# transposed codes), registers of a thread by bits of a code (with 80 a multiprocessor has 24 warps; smaller codes take more).
 WARPS, COLUMNS = 4, 64
-DOWN, ACROSS, BAND, REGISTERS = 4, 2, 2, 80
+DOWN, ACROSS, BAND = 4, 2, 2
+REGISTERS = {8: 80, 6: 96, 4: 128}
+# Elements below 8 bits.
+SMALLER = ("e2m3", "e3m2", "e2m1")
+# Whether what was compared in emulation but not yet on a GPU serves: elements below 8 bits, MX transposes, and `pairs`.
+UNPROVEN = False
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 4
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
@@ -135,9 +141,13 @@ LONGEST = 2**22
 
 
 def covers_mx(x: torch.Tensor, rule: SchemeConstants) -> bool:
-    """Whether an MX kernel serves: an 8-bit float under power-of-two scales of 32, sides that tiles divide, whole words."""
+    """Whether an MX kernel serves: power-of-two scales of 32, sides that tiles divide, whole words.
+
+    Elements are 8-bit floats, or smaller ones of 16-bit inputs.
+    """
     level = rule.level.value
-    mx = rule.power_of_two and rule.fast_path.value in ("e4m3", "e5m2") and level.simple_power
+    paths = (*HARDWARE, *SMALLER) if UNPROVEN and x.dtype != torch.float32 else HARDWARE
+    mx = rule.power_of_two and rule.fast_path.value in paths and level.simple_power
     height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
     whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
     # From 2**2 on no multiplier is subnormal.
@@ -151,13 +161,22 @@ def covers_given(x: torch.Tensor, rule: SchemeConstants) -> bool:
     return plain and whole and max(x.shape) < LONGEST
 
 
+def mx_columns(x: torch.Tensor, rule: SchemeConstants) -> Call:
+    """Run the kernel of pairs for the transposed codes and their plain scales alone."""
+    call, (rows, columns) = Call({"x": x}, words=("x",)), x.shape
+    call.allocate("transposed", (columns, rows), torch.uint8)
+    call.allocate("transposed_scale", (columns, rows // 32), torch.uint8)
+    _mx_pairs(call, SCALES, rule, False, both=False)
+    return call
+
+
 def mx_both(x: torch.Tensor, rule: SchemeConstants, tiled: bool = False, **tuning: int) -> Call:
     """Run an MX kernel on a contiguous matrix; it makes codes, scale, transposed and transposed_scale.
 
     tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`. Plain scales are made of tiled ones where
     tiles have no padding; see `untile`. tuning: see `_mx_floats` and `_mx_pairs`; results do not depend on it.
     """
-    call, (rows, columns) = Call({"x": x}), x.shape
+    call, (rows, columns) = Call({"x": x}, words=("x",)), x.shape
     _allocate_codes(call, x)
     for name, shape in zip(SCALES, ((rows, columns // 32), (columns, rows // 32)), strict=True):
         call.allocate(name, *(tiled_buffer(shape) if tiled else (shape, torch.uint8)))
@@ -192,18 +211,20 @@ def _mx_pairs(
     down: int = DOWN,
     across: int | None = None,
     band: int = BAND,
-    registers: int | None = REGISTERS,
+    registers: int | None = None,
+    both: bool = True,
 ) -> None:
     """16-bit floats in tiles of 32 * down rows and 64 * across columns, down * across warps.
 
-    band: programs that follow each other down the rows, at most. registers: of a thread, at most; None for no limit.
+    band: programs that follow each other down the rows, at most. registers: of a thread, at most; else those of `REGISTERS`.
     """
     height, width = call.tensors["x"].shape
     across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
     band = gcd(tall, band)
     grid = (band, width // (64 * across), tall // band)
-    tail = (height, width, rule, tiled, down, across)
+    tail = (height, width, rule, tiled, both, down, across)
+    registers = registers or REGISTERS[rule.bits]
     kernel = CompiledLaunch(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))
 
@@ -221,7 +242,8 @@ def given_both(x: torch.Tensor, rule: SchemeConstants, scales: tuple[Any, Any]) 
     grid = (band, width // PLAIN_COLUMNS, tall // band)
     call = Call({"x": x, **dict.fromkeys(GIVEN), **dict(zip(SCALES, scales, strict=True))})
     _allocate_codes(call, x)
-    one = scales[0] is scales[1]
+    # Codes of float32 that leave in both layouts: see `host._shares_codes`.
+    one = scales[0] is scales[1] and x.dtype != torch.float32
     tail = (height, width, rule, one, x.numel() >= 2**31, PLAIN_ROWS, PLAIN_COLUMNS)
     pointers = ("x", "codes", "transposed", "scale", "transposed_scale")
     call.launch(CompiledLaunch(given_both_kernel, grid, tail, PLAIN_WARPS), pointers)

@@ -25,10 +25,11 @@ HAS_PTX is False in Triton's interpreter, which knows no instructions: there int
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import NAN, bits_of, float_of, high_float, low_float
+from fast.kernels.bits import NAN, bits_of, float_of, high_float, is_nan, low_float
 from fast.kernels.rules.elements import encode
 from fast.kernels.rules.scale_swizzle import scale_place
 from fast.kernels.rules.scales import power_scale
+from fast.kernels.sm90.bit_tricks import E2M3_BYTES, E3M2_BYTES, e2m1_floats
 from fast.kernels.sm90.fp4 import larger_pair
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -40,22 +41,31 @@ CODES_254 = tl.constexpr(0x01FE01FE)
 
 
 @triton.jit
-def _larger_plain(a, b):
+def larger_plain(a, b):
     """`fp4.larger_pair` for halves below 2**15."""
     return tl.maximum(a & LOW_HALF, b & LOW_HALF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
 @triton.jit
-def _largest(pairs, AXIS: tl.constexpr, HAS_PTX: tl.constexpr):
+def larger_halves(a, b, HAS_PTX: tl.constexpr):
+    """The larger halves of two words."""
+    if HAS_PTX:
+        return larger_pair(a, b)
+    else:
+        return larger_plain(a, b)
+
+
+@triton.jit
+def largest_halves(pairs, AXIS: tl.constexpr, HAS_PTX: tl.constexpr):
     """Maxima of halves along an axis."""
     if HAS_PTX:
         return tl.reduce(pairs, AXIS, larger_pair)
     else:
-        return tl.reduce(pairs, AXIS, _larger_plain)
+        return tl.reduce(pairs, AXIS, larger_plain)
 
 
 @triton.jit
-def _crossed(a, b, HAS_PTX: tl.constexpr):
+def crossed(a, b, HAS_PTX: tl.constexpr):
     """The larger half of a as the low half, that of b as the high half."""
     if HAS_PTX:
         return tl.inline_asm_elementwise(
@@ -115,11 +125,49 @@ def inverse_power(code):
 
 
 @triton.jit
-def _word(a, b, c, d, SCHEME: tl.constexpr):
-    """Codes of four scaled elements in a word; NaN becomes 0x7f."""
+def unit_of(SCHEME: tl.constexpr):
+    """What `word_of_codes` wants scaled elements multiplied by: 8-bit codes of these have the exponents of 6-bit ones."""
+    if SCHEME.has_ptx and SCHEME.fast_path == "e2m3":
+        return 0.015625
+    elif SCHEME.has_ptx and SCHEME.fast_path == "e3m2":
+        return 0.000244140625
+    else:
+        return 1.0
+
+
+@triton.jit
+def _four_bits(a, b, c, d):
+    """Codes of float4_e2m1fn of four elements in the bytes of a word: numbers by `e2m1_floats`, signs from the elements."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 n, m, s, t;
+        prmt.b32 n, $1, $2, 0x0040; prmt.b32 m, $3, $4, 0x0040; prmt.b32 n, n, m, 0x5410;
+        prmt.b32 s, $5, $6, 0x0073; prmt.b32 t, $7, $8, 0x0073; prmt.b32 s, s, t, 0x5410;
+        shr.u32 s, s, 4; lop3.b32 $0, s, 0x08080808, n, 0xEA; }""",
+        "=r,f,f,f,f,f,f,f,f",
+        [e2m1_floats(a, 0.5), e2m1_floats(b, 0.5), e2m1_floats(c, 0.5), e2m1_floats(d, 0.5), a, b, c, d],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def word_of_codes(a, b, c, d, SCHEME: tl.constexpr):
+    """Codes of four scaled elements of a block in a word; NaN becomes 0x7f, or 0 below 8 bits, where all four are NaN."""
     if not SCHEME.has_ptx:
         low = encode(a, None, SCHEME.element) | (encode(b, None, SCHEME.element) << 8)
-        return low | (encode(c, None, SCHEME.element) << 16) | (encode(d, None, SCHEME.element) << 24)
+        word = low | (encode(c, None, SCHEME.element) << 16) | (encode(d, None, SCHEME.element) << 24)
+        return word if SCHEME.bits == 8 else tl.where(is_nan(a), 0, word)
+    elif SCHEME.fast_path == "e2m1":
+        return tl.where(is_nan(a), 0, _four_bits(a, b, c, d))
+    elif SCHEME.fast_path == "e2m3":
+        word = tl.inline_asm_elementwise(
+            E2M3_BYTES, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return tl.where(is_nan(a), 0, word)
+    elif SCHEME.fast_path == "e3m2":
+        word = tl.inline_asm_elementwise(
+            E3M2_BYTES, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return tl.where(is_nan(a), 0, word)
     elif SCHEME.fast_path == "e4m3":
         return tl.inline_asm_elementwise(
             """{ .reg .b16 l, h;
@@ -141,39 +189,40 @@ def _along_rows(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexp
     The first axis is (8 registers, WARPS, 4 lanes). Two of a lane's rows make a pair before lanes are compared.
     """
     LEAD: tl.constexpr = 32 * WARPS
-    own = _largest(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, SCHEME.has_ptx)
+    own = largest_halves(tl.reshape(magnitudes, (LEAD, 2, 4, 4)), 3, SCHEME.has_ptx)
     first, second = tl.split(tl.permute(tl.reshape(own, (2, 4, 4 * WARPS, 2, 4)), (1, 2, 3, 4, 0)))
-    largest = _largest(_crossed(first, second, SCHEME.has_ptx), 3, SCHEME.has_ptx)
+    largest = largest_halves(crossed(first, second, SCHEME.has_ptx), 3, SCHEME.has_ptx)
     by_first, by_second, code, other = _scales(largest, IS_BF16, SCHEME)
-    by = tl.reshape(tl.permute(tl.join(by_first, by_second), (3, 0, 1, 2)), (LEAD, 2, 1))
+    by = tl.reshape(tl.permute(tl.join(by_first, by_second), (3, 0, 1, 2)), (LEAD, 2, 1)) * unit_of(SCHEME)
     code = tl.reshape(tl.permute(tl.join(code, other), (3, 0, 1, 2)), (LEAD, 2))
     a, c = tl.split(tl.reshape(tl.reshape(low, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
     b, d = tl.split(tl.reshape(tl.reshape(high, (LEAD, 2, 16)) * by, (LEAD, 16, 2)))
-    return _word(a, b, c, d, SCHEME), code
+    return word_of_codes(a, b, c, d, SCHEME), code
 
 
 @triton.jit
-def _patchwise(tile, WARPS: tl.constexpr):
+def patchwise(tile, WARPS: tl.constexpr):
     """(8 registers, WARPS, 4 lanes) x 32 as (WARPS, rows of a patch, 32): nothing moves."""
     return tl.reshape(tl.permute(tl.reshape(tile, (8, WARPS, 4, 32)), (1, 2, 0, 3)), (WARPS, 32, 32))
 
 
 @triton.jit
-def _words_of_rows(v, WARPS: tl.constexpr, SCHEME: tl.constexpr):
+def words_of_rows(v, WARPS: tl.constexpr, SCHEME: tl.constexpr):
     """Codes of four neighbouring rows in a word: (WARPS, 32, 32) -> (WARPS, 8, 32)."""
     even, odd = tl.split(tl.permute(tl.reshape(v, (WARPS, 8, 2, 2, 32)), (0, 1, 4, 2, 3)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    return _word(a, b, c, d, SCHEME)
+    return word_of_codes(a, b, c, d, SCHEME)
 
 
 @triton.jit
 def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (WARPS, 8, 64), codes of scales (WARPS, 64)) of blocks of 32 rows."""
-    largest = _largest(_patchwise(magnitudes, WARPS), 1, SCHEME.has_ptx)
+    largest = largest_halves(patchwise(magnitudes, WARPS), 1, SCHEME.has_ptx)
     by_low, by_high, code, other = _scales(largest, IS_BF16, SCHEME)
-    even = _words_of_rows(_patchwise(low, WARPS) * by_low[:, None, :], WARPS, SCHEME)
-    odd = _words_of_rows(_patchwise(high, WARPS) * by_high[:, None, :], WARPS, SCHEME)
+    by_low, by_high = by_low * unit_of(SCHEME), by_high * unit_of(SCHEME)
+    even = words_of_rows(patchwise(low, WARPS) * by_low[:, None, :], WARPS, SCHEME)
+    odd = words_of_rows(patchwise(high, WARPS) * by_high[:, None, :], WARPS, SCHEME)
     words = tl.reshape(tl.join(even, odd), (WARPS, 8, 64))
     return words, tl.reshape(tl.join(code, other), (WARPS, 64))
 
@@ -191,9 +240,12 @@ def _store_scales(
 @triton.jit
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
-    SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    SCHEME: tl.constexpr, TILED: tl.constexpr, BOTH: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """As `mx_both_kernel`, for bfloat16 and float16. Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS."""
+    """As `mx_both_kernel`, for bfloat16 and float16, and for elements below 8 bits too; without BOTH the transpose alone.
+
+    Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS.
+    """
     WARPS: tl.constexpr = DOWN * ACROSS
     row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN)
     column = tl.program_id(1).to(tl.int64) * (64 * ACROSS)
@@ -208,29 +260,31 @@ def mx_pairs_kernel(
     at = at + (lane * pairs + across // 2)[:, None] + tl.arange(0, 32)[None, :] + (turn * pairs)[:, None]
     _both_of_tile(
         tl.load(at), codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-        x.dtype.element_ty == tl.bfloat16, SCHEME, TILED, DOWN, ACROSS,
+        x.dtype.element_ty == tl.bfloat16, SCHEME, TILED, BOTH, DOWN, ACROSS,
     )  # fmt: skip
 
 
 @triton.jit
 def _both_of_tile(
     w, codes, scale, transposed, transposed_scale, row, column, lane, across, turn, rows, columns,
-    IS_BF16: tl.constexpr, SCHEME: tl.constexpr, TILED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    IS_BF16: tl.constexpr, SCHEME: tl.constexpr, TILED: tl.constexpr, BOTH: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Both outputs of a tile of words."""
+    """Both outputs of a tile of words; without BOTH the second alone."""
     WARPS: tl.constexpr = DOWN * ACROSS
     WORDS: tl.constexpr = tl.pointer_type(tl.int32)
     quads = columns // 4
     magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
 
-    made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
-    # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
-    to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
-    to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
-    tl.store(to + (turn * quads)[:, None], made)
-    code = tl.permute(tl.reshape(code, (8, DOWN, ACROSS, 4, 2)), (1, 3, 0, 2, 4))
-    code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
-    _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
+    if BOTH:
+        made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
+        # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
+        to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
+        to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
+        tl.store(to + (turn * quads)[:, None], made)
+        code = tl.permute(tl.reshape(code, (8, DOWN, ACROSS, 4, 2)), (1, 3, 0, 2, 4))
+        code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
+        _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
     made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     made = tl.reshape(

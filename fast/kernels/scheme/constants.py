@@ -15,6 +15,7 @@ from fast.kernels.scheme.fast_path_rules import (
     has_pairs,
     is_fast_stochastic,
     is_outer_ordinary,
+    is_power_ratio,
     is_ranged,
     is_read_by_sequence,
     is_under_outer,
@@ -104,6 +105,7 @@ def _rule(
         fast_stochastic=hardware and not marking and is_fast_stochastic(scheme),
         pairs=has_pairs(scheme, dtype, fast_path) or (ordinary and has_single_pairs(scheme, dtype)) if same is None
         else same.pairs and not same.ranged,
+        power_ratio=quick and is_power_ratio(scheme.scale),
         on_ordinary=ordinary, same=None if same is None else constant_part(same, hardware), has_same=same is not None,
         corrected=ordinary and scheme.apply == "divide" and quotient_sequence(scheme, dtype) == "corrected",
         e4m3_scales=ordinary and scheme.scale.storage != "float32" and not scheme.scale.power_of_two

@@ -94,6 +94,23 @@ def is_quick(record: Scale) -> bool:
     return plain and floors and record.statistic != "minmax_split" and record.target in QUOTIENTS
 
 
+def is_power_ratio(record: Scale) -> bool:
+    """Whether scales are powers of two with normal reciprocals above a ratio, so that exponent fields tell them.
+
+    The quotient m / t of significands from 1 to 2 rounds above 1 exactly if m > t, and above 1/2 in any case.
+    """
+    kind, floor = record.floor or ("", 0.0)
+    plain = record.rule == "ratio_pow2" and record.stored == "decode" and record.storage == "float32"
+    raised = kind == "stored" and not isinstance(floor, str) and floor >= 2.0**-126 and frexp(floor)[0] == 0.5
+    return (
+        plain
+        and raised
+        and record.compute == "float32"
+        and record.statistic == "absmax"
+        and record.target >= 4
+    )
+
+
 def _is_raised(record: Scale, least: float) -> bool:
     """Whether stored scales are raised to `least` or more. "tiny" and "eps" of no dtype lie below 2**-126."""
     kind, value = record.floor or ("", 0.0)

@@ -1,12 +1,14 @@
 """Choices by problem: found again in another process, never half written, for one device and its versions."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ao_lab.gemm import choices
-from ao_lab.gemm.choices import Candidate, Choice, Choices, Problem, rows_range
+from ao_lab.gemm import choices, saved
+from ao_lab.gemm.choices import Candidate, Choice, Problem
+from ao_lab.gemm.problem import SUBSETS, nearest, problem_of, rows_range
 
 CPU = torch.device("cpu")
 PROBLEM = Problem("output", "fp8_rowwise", "fp8_rowwise", 4096, 1024, 64, "torch.bfloat16")
@@ -24,49 +26,139 @@ def test_rows_of_a_range():
     assert [rows_range(rows) for rows in (0, 1, 2, 3, 4, 5, 16384, 16385)] == [1, 1, 2, 4, 4, 8, 16384, 32768]
 
 
+MADE = Choice(
+    PROBLEM, "emulate", (Candidate("scaled_mm", reason="no GPU"), Candidate("emulate", 1e-3, 1e-5, 0.03))
+)
+
+
+def saved_file():
+    path = choices.path_of(CPU)
+    saved.save([MADE], path, saved.device_name(CPU))
+    return path
+
+
+def asked(shape=(64, 4096, 1024), dtype=torch.bfloat16):
+    return choices.tuned("output", "fp8_rowwise", "fp8_rowwise", shape, dtype, CPU)
+
+
+def test_nearest_range():
+    measured = [(16, "a"), (64, "b"), (1024, "c"), (8192, "c")]
+    expected = {1: None, 4: "a", 8: "a", 16: "a", 32: "b", 64: "b", 128: "b", 256: "c", 512: "c"}
+    expected |= {2048: "c", 4096: "c", 16384: "c", 32768: "c", 65536: None}
+    assert {rows: nearest(rows, measured) for rows in expected} == expected
+    assert nearest(8, []) is None
+    assert nearest(64, [(1, "a"), (8192, "b")]) is None  # too far from either, and they differ
+
+
+def test_tokens_are_the_rows_of_every_direction():
+    assert problem_of("output", "", "", (40, 64, 128), torch.float32).rows == 64
+    assert problem_of("input_grad", "", "", (40, 128, 64), torch.float32).rows == 64
+    one, other = (problem_of("weight_grad", "", "", (64, 128, m), torch.float32) for m in (40, 50))
+    assert one == other == Problem("weight_grad", "", "", 128, 64, 64, "torch.float32")
+
+
 def test_what_is_saved_is_read_again():
-    mine = choices.choices_for(CPU)
-    assert mine.kernel(PROBLEM) is None
-    mine.add(
-        Choice(
-            PROBLEM,
-            "emulate",
-            (Candidate("scaled_mm", reason="no GPU"), Candidate("emulate", 1e-3, 1e-5, 0.03)),
-        )
-    )
-    choices.save(mine, choices.path_of(CPU))
+    assert asked() is None
+    saved_file()
+    assert asked() is None  # files are read once
     choices.forget()
-    again = choices.choices_for(CPU)
-    assert again is not mine
-    assert again.found == mine.found
+    assert choices.choices_for(CPU).found == {PROBLEM: MADE}
     assert (
-        choices.tuned("output", "fp8_rowwise", "fp8_rowwise", (33, 4096, 1024), torch.bfloat16, CPU)
-        == "emulate"
+        asked() == asked((33, 4096, 1024)) == asked((32, 4096, 1024)) == asked((65, 4096, 1024)) == "emulate"
     )
-    for other in ((32, 4096, 1024), (65, 4096, 1024), (64, 4096, 1025)):
-        assert choices.tuned("output", "fp8_rowwise", "fp8_rowwise", other, torch.bfloat16, CPU) is None
-    assert choices.tuned("output", "fp8_rowwise", "fp8_rowwise", (64, 4096, 1024), torch.float16, CPU) is None
+    for other in ((64, 4096, 1025), (64, 4095, 1024), (1, 4096, 1024), (512, 4096, 1024)):
+        assert asked(other) is None
+    assert asked(dtype=torch.float16) is None
+
+
+def test_a_new_choice_is_seen_at_once():
+    table = choices.choices_for(CPU)
+    table.add(MADE)
+    assert asked() == "emulate"
+    table.add(replace(MADE, kernel="scaled_mm"))
+    assert asked() == "scaled_mm"
+
+
+def test_deterministic_is_the_default():
+    choices.choices_for(CPU).add(MADE)
+    with choices.default_choices():
+        assert asked() is None
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert asked() is None
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert asked() == "emulate"
 
 
 def test_other_versions_have_another_file(monkeypatch):
     first = choices.path_of(CPU)
-    monkeypatch.setattr(choices, "_version", lambda package: "9.9")
+    monkeypatch.setattr(saved, "_version", lambda package: "9.9")
     assert choices.path_of(CPU) != first
 
 
-def test_a_file_of_another_format_says_so(cache):
-    path = choices.path_of(CPU)
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="tune again"):
-        choices.choices_for(CPU)
+BROKEN = {
+    "no JSON": lambda content: "{",
+    "another format": lambda content: {**content, "format": 1},
+    "another device": lambda content: {**content, "device": "NVIDIA B300"},
+    "a list": lambda content: [content],
+    "no choices": lambda content: {k: v for k, v in content.items() if k != "choices"},
+    "an unknown field": lambda content: {
+        **content,
+        "choices": [{**content["choices"][0], "problem": {"m": 1}}],
+    },
+    "an unknown kernel": lambda content: {
+        **content,
+        "choices": [{**content["choices"][0], "kernel": "gone"}],
+    },
+}
 
 
-def test_a_write_that_fails_leaves_the_old_file(cache, monkeypatch):
-    path = choices.path_of(CPU)
-    choices.save(Choices("cpu"), path)
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_refused_and_tuning_replaces_it(change):
+    path = saved_file()
+    content = change(json.loads(path.read_text()))
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    choices.forget()
+    with pytest.raises(ValueError, match=r"holds no choices.*remove it, or tune again"):
+        asked()
+    with pytest.warns(UserWarning, match="tuning without it"):
+        assert choices.choices_to_tune(CPU).found == {}
+    assert asked() is None
+    saved_file()
+    choices.forget()
+    assert asked() == "emulate"
+
+
+def test_subsets_of_a_training_step_are_checked():
+    assert SUBSETS[0] == "output+input_grad+weight_grad"
+    assert SUBSETS[-1] == "dense"
+    assert len(SUBSETS) == 8
+    training = replace(PROBLEM, direction="training", b="")
+    for kernel, known in (("output+weight_grad", True), ("weight_grad+output", False), ("dense", True)):
+        content = {"format": saved.FORMAT, "device": "d"}
+        content["choices"] = [
+            {"problem": vars(training), "kernel": kernel, "candidates": [{"kernel": kernel}]}
+        ]
+        if known:
+            assert saved.choices_of(content, "d")[0].kernel == kernel
+        else:
+            with pytest.raises(ValueError, match="names no products"):
+                saved.choices_of(content, "d")
+
+
+def test_two_processes_add_to_one_file():
+    path, other = saved_file(), replace(PROBLEM, rows=128)
+    saved.save([replace(MADE, problem=other)], path, saved.device_name(CPU))
+    choices.forget()
+    assert set(choices.choices_for(CPU).found) == {PROBLEM, other}
+
+
+def test_a_write_that_fails_leaves_the_old_file(monkeypatch):
+    path = saved_file()
     before = path.read_text()
-    monkeypatch.setattr(choices.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(saved.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        choices.save(Choices("other"), path)
+        saved.save([], path, "other")
     assert path.read_text() == before

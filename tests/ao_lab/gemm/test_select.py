@@ -118,10 +118,15 @@ def test_one_row_has_the_bits_of_several(activation, shape, dtype, bias, monkeyp
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "fp8_rowwise"])
 @pytest.mark.parametrize(
     ("rows", "length", "newest", "taken"),
-    [(1, 128, (9, 0), 1), (2, 128, (9, 0), 0), (1, 136, (9, 0), 0), (1, 128, (8, 9), 0), (0, 128, (9, 0), 0)],
-)
-def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, taken, monkeypatch):
-    """Of tensors that only say where they would be, and of a GPU that is there in name alone."""
+    [
+        (1, 128, (9, 0), 1), (1, 136, (9, 0), 0), (1, 128, (8, 9), 0), (0, 128, (9, 0), 0), (64, 1024, (9, 0), 1),
+        (20000, 1024, (9, 0), 0), (64, 1040, (9, 0), 0), (64, 1024, (10, 0), 0),
+    ],
+)  # fmt: skip
+def test_few_rows_on_a_gpu_are_multiplied_as_codes(scheme, rows, length, newest, taken, monkeypatch):
+    """Of tensors that only say where they would be, and of a GPU that is there in name alone. Of integers it is one row."""
+    taken = taken if rows == 1 or scheme.startswith("fp8") else 0
+    columns = 48 if rows < 2 else 2048
     seen, multiplied = [], select.linear_of_codes
     monkeypatch.setattr(select, "_capability", lambda index: newest)
     monkeypatch.setattr(
@@ -129,10 +134,10 @@ def test_one_row_on_a_gpu_is_multiplied_as_codes(scheme, rows, length, newest, t
     )
     monkeypatch.setattr(select, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
     with FakeTensorMode(), torch.no_grad():
-        dense = torch.empty(48, length, device="cuda:0", dtype=torch.bfloat16)
+        dense = torch.empty(columns, length, device="cuda:0", dtype=torch.bfloat16)
         w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
         made = functional.linear(dense.new_empty(rows, length), w)
-    assert (made.shape, made.dtype, made.device.type) == ((rows, 48), torch.bfloat16, "cuda")
+    assert (made.shape, made.dtype, made.device.type) == ((rows, columns), torch.bfloat16, "cuda")
     assert len(seen) == taken
 
 

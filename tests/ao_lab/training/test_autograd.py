@@ -13,6 +13,8 @@ from reference import Quantized
 from reference.matmul.linear import transposed
 from reference.training import RECIPES
 from reference.training.linear import operands
+from reference.training.recipe import recipe_of
+from reference.training.recipes import saving_codes
 
 M, K, N = 128, 384, 256
 
@@ -45,10 +47,24 @@ def bound_of(which, recipe, dtype, bias=None, **tensors):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_output_and_gradients(name, dtype, fixed_seed):
     """float32 sums of the operands of the reference."""
+    assert_step(name, dtype, fixed_seed)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_codes", "mxfp4", "nvfp4"])
+def test_products_of_values(name, fixed_seed, monkeypatch):
+    """The same, where operands are values in their tensor's layout: nothing of it depends on a device."""
+    recipe = saving_codes(RECIPES["mxfp8"]) if name == "mxfp8_codes" else RECIPES[name]
+    monkeypatch.setattr(autograd, "serves", lambda *call: True)
+    # bfloat16 rounds what two levels of scales make.
+    assert_step(recipe, "float32" if name == "nvfp4" else "bfloat16", fixed_seed)
+
+
+def assert_step(name, dtype, fixed_seed):
+    recipe = recipe_of(name)
     x, w, g = tensors(getattr(torch, dtype))
     bias = torch.linspace(-1, 1, N).to(x.dtype)
     leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
-    y = training_linear(*leaves, RECIPES[name])
+    y = training_linear(*leaves, recipe)
     y.backward(g)
     dx, dw, _ = reference.training.training_linear_vjp(g, x, w, name, seed=fixed_seed)
     named = {"x": x, "w": w, "g": g, "seed": fixed_seed}
@@ -60,6 +76,33 @@ def test_output_and_gradients(name, dtype, fixed_seed):
         assert found.dtype == truth.dtype == x.dtype
         bound = bound_of(which, name, dtype, bias if which == "output" else None, **named)
         assert bool(((found.double() - truth.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("shape", [(2, 64, K), (128, 1, K), (K,), (0, 16, K)])
+def test_inputs_of_any_rank(shape):
+    """As the matrix of all rows; the output is no view, which hooks of FSDP2 would lose."""
+    x, w = torch.randn(shape).bfloat16(), tensors()[1]
+    flat, recipe = x.reshape(x.numel() // K, K), RECIPES["rowwise"]
+    leaves = [t.clone().requires_grad_() for t in (x, flat)]
+    y, truth = (training_linear(leaf, w, None, recipe) for leaf in leaves)
+    assert not y._is_view()
+    assert torch.equal(y, truth.reshape(*shape[:-1], N))
+    for out in (y, truth):
+        out.sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad.reshape(shape))
+
+
+def test_products_of_values_are_no_views(monkeypatch):
+    """Neither is the output of the way that runs on a GPU alone; here torch's own layer stands in for it."""
+    monkeypatch.setattr(autograd, "serves", lambda *_: True)
+    monkeypatch.setattr(
+        autograd, "dequantized_linear", lambda x, w, bias, *_: torch.nn.functional.linear(x, w, bias)
+    )
+    x, w = torch.randn(2, 64, K).bfloat16().requires_grad_(), tensors()[1]
+    y = training_linear(x, w, None, RECIPES["mxfp8"])
+    assert (y.shape, y._is_view()) == ((2, 64, N), False)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def test_the_gradient_of_the_bias():
@@ -170,3 +213,13 @@ def test_checkpointing_repeats_the_same_bits():
         y.backward(g)
         results.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp"])
+def test_gradients_have_none_of_their_own(name):
+    """A penalty on gradients raises, and does not train as if it were a constant."""
+    x, w = torch.randn(32, 64).requires_grad_(), torch.randn(32, 64).requires_grad_()
+    y = training_linear(x, w, None, RECIPES[name])
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()

@@ -1,4 +1,5 @@
-"""Kernels for tokens sorted by expert in Triton's interpreter: which rows go where, which become zero, and words.
+"""Kernels for tokens sorted by expert in Triton's interpreter: which rows go where, which become zero, and words; and those of
+`hadamard`, in one process.
 
 TRITON_INTERPRET=1 python tests/emulator/programs/grouped.py
 """
@@ -13,11 +14,12 @@ import triton
 
 import reference
 from ao_lab.training.grouped import products
-from ao_lab.training.grouped.kernels import _gather
 from ao_lab.training.grouped.layout import layout_of
 from fast.kernels.encode.random_words import random_words
 from fast.kernels.grouped import gather, zero
+from fast.layers.gather import _gather
 from tests.emulator import quick_interpreter
+from tests.emulator.programs.training import hadamard
 
 #: Ends of groups among rows: groups without rows at both ends and between, all rows in one, none at all, rows of no group.
 CASES = (
@@ -80,6 +82,7 @@ def main() -> None:
         compare_zeros(rows, offsets)
         print(rows, *ends, flush=True)
     compare_words()
+    hadamard.compare_all()
     print("agreed", flush=True)
 
 

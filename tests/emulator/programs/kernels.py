@@ -26,6 +26,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.encode import pointwise
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
+from fast.kernels.rowwise_colwise import host as layouts
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.rowwise_colwise.mxfp8 import _scales
 from fast.kernels.scheme.constants import constants_of
@@ -288,6 +289,9 @@ def compare_both() -> None:
                 rows = 64 if tuning == every[2] else 128
                 compare_pair(both_inputs(dtype, rows, 128), name, (number + len(name)) % 2 == 1, tuning)
             print(name, "both", str(dtype).removeprefix("torch."), flush=True)
+    for name in ("mxfp6_e2m3", "mxfp6_e3m2_rceil", "mxfp4"):
+        compare_pair(both_inputs(torch.bfloat16, 128, 128), name, False, some[0])
+        print(name, "both", flush=True)
 
 
 def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]) -> None:
@@ -301,6 +305,30 @@ def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]
         assert_same_bits(got[part], value.contiguous())
 
 
+def compare_layouts() -> None:
+    """`compare_both_of_tiles`, with what waits for its GPU run."""
+    both.UNPROVEN = True
+    compare_both_of_tiles()
+
+
+def compare_both_of_tiles() -> None:
+    """Both copies and the transpose alone, by tiles that the matrix does not fill, or does; every kind of block."""
+    cases = (("fp8_rowwise", (70, 131)), ("fp8_rowwise", (64, 256)), ("fp8_tensorwise_e5m2", (129, 66)),
+             ("fp8_1x128", (129, 260)), ("fp8_128x128", (130, 257)), ("mxfp4", (32, 160)))  # fmt: skip
+    for number, (name, shape) in enumerate(cases):
+        scheme, dtype = scheme_of(name), (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+        if number % 2:
+            scale = replace(scheme.scale, rule="ratio_pow2" if name != "mxfp4" else "rceil")
+            scheme = replace(scheme, name=f"{name} in powers of two", scale=scale)
+        for specials in (False, True):
+            x = numbers(shape, dtype, specials=specials)
+            wanted = reference.quantize_both(x, scheme)
+            for got, side in zip(layouts.fused_both(x, scheme, None, False), wanted, strict=True):
+                assert_same_bits(got, side)
+            assert_same_bits(layouts.columns_only(x, scheme, False), wanted[1])
+        print(scheme.name, "layouts", *shape, flush=True)
+
+
 def main(groups: list[str]) -> None:
     """Compare some groups."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -311,6 +339,7 @@ def main(groups: list[str]) -> None:
             compare_stochastic()
         elif group == "both":
             compare_both()
+            compare_layouts()
         else:
             compare_schemes(GROUPS[group])
     print("agreed", flush=True)

@@ -22,6 +22,8 @@ from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.linear import select as kernels
 from fast.kernels.quantize import host as quantizer
+from fast.kernels.scaled_mm import host as codes
+from fast.kernels.scaled_mm import tiles
 from reference import SCHEMES, Quantized, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter
@@ -46,7 +48,7 @@ NOT_EXACT = ("nf4",)
 ROWS = 37
 
 
-def compare(record: Scheme, length: int, tiles: bool) -> None:
+def compare(record: Scheme, length: int, several: bool) -> None:
     """A vector, and some rows of 16-bit numbers, with and without a bias."""
     for count, dtype in ((1, torch.float32), (1, torch.float16), (5 if length > 256 else 17, torch.float16)):
         bias = None if count == 17 else torch.arange(ROWS).to(dtype) % 7 - 3
@@ -54,7 +56,7 @@ def compare(record: Scheme, length: int, tiles: bool) -> None:
             w = (exact_weight if exact else weight)(record, ROWS, length)
             x = (exact_inputs if exact else inputs)(count, length, dtype)
             made = kernels.linear(x, w, bias)
-            if count > 1 and not tiles:
+            if count > 1 and not several:
                 assert made is None
                 continue
             assert made is not None, "no kernel takes this"
@@ -119,17 +121,41 @@ def one_bit(x: torch.Tensor, record: Scheme, axis: int) -> None:
         assert_same_bits(quantizer.fake_quantize(x, record, axis, None), fake)
 
 
+#: M, N and K, the schemes of both operands, the dtype, and whether sums are fast: operands in either order of the tensor core,
+#: rows, columns and lengths that fill no tile, K in parts.
+CODES = (
+    ((17, 80, 304), "fp8_rowwise", "fp8_rowwise", torch.float16, True),
+    ((5, 70, 4112), "fp8_tensorwise_e5m2", "fp8_rowwise", torch.float32, False),
+    ((40, 33, 528), "fp8_rowwise", "fp8_rowwise_e5m2", torch.float32, True),
+    ((200, 40, 176), "fp8_tensorwise", "fp8_tensorwise", torch.float16, False),
+)
+
+
+def compare_codes() -> None:
+    """Rows of 8-bit floats as codes: sums are exact, so that results are the reference's."""
+    tiles.LONG = 4096
+    for number, ((m, n, k), left, right, dtype, fast_sums) in enumerate(CODES):
+        x, w = exact_weight(SCHEMES[left], m, k, number), exact_weight(SCHEMES[right], n, k, number + 9)
+        for bias in (None, torch.arange(n) / 3):
+            made = codes.linear_of_codes(x, w, bias, dtype, fast_sums, None)
+            options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
+            assert made is not None
+            assert_same_bits(made, reference.linear(x, w, bias, **options))
+        print("codes", m, n, k, flush=True)
+
+
 def main() -> None:
     """Compare all cases."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     quick_interpreter.install()
-    for scheme, length, tiles in CASES:
+    for scheme, length, several in CASES:
         record = named(scheme) if isinstance(scheme, str) else scheme
         assert record is not None
-        compare(record, length, tiles)
-        print(record.name, length, "tiles" if tiles else "", flush=True)
+        compare(record, length, several)
+        print(record.name, length, "tiles" if several else "", flush=True)
     compare_specials()
     compare_one_bit()
+    compare_codes()
     print("agreed", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Normalization and SwiGLU kernels in Triton's interpreter, on CPU tensors, against the reference.
+"""Normalization, SwiGLU, gradients, rotary embedding: kernels in Triton's interpreter, on CPU tensors, against the reference.
 
     TRITON_INTERPRET=1 python tests/emulator/programs/producers.py normalize|swiglu
 
@@ -23,14 +23,18 @@ from triton.runtime import interpreter
 
 import reference
 from fast.kernels.layers import rms_norm as normalize
-from fast.kernels.layers import swiglu
+from fast.kernels.layers import rms_norm_gradient, rotary, swiglu, swiglu_gradient
 from reference import Quantized
+from reference.layers import gradients
+from reference.layers import rotary as specified_rotary
 from tests.emulator import quick_interpreter
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "int8_rowwise", "int4_g32_asymmetric")
 NORM_SHAPES = ((2, 5, 96), (5, 1536), (3, 3584), (1, 32), (33, 1), (1, 17000))
 GATE_SHAPES = ((33, 384), (5, 4352), (2, 3, 64))
+#: A piece of rows that ends early, rows filled up, sums in two launches.
+GRADIENT_SHAPES = ((2, 96), (35, 64))
 
 
 def fma(_self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -144,8 +148,68 @@ def roughly_gated() -> int:
     return 1
 
 
+def differentiated() -> int:
+    """`rotary`, `rms_norm_vjp` and `swiglu_vjp`: dtypes, shapes, rows that are not finite, all gates, halves of a matrix."""
+    done, rms_norm_gradient.PARTS = roughly_differentiated(), 2
+    for dtype in ("bfloat16", "float32"):
+        for x in [*(normal(shape, dtype, 2) for shape in GRADIENT_SHAPES), extreme(dtype)[:7, :64]]:
+            weight, g, other = (
+                normal(x.shape[-1:], dtype, 3),
+                normal(x.shape, dtype, 4),
+                normal(x.shape, dtype, 5),
+            )
+            for more, eps in ((None, 1e-6), (other, 2.0**-140))[: 2 if dtype == "bfloat16" else 1]:
+                got = rms_norm_gradient.rms_norm_vjp(g, x, weight, eps, more)
+                wanted = gradients.rms_norm_vjp(g, x, weight, eps=eps, residual_grad=more)
+                label = f"rms_norm_vjp {dtype} {tuple(x.shape)}"
+                done += sum(same(label, *part) for part in zip(got, wanted, strict=True))
+    return done + turned() + sum(_gates_differentiated(dtype) for dtype in ("bfloat16", "float16"))
+
+
+def turned() -> int:
+    """`rotary` both ways: dtypes, heads that fill no tile, a table for each batch."""
+    done = 0
+    for dtype in DTYPES:
+        x = normal((2, 5, 3, 12), dtype, 1).transpose(1, 2)
+        tables = [normal((2, 5, 12), dtype, seed) for seed in (2, 3)]
+        for inverse, (c, s) in ((False, tables), (True, [t[0] for t in tables])):
+            wanted = specified_rotary.rotary(x.contiguous(), c, s, inverse=inverse)
+            done += same(f"rotary {dtype}", rotary.rotary(x, c, s, inverse).contiguous(), wanted)
+    return done
+
+
+def _gates_differentiated(dtype: str) -> int:
+    gate = torch.arange(65536).to(torch.int16).view(getattr(torch, dtype)).reshape(256, 256)
+    orders = [torch.randperm(65536, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    one, (g, up) = torch.ones_like(gate), (gate.reshape(-1)[order].reshape(256, 256) for order in orders)
+    both = normal((33, 192), dtype, 1)
+    cases = [(one, gate, one), (g, gate, up), (normal((33, 96), dtype, 2), both[:, :96], both[:, 96:])]
+    cases += [tuple(normal(shape, dtype, seed) for seed in range(3)) for shape in GATE_SHAPES]
+    return sum(
+        same(f"swiglu_vjp {dtype}", *part)
+        for case in cases
+        for part in zip(
+            swiglu_gradient.swiglu_vjp(*case),
+            gradients.swiglu_vjp(*(t.contiguous() for t in case)),
+            strict=True,
+        )
+    )
+
+
+def roughly_differentiated() -> int:
+    """bfloat16's silu' with reciprocals that are wrong by two units, up and down by turns."""
+    gate = torch.arange(65536).to(torch.int16).view(torch.bfloat16).reshape(-1, swiglu.ELEMENTS)
+    gate = gate.repeat_interleave(2, 0)
+    one, exact = torch.ones_like(gate), swiglu_gradient.approximate_reciprocal
+    swiglu_gradient.approximate_reciprocal = rough_reciprocal
+    got, wanted = swiglu_gradient.swiglu_vjp(one, gate, one)[0], gradients.swiglu_vjp(one, gate, one)[0]
+    swiglu_gradient.approximate_reciprocal = exact
+    return same("silu' with a bad reciprocal", got, wanted)
+
+
 if __name__ == "__main__":
     quick_interpreter.install()
     interpreter.InterpreterBuilder.create_fma = fma
     with np.errstate(all="ignore"):
-        print({"normalize": normalized, "swiglu": gated}[sys.argv[1]]())
+        programs = {"normalize": (normalized,), "swiglu": (gated, differentiated)}
+        print(sum(program() for program in programs[sys.argv[1]]))

@@ -70,7 +70,7 @@ def saturation_mask(x, scheme):
     return reference.fake_quantize(x, scheme), None
 
 
-def linear_of_codes(x, w, bias=None, *, dtype):
+def linear_of_codes(x, w, bias=None, *, dtype, fast_sums=False):
     """`fast.linear_of_codes` as the reference specifies it."""
     name = str(dtype).removeprefix("torch.")
     return reference.linear(x, w, bias, accumulation="blocked", block=w.shape[1], out_dtype=name)

@@ -130,7 +130,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     assert registry.chosen(None) == [name for name, made in EXPERIMENTS.items() if made.always]
     assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
     assert registry.chosen(["decode"]) == ["decode"]
-    with pytest.raises(ValueError, match="only the table 'decode'"):
+    with pytest.raises(ValueError, match="only the tables 'decode'"):
         harness_run.reproduce(["ptq"], only=["int8wo"])
     with pytest.raises(ValueError, match="quick, full"):
         settings_for("medium", "cpu", tmp_path)

@@ -37,6 +37,8 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gathered,
     given_both,
     gradient,
+    layouts,
+    mixing,
     mx_both,
     norm,
     noted,
@@ -56,6 +58,9 @@ COMPILED = (
     case(gathered, "float32", kernels=("gather_transposed_kernel",)),
     case(gathered, "float16", (90, 40), 100, kernels=("gather_transposed_kernel",)),
     case(words, kernels=("random_words_kernel",)),
+    case(mixing, length=4, kernels=("columns_kernel",)),
+    case(mixing, axis=1, kernels=("rows_kernel",)),
+    case(mixing, "nvfp4", 0, 1, kernels=("rows_kernel", "rows_kernel")),
     case(zeroed, "zero_tail_", kernels=("zero_tail_kernel",)),
     case(zeroed, "zero_empty_", shape=(8, 1024, 512), kernels=("zero_empty_kernel",)),
     # 8-bit floats: whole rows, long rows in two passes, columns, groups, rectangles, the whole tensor.
@@ -168,6 +173,15 @@ COMPILED = (
     case(gradient, "torchao.int4_g32_tinygemm", given=True, kernels=("slopes_kernel",)),
     case(gradient, "torchao.nf4", "float16", (64, 256), given=True, kernels=("slopes_kernel",)),
     case(given_both, False, dtype="float16", kernels=("given_both_kernel",)),
+    # Both layouts by tiles: those that a matrix does not fill, float32, each kind of block.
+    case(layouts, "fp8_rowwise", "float32", (300, 200), kernels=("maxima_kernel", "tiles_kernel")),
+    case(layouts, "fp8_tensorwise_e5m2", "float16", (129, 66), kernels=("blocks_kernel", "tiles_kernel")),
+    case(layouts, "fp8_1x128", shape=(160, 272), kernels=("tiles_kernel",)),
+    case(layouts, "fp8_128x128_e5m2", "float32", kernels=("tiles_kernel",)),
+    case(layouts, "mxfp6_e2m3", "float32", kernels=("tiles_kernel",)),
+    case(layouts, "mxfp4", rows=False, kernels=("mx_pairs_kernel",)),
+    case(layouts, "fp8_1x128_e5m2", "float16", rows=False, kernels=("pairs_kernel",)),
+    case(mx_both, "mxfp6_e3m2_rceil", "float16", tiled=True, kernels=("mx_pairs_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel", "untile_kernel")),
     case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel", "untile_kernel")),
@@ -210,14 +224,21 @@ COMPILED = (
 
 
 # Takes as long as a dozen others; the same kernels of fewer elements are among those.
-LONG = (case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kernels=THRICE),)
+LONG = (
+    case(quantize, "torchao.nf4", "float16", (1024, 256), packed=True, kernels=THRICE),
+    case(mixing, kernels=("columns_kernel",)),
+    case(mixing, "mxfp4_rceil", kernels=("columns_kernel",)),
+    case(mixing, "mxfp4_rceil", axis=1, kernels=("rows_kernel",)),
+    case(mixing, "nvfp4", 16, values=False, kernels=("columns_kernel", "columns_kernel")),
+)
 
 # What Triton 3.7 compiles with some bytes of stack, and 3.6 without; docs/ARCHITECTURE.md lists them.
 SPILLS_LATER = ("mx_both mxfp8_e5m2_rceil float16",)
 # Bytes of stack that a limit of registers costs the general rules, for the sake of the sequence beside them (`block_launch`).
 LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
-# What is compiled by tests of their own: tests/experiments/decode/test_attention.py.
+# What is compiled by tests of their own: tests/experiments/decode/test_attention.py, and test_layer_gradients.py.
 ELSEWHERE = {"attention_kernel"}
+ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
 
 
 def stay_in_registers(machine, stack=0):

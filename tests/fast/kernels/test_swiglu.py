@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fast.kernels.layers.swiglu import ELEMENTS, _place, swiglu_kernel
+from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_kernel
 from fast.kernels.quantize.outputs import _block_length
 from reference import SCHEMES
 from tests.fast.kernels.compiling.compiled_kernels import compiled, output_arguments
@@ -21,20 +21,20 @@ def swiglu_code(name, dtype):
     """Machine code for rows of 4096."""
     shape = (16384, 4096)
     block = None if name is None else _block_length(SCHEMES[name], shape)
-    place = _place(16384, max(ELEMENTS, block or 1), block, 4096)
+    place = place_of(16384, max(ELEMENTS, block or 1), block, 4096)
     arguments = {"gate": dtype, "up": dtype, "gate_stride": 4096, "up_stride": 4096, **place.arguments,
                  **output_arguments(name, dtype)}  # fmt: skip
     return compiled(swiglu_kernel, arguments, place.warps), place
 
 
 def test_bits_in_the_interpreter():
-    """All gates of both dtypes with two kinds of up, and with bad reciprocals; shapes, schemes, halves of a matrix."""
+    """All gates of both dtypes with two kinds of up, with bad reciprocals; shapes, schemes, halves of a matrix; gradients."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "tests/emulator/programs/producers.py", "swiglu"],
         cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) >= 37
+    assert int(done.stdout) >= 37 + 49
 
 
 @pytest.mark.parametrize(

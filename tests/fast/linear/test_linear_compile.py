@@ -21,6 +21,8 @@ W4A16, W8A16, W8A8, ANY, SMALL_M = (
     (f"{name}_kernel",) for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
 )
 W4A16_PAIR, W8A16_PAIR = ("gemv_w4a16_pair_kernel",), ("gemv_w8a16_pair_kernel",)
+TILES = ("scaled_mm_kernel",)
+IN_PARTS = (*TILES, "add_parts_kernel")
 GATED = W4A16_GATED, W8A16_GATED = ("gemv_w4a16_swiglu_kernel",), ("gemv_w8a16_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 # Scales in float16, as AutoGPTQ and AutoAWQ write them.
@@ -52,6 +54,20 @@ PRODUCTS = (
     case(codes, "fp8_rowwise", "fp8_rowwise", shape=DOWN, kernels=W8A8),
     case(codes, "fp8_tensorwise", "fp8_tensorwise_e5m2", dtype="float16", shape=UP, kernels=W8A8),
     case(codes, "fp8_rowwise_e5m2", "fp8_rowwise", shape=(4096, 2768), bias=True, kernels=W8A8),
+    case(codes, "fp8_rowwise", "fp8_rowwise", 16, fast_sums=True, shape=UP, kernels=TILES),
+    case(codes, "fp8_rowwise", "fp8_rowwise", 64, dtype="float32", bias=True, shape=UP, kernels=TILES),
+    case(codes, "fp8_tensorwise_e5m2", "fp8_tensorwise", 48, shape=DOWN, kernels=TILES),
+    case(
+        codes,
+        "fp8_rowwise",
+        "fp8_rowwise",
+        128,
+        fast_sums=True,
+        dtype="float16",
+        shape=DOWN,
+        kernels=IN_PARTS,
+    ),
+    case(codes, "fp8_rowwise", "fp8_rowwise", 1024, shape=KEYS, kernels=TILES),
     case(pair, "int4_g64", shape=UP, kernels=W4A16_PAIR),
     case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=W4A16_PAIR),
     case(pair, "int8_rowwise", shape=UP, kernels=W8A16_PAIR),
@@ -85,10 +101,11 @@ WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
 
 @pytest.mark.parametrize("one", PRODUCTS, ids=[one.name for one in PRODUCTS])
 def test_products_compile_as_they_are_meant_to(one):
-    (machine,) = launched(one.call)
-    assert (machine.kernel,) == one.kernels
-    assert (machine.local, machine.stack) == (0, 0)
-    assert machine.accesses("LDL") == machine.accesses("STL") == {}
+    machine, *others = machines = launched(one.call)
+    assert tuple(m.kernel for m in machines) == one.kernels
+    for m in machines:
+        assert (m.local, m.stack) == (0, 0)
+        assert m.accesses("LDL") == m.accesses("STL") == {}
     check = {
         W4A16: w4a16,
         W8A16: w8a16,
@@ -98,8 +115,26 @@ def test_products_compile_as_they_are_meant_to(one):
         W8A8: w8a8,
         ANY: any_element,
         SMALL_M: small_m,
+        TILES: tiles,
+        IN_PARTS: tiles,
     }
     check[one.kernels](machine, one.call)
+    for added in others:
+        # Parts, scales and results are read and written 16 bytes at a time.
+        assert added.accesses("LDG").get(16, 0) >= 2
+
+
+def tiles(machine, call):
+    """Both operands go from memory to the tensor core past registers; sums stay in registers, where those of 128 products are
+    added once."""
+    operands = WGMMA.findall(machine.ptx)
+    assert operands
+    assert all(operand.startswith("%rd") for pair in operands for operand in pair)
+    assert "cp.async.bulk.tensor" in machine.ptx
+    assert machine.accesses("LDGSTS") == {}
+    adds = len(re.findall(r"add\.rn\.f32", machine.ptx))
+    biased = call.keywords.get("bias", False)
+    assert adds == machine.elements * ((not call.keywords.get("fast_sums", False)) + biased)
 
 
 def w4a16(machine, call):

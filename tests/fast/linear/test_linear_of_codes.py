@@ -30,11 +30,11 @@ PAIRS = (
 )  # fmt: skip
 
 
-def operands(inputs, weight, rows=48, length=128, seed=0):
+def operands(inputs, weight, rows=48, length=128, seed=0, count=1):
     """Codes of random numbers, and a bias."""
     x, dense, bias = (
         torch.randn(size, generator=torch.Generator().manual_seed(seed + i))
-        for i, size in enumerate(((1, length), (rows, length), (rows,)))
+        for i, size in enumerate(((count, length), (rows, length), (rows,)))
     )
     return fast.quantize(x, inputs), fast.quantize(dense, weight), bias
 
@@ -48,11 +48,12 @@ def specified(x, w, bias, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "weight"), PAIRS)
 def test_it_is_one_block_of_the_reference(inputs, weight, dtype):
-    x, w, bias = operands(inputs, weight)
-    for added in (None, bias):
-        made = linear_of_codes(x, w, added, dtype=dtype)
-        assert (made.shape, made.dtype) == ((1, 48), dtype)
-        assert_same_bits(made, specified(x, w, added, dtype))
+    for count in (1,) if inputs.startswith("int8") else (1, 5, 0):
+        x, w, bias = operands(inputs, weight, count=count)
+        for added in (None, bias):
+            made = linear_of_codes(x, w, added, dtype=dtype, fast_sums=count == 5)
+            assert (made.shape, made.dtype) == ((count, 48), dtype)
+            assert_same_bits(made, specified(x, w, added, dtype))
 
 
 @pytest.mark.parametrize(("inputs", "weight"), PAIRS)
@@ -63,6 +64,7 @@ def test_the_operator(inputs, weight):
     wanted = linear_of_codes(x, w, bias, dtype=torch.bfloat16)
     assert set(torch.library.opcheck(torch.ops.ao_lab.linear_of_codes, given).values()) == {"SUCCESS"}
     assert torch.equal(torch.ops.ao_lab.linear_of_codes(*given), wanted)
+    assert torch.equal(torch.ops.ao_lab.linear_of_codes(*given, fast_sums=True), wanted)
     compiled = torch.compile(
         lambda codes: linear_of_codes(replace(x, codes=codes), w, bias, dtype=torch.bfloat16),
         fullgraph=True,

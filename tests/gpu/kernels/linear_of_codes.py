@@ -1,5 +1,6 @@
 """`fast.linear_of_codes`, and layers of one row that it computes: exact sums bit for bit, others inside the bound of float32,
-the same bits each time, those of several rows, and right in a stream of kernels.
+the same bits each time, those of several rows, and right in a stream of kernels. Several rows of 8-bit floats: exact sums bit
+for bit in every tile, and others with the bits of the tensor core's model.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ SHIPPED = ((14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008), (2048, 286
 ELEMENTS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
+#: Rows that fill a tile, and those that do not; weights that fill none, and one whose K is split.
+ROWS = (2, 3, 16, 17, 33, 64, 65, 100, 128, 200, 512)
+TILED = ((37, 528), (1000, 1040), (4096, 14336), (70, 2768), (2048, 4112))
+
+
 def jobs(settings: Settings) -> list[Job]:
     """Family "codes"."""
     step = 1 if settings.fraction > FEW else 8
@@ -51,6 +57,11 @@ def jobs(settings: Settings) -> list[Job]:
         Job("codes", f"stream {name}", NAME, stream_case, (name,), 3.0)
         for name in ("int8_rowwise", "fp8_rowwise")
     ]
+    made += [
+        Job("codes", f"rows {pair[0]} x {pair[1]}", NAME, rows_case, (*pair, i), 6.0)
+        for i, pair in enumerate([pair for pair in PAIRS if pair[0].startswith("fp8")][::step])
+    ]
+    made.append(Job("codes", "rows of the model", NAME, model_case, (), 3.0))
     return [*made, Job("codes", "views", NAME, view_case, (), 2.0)]
 
 
@@ -100,10 +111,68 @@ def random_case(run: Run, inputs: str, weight: str) -> None:
     run.record(NAME, "bound", got.numel(), bad, ["farther away than the bound"])
 
 
-def called(run: Run, x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+def rows_case(run: Run, inputs: str, weight: str, index: int) -> None:
+    """Sums that 14 bits hold, so that the tensor core's are exact, in all tiles; a hundred times, as tiles are read ahead."""
+    few = run.settings.fraction <= FEW
+    for number, (n, k) in enumerate(TILED[:2] if few else TILED):
+        w = drawn(weight, (n, k), 2, number)
+        for rows in ROWS[:4] if few else ROWS:
+            dtype, bias = DTYPES[(rows + index) % 3], None
+            if (rows + index) % 2:
+                bias = torch.randn(n, generator=cases.generator(rows)).to(DTYPES[number % 3])
+            x = drawn(inputs, (rows, k), 2, rows + 50)
+            wanted = specified(x, w, bias, dtype)
+            for fast_sums in (False, True):
+                label = f"{rows} rows {(n, k)}{' fast' * fast_sums}"
+                run.compare(NAME, label, called(run, x, w, bias, dtype, fast_sums), wanted)
+    repeated(run, inputs, weight)
+
+
+def repeated(run: Run, inputs: str, weight: str) -> None:
+    """One product after the other into memory of the one before."""
+    shape = (1024, 4096) if run.settings.fraction > FEW else (48, 512)
+    placed = run.put((drawn(inputs, (24, shape[1]), 2, 1), drawn(weight, shape, 2, 2)))
+    made = run.guarded(lambda: run.fast.linear_of_codes(*placed, dtype=torch.bfloat16))
+    if isinstance(made, Failure):
+        run.record(NAME, "repeated", 1, 1, [f"{made.kind}: {made.text}"], status="error")
+        return
+    times = run.settings.few(REPETITIONS, 3)
+    differ = sum(
+        not torch.equal(run.fast.linear_of_codes(*placed, dtype=torch.bfloat16), made) for _ in range(times)
+    )
+    run.record(NAME, f"rows x {times}", times, differ, [f"{differ} of {times} repetitions differ"])
+
+
+def model_case(run: Run) -> None:
+    """Numbers with all their digits: inside the bound, and where the device has a Hopper's tensor core its model's bits."""
+    x = reference.quantize(cases.inputs(24, 1040, torch.float32), "fp8_rowwise")
+    w = reference.quantize(cases.inputs(40, 1040, torch.float32, 3), "fp8_rowwise")
+    exact = reference.dequantize(x).double() @ reference.dequantize(w).double().t()
+    for fast_sums, promote in ((False, 128), (True, None)):
+        got = called(run, x, w, None, torch.float32, fast_sums)
+        if isinstance(got, Failure):
+            run.record(NAME, "model", 1, 1, [f"{got.kind}: {got.text}"], status="error")
+            continue
+        options: dict[str, Any] = {"accumulation": "hopper_fp8", "promote": promote}
+        bound = reference.matmul_error_bound(x, transposed(w), **options)
+        bad = int((~((got.cpu().double() - exact).abs() <= bound)).sum())
+        run.record(NAME, f"bound promote={promote}", got.numel(), bad, ["farther away than the bound"])
+        if run.device.type == "cuda" and torch.cuda.get_device_capability(run.device) == (9, 0):
+            run.compare(NAME, f"promote={promote}", got, reference.matmul(x, transposed(w), **options))
+
+
+def called(
+    run: Run,
+    x: Quantized,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast_sums: bool = False,
+) -> Any:
     """What the function makes of tensors on the device; twice, since the second call is a replay."""
     placed = run.put((x, w, bias))
-    first, again = (run.guarded(lambda: run.fast.linear_of_codes(*placed, dtype=dtype)) for _ in range(2))
+    options = {"dtype": dtype, "fast_sums": fast_sums} if fast_sums else {"dtype": dtype}
+    first, again = (run.guarded(lambda: run.fast.linear_of_codes(*placed, **options)) for _ in range(2))
     if not isinstance(first, Failure) and not isinstance(again, Failure):
         run.compare(NAME, "called again", again, first)
     return first

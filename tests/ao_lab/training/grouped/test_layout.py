@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from ao_lab.training.grouped.kernels import gather_transposed
 from ao_lab.training.grouped.layout import layout_of
+from fast.layers.gather import gather_transposed
 from reference.training.grouped import padded_rows
 
 

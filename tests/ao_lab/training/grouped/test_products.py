@@ -44,8 +44,14 @@ def chosen(monkeypatch, on_hopper):
     """The functions of a GPU: scaled products where operands allow them, or bfloat16 alone."""
     names = []
 
-    def select(ends, emulate, scaled):
-        names.append("emulate" if emulate else "scaled_grouped_mm" if scaled and on_hopper else "grouped_mm")
+    def select(ends, kernel, scaled):
+        names.append(
+            "emulate"
+            if kernel == "emulate"
+            else "scaled_grouped_mm"
+            if scaled and on_hopper
+            else "grouped_mm"
+        )
         return names[-1]
 
     monkeypatch.setattr(products, "_select", select)
@@ -123,7 +129,7 @@ def test_accumulation_and_emulation(monkeypatch):
         )
     ]
     x, w, _ = tensors()
-    grouped_linear(x, w, offsets_of("uneven"), RECIPES["rowwise"], True)
+    grouped_linear(x, w, offsets_of("uneven"), RECIPES["rowwise"], "emulate")
     assert names[-1] == "emulate"
 
 

@@ -10,6 +10,7 @@ import fast.kernels
 from ao_lab.config.recipe import named
 from fast.kernels.encode import pointwise, random_words
 from fast.kernels.grouped import gather, zero
+from fast.kernels.hadamard import host as hadamard
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import pair_host as pair_linear
@@ -18,7 +19,9 @@ from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize import vjp
+from fast.kernels.rowwise_colwise import host as layouts_host
 from fast.kernels.rowwise_colwise import kernel as both
+from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
@@ -94,6 +97,19 @@ def mx_both(name="mxfp8_e4m3", dtype="bfloat16", tiled=False, **tuning):
     return both.mx_both(empty(BIG, dtype), constants_of(SCHEMES[name], dtype), tiled, **tuning)
 
 
+def layouts(name, dtype="bfloat16", shape=BIG, rows=True, power=False):
+    scheme = SCHEMES[name]
+    if power:
+        scale = replace(scheme.scale, rule="ratio_pow2")
+        scheme = replace(scheme, name=f"{name} in powers of two", scale=scale)
+    call = layouts_host.fused_both if rows else layouts_host.columns_only
+    both.UNPROVEN = True
+    try:
+        return call(empty(shape, dtype), scheme, *((None, False) if rows else (False,)))
+    finally:
+        both.UNPROVEN = False
+
+
 def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):
     scale, other = empty((), "float32"), empty((), "float32")
     scales = (scale, scale if one else other)
@@ -141,6 +157,18 @@ def zeroed(which, dtype="bfloat16", shape=BIG):
     return y
 
 
+def mixing(name=None, length=32, axis=0, dtype="bfloat16", shape=BIG, values=True):
+    """Blocks mixed, and quantized by words drawn in place."""
+    scheme = None
+    if name is not None:
+        scheme = replace(SCHEMES[name], name=f"{name}_stochastic", rounding="stochastic")
+    rule, x = hadamard.Rule(scheme, length, axis), empty(shape, dtype)
+    assert hadamard.covers(x, rule)
+    if scheme is None:
+        return hadamard.mixed(x, rule)
+    return (hadamard.values if values else hadamard.quantized)(x, rule, 2**62 + 5, 4)
+
+
 def words(shape=BIG):
     """Random words."""
     return random_words.random_words(shape, 2**62 + 5, 4, torch.device("cpu"))
@@ -169,14 +197,16 @@ def gated(name, dtype="bfloat16", shape=(4096, 4096)):
     return pair_linear.linear_swiglu(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
 
 
-def codes(inputs, weight, dtype="bfloat16", shape=(4096, 4096), bias=False):
-    """One row of codes times a weight of codes."""
+def codes(inputs, weight, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False, fast_sums=False):
+    """Rows of codes times a weight of codes."""
     x, w = (
         Quantized(empty(size, "uint8"), kept.scale, kept.outer, kept.zero, size, 1, scheme)
-        for size, scheme in (((1, shape[1]), named(inputs)), (shape, named(weight)))
+        for size, scheme in (((rows, shape[1]), named(inputs)), (shape, named(weight)))
         for kept in (scales_of(scheme, size, 1),)
     )
     added = empty(shape[:1], dtype) if bias else None
+    if rows > 1:
+        return code_rows.linear_of_codes(x, w, added, getattr(torch, dtype), fast_sums, None)
     return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)
 
 

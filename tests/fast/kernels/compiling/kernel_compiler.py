@@ -28,6 +28,7 @@ from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
 from fast.kernels.linear import w8a8_host as code_linear
+from fast.kernels.scaled_mm import host as code_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -104,14 +105,14 @@ def compiling(found: list[Machine]) -> Iterator[None]:
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
     cache.CALLS.clear()
-    for module in (linear, code_linear, pair_linear):
+    for module in (linear, code_linear, code_rows, pair_linear):
         module._launch.cache_clear()
     try:
         yield
     finally:
         JITFunction.run = run
         driver._active = active
-        for module in (linear, code_linear, pair_linear):
+        for module in (linear, code_linear, code_rows, pair_linear):
             module._launch.cache_clear()
         cache.CALLS.clear()
         cache.CALLS.update(kept)
@@ -136,12 +137,21 @@ def tile(arguments: dict[str, Any]) -> int:
             arguments["WARPS_K"]
             * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.W4A16_ROWS * linear.W4A16_UNIT)
         )
+    if "BLOCK_K" in arguments:
+        # Sums of the tensor core.
+        return int(arguments["BLOCK_M"] * arguments["BLOCK_N"])
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
+    if "WORDS" in arguments:
+        return int(4 * arguments["P"] * arguments["WORDS"])
+    if "C" in arguments and "LENGTH" in arguments:
+        return int(arguments["C"] * arguments["LENGTH"])
     if "C" in arguments:
         return int(arguments["A"] + arguments["B"] + arguments["C"])
     if "P" in arguments:
         return int(arguments["P"] * arguments["SIZE"])
+    if "SPLITS" in arguments:
+        return int(arguments["SIZE"])
     rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]
     return int(rows * arguments.get("COLUMNS", arguments.get("SIZE")))
 

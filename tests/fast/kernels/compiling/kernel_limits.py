@@ -12,6 +12,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gate,
     gathered,
     given_both,
+    layouts,
     mx_both,
     norm,
     pack,
@@ -114,6 +115,16 @@ HOT = (
         case(mx_both, kernels=("mx_pairs_kernel", "untile_kernel")),
         (Moves(2, 1, 12.9, few=12), Moves(1, 1, 8.4, load=4)),
     ),
+    (
+        case(layouts, "fp8_rowwise", power=True, kernels=("maxima_kernel", "pairs_kernel")),
+        (Moves(2, 0, 9.0), Moves(2, 1, 11.0, few=14)),
+    ),
+    (
+        case(layouts, "fp8_tensorwise", kernels=("blocks_kernel", "pairs_kernel")),
+        (Moves(2, 0, 4.8), Moves(2, 1, 7.5, few=14)),
+    ),
+    (case(layouts, "fp8_1x128", kernels=("pairs_kernel",)), (Moves(2, 1, 16.5, few=14),)),
+    (case(layouts, "fp8_128x128", kernels=("pairs_kernel",)), (Moves(2, 1, 9.6, few=14),)),
     (case(given_both, True, kernels=("given_both_kernel",)), (Moves(2, 2, 12.9),)),
     # Along the first axis: 8 columns a thread, so 8 codes at a time; 16 where an earlier pass left the scales.
     (case(quantize, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(2, 1, 8.4, store=8),)),

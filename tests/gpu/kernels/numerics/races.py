@@ -19,7 +19,10 @@ REPETITIONS = 100
 SHAPE = (1024, 1024)
 #: Functions of quantized tensors are repeated for these.
 STORED = ("mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_128x128", "int4_g32_asymmetric", "nf4")
-FUSED = ("mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_rowwise", "fp8_tensorwise", "int8_rowwise")
+FUSED = (
+    "mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_rowwise", "fp8_rowwise_e5m2", "fp8_tensorwise", "fp8_1x128", "fp8_128x128",
+    "int8_rowwise",
+)  # fmt: skip
 
 
 def jobs(settings: Settings) -> list[Job]:
@@ -92,6 +95,14 @@ def fused_race(run: Run, name: str) -> None:
     x, up = normals(shape, "bfloat16", seed=4), normals(shape, "bfloat16", seed=5)
     weight = normals(shape[-1:], "bfloat16", seed=6)
     repeat(run, "quantize_both", "matrix", x, name)
+    odd = x[: shape[0] - 32, : shape[1] - 32] if SCHEMES[name].scale.partial else x
+    repeat(run, "quantize_both", "float16", np.ascontiguousarray(odd).astype(np.float16), name)
+    turned = run.put(x).t()
+    wanted = run.expect("quantize", np.ascontiguousarray(x.T), name)
+    for step in range(run.settings.few(REPETITIONS, 5)):
+        got = run.guarded(lambda: run.fast.quantize(turned, name))
+        if not run.compare("quantize", f"transpose {step}", got, wanted):
+            return
     repeat(run, "rms_norm_quantize", "with residual", x, weight, name, residual=up)
     repeat(run, "swiglu_quantize", "product", x, up, name)
 

@@ -111,7 +111,8 @@ def compare_layer(recipe, axis, mesh):
     x, g = (random(128, n, seed=n) * torch.linspace(0.1, 9, n).to(DEVICE, DTYPE) for n in (256, 512))
     expected, y, dx = step(one, x, g)
     found, part_y, part_dx = step(many, x if axis == "N" else mine(x, 1), mine(g, 1) if axis == "N" else g)
-    for pair, wanted, names in zip(found, expected, ORDER, strict=True):
+    # Alone, a layer of which nothing is quantized is torch's own.
+    for pair, wanted, names in zip(found, expected, ORDER, strict=True) if expected else ():
         for a, b, name in zip(pair, wanted, names, strict=True):
             assert_part(a, b, name, axis, recipe)
     y, dx = (mine(y, 1), dx) if axis == "N" else (y, mine(dx, 1))

@@ -1,4 +1,7 @@
-"""`fast.kernels.grouped` for what torch traces: operators under a tracer, kernels on GPUs, torch operations elsewhere."""
+"""Rows of a matrix by index as columns: an operator under a tracer, a kernel on GPUs, torch operations elsewhere.
+
+No name of `fast` itself: operands of products of tokens sorted by expert.
+"""
 
 from __future__ import annotations
 

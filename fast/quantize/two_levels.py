@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from ao_lab.training import functions
+from fast.formats.encode import decode, encode
+from fast.quantize.quantize import choose_scales
 from reference import Scheme
 from reference.schemes.record_text import record_of
 from reference.schemes.scale import Scale
@@ -58,13 +59,15 @@ def scales_of_two_levels(
     """
     plain, storage = without_outer(scheme.key), scheme.scale.storage
     finite = torch.where(x.isfinite(), x, x.new_zeros(()))
-    outer = shared(functions.choose_scales(finite, of_outer(scheme.key)).scale)
-    exact = divided(functions.choose_scales(x, plain).scale, outer)
-    stored = functions.rounded(exact, storage)
+    outer = shared(choose_scales(finite, of_outer(scheme.key)).scale)
+    exact = divided(choose_scales(x, plain).scale, outer)
+    stored = decode(encode(exact, storage), storage)
     floor = scheme.scale.floor
     if floor is not None and floor[0] == "stored":
         stored = stored.clamp(min=float(floor[1]))  # NaN stays
-    return stored * outer
+    # A product of NaN has the sign and payload that the device gives it; scales have one NaN.
+    made = stored * outer
+    return torch.where(made.isnan(), torch.full((), torch.nan, device=made.device), made)
 
 
 def _outer_of(scheme: Scheme) -> Scale:

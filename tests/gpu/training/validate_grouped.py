@@ -1,6 +1,6 @@
 """On a GPU: linear layers of experts by every recipe, operands bit for bit, products within bounds, and speed.
 
-    PYTHONPATH=. python tests/gpu/validate_grouped.py [--device cpu] [--only PART] [--no-speed]
+    PYTHONPATH=. python tests/gpu/training/validate_grouped.py [--device cpu] [--only PART] [--no-speed]
 
 Operands are compared with those of the CPU, which tests compare with the reference. After it, that nothing waits for the GPU,
 that a CUDA graph serves other groups, and that torch.compile changes no bit. Then times of forward and backward beside torch's
@@ -13,12 +13,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import reference
 from ao_lab.training.grouped import autograd, casts, products
@@ -27,10 +28,11 @@ from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.sort import combine, dispatch, sort_by_expert
 from ao_lab.training.products import values
 from reference import Quantized
+from reference.matmul.linear import transposed
 from reference.training import RECIPES
 from reference.training.grouped import group_step
 from reference.training.recipe import Recipe
-from tests.gpu import grouped_speed
+from tests.gpu.training import grouped_speed
 
 SEED = 7
 #: T, K, N and ends of the groups: none at the ends and between, one group of all, few rows, rows of no group, many groups.
@@ -117,30 +119,60 @@ def check_products(name: str, case: Any, device: str) -> list[str]:
         else:
             y = products.columns_product(a, b, layout.ends, record, torch.bfloat16)
             used = products.select_columns(a, b, offsets)
-        a, b = (one.matrix if isinstance(one, casts.Columns) else one for one in (a, b))
-        wide = torch.bfloat16 if used == "grouped_mm" else torch.float32
-        a, b = (values(one, wide).cpu() for one in (a, b))
         ends = (offsets if rows else layout.ends).tolist()
-        if not within(y.cpu(), a, b, ends, used, rows):
+        if not within(y.cpu(), prepared(a, used), prepared(b, used), ends, used):
             wrong.append(f"{which} by {used} is outside its bound")
     return wrong
 
 
-def within(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: list[int], used: str, rows: bool) -> bool:
+def prepared(operand: Any, used: str) -> Any:
+    """An operand on the host as the function takes it: codes with their scales, or values."""
+    columns = isinstance(operand, casts.Columns)
+    matrix, table = (operand.matrix, operand.table) if columns else (operand, None)
+    if used == "scaled_grouped_mm":
+        codes = replace(matrix, codes=matrix.codes.cpu(), scale=matrix.scale.cpu())
+        return casts.Columns(codes, table.cpu()) if columns else codes
+    made = values(matrix, torch.bfloat16 if used == "grouped_mm" else torch.float32).cpu()
+    return casts.Columns(made) if columns else made
+
+
+def group_of(operand: Any, expert: int, part: slice) -> Any:
+    """What one group has of an operand: rows `part` of a matrix, or columns `part`, under the group's scale of each row."""
+    columns = isinstance(operand, casts.Columns)
+    matrix = operand.matrix if columns else operand
+    if not isinstance(matrix, Quantized):
+        return matrix[:, part] if columns else matrix[part]
+    if not columns:
+        codes, scale, scheme = matrix.codes[part], matrix.scale[part], matrix.scheme
+    else:
+        codes, scale = matrix.codes[:, part].contiguous(), operand.table[expert][:, None]
+        scheme = casts.in_blocks(matrix.scheme.key, -1)
+    return Quantized(codes, scale, None, None, tuple(codes.shape), 1, scheme)
+
+
+def within(y: torch.Tensor, a: Any, b: Any, ends: list[int], used: str) -> bool:
     """Whether every group's result lies within the bound of the sum that its function computes, and the rest is zero."""
-    good, start = True, 0
-    b = b.reshape(len(ends), -1, b.shape[1]) if rows else b
+    good, start, rows = True, 0, not isinstance(a, casts.Columns)
     for expert, end in enumerate(ends):
         part = slice(start, end)
-        left, right = (a[part], b[expert].T) if rows else (a[:, part], b[:, part].T)
         made = y[part] if rows else y[expert]
         if start == end:
             good &= rows or not made.any()
         else:
+            height = b.shape[0] // len(ends) if rows else 0
+            other = slice(expert * height, (expert + 1) * height) if rows else part
+            left, right = group_of(a, expert, part), group_of(b, expert, other)
+            right = transposed(right) if isinstance(right, Quantized) else right.T
             bound = reference.matmul_error_bound(left, right, out_dtype="bfloat16", **TIERS[used])
-            good &= bool(((made.double() - left.double() @ right.double()).abs() <= bound).all())
+            truth = exact(left) @ exact(right)
+            good &= bool(((made.double() - truth).abs() <= bound).all())
         start = end
     return good and not (y[start:].any() if rows else False)
+
+
+def exact(matrix: Any) -> torch.Tensor:
+    """The float64 values of a matrix."""
+    return (reference.dequantize(matrix) if isinstance(matrix, Quantized) else matrix).double()
 
 
 def poison_free_memory(device: str) -> None:

@@ -1,6 +1,6 @@
 """torchtitan's debug model on GPUs, in bfloat16 and with layers that train by a recipe.
 
-    PYTHONPATH=. python tests/gpu/run_torchtitan.py FOLDER [--gpus 1] [--steps 30] [--recipe rowwise] [--gathered]
+    PYTHONPATH=. python tests/gpu/training/run_torchtitan.py FOLDER [--gpus 1] [--steps 30] [--recipe rowwise] [--gathered]
 
 Needs torchtitan 0.3.0 and what that needs; says what is missing, and ends with status 2. Under torch 2.11 two names of torch
 2.13 are supplied, which torchtitan imports and these runs do not use. The wheel lacks a tokenizer and a text: FOLDER gets both,
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([0-9.]+)")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 #: The module that torchtitan imports; it is written into FOLDER.

@@ -1,0 +1,104 @@
+"""The file of a device's choices: one for each device and its library versions, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ao_lab.gemm.problem import DIRECTIONS, SUBSETS, Candidate, Choice, Problem
+
+#: Version of the file's layout and of what its entries mean: files of another one are not read.
+FORMAT = 2
+
+
+def device_name(device: torch.device) -> str:
+    """What a choice depends on beside the problem: the device, and the libraries whose kernels are chosen among."""
+    # Tracers follow programs of GPUs on machines that have none.
+    named = device.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(device) if named else device.type
+    libraries = ", ".join(f"{package} {_version(package)}" for package in ("triton", "ao-lab"))
+    built = f" (CUDA {torch.version.cuda})" if device.type == "cuda" else ""
+    return f"{name}, torch {torch.__version__}{built}, {libraries}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def folder() -> Path:
+    """Where choices are saved: AO_LAB_CACHE, else the user's cache."""
+    own = os.environ.get("AO_LAB_CACHE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(own) if own else cache / "ao_lab") / "tuned"
+
+
+def path_of(device: torch.device) -> Path:
+    """The file of a device."""
+    safe = "".join(c if c.isalnum() or c in ".-+" else "_" for c in device_name(device))
+    return folder() / f"{safe}.json"
+
+
+def read(path: Path, device: str) -> list[Choice]:
+    """The choices in a file, none where there is no file; ValueError for one that is broken or of another device."""
+    try:
+        return choices_of(json.loads(path.read_text()), device)
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} holds no choices of ao_lab.tune for this device ({error}); remove it, or tune again: that replaces it"
+        ) from None
+
+
+def choices_of(content: Mapping[str, Any], device: str) -> list[Choice]:
+    """The choices of a file's content; ValueError, KeyError or TypeError where the content is no such file's."""
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT}")
+    if content["device"] != device:
+        raise ValueError(f"it is of {content['device']!r}, not of {device!r}")
+    return [_checked(one) for one in content["choices"]]
+
+
+def _checked(one: Mapping[str, Any]) -> Choice:
+    problem = Problem(**one["problem"])
+    lengths = (problem.n, problem.k, problem.rows)
+    if problem.direction not in DIRECTIONS or not all(type(n) is int and n >= 0 for n in lengths):
+        raise ValueError(f"{problem} is no product")
+    kernel = one["kernel"]
+    if problem.direction == "training" and kernel not in SUBSETS:
+        raise ValueError(f"{kernel!r} names no products of a training step")
+    candidates = tuple(Candidate(**candidate) for candidate in one["candidates"])
+    if kernel not in {c.kernel for c in candidates}:
+        raise ValueError(f"{kernel!r} was chosen and is none of the candidates")
+    return Choice(problem, kernel, candidates)
+
+
+def save(choices: Iterable[Choice], path: Path, device: str) -> None:
+    """Write choices to a file, beside those of other problems that it holds; a file that cannot be read is replaced."""
+    try:
+        all_of_them = {choice.problem: choice for choice in read(path, device)}
+    except ValueError:
+        all_of_them = {}
+    all_of_them |= {choice.problem: choice for choice in choices}
+    content = {
+        "format": FORMAT,
+        "device": device,
+        "choices": [asdict(choice) for choice in all_of_them.values()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
+
+
+__all__ = ["device_name", "path_of", "read", "save"]

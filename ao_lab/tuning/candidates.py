@@ -1,0 +1,144 @@
+"""The candidates of a layer, measured: functions for each product, and which products of a training step stay dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ao_lab.gemm import select
+from ao_lab.gemm.problem import SUBSETS, Choice, problem_of
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.autograd import training_linear
+from ao_lab.training.products import PRODUCTS as TRAINING
+from ao_lab.training.products import has_fp8, product
+from ao_lab.training.restricted import prepare
+from ao_lab.tuning.decide import MARGIN, TRAINING_MARGIN, Limits, best, measured
+from ao_lab.tuning.measure import Call, exact_product, relative_error
+from ao_lab.tuning.operands import Pair, pairs_of
+from ao_lab.tuning.samples import Sample, ServingSample, TrainingSample
+from reference.training.recipe import PRODUCTS, Recipe
+
+#: Rows of an operand that errors are measured on.
+ERROR_ROWS = 256
+#: The function that takes everything, and is never the quickest where another one does.
+EMULATION = "emulate"
+
+
+def choices_of(sample: Sample, limits: Limits) -> Iterator[Choice]:
+    """The choices of a layer. Each is to be in the device's table before the next is asked for: a step is timed with them."""
+    if isinstance(sample, ServingSample):
+        yield serving_choice(sample, limits)
+        return
+    made = []
+    for pair in pairs_of(sample):
+        made.append(product_choice(pair, limits))
+        yield made[-1]
+    if sample.g is not None:
+        yield training_choice(sample, made, limits)
+
+
+def product_choice(pair: Pair, limits: Limits) -> Choice:
+    """The function for one product of a training step."""
+    reasons = {name: one.unsupported_reason(pair.a, pair.b) for name, one in TRAINING.items()}
+    if any(reason is None for name, reason in reasons.items() if name != EMULATION):
+        reasons[EMULATION] = "float32 of the same operands is for devices where nothing else multiplies them"
+
+    def call_of(name: str) -> Call:
+        return lambda: product(pair.problem.direction, pair.a, pair.b, pair.record, pair.dtype, kernel=name)
+
+    calls = {name: call_of(name) for name, reason in reasons.items() if reason is None}
+    errors = _errors(calls, lambda: exact_product(pair.dense_a[:ERROR_ROWS], pair.dense_b))
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    found = measured(calls, errors, refused, pair.dense_a.device, limits)
+    unlimited = Limits(launches=limits.launches)
+    return Choice(pair.problem, best(found, limits) or best(found, unlimited) or found[0].kernel, found)
+
+
+def training_choice(sample: TrainingSample, products: list[Choice], limits: Limits) -> Choice:
+    """Which products of a layer run in low precision, by the time of its forward and backward, casts included.
+
+    Candidates are all products that the error budget allows, and every subset of them down to none. Where they are emulated
+    that is done for the numbers, not for the time: all that the budget allows.
+    """
+    allowed = {
+        c.problem.direction: c.candidate.error or 0.0
+        for c in products
+        if limits.error is None or (c.candidate.error or 0.0) <= limits.error
+    }
+    names = [name for name in SUBSETS if set(_low(name)) <= set(allowed)]
+    names = names if has_fp8(sample.x.device) else names[:1]
+    cut = prepare(sample.recipe)
+    x, w = (t.detach().clone().requires_grad_() for t in (sample.x, sample.w))
+    calls = {name: _step(x, w, sample.g, cut[name]) for name in names}
+
+    def error_of(name: str) -> float:
+        return max((allowed[low] for low in _low(name)), default=0.0)
+
+    found = measured(calls, error_of, {}, sample.x.device, limits)
+    (m, k), n = tuple(sample.x.shape), sample.w.shape[0]
+    problem = problem_of("training", sample.recipe.key, "", (m, n, k), sample.x.dtype)
+    return Choice(problem, best(found, limits, TRAINING_MARGIN) or names[0], found)
+
+
+def _low(name: str) -> list[str]:
+    """The products that a candidate for "training" runs in low precision."""
+    return [product for product in name.split("+") if product in PRODUCTS]
+
+
+def _step(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor | None, recipe: Recipe) -> Call:
+    """A forward and a backward of a layer's products."""
+
+    def step() -> object:
+        with torch.enable_grad():
+            y = training_linear(x, w, None, recipe, tuned=False)
+        return torch.autograd.grad(y, (x, w), g)
+
+    return step
+
+
+def serving_choice(sample: ServingSample, limits: Limits) -> Choice:
+    """The function for the product of a layer with a quantized weight, its input's cast included."""
+    x, w = sample.x, sample.w.transposed()
+    reasons = {name: _serving_reason(name, w, x) for name in select.PRODUCTS}
+
+    def call_of(name: str) -> Call:
+        return lambda: select.PRODUCTS[name].run(x, w, None)
+
+    calls = {name: call_of(name) for name, reason in reasons.items() if reason is None}
+    errors = _errors(calls, lambda: x[:ERROR_ROWS].double() @ w.dequantize(torch.float32).double())
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    with torch.no_grad():
+        found = measured(calls, errors, refused, x.device, limits)
+    shape = (x.shape[0], w.shape[1], w.shape[0])
+    problem = problem_of("inference", *select.inference_keys(w), shape, x.dtype)
+    chosen = best(found, limits, MARGIN)
+    return Choice(problem, chosen or min(found[: len(calls)], key=lambda c: c.error or 0.0).kernel, found)
+
+
+def _serving_reason(name: str, w: QuantizedTensor, x: torch.Tensor) -> str | None:
+    """Why a function is no candidate for a weight (K, N) and an input; None where it is."""
+    if name == "reference":
+        return "it runs on the host, for recipes that name it"
+    reason = select.PRODUCTS[name].unsupported_reason(w, x.dtype)
+    if reason is None and name == "fused" and x.shape[0] > (most := select.most_fused_rows(w, x.dtype)):
+        return f"for more than {most} rows it is dequantize"
+    return reason
+
+
+def _errors(calls: dict[str, Call], exact: Callable[[], torch.Tensor]) -> Callable[[str], float]:
+    """What gives the error of each call's first rows; the exact product is computed once, when it is asked for."""
+    kept: list[torch.Tensor] = []
+
+    def error_of(name: str) -> float:
+        if not kept:
+            kept.append(exact())
+        found = calls[name]()
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"{name} gives {type(found).__name__}, not a tensor")
+        return relative_error(found[: len(kept[0])], kept[0])
+
+    return error_of
+
+
+__all__ = ["choices_of", "product_choice", "serving_choice", "training_choice"]

@@ -1,0 +1,5 @@
+"""Experiment `fp8_training`: the speed of low-precision training beside published tables, its losses beside bfloat16."""
+
+from experiments.harness.registry import Experiment
+
+EXPERIMENT = Experiment(order=57, page="report.page")

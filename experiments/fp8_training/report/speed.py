@@ -1,0 +1,174 @@
+"""Sections about time and memory: single layers, decoder layers, the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from experiments.fp8_training.report.lines import Columns, failures, table
+from experiments.fp8_training.report.published_tables import SPEED, model_table, of_grid
+from experiments.fp8_training.speed import blocks, grid, linear
+from experiments.fp8_training.speed.blocks import LLAMA_3_2_3B_FOUR_LAYERS
+from experiments.harness.rows import Row
+from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
+from experiments.report.content import Drawing, Section
+from experiments.report.plots import heatmap
+from experiments.report.results import Results, Where, by_run
+from experiments.report.targets import Target, missed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TIME, FLOOR = "time over bfloat16", "fraction of the floor"
+LINEAR: Columns = {
+    "time": ("ms", 3, 1.0),
+    "time, 20%": ("20%", 3, 1.0),
+    "time, 80%": ("80%", 3, 1.0),
+    TIME: ("over bfloat16", 3, 1.0),
+    FLOOR: ("of the floor", 3, 1.0),
+    "host time": ("host (us)", 0, 1.0),
+    "error of the output": ("error, output", 4, 1.0),
+    "error of the input gradient": ("error, dx", 4, 1.0),
+    "error of the weight gradient": ("error, dw", 4, 1.0),
+}
+BLOCKS: Columns = {
+    "time": ("ms", 2, 1.0),
+    "time, 20%": ("20%", 2, 1.0),
+    "time, 80%": ("80%", 2, 1.0),
+    "tokens/s": ("tokens/s", 0, 1.0),
+    "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+    "peak memory": ("peak (GB)", 3, 1.0),
+    "peak memory over bfloat16": ("over bfloat16", 3, 1.0),
+    "kept for backward": ("saved for backward (MB)", 1, 1.0),
+}
+#: Largest times over bfloat16 of ours by shape and recipe: sums of gradients are precise.
+TIMES = {
+    ("16384x4096x14336", "ours, rowwise"): 0.66,
+    ("16384x4096x14336", "ours, tensorwise"): 0.66,
+    ("16384x4096x14336", "ours, mxfp8"): 1 / 0.9,
+    ("8192x4096x4096", "ours, rowwise"): 0.74,
+}
+#: Smallest speeds over bfloat16 of two blocks, batch 2, compiled.
+SPEEDS = {"ours, tensorwise": 1.38, "ours, rowwise": 1.30}
+LAYER = (
+    "One linear layer of M rows, K inputs and N outputs, forward and backward, bfloat16, random normal operands. All methods "
+    "of a shape run in turn in one process, bfloat16 first and last. Time is the median over rounds with the 20% and 80% "
+    "quantiles, by events; launched one by one (eager), or replayed from a CUDA graph. Errors are norms of differences from "
+    "float32 over norms. The floor is the operations at the rate of an 8192-cubed product measured in the same process (FP8, "
+    "or bfloat16 where a recipe's operands have no units), and the fewest bytes of the casts at the measured copy rate.",
+)
+STEP = (
+    "Decoder layers with random weights on one GPU; a step is forward and backward in bfloat16 without optimizer. The "
+    "published tables are of whole models on several GPUs, sharded, with an optimizer: their ratios are what can be compared, "
+    "their tokens a second cannot, and no value of ours stands for one of theirs.",
+)
+STAND_IN = "**A stand-in**: on a CPU recipes are emulated by the specification; errors mean what they say, times mean nothing."
+CELLS = (
+    "LayerNorm without parameters, linear layer without bias, sigmoid; forward and backward in bfloat16, both sides eager "
+    "(published: both compiled). The published measure is the sum of the GPU's kernel times from the profiler, which does not "
+    "see launches; the time by events around a step does. Ours is forced to the recipe, or was tuned before.",
+)
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Of all runs."""
+    found = [linear_section(where, results) for where, results in by_run(rows, linear.KIND).items()]
+    found += [blocks_section(where, results) for where, results in by_run(rows, blocks.KIND).items()]
+    return found + [grid_section(where, results) for where, results in by_run(rows, grid.KIND).items()]
+
+
+def stand_in(where: Where) -> list[str]:
+    """What a section of a CPU or of quick scale says first."""
+    return [STAND_IN] if where.device == "cpu" else []
+
+
+def verdict(targets: Sequence[Target]) -> list[str]:
+    """Which targets are missed, of those that were measured."""
+    measured = [one for one in targets if one.value is not None]
+    late = missed(measured)
+    if late:
+        return [f"**Missed targets: {len(late)} of {len(measured)}.** " + "; ".join(map(str, late)) + "."]
+    return [f"All {len(measured)} values that have a target meet it."] if measured else []
+
+
+def linear_section(where: Where, results: Results) -> Section:
+    """One shape."""
+    targets = [
+        Target(name=f"{method}, {setting}", value=results.value(setting, method, TIME), limit=limit, at_least=False)
+        for (data, method), limit in TIMES.items()
+        for setting in (linear.EAGER, linear.GRAPH)
+        if data == where.data and where.device != "cpu"
+    ]  # fmt: skip
+    text = [*verdict(targets), *stand_in(where), *failures(results), *LAYER]
+    return Section(
+        f"Linear layer {where.data} ({where})", text, (), [table("Forward and backward", results, LINEAR)]
+    )
+
+
+def blocks_section(where: Where, results: Results) -> Section:
+    """One model."""
+    setting = f"{blocks.COMPILED}, 2 x 8192, checkpointing none"
+    targets = [
+        Target(name=f"{method}, {setting}", value=results.value(setting, method, "speed over bfloat16"), limit=limit)
+        for method, limit in SPEEDS.items()
+        if where.data == LLAMA_3_8B_TWO_LAYERS.name and where.device != "cpu"
+    ]  # fmt: skip
+    text = [*verdict(targets), *stand_in(where), *failures(results), *STEP]
+    tables = [table("A training step", results, BLOCKS)]
+    if where.device != "cpu":
+        published = {LLAMA_3_8B_TWO_LAYERS.name: "Llama-3-8B", LLAMA_3_2_3B_FOUR_LAYERS.name: "Llama-3.2-3B"}
+        tables += [model_table(published[where.data])] if where.data in published else []
+        tables += [model_table("not stated")] if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
+    return Section(f"Decoder layers: {where.data} ({where})", text, (), tables)
+
+
+def grid_section(where: Where, results: Results) -> Section:
+    """The grid as heat maps, or as a table of its stand-ins."""
+    if where.scale != "full" or where.device == "cpu":
+        columns: Columns = {
+            "time": ("ms", 3, 1.0),
+            "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+        }
+        text = [*stand_in(where), *failures(results), *CELLS]
+        return Section(f"LayerNorm, linear, sigmoid ({where})", text, (), [table("Cells", results, columns)])
+    targets = [
+        Target(name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=0.98)
+        for setting in results.settings
+        for metric in (SPEED, "speed over bfloat16")
+    ]
+    drawings = [
+        drawing(where, results, f"{name}-{kind}", method, metric)
+        for name, method in (("forced", grid.FORCED.name), ("tuned", grid.TUNED.name))
+        for kind, metric in (("kernels", SPEED), ("wall", "speed over bfloat16"))
+    ]
+    drawings.append(published_drawing(where))
+    text = [*verdict(targets), *failures(results), *CELLS]
+    return Section(f"LayerNorm, linear, sigmoid ({where})", text, drawings)
+
+
+def drawing(where: Where, results: Results, name: str, method: str, metric: str) -> Drawing:
+    """A heat map of one method."""
+    values = {setting: results.value(setting, method, metric) for setting in results.settings}
+    return Drawing(
+        f"fp8-grid-{name}-{where.ending}", f"{method}: {metric}.", grid_figure(values, "speed over bfloat16")
+    )
+
+
+def published_drawing(where: Where) -> Drawing:
+    """The published grid."""
+    values = {setting: one.value for setting, one in of_grid().items()}
+    return Drawing(
+        f"fp8-grid-published-{where.ending}",
+        "Published (torchao, rowwise, H100, sums of kernel times).",
+        grid_figure(values, "speed over bfloat16"),
+    )
+
+
+def grid_figure(values: dict[str, float | None], label: str) -> Figure:
+    """36 lines (M, K) by 6 columns (N)."""
+    pairs = [(m, k) for m in grid.SIZES for k in grid.SIZES]
+    lines = [[values.get(grid.setting_of((m, k, n))) for n in grid.SIZES] for m, k in pairs]
+    return heatmap([f"M={m} K={k}" for m, k in pairs], [f"N={n}" for n in grid.SIZES], lines, label)
+
+
+__all__ = ["sections"]

@@ -1,0 +1,120 @@
+"""Launches of kernels whose first operands are matrices read by the tensor memory accelerator (TMA), through descriptors.
+
+A descriptor says where a matrix begins, its shape, and the block of it that a kernel takes at once; it is an argument of the
+launch by value, so that CUDA graphs keep it. Only the address changes between calls, and activations of a model have few of
+them: descriptors are made once for each address, past Triton's launcher as `direct` does, and kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fast.kernels.launch.direct import DirectLaunch, Grid
+from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
+
+#: Addresses whose descriptors a launch keeps.
+MOST = 1024
+#: Arguments that a matrix is: the descriptor, two sizes, two strides.
+ARGUMENTS = 5
+# Makes the arguments of a matrix at an address.
+Make = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A contiguous matrix of elements of one byte as a kernel reads it; rows are multiples of 16 bytes.
+
+    dtype: what the elements are. shape, block: the matrix's (rows, length) and the block's, which reads zeros beyond it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """Triton's descriptor of a tensor of bytes, which is copied where it begins at an odd address."""
+        tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+        return TensorDescriptor.from_tensor(tensor.view(self.dtype), list(self.block))
+
+    def at(self, address: int) -> Any:
+        """What Triton's launcher reads of a descriptor of the matrix at an address."""
+        return SimpleNamespace(
+            base=SimpleNamespace(data_ptr=lambda: address), shape=list(self.shape), strides=[self.shape[1], 1],
+            padding="zero", round_f32_to_tf32=False,
+        )  # fmt: skip
+
+
+class DescriptorLaunch(CompiledLaunch):
+    """A `CompiledLaunch` whose first two pointers are matrices, the others tensors."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int | Grid,
+        tail: tuple[Any, ...],
+        warps: int,
+        matrices: tuple[Matrix, Matrix],
+        **options: Any,
+    ) -> None:
+        super().__init__(kernel, grid, tail, warps, **options)
+        self.matrices = matrices
+
+    def _compile(self, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
+        count = len(self.matrices)
+        given = [m.of(p) for m, p in zip(self.matrices, pointers, strict=False) if p is not None]
+        return super()._compile([*given, *pointers[count:]], device)
+
+    def _direct(self, compiled: Any, pointers: int) -> DirectLaunch:
+        return DirectDescriptors(compiled, self.grid, pointers, self.tail, self.matrices)
+
+
+class DirectDescriptors(DirectLaunch):
+    """A direct launch whose first addresses are those of matrices."""
+
+    def __init__(
+        self, compiled: Any, grid: Grid, pointers: int, tail: tuple[Any, ...], matrices: tuple[Matrix, Matrix]
+    ) -> None:
+        super().__init__(compiled, grid, pointers, tail)
+        self.matrices = matrices
+
+    @cached_property
+    def function(self) -> Callable[[int, Sequence[int | None]], Any]:
+        """As `DirectLaunch.function`."""
+        compiled, makers = _past_descriptors(self.compiled, self.matrices)
+        first, second = (lru_cache(maxsize=MOST)(make) for make, _ in makers)
+        pointers = self.pointers + sum(count - 1 for _, count in makers)
+        launch = DirectLaunch(compiled, self.grid, pointers, self.tail).function
+        return lambda stream, addresses: launch(
+            stream, (*first(addresses[0]), *second(addresses[1]), *addresses[2:])
+        )
+
+
+def _past_descriptors(compiled: Any, matrices: tuple[Matrix, Matrix]) -> tuple[Any, list[tuple[Make, int]]]:
+    """The compiled kernel without what makes descriptors of tensors at each launch; and for each matrix what makes the
+    arguments that it takes, with their number.
+
+    Where a version of Triton hides its inner launcher, the outer one goes on making them.
+    """
+    outer = getattr(compiled.run, "launch", None)
+    inner = inspect.getclosurevars(outer).nonlocals.get("launcher") if inspect.isfunction(outer) else None
+    if inner is None:
+        return compiled, [(lambda address, m=m: (m.at(address),), 1) for m in matrices]
+    from triton.backends.nvidia.driver import make_tensordesc_arg as describe
+
+    run = copy.copy(compiled.run)
+    run.launch = inner
+    bare = SimpleNamespace(run=run, function=compiled.function, packed_metadata=compiled.packed_metadata)
+    layouts = compiled.metadata.tensordesc_meta
+    return bare, [
+        (lambda address, m=m, layout=layout: (*describe(m.at(address), layout),), ARGUMENTS)
+        for m, layout in zip(matrices, layouts, strict=True)
+    ]

@@ -1,0 +1,105 @@
+"""`rotary` for CUDA tensors: all heads of a position in one program, which reads the position's tables once.
+
+x is read where it lies; the result's memory is (B, T, H, D), as the products before and, in backward, after it have it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.launch.call import FLOAT_NAMES, Call
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted
+from fast.kernels.quantize.geometry import INT32, power_above
+from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
+
+# Elements of a thread, and of a program at most: more heads take several.
+PER_THREAD, ELEMENTS = 16, 8192
+# Instructions that take elements in pairs want two in each lane.
+PAIRS = 64
+
+
+@triton.jit
+def rotary_kernel(
+    x, cosine, sine, y, batch_stride, head_stride, stride, cosine_batch, cosine_stride, sine_batch, sine_stride, length,
+    heads, width, tiles,
+    INVERSE: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one position. Strides: of x, then of batches and positions of the tables."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    row = program // tiles
+    batch, at = row // length, row % length
+    head = (program % tiles) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    half = width // 2
+    inside = (head < heads) & (i < half)
+    source = x + batch * batch_stride + at * stride + head * head_stride + i
+    first = floats(tl.load(source, mask=inside, other=0), HAS_PTX)
+    second = floats(tl.load(source + half, mask=inside, other=0), HAS_PTX)
+    c, s = cosine + batch * cosine_batch + at * cosine_stride, sine + batch * sine_batch + at * sine_stride
+    c1, c2 = _table(c, i, half, first, HAS_PTX), _table(c + half, i, half, first, HAS_PTX)
+    s1, s2 = _table(s, i, half, first, HAS_PTX), _table(s + half, i, half, first, HAS_PTX)
+    if INVERSE:
+        left, right = second * s2, -(first * s1)
+    else:
+        left, right = -(second * s1), first * s2
+    target = y + (row * heads + head) * width + i
+    made = rounded_once(first * c1, DTYPE, HAS_PTX) + rounded_once(left, DTYPE, HAS_PTX)
+    tl.store(target, narrowed(made, DTYPE, HAS_PTX), mask=inside)
+    made = rounded_once(second * c2, DTYPE, HAS_PTX) + rounded_once(right, DTYPE, HAS_PTX)
+    tl.store(target + half, narrowed(made, DTYPE, HAS_PTX), mask=inside)
+
+
+@triton.jit
+def _table(table, i, half, like, HAS_PTX: tl.constexpr):
+    """Half a row of a table for every head."""
+    row = tl.load(table + tl.broadcast_to(i, like.shape), mask=tl.broadcast_to(i < half, like.shape), other=0)
+    return floats(row, HAS_PTX)
+
+
+def rotary(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool, key: Any = None
+) -> torch.Tensor | None:
+    """`fast.layers.rotary.rotary` by a kernel, or None where the reference has to answer."""
+    if not _covers(x, cosine, sine):
+        return None
+    batch, heads, length, width = x.shape
+    call = Call({"x": x, "cosine": cosine, "sine": sine}, strided=True)
+    call.allocate("y", (batch, length, heads, width), x.dtype)
+    half = power_above(width // 2)
+    taken = min(power_above(heads), max(1, ELEMENTS // (2 * half)))
+    tiles = -(-heads // taken)
+    wide = sum(abs(s) * n for s, n in zip(x.stride(), x.shape, strict=True)) + x.numel() > INT32
+    has_ptx = not interpreted() and taken * half >= PAIRS
+    integers = (*_places(x), *_places(cosine), *_places(sine), length, heads, width, tiles)
+    tail = (*integers, inverse, FLOAT_NAMES[x.dtype], wide, taken, half, has_ptx)
+    warps = max(1, min(8, 2 * taken * half // (32 * PER_THREAD)))
+    launch = CompiledLaunch(rotary_kernel, batch * length * tiles, tail, warps)
+    call.launch(launch, ("x", "cosine", "sine", "y"))
+    y: torch.Tensor = call.result("y", key, convert=lambda made: made.transpose(1, 2))
+    return y
+
+
+def _places(t: torch.Tensor) -> tuple[int, ...]:
+    """Strides of batches, heads and positions; of a table without those of heads, 0 where all batches share it."""
+    if t.dim() == 4:
+        return t.stride()[:3]
+    return (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))
+
+
+def _covers(x: torch.Tensor, cosine: Any, sine: Any) -> bool:
+    """Whether the arguments are right, not empty, and rows lie without gaps; what is wrong the reference says."""
+    if x.dtype not in FLOAT_NAMES or x.dim() != 4 or not x.numel() or x.shape[-1] % 2:
+        return False
+    batch, _, length, width = x.shape
+    shapes = ((length, width), (1, length, width), (batch, length, width))
+    alike = all(
+        (t.dtype, t.device) == (x.dtype, x.device) and tuple(t.shape) in shapes for t in (cosine, sine)
+    )
+    return alike and all(t.stride(-1) == 1 for t in (x, cosine, sine))

@@ -1,0 +1,182 @@
+"""8-bit floats (and MX floats below) of a matrix and of its transpose, or of the transpose alone, from one read of each tile.
+
+KIND says what has one scale, along rows in the first copy and along columns in the second:
+
+* ``"vectors"``: a row, and a column. `maxima` has found their largest magnitudes before.
+* ``"tensor"``: the matrix. `statistic` holds its largest magnitude.
+* ``"blocks"``: BLOCK neighbours. Tiles hold whole blocks (but for short last ones), so x is read once.
+* ``"square"``: BLOCK x BLOCK elements, one tile, the same scale in both copies.
+
+The first two read x twice, the second time from the end, which is what the L2 cache still holds. Codes turn as bytes in shared
+memory, and scales and codes are those of `tile.block_scales` and `tile.fast_codes`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import INFINITY, MANTISSA, NAN, float_of, widened
+from fast.kernels.rowwise_colwise.maxima import largest_along, largest_of_rows, tile_places
+from fast.kernels.rules.elements import encode
+from fast.kernels.rules.scaled import element_codes
+from fast.kernels.rules.scales import exact_scale, power_scale, power_value, stored_scale
+from fast.kernels.tile.fast_codes import multiplier
+
+
+@triton.jit
+def scales_of(largest, SCHEME: tl.constexpr):
+    """(what is stored, the scale, what elements are multiplied by) of patterns of largest magnitudes."""
+    L: tl.constexpr = SCHEME.level
+    if SCHEME.power_of_two:
+        stored = power_scale(largest, L, SCHEME.house)
+        scale = power_value(stored)
+        factor = multiplier(scale, stored, scale, SCHEME)
+    elif SCHEME.power_ratio:
+        # The fraction of largest / target rounds up to a power of two exactly if that of `largest` is above the target's.
+        field = ((largest + (MANTISSA - L.target_fraction)) >> 23) - L.target_exponent
+        b = tl.maximum(field << 23, L.floor)
+        stored = float_of(tl.where(largest >= INFINITY, NAN, b))
+        scale = stored
+        factor = float_of(tl.where(largest >= INFINITY, NAN, (254 << 23) - b))
+    else:
+        f = float_of(largest)
+        stored, scale = stored_scale(exact_scale(largest, f, f, None, SCHEME), L)
+        factor = multiplier(scale, stored, scale, SCHEME)
+    return stored, scale, factor
+
+
+@triton.jit
+def scaled_codes(v, scale, factor, SCHEME: tl.constexpr):
+    """uint8 codes of float32 elements under scales and their multipliers of a shape that broadcasts to theirs."""
+    if SCHEME.bits < 8:
+        return element_codes(v, scale, None, None, None, SCHEME).to(tl.uint8)
+    elif not SCHEME.has_ptx:
+        return encode(v * factor, None, SCHEME.element).to(tl.uint8)
+    elif SCHEME.fast_path == "e4m3":
+        return (v * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return (v * factor).to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _along_rows(
+    v, codes, scale, largest, at, inside, row, across, rows, columns,
+    SCHEME: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a tile along its rows. largest: of each row, for "vectors"."""
+    ROWS: tl.constexpr = v.shape[0]
+    COLUMNS: tl.constexpr = v.shape[1]
+    if KIND == "blocks":
+        MANY: tl.constexpr = COLUMNS // BLOCK
+        if MANY == 1:
+            largest = largest_of_rows(v, SCHEME.has_ptx)[:, None]
+        else:
+            largest = largest_along(tl.reshape(v, (ROWS, MANY, BLOCK)), 2, SCHEME.has_ptx)
+        stored, s, factor = scales_of(largest, SCHEME)
+        block = across * MANY + tl.arange(0, MANY)
+        blocks = tl.cdiv(columns, BLOCK)
+        place = row.to(tl.int64)[:, None] * blocks + block[None, :]
+        exists = (row[:, None] < rows) & (block[None, :] < blocks)
+        tl.store(scale + place, stored.to(scale.dtype.element_ty), mask=exists)
+        made = scaled_codes(tl.reshape(v, (ROWS, MANY, BLOCK)), s[:, :, None], factor[:, :, None], SCHEME)
+        made = tl.reshape(made, (ROWS, COLUMNS))
+    else:
+        stored, s, factor = scales_of(largest, SCHEME)
+        if across == 0:
+            tl.store(scale + row, stored.to(scale.dtype.element_ty), mask=row < rows)
+        made = scaled_codes(v, s[:, None], factor[:, None], SCHEME)
+    tl.store(codes + at, made, mask=inside)
+
+
+@triton.jit
+def _along_columns(
+    v, transposed, scale, largest, column, down, rows, columns,
+    SCHEME: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(codes, not yet turned) along a tile's columns, whose scales are stored."""
+    ROWS: tl.constexpr = v.shape[0]
+    COLUMNS: tl.constexpr = v.shape[1]
+    if KIND == "blocks":
+        MANY: tl.constexpr = ROWS // BLOCK
+        largest = largest_along(tl.reshape(v, (MANY, BLOCK, COLUMNS)), 1, SCHEME.has_ptx)
+        stored, s, factor = scales_of(largest, SCHEME)
+        block = down * MANY + tl.arange(0, MANY)
+        blocks = tl.cdiv(rows, BLOCK)
+        place = column.to(tl.int64)[None, :] * blocks + block[:, None]
+        exists = (column[None, :] < columns) & (block[:, None] < blocks)
+        tl.store(scale + place, stored.to(scale.dtype.element_ty), mask=exists)
+        made = scaled_codes(tl.reshape(v, (MANY, BLOCK, COLUMNS)), s[:, None, :], factor[:, None, :], SCHEME)
+        return tl.reshape(made, (ROWS, COLUMNS))
+    else:
+        stored, s, factor = scales_of(largest, SCHEME)
+        if down == 0:
+            tl.store(scale + column, stored.to(scale.dtype.element_ty), mask=column < columns)
+        return scaled_codes(v, s[None, :], factor[None, :], SCHEME)
+
+
+@triton.jit
+def _single_scale(
+    v, scale, transposed_scale, statistic, down, across, rows, columns,
+    SCHEME: tl.constexpr, KIND: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile under the scale that it or the matrix has, which is stored for both copies."""
+    if KIND == "square":
+        COLUMNS: tl.constexpr = v.shape[1]
+        largest = tl.max(largest_of_rows(v, SCHEME.has_ptx), axis=0)
+        at = down.to(tl.int64) * tl.cdiv(columns, COLUMNS) + across
+        at_turned = across.to(tl.int64) * tl.cdiv(rows, v.shape[0]) + down
+        mine = True
+    else:
+        largest = tl.load(statistic)
+        at, at_turned, mine = 0, 0, (down == 0) & (across == 0)
+    stored, s, factor = scales_of(tl.full((1, 1), 0, tl.int32) + largest, SCHEME)
+    if mine:
+        stored = stored.to(transposed_scale.dtype.element_ty)
+        tl.store(transposed_scale + at_turned + tl.zeros((1, 1), tl.int32), stored)
+        if BOTH:
+            tl.store(scale + at + tl.zeros((1, 1), tl.int32), stored)
+    return scaled_codes(v, s, factor, SCHEME)
+
+
+@triton.jit
+def tiles_kernel(
+    x, statistic, codes, scale, transposed, transposed_scale, rows, columns, tall,
+    SCHEME: tl.constexpr, KIND: tl.constexpr, BOTH: tl.constexpr, REVERSE: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """codes (rows, columns) with scales along columns (BOTH), transposed (columns, rows) with scales along rows.
+
+    Grid: one axis; programs go down BAND tiles first (which write the same lines of the transposed codes), then to the next
+    columns, then to the next band; REVERSE: from the end. tall: tiles of a column.
+    """
+    program = tl.program_id(0)
+    if REVERSE:
+        program = tl.num_programs(0) - 1 - program
+    wide = tl.cdiv(columns, COLUMNS)
+    band, rest = program // (BAND * wide), program % (BAND * wide)
+    high = tl.minimum(tall - band * BAND, BAND)
+    down, across = band * BAND + rest % high, rest // high
+    row = down * ROWS + tl.arange(0, ROWS)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    at, inside = tile_places(row, column, rows, columns, MASKED, WIDE)
+    v = widened(tl.load(x + at, mask=inside, other=0))
+    if KIND == "square" or KIND == "tensor":
+        made = _single_scale(
+            v, scale, transposed_scale, statistic, down, across, rows, columns, SCHEME, KIND, BOTH
+        )
+        if BOTH:
+            tl.store(codes + at, made, mask=inside)
+    else:
+        of_rows, of_columns = None, None
+        if KIND == "vectors":
+            of_columns = tl.load(statistic + column, mask=column < columns, other=0)
+            if BOTH:
+                of_rows = tl.load(statistic + columns + row, mask=row < rows, other=0)
+        if BOTH:
+            _along_rows(v, codes, scale, of_rows, at, inside, row, across, rows, columns, SCHEME, KIND, BLOCK)
+        made = _along_columns(
+            v, transposed, transposed_scale, of_columns, column, down, rows, columns, SCHEME, KIND, BLOCK
+        )
+    turned, inside = tile_places(column, row, columns, rows, MASKED, WIDE)
+    tl.store(transposed + turned, tl.trans(made), mask=inside)

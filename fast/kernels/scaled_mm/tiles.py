@@ -1,0 +1,82 @@
+"""Which tiles `scaled_mm` takes for a shape, and for which shapes it was measured to beat `torch._scaled_mm`, on an H200.
+
+A weight that few rows are multiplied by is read once, at the speed of the memory if enough of it is under way on every
+multiprocessor: tiles have 64 of its rows where these are many, and parts of K besides (split K) where they are few. torch's
+products with a scale for each row make tiles of 128 x 128, one for a multiprocessor, along all of K: what leaves half of the
+multiprocessors without one is slow, however many rows it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+#: Multiprocessors of an H200.
+PROCESSORS = 132
+#: Rows that are few.
+FEW_ROWS = 128
+#: Elements along K from which on parts are worth their sum, which is a launch of its own, and the most parts.
+LONG, MOST_SPLITS = 12288, 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """(rows, columns) of the result, and how it is made.
+
+    length: elements along K in a step. splits: parts of K. stages: steps in flight. swap: whether the weight is the tensor
+    core's first operand, which has at least 64 rows.
+    """
+
+    rows: int
+    columns: int
+    length: int
+    splits: int
+    stages: int
+    warps: int
+    swap: bool
+
+
+def tile_of(m: int, n: int, k: int, fast_sums: bool) -> Tile:
+    """The tile for M, N and K. Sums that are not fast end after 128 elements, and so do steps."""
+    tile = _of_few_rows(m, n, k) if m <= FEW_ROWS else _of_many_rows(m, n, k)
+    if not fast_sums and tile.length > 128:
+        tile = replace(tile, length=128, stages=8)
+    return tile
+
+
+def _of_few_rows(m: int, n: int, k: int) -> Tile:
+    """Two programs on a multiprocessor where there are enough, else one with twice as much in flight."""
+    rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
+    tiles = -(-n // 64)
+    if tiles > PROCESSORS:
+        return Tile(rows, 64, 128, 1, 5, 4, True)
+    if rows == 64 and -(-n // 32) <= PROCESSORS and (tiles >= 32 or k < LONG):
+        return Tile(rows, 32, 256, 1, 6, 4, False)
+    return Tile(rows, 64, 256, _splits(tiles, k), 4, 4, True)
+
+
+def _of_many_rows(m: int, n: int, k: int) -> Tile:
+    return Tile(128, 64, 128, _splits(-(-m // 128) * -(-n // 64), k), 6, 4, False)
+
+
+def _splits(tiles: int, k: int) -> int:
+    """Parts of K, a power of two, so that there is work for every multiprocessor."""
+    splits = 1
+    while k >= LONG and splits < MOST_SPLITS and 2 * splits * tiles <= PROCESSORS:
+        splits *= 2
+    return splits
+
+
+def is_faster(m: int, n: int, k: int, *, rowwise: bool, fast_sums: bool) -> bool:
+    """Whether products of this shape were measured to beat torch's, with a graph of launches and launched one by one.
+
+    rowwise: each row has a scale, of one of the operands at least. With one scale for each matrix torch takes cuBLAS, which
+    makes smaller tiles and parts of K of its own, and no shape is known that gains by 1.1 for all rows. Rows that fill less of
+    their tile than three quarters of 32, or not all of 64 or 128, cost up to 1.6 times as much; between 8192 and 14336 columns
+    nothing was measured.
+    """
+    measured = k >= 1024 and k % 256 == 0 and n >= 1024 and n % 64 == 0 and not 8192 < n < 14336
+    if not rowwise or not measured:
+        return False
+    if m > FEW_ROWS:
+        return fast_sums and m % 128 == 0 and 2 * (m // 128) * -(-n // 128) <= PROCESSORS
+    return 2 <= m <= 16 or 24 <= m <= 32 or m == 64 or (m == 128 and n <= 8192)

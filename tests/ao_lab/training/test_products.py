@@ -1,0 +1,96 @@
+"""Which function computes a training product, and the one of codes that few rows take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fast
+import reference
+from ao_lab.testing.strategies import assert_same_bits
+from ao_lab.training import products
+from reference.training.recipe import Operand, Product
+
+ROWWISE, TENSORWISE = "fp8_rowwise", "fp8_tensorwise"
+HOPPER, OTHER = (9, 0), (10, 0)
+
+
+def product(name, accumulation="fast"):
+    """A product of two operands of a scheme."""
+    operand = Operand(scheme=reference.SCHEMES[name])
+    return Product(a=operand, b=operand, accumulation=accumulation)
+
+
+def operand(name, shape):
+    """Codes that only say where they would be."""
+    q = fast.quantize(torch.ones(1, 32), name)
+    scale = torch.empty(() if q.scale.dim() == 0 else (shape[0], 1), device="cuda")
+    codes = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    return replace(q, codes=codes, scale=scale, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "shape", "accumulation", "capability", "chosen"),
+    [
+        ((ROWWISE, ROWWISE), (64, 14336, 4096), "fast", HOPPER, "codes"),
+        ((ROWWISE, ROWWISE), (64, 4096, 14336), "precise", HOPPER, "codes"),
+        ((ROWWISE, TENSORWISE), (16, 4096, 4096), "precise", HOPPER, "codes"),
+        ((ROWWISE, ROWWISE), (1024, 1024, 2048), "fast", HOPPER, "codes"),
+        ((ROWWISE, ROWWISE), (1024, 1024, 2048), "precise", HOPPER, "scaled_mm"),
+        ((ROWWISE, ROWWISE), (16384, 14336, 4096), "fast", HOPPER, "scaled_mm"),
+        ((TENSORWISE, TENSORWISE), (64, 14336, 4096), "fast", HOPPER, "scaled_mm"),
+        ((ROWWISE, ROWWISE), (64, 14336, 4096), "fast", OTHER, "scaled_mm"),
+        ((ROWWISE, "mxfp8_e4m3"), (64, 14336, 4096), "fast", HOPPER, "dequantize"),
+    ],
+)
+def test_few_rows_are_multiplied_as_codes(schemes, shape, accumulation, capability, chosen, monkeypatch):
+    """Where that was measured to be faster, and nowhere else; a product that is asked for is not looked at."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(products, "tuned", lambda *_: None)
+    monkeypatch.setattr(products, "_able_before", {})  # what was found for another GPU
+    m, n, k = shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        a, b = operand(schemes[0], (m, k)), operand(schemes[1], (n, k))
+        record = product(ROWWISE, accumulation)
+        assert products.select_product("output", a, b, torch.bfloat16, record) == chosen
+
+
+def test_what_the_function_of_codes_refuses(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
+    reason = products.PRODUCTS["codes"].unsupported_reason
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        good = operand(ROWWISE, (64, 128))
+        assert reason(good, good) is None
+        for bad, text in (
+            (torch.ones(64, 128), "quantized"), (operand("int8_rowwise", (64, 128)), "e4m3"),
+            (operand("mxfp8_e4m3", (64, 128)), "one float32 scale"), (operand(ROWWISE, (0, 128)), "rows and columns"),
+        ):  # fmt: skip
+            assert text in reason(good, bad)
+        assert "multiple of 16" in reason(operand(ROWWISE, (64, 40)), operand(ROWWISE, (64, 40)))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: OTHER)
+        assert "9.0" in reason(good, good)
+
+
+@pytest.mark.parametrize("accumulation", ["fast", "precise"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_product_of_codes_is_one_block_of_the_reference(dtype, accumulation):
+    """What the kernel's exact sums are scaled by, in order, on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (fast.quantize(torch.randn(n, 64, generator=generator), ROWWISE) for n in (5, 32))
+    bias = torch.randn(32, generator=generator)
+    run = products.PRODUCTS["codes"].run
+    made = run(a, b, product(ROWWISE, accumulation), getattr(torch, dtype), bias)
+    assert_same_bits(made, reference.linear(a, b, bias, accumulation="blocked", block=64, out_dtype=dtype))
+    with pytest.raises(TypeError, match="two quantized"):
+        run(a, bias, product(ROWWISE), torch.float32, None)
+
+
+def test_autocast_does_not_round_what_is_emulated():
+    """The operands are products of a code and a scale, which 16 bits do not hold."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (fast.quantize(torch.randn(n, 64, generator=generator), ROWWISE) for n in (16, 32))
+    run = products.PRODUCTS["emulate"].run
+    plain = run(a, b, product(ROWWISE), torch.float32, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(run(a, b, product(ROWWISE), torch.float32, None), plain)

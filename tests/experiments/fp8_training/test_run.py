@@ -1,0 +1,181 @@
+"""The whole experiment on models and shapes of a second: rows, resumption, the limit of seconds, the page, the command."""
+
+from dataclasses import replace
+
+import pytest
+
+from ao_lab.cli.app import main
+from experiments.fp8_training import run as experiment
+from experiments.fp8_training.methods import OURS, PLAIN, Method
+from experiments.fp8_training.report import page
+from experiments.fp8_training.report.published_tables import of_grid, of_models
+from experiments.fp8_training.speed import blocks, grid, linear
+from experiments.fp8_training.training import convergence, planted
+from experiments.fp8_training.training.plans import KNOWN_SIZES, PAIRED, PLANS, SWEEP, Plan
+from experiments.harness import provenance
+from experiments.harness.rows import Journal, table_parts
+from experiments.models.language_model import ModelSettings
+from experiments.models.pretraining.settings import Budget
+from experiments.models.pretraining.sizes import Size
+from experiments.models.pretraining.training import pretrain
+from tests.experiments.harness import tiny
+
+MODEL = ModelSettings(width=32, layers=2, heads=2, kv_heads=2, feed_forward=64, context=16)
+MINE = Method(library=OURS, recipe="rowwise")
+BUDGET = Budget(bytes=4 * 64)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, request):
+    """Plans, shapes and models of a second; but in tests of the night no closure of code is read for a row's hash."""
+    if "nightly" not in request.keywords:
+        monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
+        monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+        monkeypatch.setattr(convergence, "source_hash", lambda *_: "0" * 12)
+    monkeypatch.setitem(KNOWN_SIZES, "micro", Size(MODEL, batch=4, rate=1e-2))
+    plan = Plan(
+        paired="micro", budget=BUDGET, seeds=2, recipes=("mxfp8",), sweeps=(("micro", BUDGET, (1e-2, 2e-2)),), evaluated=64
+    )  # fmt: skip
+    monkeypatch.setitem(PLANS, "quick", plan)
+    monkeypatch.setitem(planted.BUDGETS, "quick", ("micro", BUDGET))
+    monkeypatch.setattr(planted, "CASES", planted.CASES[:3])
+    monkeypatch.setattr(planted, "FAULTS", planted.FAULTS[:1])
+    monkeypatch.setattr(linear, "STAND_INS", ((32, 64, 32),))
+    monkeypatch.setattr(linear, "all_methods", lambda device: (PLAIN, MINE))
+    monkeypatch.setattr(grid, "STAND_INS", ((32, 32, 32),))
+    group = replace(
+        blocks.TINY_GROUPS[1], recipes=("mxfp8",), length=32, plan=replace(blocks.QUICK, rounds=1)
+    )
+    monkeypatch.setattr(blocks, "TINY_GROUPS", (group,))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return tiny.settings(tmp_path)
+
+
+def kinds(rows):
+    return {table_parts(row.table)[0] for row in rows}
+
+
+def test_rows_of_all_parts_and_their_page(settings):
+    rows = experiment.run(settings, journal := Journal())
+    assert kinds(rows) == {"linear", "blocks", "grid", "faults", "sweep", "paired", "curves", "gaps"}
+    assert len({row.key for row in rows}) == len(rows)
+    assert [row.metric for row in rows if row.metric.startswith("status") and row.value != 1] == []
+    paired = {(row.method, row.seed) for row in rows if table_parts(row.table)[0] == PAIRED}
+    assert paired == {(name, seed) for name in ("float32", "mxfp8") for seed in (0, 1)}
+    alone = pretrain(PLANS["quick"].trials((PAIRED,))[1].settings, settings.corpus, "cpu").last_loss
+    assert alone in {row.value for row in rows if row.seed == 1 and row.metric == convergence.TRAINED}
+    assert len(page.findings(rows)) == 1
+    titles = [section.title.partition(" (")[0] for section in page.sections(rows)]
+    assert titles[0] == "Recipes over paired seeds"
+    assert len(titles) == 6
+    before = len(rows)
+    assert len(experiment.run(settings, journal)) == before
+
+
+@pytest.mark.nightly
+def test_rows_are_current_and_depend_on_their_part_alone(settings):
+    rows = experiment.run(replace(settings, only=("linear", "faults", PAIRED)))
+    assert all(provenance.is_current(row) for row in rows)
+    found = {kind: set(provenance.closure(experiment.sources(kind, "", "")).modules) for kind in kinds(rows)}
+    assert "experiments.fp8_training.speed.floor" in found["linear"]
+    assert "experiments.fp8_training.training.counters" in found["faults"]
+    assert "experiments.fp8_training.training.faults" not in found["paired"] | found["linear"]
+    assert "experiments.models.pretraining.training" in found["paired"] - found["linear"]
+
+
+def test_finished_trainings_are_skipped_and_a_killed_run_goes_on(settings, monkeypatch):
+    only, journal, real, made = replace(settings, only=(PAIRED,)), Journal(), convergence.measure, []
+
+    def measured(settings, plan, trial, checkpoint):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append((trial.recipe, trial.settings.seed))
+        return real(settings, plan, trial, checkpoint)
+
+    monkeypatch.setattr(convergence, "measure", measured)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(only, journal)
+    assert made == [("bf16", 0), ("bf16", 1), ("mxfp8", 0)]
+    assert "gaps" not in kinds(journal.rows)
+    made.clear()
+    rows = experiment.run(only, journal)
+    assert made == [("mxfp8", 1)]
+    gaps = {row.metric: row.value for row in rows if table_parts(row.table)[0] == "gaps"}
+    assert gaps["gap, training bits per byte at the end, seeds"] == 2
+
+
+def test_nothing_starts_after_the_limit(settings):
+    assert experiment.run(replace(settings, seconds=1e-9)) == []
+
+
+def test_a_method_that_was_not_reached_is_measured_by_the_next_run(settings):
+    only, journal = replace(settings, only=("linear",)), Journal()
+    experiment.run(only, journal)
+    late = [row for row in journal.rows if row.method == MINE.name]
+    journal.drop(late)
+    base = [row for row in journal.rows if row.method == PLAIN.name]
+    rows = experiment.run(only, journal)
+    assert {row.key for row in rows} == {row.key for row in (*base, *late)}
+    assert [row for row in rows if row.method == PLAIN.name] == base
+
+
+def test_a_gap_is_of_bfloat16_on_the_same_seeds():
+    found = convergence.over_seeds("x", {0: 2.0, 1: 4.0, 2: 9.0}, {1: 4.004, 0: 2.002})
+    assert found[0] == ("gap, x", pytest.approx(0.1), "%")
+    assert found[2] == ("gap, x, seeds", 2, "")
+    assert convergence.over_seeds("x", {0: 1.0}, {0: 1.0}) == []
+
+
+def test_published_values_stand_beside_the_grid_alone():
+    assert len(of_grid()) == 216
+    assert set(of_grid()) == {grid.setting_of(cell) for cell in grid.CELLS}
+    found = page.comparisons([])
+    assert len(found) == 216 + len(of_models())
+    assert {one.measured for one in found} == {None}
+
+
+def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
+    full = replace(settings, scale="full")
+    rows = [
+        full.row("fp8_training", "blocks", blocks.GPU_GROUPS[0].shape.name, "eager", "bfloat16", "time", 1.0, "ms"),
+        full.row("fp8_training", "grid", grid.MODULE, "M=1024 K=1024 N=1024", grid.FORCED.name, page.speed.SPEED, 1.2, "ratio"),
+    ]  # fmt: skip
+    rows = [replace(row, device="a GPU") for row in rows]
+    sections = {section.title.partition(" (")[0]: section for section in page.sections(rows)}
+    assert [table.caption for table in sections[f"Decoder layers: {blocks.GPU_GROUPS[0].shape.name}"].tables] == [
+        "A training step", "Published: Llama-3-8B", "Published: not stated"
+    ]  # fmt: skip
+    assert len(sections["LayerNorm, linear, sigmoid"].drawings) == 5
+    measured = [one for one in page.comparisons(rows) if one.measured is not None]
+    assert [(one.measured, one.published) for one in measured] == [(1.2, 0.42)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["fp8_training", "--only", "pairs"],
+            "the parts are linear, blocks, grid, faults, sweep, paired, long",
+        ),
+        (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
+        (["formats", "--seconds", "5"], "--seconds is a positive limit"),
+        (["formats", "--only", "x"], "--only names parts of one experiment"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, words):
+    assert main(["reproduce", *arguments, "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_the_plan_of_a_gpu_names_what_the_issue_asks():
+    plan = PLANS["full"]
+    paired = plan.trials((PAIRED,))
+    assert len(paired) == 5 * 9
+    assert {one.settings.compiled for one in paired} == {False}
+    assert [one.settings.seed for one in paired[:6]] == [0, 1, 2, 3, 4, 0]
+    assert [one.settings.rate for one in plan.trials((SWEEP,))] == [5e-4, 1e-3, 2e-3, 4e-3] * 2
