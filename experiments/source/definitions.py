@@ -7,16 +7,36 @@ are left out, local variables are numbered, and every name from outside is a `Re
 from __future__ import annotations
 
 import ast
+import threading
+from contextlib import suppress
 
 from experiments.source.imports import bound_by, imports_of, loaded_by
 from experiments.source.records import Definition, FileDefinitions, Ref
 from experiments.source.statements import bound_at_top, is_main, top_level
 from experiments.source.writer import Writer
 
+_PARSING = threading.Lock()
+#: Another thread's parse, of a library that knows nothing of the lock, can spoil one or two of ours in a row, hardly more.
+_ATTEMPTS = 20
+
+
+def parse(source: str) -> ast.Module:
+    """`ast.parse` that threads may call at once.
+
+    CPython 3.11 counts the depth of a tree under construction in one place for all threads, and raises SystemError where one
+    interrupts another (python/cpython issue 106905). The lock keeps our own threads apart; against those of libraries, which
+    parse too (Triton, torch.compile), the parse is repeated.
+    """
+    with _PARSING:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(SystemError):
+                return ast.parse(source)
+        return ast.parse(source)
+
 
 def definitions_of(source: str, module: str, is_package: bool) -> FileDefinitions:
     """Read one file. `module` is its dotted name, which relative imports start from."""
-    body = list(top_level(ast.parse(source).body))
+    body = list(top_level(parse(source).body))
     file = FileDefinitions()
     loads: set[str] = set()
     for node in imports_of(body):

@@ -2,6 +2,8 @@
 
 import ast
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -288,6 +290,42 @@ def test_a_name_means_the_same_while_another_thread_follows_it(tree, monkeypatch
     finally:
         go_on.set()
         other.join()
+
+
+def test_a_parse_that_another_thread_spoils_is_repeated(monkeypatch):
+    """CPython 3.11 raises SystemError where threads build trees at once."""
+    parse, calls = ast.parse, []
+
+    def spoilt(text):
+        calls.append(text)
+        if len(calls) < 3:
+            raise SystemError("AST constructor recursion depth mismatch (before=69, after=64)")
+        return parse(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(definitions.ast, "parse", spoilt)
+        assert set(definitions_of("x = 1\n", "m", False).definitions) == {"x"}
+        assert len(calls) == 3
+        patched.setattr(definitions.ast, "parse", lambda text: spoilt(calls.clear()))  # never done
+        with pytest.raises(SystemError, match="recursion depth"):
+            definitions_of("x = 1\n", "m", False)
+
+
+def test_threads_parse_one_after_the_other(monkeypatch):
+    parse, inside, most = ast.parse, [], []
+
+    def counted(text):
+        inside.append(text)
+        most.append(len(inside))
+        time.sleep(0.005)
+        inside.pop()
+        return parse(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(definitions.ast, "parse", counted)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda name: definitions_of("x = 1\n", name, False), "abcdefgh"))
+    assert most == [1] * 8
 
 
 def test_versions_of_python_give_one_hash(monkeypatch):
