@@ -193,7 +193,8 @@ def plain_again(module: nn.Module) -> None:
         kinds = {trained: plain for plain, trained in CLASSES.items()}
         module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
         del module.__dict__["qat"]
-        module.__dict__.pop("lora", None)
+        for name in ("lora", "low_precision"):
+            module.__dict__.pop(name, None)
     for name in (*ADDED, *ADAPTERS):
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)

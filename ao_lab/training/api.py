@@ -15,7 +15,7 @@ from ao_lab.training.grouped.experts import (
     plain_experts_again,
     train_experts_by,
 )
-from ao_lab.training.layers import LowPrecisionLinear, Settings, plain_again, train_by
+from ao_lab.training.layers import LowPrecisionLinear, Settings, class_of, plain_again, train_by
 from ao_lab.training.products import PRODUCTS
 from ao_lab.training.shapes import unsupported_reason
 from reference.arrays.errors import choice
@@ -69,7 +69,8 @@ def convert_for_training_(
     filter_fn(module, name) says which modules; without it those are all nn.Linear but routers, and (unless `experts` is False)
     modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped
     products. Modules, parameters, names and hooks stay what they are: checkpoints load both ways, optimizers need not know.
-    Layers whose lengths the recipe cannot take, and subclasses of nn.Linear, stay as they are and are listed with the reason.
+    Layers whose lengths the recipe cannot take, and subclasses of nn.Linear, stay as they are and are listed with the reason;
+    layers prepared for QAT (without learned scales) round their operands first and train by the recipe then.
     pad: such lengths are padded with zeros instead. Rows (tokens) are of any number: rows of zeros are added where blocks along
     them ask for it. kernel: what computes the products: "auto" is what `ao_lab.tune` chose, or else the default; "emulate" is
     float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
@@ -112,8 +113,11 @@ def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
         if id(module) not in converted
         for parameter in module.parameters(recurse=False)
     }
-    reason = "a layer that is not converted has the same weight"
-    left = {name: reason for name, module in chosen.items() if id(module.weight) in elsewhere}
+    shared = "a layer that is not converted has the same weight"
+    left = {name: shared for name, module in chosen.items() if id(module.weight) in elsewhere}
+    for name, module in chosen.items():
+        if type(module) is not LowPrecisionLinear:
+            left[name] = f"a {type(module).__name__} rounds its weight before the cast"
     try:
         gather_as_codes([module for name, module in chosen.items() if name not in left])  # type: ignore[misc]
     except ValueError:
@@ -155,6 +159,9 @@ def _selected(
 
 
 def _linear_reason(settings: Settings, module: nn.Module) -> str | None:
+    found = class_of(module)
+    if isinstance(found, str) or not isinstance(module, nn.Linear):
+        return str(found)
     return unsupported_reason(settings.recipe, module, settings.pad)
 
 

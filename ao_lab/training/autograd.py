@@ -25,6 +25,8 @@ from ao_lab.training.casts import (
     weight_rows,
 )
 from ao_lab.training.dequantized import dequantized_linear, serves
+from ao_lab.training.prepared.autograd import PreparedLinear
+from ao_lab.training.prepared.step import find as prepared_step
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from fast.device import PLAIN
@@ -102,12 +104,19 @@ def _input_operands(
     """
     a, b = recipe.output.a, recipe.weight_grad.b
     if split is None and columns and shared.serves(x, a, b):
-        return shared.both(x, a, b, lambda: quantize_two(as_matrix(x), a, b))
+        own, tensors, settings = shared.copies(x, (a, b), lambda: _two_copies(x, a, b))
+        return own, joined(list(tensors), settings)
     matrix, streams = as_matrix(x), (STREAMS["x"], STREAMS["x.T"])
     own, other = _found(split, "x", a), _found(split, "x.T", b)
     if columns:
         return quantize_two(matrix, a, b, seed, streams, (own, other))
     return quantize_one(matrix, a, seed, streams[0], own), None
+
+
+def _two_copies(x: torch.Tensor, a: Operand, b: Operand) -> shared.Copies:
+    rows, columns = quantize_two(as_matrix(x), a, b)
+    tensors, settings = parts(columns)
+    return rows, tuple(tensors), settings
 
 
 def _gradient_operands(
@@ -161,6 +170,10 @@ def training_linear(
         recipe = tuned_recipe(recipe, x, w)
     if recipe.is_dense and kernel == "auto" and split is None and type(w) in PLAIN:
         return torch.nn.functional.linear(x, w, bias)
+    step = None if split is not None else prepared_step(x, w, bias, recipe, kernel)
+    if step is not None:
+        repeated: torch.Tensor = PreparedLinear.apply(x, w, bias, step)  # type: ignore[no-untyped-call]
+        return repeated
     if split is None and serves(x, w, bias, recipe, kernel):
         made = dequantized_linear(as_matrix(x), w, bias, recipe, new_seed)
         # No view, as in `TrainingLinear`.

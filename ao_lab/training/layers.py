@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +41,8 @@ class LowPrecisionLinear(nn.Linear):
     """
 
     low_precision: Settings
+    #: What the module was before.
+    plain: ClassVar[type[nn.Linear]] = nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
@@ -139,17 +143,42 @@ def padded(w: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return w
 
 
+#: By the class of a layer: what says as which class it trains by a recipe, or why it does not.
+CLASSES: dict[type[nn.Module], Callable[[Any], type[LowPrecisionLinear] | str]] = {
+    nn.Linear: lambda module: LowPrecisionLinear
+}
+
+
+def class_of(module: nn.Module) -> type[LowPrecisionLinear] | str:
+    """The class as which a layer trains by a recipe, or why there is none."""
+    known = CLASSES.get(type(module))
+    if known is None:
+        return f"recipes train nn.Linear itself; a {type(module).__name__} may compute otherwise"
+    return known(module)
+
+
 def train_by(module: nn.Linear, settings: Settings) -> None:
-    """Make an nn.Linear train by a recipe."""
-    module.__class__ = LowPrecisionLinear
+    """Make a linear layer that `class_of` knows train by a recipe."""
+    found = class_of(module)
+    if isinstance(found, str):
+        raise TypeError(found)
+    module.__class__ = found
     module.low_precision = settings  # type: ignore[assignment]
 
 
 def plain_again(module: LowPrecisionLinear) -> None:
     """Undo `train_by`."""
     module.restore_weight()
-    module.__class__ = nn.Linear  # type: ignore[assignment]
+    module.__class__ = module.plain  # type: ignore[assignment]
     del module.low_precision
 
 
-__all__ = ["LowPrecisionLinear", "Settings", "low_precision_linear", "plain_again", "train_by"]
+__all__ = [
+    "CLASSES",
+    "LowPrecisionLinear",
+    "Settings",
+    "class_of",
+    "low_precision_linear",
+    "plain_again",
+    "train_by",
+]

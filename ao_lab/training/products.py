@@ -54,21 +54,22 @@ def select_product(
     direction: str, a: Matrix, b: Matrix, dtype: torch.dtype, record: Product | None = None
 ) -> str:
     """The function for two operands: the one that `ao_lab.tune` chose, else the first of `PRODUCTS` that can and pays."""
-    fast_sums = record is not None and record.accumulation == "fast"
+    accumulation = "precise" if record is None else record.accumulation
+    fast_sums = accumulation == "fast"
     # Under a tracer some are no integers.
     lengths: tuple[Any, Any, Any] = a.shape[0], b.shape[0], a.shape[1]
     m, n, k = lengths
-    name = tuned(direction, scheme_key(a), scheme_key(b), lengths, dtype, codes_of(a).device)
+    keys, device = (scheme_key(a), scheme_key(b)), codes_of(a).device
+    name = tuned(direction, *keys, lengths, dtype, device, accumulation)
     if torch.compiler.is_compiling():
         # Dynamo calls open sizes integers too; which function can depends on them, so the program is settled on them here.
         facts = (
-            scheme_key(a),
-            scheme_key(b),
+            *keys,
             index(m),
             index(n),
             index(k),
             str(dtype),
-            str(codes_of(a).device),
+            str(device),
             fast_sums,
         )
         traced: str = _able_traced(name or "", *facts)
@@ -111,11 +112,11 @@ def _able_traced(
     name: str, a: str, b: str, m: int, n: int, k: int, dtype: str, device: str, fast_sums: bool
 ) -> str:
     """`_able` of what a tracer can give away: text and numbers."""
-    left, right = _stand_in(a, (m, k), dtype, device), _stand_in(b, (n, k), dtype, device)
+    left, right = stand_in(a, (m, k), dtype, device), stand_in(b, (n, k), dtype, device)
     return _able(name, left, right, fast_sums)
 
 
-def _stand_in(key: str, shape: tuple[int, int], dtype: str, device: str) -> Matrix:
+def stand_in(key: str, shape: tuple[int, int], dtype: str, device: str) -> Matrix:
     """An operand of a scheme's key and a shape, without memory."""
     kind = torch.uint8 if key else getattr(torch, dtype.removeprefix("torch."))
     codes = torch.empty((), dtype=kind, device=device).expand(shape)
@@ -221,5 +222,6 @@ __all__ = [
     "product",
     "scheme_key",
     "select_product",
+    "stand_in",
     "values",
 ]

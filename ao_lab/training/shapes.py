@@ -28,11 +28,8 @@ def _length(operand: Operand) -> int:
     return inner if isinstance(inner, int) and inner > 0 else 1
 
 
-def unsupported_reason(recipe: Recipe, module: nn.Module, pad: bool = False) -> str | None:
-    """Why a module cannot train by a recipe; None where it can."""
-    kind = type(module).__name__
-    if type(module) is not nn.Linear:
-        return f"recipes train nn.Linear itself; a {kind} may compute otherwise"
+def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> str | None:
+    """Why a linear layer of these lengths cannot train by a recipe; None where it can."""
     _, n, k = steps(recipe)
     for name, length, step in (
         ("in_features", module.in_features, k),

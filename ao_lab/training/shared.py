@@ -17,41 +17,39 @@ from typing import Any
 
 import torch
 
-from ao_lab.training.casts import Matrix
 from fast.device import PLAIN, is_transformed
-from reference import Quantized
 from reference.training.recipe import Operand
 
-Pair = tuple[Matrix, Matrix]
+#: The copy for the output; the tensors of the copy for the weight gradient, and what else there is to say of them: None where
+#: they are not to be shared.
+Copies = tuple[Any, tuple[torch.Tensor | None, ...], Any]
 
 
-class _Copies:
+class _Held:
     """Copies of an input, gone when it or what backward keeps of it goes."""
 
-    def __init__(self, x: torch.Tensor, key: tuple[Any, ...], rows: Matrix, columns: Quantized) -> None:
-        self.key, self.rows = key, rows  # type: Any, Matrix | None
-        self.settings = columns.shape, columns.axis, columns.scheme
+    def __init__(self, x: torch.Tensor, key: tuple[Any, ...], copies: Copies) -> None:
+        self.key, self.rows, columns, self.settings = key, *copies  # type: Any, Any, Any, Any
         self.x = weakref.ref(x, self.forget)
-        self.tensors = [None if t is None else weakref.ref(t, self.forget) for t in _tensors(columns)]
+        self.columns = [None if t is None else weakref.ref(t, self.forget) for t in columns]
 
     def forget(self, gone: Any = None) -> None:
         """Let go of the only tensors that are held."""
         self.rows = None
 
-    def of(self, x: torch.Tensor, key: tuple[Any, ...]) -> Pair | None:
+    def of(self, x: torch.Tensor, key: tuple[Any, ...]) -> Copies | None:
         """The copies for this input and key, or None."""
         rows = self.rows
         if rows is None or self.x() is not x or self.key != key:
             return None
-        tensors: list[Any] = [None if held is None else held() for held in self.tensors]
-        if tensors[0] is None or tensors[1] is None:  # another thread let go of them
-            return None
-        codes, scale, outer, zero = tensors
-        return rows, Quantized(codes, scale, outer, zero, *self.settings)
+        columns = tuple([None if held is None else held() for held in self.columns])
+        if any(t is None and held is not None for t, held in zip(columns, self.columns, strict=True)):
+            return None  # another thread let go of them
+        return rows, columns, self.settings
 
 
 #: The copies of the last input; others are forgotten, whatever a cycle still refers to them.
-_last: list[_Copies] = []
+_last: list[_Held] = []
 
 
 def serves(x: torch.Tensor, rows: Operand, columns: Operand) -> bool:
@@ -60,23 +58,31 @@ def serves(x: torch.Tensor, rows: Operand, columns: Operand) -> bool:
         return False
     if is_transformed() or rows.is_stochastic or columns.is_stochastic or x.is_inference():
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_captured(x)
 
 
-def both(x: torch.Tensor, rows: Operand, columns: Operand, make: Callable[[], Pair]) -> Pair:
-    """The copies of x for two operands: those of the layer before, or new ones."""
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph records what is done with x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def copies(x: torch.Tensor, asked: tuple[Any, ...], make: Callable[[], Copies]) -> Copies:
+    """The copies of x: those of the layer before, if they are what is asked for, or new ones.
+
+    asked: what decides about them beside x, compared by equality.
+    """
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     # The address: `x.data = other` counts no version.
-    key = (x._version, x.data_ptr(), stream, rows, columns)
+    key = (x._version, x.data_ptr(), stream, *asked)
     for last in _last:
         found = last.of(x, key)
         if found is not None:
             return found
     forget()
-    of_rows, of_columns = make()
-    if isinstance(of_columns, Quantized):
-        _last[:] = [_Copies(x, key, of_rows, of_columns)]
-    return of_rows, of_columns
+    made = make()
+    if made[2] is not None:
+        _last[:] = [_Held(x, key, made)]
+    return made
 
 
 def forget() -> None:
@@ -90,8 +96,4 @@ def forget() -> None:
             return
 
 
-def _tensors(q: Quantized) -> tuple[Any, ...]:
-    return q.codes, q.scale, q.outer, q.zero
-
-
-__all__ = ["both", "forget", "serves"]
+__all__ = ["Copies", "copies", "forget", "is_captured", "serves"]

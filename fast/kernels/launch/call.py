@@ -18,6 +18,8 @@ from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, i
 
 #: The dtypes that are quantized, with their names.
 FLOAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Shape, strides and dtype of a buffer.
+Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 # Bytes that kernels read at once of packed codes, and of the values that become some.
 WORD = 4
 
@@ -100,18 +102,44 @@ class Call:
         self._places = places
         self._allocate = direct.allocator(self.device)
         buffers = self.buffers.items()
-        self._sizes = [(shape, self.tensors[name].stride(), dtype) for name, (shape, dtype, _) in buffers]
-        self._fills = [(places[name], fill) for name, (_, _, fill) in buffers if fill]
+        self._sizes: list[Size] = [
+            (shape, self.tensors[name].stride(), dtype) for name, (shape, dtype, _) in buffers
+        ]
+        self._fills = [
+            (places[name], fill, self.tensors[name].nbytes) for name, (_, _, fill) in buffers if fill
+        ]
         self._launches: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         self.inputs, self.tensors = dict.fromkeys(self.inputs), {}
 
     def __call__(self, *inputs: torch.Tensor | None) -> Any:
         """The result for other inputs with the same key; None for tensors without memory."""
+        tensors = self._run(inputs, self._sizes)
+        return None if tensors is None else self.finish(tensors)
+
+    def viewed(self, **views: Size) -> Callable[..., tuple[torch.Tensor, ...] | None]:
+        """The same launches, which give these buffers alone, each as a view of its memory: shape, strides and dtype.
+
+        What a caller would make of the results by `view` and `t` costs as much as allocating them. None for tensors without
+        memory, as above. KeyError where there is no such buffer.
+        """
+        sizes, first = list(self._sizes), len(self.inputs)
+        for name, size in views.items():
+            sizes[self._places[name] - first] = size
+        places = [self._places[name] for name in views]
+
+        def run(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+            tensors = self._run(inputs, sizes)
+            return None if tensors is None else tuple([tensors[at] for at in places])
+
+        return run
+
+    def _run(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any] | None:
+        """Inputs and buffers after the launches; None for tensors without memory."""
         if direct.hooked():
-            return self._launch_again(inputs)
+            return self._launch_again(inputs, sizes)
         if direct.current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
-                return self(*inputs)
+                return self._run(inputs, sizes)
         addresses: list[int | None] = []
         for tensor in inputs:
             if tensor is None:
@@ -122,29 +150,30 @@ class Call:
             except RuntimeError:  # sparse or nested
                 return None
             if address % ALIGNMENT or tensor.is_neg() or not (self.strided or tensor.is_contiguous()):
-                return self._launch_again(inputs)
+                return self._launch_again(inputs, sizes)
             addresses.append(address)
         launches = self._launches or self._direct_launches()
         if not launches:
-            return self._launch_again(inputs)
-        return self._launch_directly(inputs, addresses, launches)
+            return self._launch_again(inputs, sizes)
+        return self._launch_directly(inputs, addresses, launches, sizes)
 
     def _launch_directly(
-        self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any]
-    ) -> Any:
+        self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any], sizes: list[Size]
+    ) -> list[Any]:
         """Allocate the buffers and launch, past everything of Triton that looks at arguments."""
         tensors, allocate = [*inputs], self._allocate
-        for shape, strides, dtype in self._sizes:
+        for shape, strides, dtype in sizes:
             made = allocate(shape, strides, dtype)
             tensors.append(made)
             addresses.append(made.data_ptr())
-        for at, fill in self._fills:
-            filled(tensors[at], fill)
         addresses.append(None)
         stream = direct.current_stream(self.index)  # type: ignore[misc]
+        for at, fill, size in self._fills:
+            if fill != (0,) or not direct.zero(addresses[at], size, stream):
+                filled(tensors[at], fill)
         for launch, select in launches:
             launch(stream, select(addresses))
-        return self.finish(tensors)
+        return tensors
 
     def _direct_launches(self) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
         """For each launch its function, and what selects its addresses; nothing before all are compiled for aligned tensors.
@@ -162,7 +191,7 @@ class Call:
         self._launches = launches
         return launches
 
-    def _launch_again(self, inputs: Sequence[torch.Tensor | None]) -> Any:
+    def _launch_again(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any]:
         """By `kernel[grid]` where nothing else will do: odd addresses, tensors that have to be copied, hooks."""
         tensors = self._usable(dict(zip(self.inputs, inputs, strict=True)))
         made = [
@@ -172,7 +201,11 @@ class Call:
         tensors.update(zip(self.buffers, made, strict=True))
         for kernel, pointers, _ in self.steps:
             kernel.run([None if name is None else tensors[name] for name in pointers], self.index)
-        return self.finish([*inputs, *made])
+        views = [
+            one if size is own else torch.as_strided(one.view(size[2]), *size[:2])
+            for one, own, size in zip(made, self._sizes, sizes, strict=True)
+        ]
+        return [*inputs, *views]
 
 
 def filled(made: torch.Tensor, fill: tuple[int, ...]) -> torch.Tensor:

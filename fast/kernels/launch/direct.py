@@ -8,8 +8,9 @@ interface, so this is done for the versions in TESTED alone; with any other vers
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -80,6 +81,23 @@ def hooked() -> bool:
     """Whether somebody wants to hear of launches (`triton.knobs.runtime`, profilers): only `kernel[grid]` tells them."""
     enter, leave = HOOKS.launch_enter_hook, HOOKS.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@lru_cache(maxsize=1)
+def _set_bytes() -> Callable[[int, int, int, int], int] | None:
+    """The driver's `cuMemsetD8Async` (address, value, bytes, stream); None where the driver is not found by its name."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuMemsetD8Async
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
+    return function  # type: ignore[no-any-return]
+
+
+def zero(address: int | None, size: int, stream: int) -> bool:
+    """Set bytes of the current device to 0 on a stream, in a third of the time of `Tensor.zero_`; whether that was done."""
+    function = _set_bytes()
+    return function is not None and address is not None and function(address, 0, size, stream) == 0
 
 
 def allocator(device: torch.device) -> Allocate:

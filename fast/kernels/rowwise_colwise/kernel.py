@@ -130,8 +130,6 @@ DOWN, ACROSS, BAND = 4, 2, 2
 REGISTERS = {8: 80, 6: 96, 4: 128}
 # Elements below 8 bits.
 SMALLER = ("e2m3", "e3m2", "e2m1")
-# Whether what was compared in emulation but not yet on a GPU serves: elements below 8 bits, MX transposes, and `pairs`.
-UNPROVEN = False
 PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_WARPS, PLAIN_BAND = 64, 64, 2, 4
 # Names of scales of rows and of columns, of their tiles, and of all that a caller's pair of scales may have.
 SCALES, TILES = ("scale", "transposed_scale"), ("tiles", "transposed_tiles")
@@ -146,7 +144,7 @@ def covers_mx(x: torch.Tensor, rule: SchemeConstants) -> bool:
     Elements are 8-bit floats, or smaller ones of 16-bit inputs.
     """
     level = rule.level.value
-    paths = (*HARDWARE, *SMALLER) if UNPROVEN and x.dtype != torch.float32 else HARDWARE
+    paths = (*HARDWARE, *SMALLER) if x.dtype != torch.float32 else HARDWARE
     mx = rule.power_of_two and rule.fast_path.value in paths and level.simple_power
     height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
     whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST

@@ -85,7 +85,7 @@ def covers(x: torch.Tensor, scheme: Scheme) -> str:
     rule = constants_of(scheme, name)
     path = rule.fast_path.value
     # Powers of two: right, but slower than a copy where `mx_pairs_kernel` does not serve.
-    mx = kernel.UNPROVEN and kind == "blocks" and path in (*HARDWARE, *kernel.SMALLER)
+    mx = kind == "blocks" and path in (*HARDWARE, *kernel.SMALLER)
     return kind if (mx if rule.power_of_two else path in HARDWARE) else ""
 
 
@@ -119,7 +119,7 @@ def takes_pairs(x: torch.Tensor, scheme: Scheme) -> bool:
     """Whether `pairs` serves: 16-bit floats to 8-bit ones under float32 scales, whole tiles, blocks of 128."""
     scale, whole = scheme.scale, x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
     sized = scale.block in (-1, "tensor", 128, (128, 128)) and scale.storage == "float32"
-    return bool(kernel.UNPROVEN and sized and whole and x.element_size() == 2 and scheme.format.bits == 8)
+    return bool(sized and whole and x.element_size() == 2 and scheme.format.bits == 8)
 
 
 def _launch_of_patches(

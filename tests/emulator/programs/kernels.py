@@ -305,12 +305,6 @@ def compare_pair(x: torch.Tensor, name: str, tiled: bool, tuning: dict[str, int]
         assert_same_bits(got[part], value.contiguous())
 
 
-def compare_layouts() -> None:
-    """`compare_both_of_tiles`, with what waits for its GPU run."""
-    both.UNPROVEN = True
-    compare_both_of_tiles()
-
-
 def compare_both_of_tiles() -> None:
     """Both copies and the transpose alone, by tiles that the matrix does not fill, or does; every kind of block."""
     cases = (("fp8_rowwise", (70, 131)), ("fp8_rowwise", (64, 256)), ("fp8_tensorwise_e5m2", (129, 66)),
@@ -339,7 +333,7 @@ def main(groups: list[str]) -> None:
             compare_stochastic()
         elif group == "both":
             compare_both()
-            compare_layouts()
+            compare_both_of_tiles()
         else:
             compare_schemes(GROUPS[group])
     print("agreed", flush=True)

@@ -1,0 +1,1 @@
+"""Training steps of linear layers that repeat, with every choice behind them."""

@@ -1,0 +1,203 @@
+"""A training step of a linear layer like one before it: what it launches, with every choice behind it.
+
+A step of 8-bit floats with one scale for each row or tensor is four casts and three products, which a GPU is done with sooner
+than the host has chosen them again. So what the first steps of a shape found (`launch.cache`, `select_product`) is kept as one
+object, under one key that has all that choices depend on; casts write each operand as its product reads it (`views`). Steps are
+forgotten when `ao_lab.tune` adds a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ao_lab.gemm import choices
+from ao_lab.training.prepared.views import SCALED_MM, Side, View, side_of, views_of
+from ao_lab.training.products import select_product, stand_in
+from fast.device import PLAIN, has_kernels, is_transformed
+from fast.dispatch import Function
+from fast.kernels.launch import cache
+from fast.kernels.launch.call import Call
+from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
+from reference.training.recipe import PRODUCTS, Product, Recipe
+
+#: A matrix to the codes and scales of its copies.
+Cast = Callable[..., Any]
+#: Codes and scale of a, codes and scale of b, bias: the product.
+Multiply = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
+HALVES = (torch.bfloat16, torch.float16)
+#: Names of the buffers of casts: of a matrix, of its transpose.
+ROWS, COLUMNS = ("codes", "scale"), ("transposed", "transposed_scale")
+#: Steps that are kept, and how often a shape is looked at: in a model of many equal layers before the first backward.
+MOST, ATTEMPTS = 1024, 256
+#: Of shapes and recipes that have no prepared step.
+NEVER = ATTEMPTS
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Casts of x and the output's gradient along both axes, of w and of w.T; the three products.
+
+    shared: what the cast of an input depends on beside the input (`shared.copies`).
+    """
+
+    inputs: Cast
+    weight_rows: Cast
+    gradients: Cast
+    weight_columns: Cast
+    output: Multiply
+    input_grad: Multiply
+    weight_grad: Multiply
+    shared: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The three products of a layer (M, K) by (N, K): records, chosen functions, operands and how these are read."""
+
+    records: tuple[Product, ...]
+    names: tuple[str, ...]
+    sides: tuple[tuple[Side, Side], ...]
+    views: tuple[tuple[View, View], ...]
+
+
+#: Steps by all that they depend on, or how often one was looked for.
+_steps: dict[tuple[Any, ...], Step | int] = {}
+_version = [0]
+
+
+def find(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kernel: str
+) -> Step | None:
+    """The step of a layer in training, both gradients wanted; None where it is not prepared (yet), and under tracers, modes and
+    transforms, which see operators."""
+    if torch.compiler.is_compiling() or kernel != "auto" or not has_kernels(x) or not _is_trained(x, w):
+        return None
+    if is_transformed():
+        return None
+    if _version[0] != choices.VERSION[0]:
+        forget()
+    dtype = None if bias is None else bias.dtype
+    key = (recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, dtype, choices.pinned())
+    step = _steps.get(key, 0)
+    if not isinstance(step, Step) and step < ATTEMPTS:
+        problem = _problem(x, w, bias, recipe)
+        step = NEVER if problem is None else _prepared(problem, x, w, bias) or step + 1
+        _keep(key, step)
+    return step if isinstance(step, Step) else None
+
+
+def _is_trained(x: torch.Tensor, w: torch.Tensor) -> bool:
+    if type(w) not in PLAIN or x.is_inference():
+        return False
+    return x.requires_grad and w.requires_grad and torch.is_grad_enabled() and x.numel() > 0
+
+
+def _keep(key: tuple[Any, ...], step: Step | int) -> None:
+    if len(_steps) >= MOST:
+        _steps.clear()
+    _steps[key] = step
+
+
+def forget() -> None:
+    """Forget all steps: choices have changed."""
+    _steps.clear()
+    _version[0] = choices.VERSION[0]
+
+
+def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> Problem | None:
+    """What a step consists of; None where steps serve no such layer."""
+    n, k = w.shape
+    m = x.numel() // k
+    records = tuple(getattr(recipe, name) for name in PRODUCTS)
+    lengths = ((m, k), (n, k)), ((m, n), (k, n)), ((n, m), (k, m))
+    found = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
+    sides = tuple((a, b) for a, b in found if a is not None and b is not None)
+    others = any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (w, bias))
+    if len(sides) < len(PRODUCTS) or others or x.dtype not in HALVES:
+        return None
+    (own, _), (gradient, _), (gradient_t, own_t) = sides
+    if own.scheme != own_t.scheme or gradient.scheme != gradient_t.scheme:
+        return None
+    names = tuple(
+        _chosen(name, record, *pair, x) for name, record, pair in zip(PRODUCTS, records, sides, strict=True)
+    )
+    views = [views_of(name, *pair) for name, pair in zip(names, sides, strict=True)]
+    known = tuple(view for view in views if view is not None)
+    return Problem(records, names, sides, known) if len(known) == len(PRODUCTS) else None
+
+
+def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Step | None:
+    """The step of what calls like it have left in the cache; None where not all of these calls were made yet."""
+    (own, weight), (gradient, weight_t), _ = problem.sides
+    (view_x, view_w), (view_g, view_w_t), (view_g_t, view_x_t) = problem.views
+    rows, alone, both = weight.rows, (-1, False, False), (False, False, False)
+    of_x, of_g, of_w = (own.rows, own.length), (own.rows, rows), (rows, own.length)
+    casts = (
+        _cast(QUANTIZE_BOTH, both, own, of_x, x, view_x, view_x_t),
+        _cast(QUANTIZE, alone, weight, of_w, w, view_w, None),
+        _cast(QUANTIZE_BOTH, both, gradient, of_g, x, view_g, view_g_t),
+        _cast(QUANTIZE_TURNED, alone, weight_t, of_w, w, None, view_w_t),
+    )
+    products = [_multiply(problem, at, x, None if at else bias) for at in range(len(PRODUCTS))]
+    if None in casts or None in products:
+        return None
+    return Step(*casts, *products, shared=(own.scheme.key, view_x, view_x_t))  # type: ignore[arg-type, misc]
+
+
+def _chosen(direction: str, record: Product, a: Side, b: Side, x: torch.Tensor) -> str:
+    """The product that the general way takes."""
+    left, right = (stand_in(s.scheme.key, (s.rows, s.length), str(x.dtype), str(x.device)) for s in (a, b))
+    return select_product(direction, left, right, x.dtype, record)
+
+
+def _cast(
+    function: Function,
+    values: tuple[Any, ...],
+    side: Side,
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    rows: View | None,
+    columns: View | None,
+) -> Cast | None:
+    """The cast of a matrix of a shape, as its products read it; None where there was none yet.
+
+    rows, columns: how the copy along rows and the transposed one are read; None for one that is not made.
+    """
+    key = cache.key_of(function.name, side.scheme, values, (_empty(shape, like.dtype, like.device),))
+    call = cache.find(key)
+    wanted = {} if rows is None else dict(zip(ROWS, rows, strict=True))
+    wanted |= {} if columns is None else dict(zip(COLUMNS, columns, strict=True))
+    if not isinstance(call, Call) or not wanted.keys() <= call.buffers.keys():
+        return None
+    return call.viewed(**wanted)
+
+
+def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:
+    """One of the products; None where there was none yet."""
+    record, name, (first, second), dtype = problem.records[at], problem.names[at], problem.sides[at], x.dtype
+    fast = record.accumulation == "fast"
+    if name == SCALED_MM:
+        scaled: Any = torch._scaled_mm
+        return lambda a, scale_a, b, scale_b, bias: scaled(a, b, scale_a, scale_b, bias, None, dtype, fast)
+    shapes = [(side.rows, side.length) for side in (first, second)]
+    values = (dtype, second.scheme.key, False, fast, shapes[0], 1, False, False, shapes[1], 1, False, False)
+    codes = [_empty(shape, torch.uint8, x.device) for shape in shapes]
+    scales = [_empty(side.scale_shape, torch.float32, x.device) for side in (first, second)]
+    given = (codes[0], scales[0], None, codes[1], scales[1], bias)
+    call = cache.find(cache.key_of(LINEAR_OF_CODES.name, first.scheme, values, given))
+    if not isinstance(call, Call):
+        return None
+    return lambda a, scale_a, b, scale_b, bias: call(a, scale_a, None, b, scale_b, bias)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape without its memory."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+__all__ = ["Step", "find", "forget"]
