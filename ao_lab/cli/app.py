@@ -45,6 +45,17 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+Skip = Annotated[list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")]
+OnDevice = Annotated[Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")]
+
+
+class Launches(StrEnum):
+    """How a tuned model runs."""
+
+    EAGER = "eager"
+    GRAPH = "graph"
+
+
 class Layout(StrEnum):
     """How quantized weights are stored."""
 
@@ -93,9 +104,7 @@ def quantize(
     option: Annotated[
         list[str] | None, typer.Option(help="A parameter of the configuration, such as group_size=32.")
     ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")
-    ] = None,
+    skip: Skip = None,
     layout: Annotated[
         Layout,
         typer.Option(
@@ -144,9 +153,7 @@ def evaluate(
         Path | None, typer.Option(help="A text file; part of the source of sympy without.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
-    device: Annotated[
-        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
-    ] = None,
+    device: OnDevice = None,
     save: Annotated[
         bool, typer.Option("--save", help="Write eval.json, and the results into the card.")
     ] = False,
@@ -169,6 +176,51 @@ def evaluate(
             save=save,
             as_json=as_json,
         )
+
+
+@app.command()
+def tune(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A folder of transformers, or one of quantized weights, tuned as it is.")
+    ],
+    recipe: Annotated[str | None, typer.Option(help="Tune training by this recipe, such as rowwise.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Tune the model quantized by this configuration or scheme.")
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="As for ao-lab quantize, with --config.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="As for ao-lab quantize, with --config.")] = None,
+    skip: Skip = None,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="With --recipe: pad lengths that it does not take.")
+    ] = False,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Rows (tokens) to measure; 2048 for a recipe, else 1 and 512. Several times."
+        ),
+    ] = None,
+    launches: Annotated[
+        Launches, typer.Option(help="How the model runs: graph is CUDA graphs, and torch.compile with them.")
+    ] = Launches.EAGER,
+    error: Annotated[float | None, typer.Option(help="The largest error of a product, such as 0.05.")] = None,
+    time: Annotated[
+        float | None,
+        typer.Option(help="Take the smallest error within so many times the quickest time, such as 1.2."),
+    ] = None,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure which kernels a model's layers are quickest with on this device, and save the choices."""
+    from ao_lab.cli.terminal.long_task import work
+
+    with work("tune", "no choice was saved", as_json):
+        from ao_lab.cli.tune import Wanted, run_tune
+
+        where, how = device.value if device else None, launches.value
+        wanted = Wanted(
+            recipe, config, activation, option or [], skip, pad, rows or [], error, time, how, where
+        )
+        run_tune(model_dir, wanted, as_json)
 
 
 @app.command()

@@ -11,7 +11,7 @@ A compiled program keeps the choices that stood when it was traced: tune before 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -23,6 +23,8 @@ from ao_lab.gemm.problem import Candidate, Choice, Problem, nearest, rows_range
 from ao_lab.gemm.saved import device_name, path_of, read
 from reference.training.recipe import PRODUCTS, Recipe
 
+#: Of a direction: the keys of a and b, and the accumulation, as a `Problem` has them.
+Operands = tuple[str, str, str]
 _tables: dict[torch.device, Choices] = {}
 #: Counts changes of any table, for those who keep what they found.
 VERSION = [0]
@@ -57,18 +59,21 @@ class Choices:
         self.found.clear()
         changed()
 
-    def of_layer(self, n: int, k: int, pairs: dict[str, tuple[str, str]]) -> tuple[Choice, ...]:
-        """Those of a layer (N, K), by the keys (a, b) of its directions, of all ranges of rows and dtypes."""
+    def of_layer(
+        self, n: int, k: int, operands: Mapping[str, Operands], experts: int = 0
+    ) -> tuple[Choice, ...]:
+        """Those of a layer (N, K) by the operands of its directions, of all ranges of rows and dtypes."""
         turned = ("input_grad", "weight_grad")
-        lengths = {name: (k, n) if name in turned else (n, k) for name in pairs}
-        mine = [
-            c
-            for c in self
-            if c.problem.direction in pairs
-            and (c.problem.a, c.problem.b) == pairs[c.problem.direction]
-            and (c.problem.n, c.problem.k) == lengths[c.problem.direction]
-        ]
-        order = list(pairs)
+        wanted = {
+            name: (*found, *((k, n) if name in turned else (n, k)), experts)
+            for name, found in operands.items()
+        }
+
+        def of_it(p: Problem) -> bool:
+            return wanted.get(p.direction) == (p.a, p.b, p.accumulation, p.n, p.k, p.experts)
+
+        order = list(operands)
+        mine = [c for c in self if of_it(c.problem)]
         return tuple(sorted(mine, key=lambda c: (c.problem.rows, order.index(c.problem.direction))))
 
     def __iter__(self) -> Iterator[Choice]:
@@ -126,9 +131,16 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def tuned(
-    direction: str, a: str, b: str, shape: tuple[Any, Any, Any], dtype: torch.dtype, device: torch.device
+    direction: str,
+    a: str,
+    b: str,
+    shape: tuple[Any, Any, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    accumulation: str = "",
+    experts: int = 0,
 ) -> str | None:
-    """The function for a product a (M, K) @ b.T (K, N), shape = (M, N, K): the one that was chosen.
+    """The function for a product a (M, K) @ b.T (K, N), shape = (M, N, K): the one that was chosen. See `Problem`.
 
     None where there is none, and where defaults are pinned. Where a tracer leaves rows open they are compared with the bounds
     of their range: the program holds for that range, and is traced again for others. Other lengths are settled, as a layer's
@@ -141,23 +153,23 @@ def tuned(
     if torch.compiler.is_compiling() or not isinstance(rows, int):
         if not _knows(direction, str(device)):
             return None
-        n, k, rows = index(n), index(k), _range_of(rows)
-        traced: str | None = _traced(direction, a, b, n, k, rows, str(dtype), str(device))
+        n, k, rows, experts = index(n), index(k), _range_of(rows), index(experts)
+        of_traced = (direction, a, b, n, k, rows, str(dtype), "", accumulation, experts)
+        traced: str | None = _traced(str(device), *of_traced)
         return traced
-    key = (direction, a, b, n, k, rows_range(rows), dtype, device)
+    key = (direction, a, b, n, k, rows_range(rows), dtype, device, accumulation, experts)
     try:
         return _found[key]
     except KeyError:
-        return _found.setdefault(key, _looked_up(direction, a, b, n, k, key[5], str(dtype), device))
+        problem = Problem(direction, a, b, n, k, key[5], str(dtype), "", accumulation, experts)
+        return _found.setdefault(key, _looked_up(problem, device))
 
 
-def _looked_up(
-    direction: str, a: str, b: str, n: int, k: int, rows: int, dtype: str, device: torch.device
-) -> str | None:
+def _looked_up(problem: Problem, device: torch.device) -> str | None:
     if len(_found) >= MOST_FOUND:
         _found.clear()
     choices = choices_for(device)
-    return choices.kernel(Problem(direction, a, b, n, k, rows, dtype)) if choices.found else None
+    return choices.kernel(problem) if choices.found else None
 
 
 def _range_of(rows: Any) -> int:
@@ -174,17 +186,17 @@ def _knows(direction: str, device: str) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced(direction: str, a: str, b: str, n: int, k: int, rows: int, dtype: str, device: str) -> str | None:
-    return _looked_up(direction, a, b, n, k, rows, dtype, torch.device(device))
+def _traced(device: str, *problem: Any) -> str | None:
+    return _looked_up(Problem(*problem), torch.device(device))
 
 
-def training_pairs(recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """The keys of a recipe's operands by direction, as its problems have them."""
-    found = {"training": (recipe.key, "")}
+def training_operands(recipe: Recipe) -> dict[str, Operands]:
+    """The operands of a recipe's directions, as its problems have them."""
+    found = {"training": (recipe.key, "", "")}
     for name in PRODUCTS:
         product = getattr(recipe, name)
         a, b = (op.scheme.key if op.scheme is not None else "" for op in (product.a, product.b))
-        found[name] = a, b
+        found[name] = a, b, product.accumulation
     return found
 
 
@@ -206,6 +218,6 @@ __all__ = [
     "path_of",
     "pinned",
     "rows_range",
-    "training_pairs",
+    "training_operands",
     "tuned",
 ]

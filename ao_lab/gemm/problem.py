@@ -27,7 +27,8 @@ class Problem:
     a, b: keys of the operands' schemes, "" for a dense one; for "training" a recipe's key and "". rows: the layer's rows
     (tokens) rounded up to a power of two, so that a choice holds for a range of them. n, k: the product's other two lengths. As
     (rows of a, rows of b, sum) these are (rows, n, k), and (k, n, rows) for "weight_grad", whose sum runs over tokens.
-    sparsity: "" or a pattern of b, such as "2:4".
+    sparsity: "" or a pattern of b, such as "2:4". accumulation: how a product of training adds, "fast" or "precise"; "" for the
+    other directions, whose keys say all. experts: how many matrices b holds, rows being sorted by expert; 0 for one matrix.
     """
 
     direction: str
@@ -38,6 +39,8 @@ class Problem:
     rows: int
     dtype: str
     sparsity: str = ""
+    accumulation: str = ""
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,25 @@ class Choice:
         p = self.problem
         chosen = self.candidate
         others = ", ".join(str(c) for c in self.candidates if c is not chosen and c.seconds is not None)
-        return (
-            f"{p.direction} {p.n}x{p.k}, rows <= {p.rows}: {chosen}{f'; beside {others}' if others else ''}"
-        )
+        of = f" of {p.experts} expert{'s' * (p.experts > 1)}" if p.experts else ""
+        beside = f"; beside {others}" if others else ""
+        return f"{p.direction}{of} {p.n}x{p.k}, rows <= {p.rows}: {chosen}{beside}"
 
 
 def problem_of(
-    direction: str, a: str, b: str, shape: tuple[int, int, int], dtype: torch.dtype | str
+    direction: str,
+    a: str,
+    b: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype | str,
+    accumulation: str = "",
+    experts: int = 0,
 ) -> Problem:
     """The problem of a product a (M, K) @ b.T (K, N), shape = (M, N, K), whose rows or sum are a layer's rows."""
     m, n, k = shape
     rows, k = (k, m) if direction == "weight_grad" else (m, k)
-    return Problem(direction, a, b, n, k, rows_range(rows), str(dtype))
+    rows = rows_range(rows)
+    return Problem(direction, a, b, n, k, rows, str(dtype), accumulation=accumulation, experts=experts)
 
 
 def rows_range(rows: int) -> int:

@@ -14,8 +14,11 @@ import torch
 
 from ao_lab.gemm.problem import DIRECTIONS, SUBSETS, Candidate, Choice, Problem
 
-#: Version of the file's layout and of what its entries mean: files of another one are not read.
-FORMAT = 2
+#: Version of the file's layout and of what its entries mean: files of others are not read, but for `BEFORE`.
+FORMAT = 3
+#: The one whose products had no accumulation. Of such a file choices of "inference", which have none, are read; those of
+#: training products do not say which of two they were measured with, and those of a whole step were timed with them.
+BEFORE = 2
 
 
 def device_name(device: torch.device) -> str:
@@ -62,16 +65,18 @@ def read(path: Path, device: str) -> list[Choice]:
 
 def choices_of(content: Mapping[str, Any], device: str) -> list[Choice]:
     """The choices of a file's content; ValueError, KeyError or TypeError where the content is no such file's."""
-    if content.get("format") != FORMAT:
-        raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT}")
+    written = content.get("format")
+    if written not in (FORMAT, BEFORE):
+        raise ValueError(f"its format is {written!r}, not {FORMAT}")
     if content["device"] != device:
         raise ValueError(f"it is of {content['device']!r}, not of {device!r}")
-    return [_checked(one) for one in content["choices"]]
+    found = [_checked(one) for one in content["choices"]]
+    return found if written == FORMAT else [one for one in found if one.problem.direction == "inference"]
 
 
 def _checked(one: Mapping[str, Any]) -> Choice:
     problem = Problem(**one["problem"])
-    lengths = (problem.n, problem.k, problem.rows)
+    lengths = (problem.n, problem.k, problem.rows, problem.experts)
     if problem.direction not in DIRECTIONS or not all(type(n) is int and n >= 0 for n in lengths):
         raise ValueError(f"{problem} is no product")
     kernel = one["kernel"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.gemm.choices import Choice, choices_for, training_pairs
+from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
-from ao_lab.quantization.modules import check_model, quantizable_parameters, training_state
+from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Where a model keeps its report.
@@ -88,7 +88,7 @@ def described_layer(
         reason = state.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
     if not isinstance(parameter, QuantizedTensor):
-        chosen = training_choices(module, parameter) if name == "weight" else ()
+        chosen = training_choices(module, parameter) if name == "weight" or parameter.dim() == 3 else ()
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen)
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
@@ -96,13 +96,19 @@ def described_layer(
 
 
 def training_choices(module: nn.Module, weight: torch.Tensor) -> tuple[Choice, ...]:
-    """What was tuned for a layer that trains by a recipe, of its lengths as it pads them."""
+    """What was tuned for a layer or experts that train by a recipe, of their lengths as they pad them.
+
+    Of experts that their module multiplies one by one too.
+    """
     settings = getattr(module, "low_precision", None)
-    if settings is None or weight.dim() != 2 or weight.is_meta or settings.kernel != "auto":
+    if settings is None or weight.dim() not in (2, 3) or weight.is_meta or settings.kernel != "auto":
         return ()
-    (n, k), (_, step_n, step_k) = weight.shape, settings.steps
-    pairs = training_pairs(settings.recipe)
-    return choices_for(weight.device).of_layer(n + -n % step_n, k + -k % step_k, pairs)
+    turned = weight.dim() == 3 and contraction_axis(module, weight) == -2
+    (n, k), (_, step_n, step_k) = weight.shape[-2:][:: -1 if turned else 1], settings.steps
+    lengths, operands = (n + -n % step_n, k + -k % step_k), training_operands(settings.recipe)
+    counts = (weight.shape[0], 1) if weight.dim() == 3 else (0,)
+    table = choices_for(weight.device)
+    return tuple(choice for experts in counts for choice in table.of_layer(*lengths, operands, experts))
 
 
 def inference_choices(weight: QuantizedTensor) -> tuple[Choice, ...]:
@@ -110,7 +116,7 @@ def inference_choices(weight: QuantizedTensor) -> tuple[Choice, ...]:
     if len(weight.shape) != 2 or weight.is_meta or weight.recipe.kernel != "auto":
         return ()
     n, k = weight.shape
-    return choices_for(weight.device).of_layer(n, k, {"inference": inference_keys(weight)})
+    return choices_for(weight.device).of_layer(n, k, {"inference": (*inference_keys(weight), "")})
 
 
 def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:

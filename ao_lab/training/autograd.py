@@ -66,8 +66,10 @@ class TrainingLinear(torch.autograd.Function):
         ctx.kernel, ctx.split = kernel, split
         weight = weight_rows(w, output.b, _found(split, "w", output.b), seed)
         y = product("output", rows, weight, output, x.dtype, bias, kernel)
-        # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
-        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+        # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose. Under a
+        # tracer it is a tensor of its own: Dynamo of torch 2.11 sends no gradient to one that an operation gave back as it was.
+        same = x.dim() == 2 and not torch.compiler.is_compiling()
+        return y if same else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
     @once_differentiable
@@ -178,5 +180,14 @@ def training_linear(
         made = dequantized_linear(as_matrix(x), w, bias, recipe, new_seed)
         # No view, as in `TrainingLinear`.
         return made if x.dim() == 2 else torch.ops.aten._unsafe_view(made, (*x.shape[:-1], w.shape[0]))
+    if recipe.is_stochastic and torch.compiler.is_compiling():
+        # A seed is a number of the host: a tracer leaves a step that draws to eager.
+        return _untraced(x, w, bias, recipe, kernel, split)  # type: ignore[no-any-return]
     y: torch.Tensor = TrainingLinear.apply(x, w, bias, recipe, kernel, split)  # type: ignore[no-untyped-call]
     return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(*given: Any) -> torch.Tensor:
+    made: torch.Tensor = TrainingLinear.apply(*given)  # type: ignore[no-untyped-call]
+    return made

@@ -2,8 +2,9 @@
 
 What such a product reads is values. So operands that are consumed at once are written as values, and no codes; and since a
 product in 16 bits takes its operands in either layout, those that run along columns are quantized where they lie: nothing is
-transposed. The inputs' copy for the weight gradient is kept as codes, a byte an element. Operands, values and random words are
-those of `TrainingLinear` under the kernel "dequantize", bit for bit.
+transposed. The inputs' copy for the weight gradient is kept as codes, a byte an element. Where a tensor is quantized alike
+along both axes, one read of it makes both. Operands, values and random words are those of `TrainingLinear` under the kernel
+"dequantize", bit for bit.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from ao_lab.training.casts import STREAMS
+from ao_lab.training.casts import STREAMS, reads_once
 from ao_lab.training.products import has_fp8
 from fast.device import PLAIN, has_kernels
-from fast.kernels.hadamard import CHOSEN
 from fast.kernels.launch.cache import settings
+from fast.layers.both_axes import both_values, values_and_codes
 from fast.layers.mixed import mixed_codes, mixed_values
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
 from fast.quantize.ops import DEQUANTIZE, QUANTIZE
@@ -29,8 +30,6 @@ from reference.training.recipe import Operand, Recipe
 
 Grad = torch.Tensor | None
 NewSeed = Callable[[Recipe], int | None]
-#: Recipes that take this way as "auto": those whose step tests/gpu/training/validate_mixed.py has seen run sooner by it.
-MEASURED: frozenset[str] = frozenset()
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -51,10 +50,10 @@ class DequantizedLinear(torch.autograd.Function):
         x, w = x.contiguous(), w.contiguous()
         drawn = any(ctx.needs_input_grad[:2]) or a.is_stochastic or b.is_stochastic
         seed = new_seed(recipe) if drawn else None
-        tensors, ctx.stored = _kept(x, recipe, seed) if ctx.needs_input_grad[1] else ([], None)
+        values, tensors, ctx.stored = _inputs(x, recipe, seed, ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *tensors)
         ctx.recipe, ctx.seed = recipe, seed
-        return linear(_values(x, a, 1, seed, "x"), _values(w, b, 1, seed, "w"), bias)
+        return linear(values, _values(w, b, 1, seed, "w"), bias)
 
     @staticmethod
     @once_differentiable
@@ -62,56 +61,111 @@ class DequantizedLinear(torch.autograd.Function):
         """Gradients of x, w and bias, which have none of their own."""
         w, *tensors = ctx.saved_tensors
         recipe, seed = ctx.recipe, ctx.seed
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         g = g.contiguous()
+        a, b = recipe.input_grad.a, recipe.weight_grad.a
+        both = wants_x and wants_w and _read_once(a, b)
+        # Popped, so that values are gone when their product is made.
+        made: list[Grad] = [*both_values(g, scheme_of(a))] if both else [None, None]
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            b = recipe.input_grad.b
-            w = _values(w, recipe.output.b, 1, seed, "w") if b.source == "output" else w
-            dx = _values(g, recipe.input_grad.a, 1, seed, "g") @ _values(w, b, 0, seed, "w.T")
-        if ctx.needs_input_grad[1]:
-            left = _values(g, recipe.weight_grad.a, 0, seed, "g.T")
+        if wants_x:
+            dx = _made(made.pop(0), g, a, 1, seed, "g") @ _weight(w, recipe, seed)
+        if wants_w:
+            left = _made(made.pop(), g, b, 0, seed, "g.T")
             dw = left.t() @ _kept_values(tensors, ctx.stored, recipe, g.dtype, seed)
-        return dx, dw, g.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        return dx, dw, g.sum(0) if wants_bias else None, None, None
 
 
 def dequantized_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, new_seed: NewSeed
 ) -> torch.Tensor:
-    """x (M, K) times w.T (K, N) plus bias (N) in autograd, where `serves` says so. new_seed: of one step of a recipe."""
+    """x (M, K) times w.T (K, N) plus bias (N) in autograd, where `serves` says so. new_seed: of one step of a recipe.
+
+    A tracer leaves a step that draws to eager: its seed is a number of the host.
+    """
+    if recipe.is_stochastic and torch.compiler.is_compiling():
+        return _untraced(x, w, bias, recipe, new_seed)  # type: ignore[no-any-return]
     y: torch.Tensor = DequantizedLinear.apply(x, w, bias, recipe, new_seed)  # type: ignore[no-untyped-call]
     return y
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(*given: Any) -> torch.Tensor:
+    made: torch.Tensor = DequantizedLinear.apply(*given)  # type: ignore[no-untyped-call]
+    return made
+
+
 def serves(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kernel: str) -> bool:
-    """Whether `DequantizedLinear` computes what `TrainingLinear` does under a kernel: "dequantize", or "auto" if `MEASURED`."""
-    if kernel != "dequantize" and not (kernel == "auto" and recipe.name in MEASURED):
+    """Whether `DequantizedLinear` computes what `TrainingLinear` does under a kernel: "dequantize", or "auto" where that is the
+    only one there is."""
+    schemes = [one.scheme for one in recipe.operands if one.scheme is not None]
+    if kernel not in ("auto", "dequantize") or len(schemes) < len(recipe.operands):
+        return False
+    if kernel == "auto" and any(_multiplies(scheme) for scheme in schemes):
         return False
     dtypes = {t.dtype for t in (x, w, bias) if t is not None}
-    if type(w) not in PLAIN or len(dtypes) > 1 or x.dtype not in HALVES or not _takes(recipe):
+    if type(w) not in PLAIN or len(dtypes) > 1 or x.dtype not in HALVES:
         return False
     if torch.compiler.is_compiling():
-        return x.is_cuda and not recipe.is_stochastic and not any(one.hadamard for one in recipe.operands)
+        return x.is_cuda and (kernel == "dequantize" or has_fp8(x.device))
     return has_kernels(x) and (kernel == "dequantize" or has_fp8(x.device))
 
 
-def _takes(recipe: Recipe) -> bool:
-    """Whether all operands are quantized, by kernels that are chosen."""
-    mixed = any(one.hadamard or one.is_stochastic for one in recipe.operands)
-    return all(one.scheme is not None for one in recipe.operands) and (CHOSEN or not mixed)
+def _multiplies(scheme: Scheme) -> bool:
+    """Whether there are products of codes, which float32 scales multiply: then these are quicker (blocks of 128 on an H200:
+    6.5 ms a step, by values 9.1)."""
+    return scheme.scale.storage == "float32" and scheme.outer is None
 
 
-def _kept(x: torch.Tensor, recipe: Recipe, seed: int | None) -> tuple[list[Any], Any]:
-    """The tensors of x's codes for the weight gradient, and all else that they say."""
+def _inputs(
+    x: torch.Tensor, recipe: Recipe, seed: int | None, kept: bool
+) -> tuple[torch.Tensor, list[Any], Any]:
+    """Values of x for the output; where they are to be kept, the tensors of x's codes for the weight gradient, and all else
+    that these say."""
     forward, later = recipe.output.a, recipe.weight_grad.b
+    if kept and later.source == "tensor" and _read_once(forward, later):
+        values, q = values_and_codes(x, scheme_of(forward))
+        return values, *_parts(q)
+    values = _values(x, forward, 1, seed, "x")
+    if not kept:
+        return values, [], None
     first = later.source == "output"
     q = _codes(x, forward, 1, seed, "x") if first else _codes(x, later, 0, seed, "x.T")
+    return values, *_parts(q)
+
+
+def _parts(q: Quantized) -> tuple[list[Any], Any]:
     return [q.codes, q.scale, q.outer], (*settings(q), q.scheme)
+
+
+def _read_once(rows: Operand, columns: Operand) -> bool:
+    """Whether one read of a matrix serves both operands: quantized alike, nothing mixed or drawn."""
+    return reads_once(rows, columns) and _is_plain(rows)
+
+
+def _is_plain(operand: Operand) -> bool:
+    """Whether blocks are quantized as they are, to nearest."""
+    return not operand.hadamard and not operand.is_stochastic
+
+
+def _made(
+    made: Grad, x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stream: str
+) -> torch.Tensor:
+    """Values that were made, or have to be."""
+    return _values(x, operand, axis, seed, stream) if made is None else made
+
+
+def _weight(w: torch.Tensor, recipe: Recipe, seed: int | None) -> torch.Tensor:
+    """Values of the weight along columns."""
+    b = recipe.input_grad.b
+    w = _values(w, recipe.output.b, 1, seed, "w") if b.source == "output" else w
+    return _values(w, b, 0, seed, "w.T")
 
 
 def _values(x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stream: str) -> torch.Tensor:
     """What an operand that runs along an axis of a matrix stands for, in the matrix's layout."""
     scheme = scheme_of(operand)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and _is_plain(operand):
         made: torch.Tensor = FAKE_QUANTIZE.operator(scheme, (axis,), (x,))
         return made
     return mixed_values(
@@ -122,7 +176,7 @@ def _values(x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stre
 def _codes(x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stream: str) -> Quantized:
     """The same as codes and scales."""
     scheme = scheme_of(operand)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and _is_plain(operand):
         q: Quantized = QUANTIZE.operator(scheme, (axis, False, False), (x,))
         return q
     return mixed_codes(

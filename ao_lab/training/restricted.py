@@ -36,8 +36,12 @@ def _restricted(recipe: Recipe, choice: str) -> Recipe:
 
 
 def tuned_recipe(recipe: Recipe, x: torch.Tensor, w: torch.Tensor) -> Recipe:
-    """What `ao_lab.tune` left of a recipe for a layer and a number of rows; the recipe where it was never tuned."""
-    k, n = x.shape[-1], w.shape[0]
+    """What `ao_lab.tune` left of a recipe for a layer, w (N, K), or experts, w (E, N, K), and a number of rows.
+
+    The recipe where it was never tuned.
+    """
+    k, n = x.shape[-1], w.shape[-2]
     m = x.shape[0] if x.dim() == 2 else x.numel() // max(k, 1)
-    choice = tuned("training", recipe.key, "", (m, n, k), x.dtype, x.device)
+    experts = w.shape[0] if w.dim() == 3 else 0
+    choice = tuned("training", recipe.key, "", (m, n, k), x.dtype, x.device, "", experts)
     return recipe if choice is None else prepare(recipe)[choice]

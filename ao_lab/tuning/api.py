@@ -62,12 +62,13 @@ def tune(
 ) -> Tuned:
     """Measure the products of a model's layers on this device, and choose; layers follow at once, and after a restart.
 
-    Layers are those that train in low precision (`convert_for_training_`) and nn.Linear with quantized weights (`quantize_`),
-    unless kernel= names their function.
+    Layers are those that train in low precision (`convert_for_training_`), experts among them, and nn.Linear with quantized
+    weights (`quantize_`), unless kernel= names their function.
 
     sample_input: a tensor, a tuple or mapping of arguments, or a function of the model that returns a loss.
-    rows: further numbers of rows (tokens) to measure each layer with, beside those that sample_input gives it. A choice holds
-    for rows up to the next power of two; `ao_lab.gemm.problem.nearest` says what others get, which in the end is the default.
+    rows: further numbers of rows to measure each layer with, beside those that sample_input gives it: tokens, and of experts
+    tokens times the experts of each. A choice holds for rows up to the next power of two; `ao_lab.gemm.problem.nearest` says
+    what others get, which in the end is the default.
     error_budget: the largest error of a product, the norm of its difference over the exact product's norm. Candidates beyond
     it are not chosen; where all are, a product of training stays dense, and a quantized weight takes the smallest error.
     time_budget: None takes the quickest; a factor takes the smallest error among what needs at most so many times the quickest

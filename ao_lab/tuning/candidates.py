@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ao_lab.gemm import select
-from ao_lab.gemm.problem import SUBSETS, Choice, problem_of
+from ao_lab.gemm.problem import SUBSETS, Candidate, Choice, Problem, problem_of
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import training_linear
+from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.products import PRODUCTS as TRAINING
 from ao_lab.training.products import has_fp8, product
 from ao_lab.training.restricted import prepare
 from ao_lab.tuning.decide import MARGIN, TRAINING_MARGIN, Limits, best, measured
-from ao_lab.tuning.measure import Call, exact_product, relative_error
+from ao_lab.tuning.experts import GroupedProduct, products_of
+from ao_lab.tuning.measure import ERROR_ROWS, Call, exact_product, relative_error
 from ao_lab.tuning.operands import Pair, pairs_of
-from ao_lab.tuning.samples import Sample, ServingSample, TrainingSample
+from ao_lab.tuning.samples import ExpertsSample, Sample, ServingSample, TrainingSample
 from reference.training.recipe import PRODUCTS, Recipe
 
-#: Rows of an operand that errors are measured on.
-ERROR_ROWS = 256
 #: The function that takes everything, and is never the quickest where another one does.
 EMULATION = "emulate"
 
@@ -31,11 +31,25 @@ def choices_of(sample: Sample, limits: Limits) -> Iterator[Choice]:
         yield serving_choice(sample, limits)
         return
     made = []
-    for pair in pairs_of(sample):
-        made.append(product_choice(pair, limits))
-        yield made[-1]
+    for choice in _product_choices(sample, limits):
+        made.append(choice)
+        yield choice
     if sample.g is not None:
         yield training_choice(sample, made, limits)
+
+
+def _product_choices(sample: TrainingSample | ExpertsSample, limits: Limits) -> Iterator[Choice]:
+    if isinstance(sample, ExpertsSample):
+        yield from (grouped_choice(one, sample.x.device, limits) for one in products_of(sample))
+    else:
+        yield from (product_choice(pair, limits) for pair in pairs_of(sample))
+
+
+def grouped_choice(one: GroupedProduct, device: torch.device, limits: Limits) -> Choice:
+    """The function for one product of experts."""
+    calls: dict[str, Call] = dict(one.calls)
+    errors = _errors(calls, one.exact, one.part)
+    return _quickest(one.problem, measured(calls, errors, one.refused, device, limits), limits)
 
 
 def product_choice(pair: Pair, limits: Limits) -> Choice:
@@ -50,16 +64,21 @@ def product_choice(pair: Pair, limits: Limits) -> Choice:
     calls = {name: call_of(name) for name, reason in reasons.items() if reason is None}
     errors = _errors(calls, lambda: exact_product(pair.dense_a[:ERROR_ROWS], pair.dense_b))
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
-    found = measured(calls, errors, refused, pair.dense_a.device, limits)
+    return _quickest(pair.problem, measured(calls, errors, refused, pair.dense_a.device, limits), limits)
+
+
+def _quickest(problem: Problem, found: tuple[Candidate, ...], limits: Limits) -> Choice:
+    """The best within the budgets, else the best: `training_choice` makes a product dense that is not within."""
     unlimited = Limits(launches=limits.launches)
-    return Choice(pair.problem, best(found, limits) or best(found, unlimited) or found[0].kernel, found)
+    return Choice(problem, best(found, limits) or best(found, unlimited) or found[0].kernel, found)
 
 
-def training_choice(sample: TrainingSample, products: list[Choice], limits: Limits) -> Choice:
+def training_choice(sample: TrainingSample | ExpertsSample, products: list[Choice], limits: Limits) -> Choice:
     """Which products of a layer run in low precision, by the time of its forward and backward, casts included.
 
     Candidates are all products that the error budget allows, and every subset of them down to none. Where they are emulated
-    that is done for the numbers, not for the time: all that the budget allows.
+    that is done for the numbers, not for the time: all that the budget allows. So it is for experts in another dtype than
+    bfloat16, the one in which GPUs multiply groups of dense operands.
     """
     allowed = {
         c.problem.direction: c.candidate.error or 0.0
@@ -67,17 +86,19 @@ def training_choice(sample: TrainingSample, products: list[Choice], limits: Limi
         if limits.error is None or (c.candidate.error or 0.0) <= limits.error
     }
     names = [name for name in SUBSETS if set(_low(name)) <= set(allowed)]
-    names = names if has_fp8(sample.x.device) else names[:1]
+    experts = sample.w.shape[0] if isinstance(sample, ExpertsSample) else 0
+    is_timed = has_fp8(sample.x.device) and (not experts or sample.x.dtype == torch.bfloat16)
+    names = names if is_timed else names[:1]
     cut = prepare(sample.recipe)
     x, w = (t.detach().clone().requires_grad_() for t in (sample.x, sample.w))
-    calls = {name: _step(x, w, sample.g, cut[name]) for name in names}
+    calls = {name: _step(sample, x, w, cut[name]) for name in names}
 
     def error_of(name: str) -> float:
         return max((allowed[low] for low in _low(name)), default=0.0)
 
     found = measured(calls, error_of, {}, sample.x.device, limits)
-    (m, k), n = tuple(sample.x.shape), sample.w.shape[0]
-    problem = problem_of("training", sample.recipe.key, "", (m, n, k), sample.x.dtype)
+    (m, k), n = tuple(sample.x.shape), sample.w.shape[-2]
+    problem = problem_of("training", sample.recipe.key, "", (m, n, k), sample.x.dtype, "", experts)
     return Choice(problem, best(found, limits, TRAINING_MARGIN) or names[0], found)
 
 
@@ -86,13 +107,16 @@ def _low(name: str) -> list[str]:
     return [product for product in name.split("+") if product in PRODUCTS]
 
 
-def _step(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor | None, recipe: Recipe) -> Call:
+def _step(sample: TrainingSample | ExpertsSample, x: torch.Tensor, w: torch.Tensor, recipe: Recipe) -> Call:
     """A forward and a backward of a layer's products."""
 
     def step() -> object:
         with torch.enable_grad():
-            y = training_linear(x, w, None, recipe, tuned=False)
-        return torch.autograd.grad(y, (x, w), g)
+            if isinstance(sample, ExpertsSample):
+                y = grouped_linear(x, w, sample.offsets, recipe, tuned=False)
+            else:
+                y = training_linear(x, w, None, recipe, tuned=False)
+        return torch.autograd.grad(y, (x, w), sample.g)
 
     return step
 
@@ -126,7 +150,11 @@ def _serving_reason(name: str, w: QuantizedTensor, x: torch.Tensor) -> str | Non
     return reason
 
 
-def _errors(calls: dict[str, Call], exact: Callable[[], torch.Tensor]) -> Callable[[str], float]:
+def _errors(
+    calls: dict[str, Call],
+    exact: Callable[[], torch.Tensor],
+    part: Callable[[torch.Tensor], torch.Tensor] = lambda y: y[:ERROR_ROWS],
+) -> Callable[[str], float]:
     """What gives the error of each call's first rows; the exact product is computed once, when it is asked for."""
     kept: list[torch.Tensor] = []
 
@@ -136,9 +164,9 @@ def _errors(calls: dict[str, Call], exact: Callable[[], torch.Tensor]) -> Callab
         found = calls[name]()
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"{name} gives {type(found).__name__}, not a tensor")
-        return relative_error(found[: len(kept[0])], kept[0])
+        return relative_error(part(found), kept[0])
 
     return error_of
 
 
-__all__ = ["choices_of", "product_choice", "serving_choice", "training_choice"]
+__all__ = ["choices_of", "grouped_choice", "product_choice", "serving_choice", "training_choice"]

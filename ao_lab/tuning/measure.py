@@ -27,6 +27,8 @@ FIRST_DROP, DROP, SHORT = 1.5, 1.15, 1e-3
 FLUSH_BYTES = 256 << 20
 #: Cycles a second of the waiting kernel, no fewer than any GPU has, and what it waits beyond the host's time.
 CYCLES, AHEAD = 2.0e9, 50e-6
+#: Rows of a product that errors are measured on.
+ERROR_ROWS = 256
 #: How a model is run.
 LAUNCHES = ("eager", "graph")
 
@@ -156,6 +158,7 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 __all__ = [
+    "ERROR_ROWS",
     "LAUNCHES",
     "Call",
     "Timing",

@@ -38,7 +38,8 @@ def pairs_of(sample: TrainingSample) -> Iterator[Pair]:
         stream = STREAMS.get({"input_grad": "g", "weight_grad": "g.T"}.get(name, ""), 0)
         left, right = quantize_one(a, record.a, 0, stream), quantize_one(b, record.b)
         shape = (a.shape[0], b.shape[0], a.shape[1])
-        problem = problem_of(name, scheme_key(left), scheme_key(right), shape, x.dtype)
+        keys = scheme_key(left), scheme_key(right)
+        problem = problem_of(name, *keys, shape, x.dtype, record.accumulation)
         yield Pair(problem, record, left, right, a, b, x.dtype)
 
 

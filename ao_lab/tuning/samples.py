@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from ao_lab.gemm.problem import rows_range
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.grouped.autograd import LISTENERS
+from ao_lab.training.grouped.experts import LowPrecisionExperts
 from ao_lab.training.layers import LowPrecisionLinear, autocast
 from ao_lab.training.shapes import padded
 from reference.training.recipe import Recipe
@@ -66,7 +69,33 @@ class ServingSample:
         return replace(self, x=repeated(self.x, rows))
 
 
-Sample = TrainingSample | ServingSample
+@dataclass
+class ExpertsSample:
+    """Experts that train by a recipe: their weights (E, N, K), inputs (T, K) sorted by expert, and the gradient (T, N).
+
+    offsets: (E,) the row after each expert's. g: None where nothing flowed back.
+    """
+
+    name: str
+    recipe: Recipe
+    offsets: torch.Tensor
+    x: torch.Tensor
+    w: torch.Tensor
+    g: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What experts have in common that get the same choices for a range of rows."""
+        return self.recipe.key, tuple(self.w.shape), self.x.dtype, self.x.device, self.g is None
+
+    def of_rows(self, rows: int) -> ExpertsSample:
+        """With so many rows, the recorded ones again and again, each expert with its share of them."""
+        offsets = (self.offsets.double() * rows / self.x.shape[0]).round().to(self.offsets.dtype)
+        g = None if self.g is None else repeated(self.g, rows)
+        return replace(self, x=repeated(self.x, rows), offsets=offsets, g=g)
+
+
+Sample = TrainingSample | ServingSample | ExpertsSample
 
 
 def repeated(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -81,24 +110,36 @@ def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
     trains in low precision or has a quantized weight.
     """
     found: dict[object, Sample] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, LowPrecisionLinear):
-            handles.append(module.register_forward_hook(_training_recorder(name, found)))
-        elif is_served(module):
-            handles.append(module.register_forward_hook(_serving_recorder(name, found)))
-    try:
-        with _untouched(model):
-            _backward(_output(model, sample_input))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _listening(model, found), _untouched(model):
+        _backward(_output(model, sample_input))
     if not found:
         raise ValueError(
             "tune found no layer to measure: none trains in low precision or has a quantized weight whose kernel is 'auto', or "
             "sample_input reaches none; call convert_for_training_ first, or quantize_"
         )
     return list(found.values())
+
+
+@contextmanager
+def _listening(model: nn.Module, found: dict[object, Sample]) -> Iterator[None]:
+    """Inside, samples of what the layers of a model multiply are added."""
+    handles, inside = [], [""]
+    for name, module in model.named_modules():
+        if isinstance(module, LowPrecisionLinear):
+            handles.append(module.register_forward_hook(_training_recorder(name, found)))
+        elif isinstance(module, LowPrecisionExperts):
+            experts: Any = module
+            handles.append(experts.register_forward_pre_hook(partial(_enter, inside, name)))
+        elif is_served(module):
+            handles.append(module.register_forward_hook(_serving_recorder(name, found)))
+    listener = _experts_recorder(inside, found)
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)
+        for handle in handles:
+            handle.remove()
 
 
 def is_served(module: nn.Module) -> bool:
@@ -124,6 +165,31 @@ def _training_recorder(name: str, found: dict[object, Sample]) -> Callable[..., 
             output.register_hook(keep)  # type: ignore[no-untyped-call]
 
     return hook
+
+
+def _enter(inside: list[str], name: str, module: nn.Module, inputs: Any) -> None:
+    inside[0] = name
+
+
+def _experts_recorder(inside: list[str], found: dict[object, Sample]) -> Callable[..., None]:
+    """inside: the name of the module that multiplies."""
+
+    def listener(
+        x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str, y: torch.Tensor
+    ) -> None:
+        key = (recipe.key, tuple(w.shape), rows_range(x.shape[0]), x.dtype, y.requires_grad)
+        if key in found or kernel != "auto" or not x.shape[0]:
+            return
+        x, w, offsets = (t.detach() for t in (x, w, offsets))
+        found[key] = sample = ExpertsSample(inside[0], recipe, offsets, x, w)
+
+        def keep(g: torch.Tensor) -> None:
+            sample.g = g.detach()
+
+        if y.requires_grad:
+            y.register_hook(keep)  # type: ignore[no-untyped-call]
+
+    return listener
 
 
 def _serving_recorder(name: str, found: dict[object, Sample]) -> Callable[..., None]:
@@ -169,4 +235,4 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-__all__ = ["Sample", "SampleInput", "ServingSample", "TrainingSample", "is_served", "record"]
+__all__ = ["ExpertsSample", "Sample", "SampleInput", "ServingSample", "TrainingSample", "is_served", "record"]

@@ -50,9 +50,16 @@ def reproduce(
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Of fp8_training: start nothing after so many; the same command goes on with what is missing."
+            help="Of fp8_training: start nothing after so many; the same command, here or on another such machine, goes on "
+            "with what is missing."
         ),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Of fp8_training: so many trainings at once, each in a process of its own; they have no times then."
+        ),
+    ] = 1,
     reports: Annotated[
         Path | None,
         typer.Option(
@@ -68,8 +75,9 @@ def reproduce(
 
     where = device.value if device else None
     text = corpus, corpus_path
+    limits = {"seconds": seconds, "workers": workers}
     run_experiments(
-        tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, seconds=seconds
+        tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, **limits
     )
 
 

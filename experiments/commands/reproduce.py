@@ -25,10 +25,12 @@ def run_experiments(
     reports: Path | None = None,
     corpus: tuple[str, Path | None] = (DEFAULT, None),
     seconds: float | None = None,
+    workers: int = 1,
 ) -> None:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
-    corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be.
+    corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be. workers: how
+    many trainings run at once, likewise.
     """
     from experiments.runs.run import reproduce
 
@@ -36,6 +38,7 @@ def run_experiments(
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
     more: dict[str, Any] = {**partly(names, only), **limited(names, seconds), **other_text(names, *corpus)}
+    more |= shared(names, workers)
     folders = paths(reports)
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
@@ -77,6 +80,17 @@ def limited(names: list[str], seconds: float | None) -> dict[str, float]:
             "--seconds is a positive limit of one experiment: ao-lab reproduce fp8_training --seconds 480"
         )
     return {"seconds": seconds}
+
+
+def shared(names: list[str], workers: int) -> dict[str, int]:
+    """How many trainings run at once; WrongInput for none, and for experiments whose trainings do not."""
+    if workers == 1:
+        return {}
+    if names != ["fp8_training"] or workers < 1:
+        raise WrongInput(
+            "--workers is a positive number of processes of one experiment: ao-lab reproduce fp8_training --workers 4"
+        )
+    return {"workers": workers}
 
 
 def other_text(names: list[str], corpus: str, path: Path | None) -> dict[str, Any]:

@@ -6,7 +6,8 @@ values (`experiments/published/fp8_training.csv` and `fp8_rowwise_grid.csv`) sta
 recipe alone. Stand-in: on a CPU recipes are emulated, shapes and models are tiny; their times say nothing, their losses and
 errors are those of the recipes.
 
-A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there.
+A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there, and so
+does one on another machine with the same kind of device from what was published.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from experiments.runs.settings import Settings, published_shapes
 EXPERIMENT = "fp8_training"
 TITLE = "Low-precision training: speed and convergence"
 CODE = f"experiments.{EXPERIMENT}"
+#: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
+GOES_ON = True
 
 
 def subject(settings: Settings) -> str:
@@ -37,14 +40,14 @@ def subject(settings: Settings) -> str:
 
 def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     """What a row's measurement starts from."""
+    trained = (f"{CODE}.training.convergence.measure", f"{CODE}.training.plans.Plan")
     known = {
         linear.KIND: (f"{CODE}.speed.linear.measure",),
         grid.KIND: (f"{CODE}.speed.grid.measure",),
         blocks.KIND: (f"{CODE}.speed.blocks.measure", f"{CODE}.speed.blocks.GPU_GROUPS"),
         planted.KIND: (f"{CODE}.training.planted.measure", f"{CODE}.training.plans.Plan"),
-        convergence.GAPS: (f"{CODE}.training.convergence.gap_rows",),
+        convergence.GAPS: (f"{CODE}.training.convergence.gap_rows", *trained),
     }
-    trained = (f"{CODE}.training.convergence.measure", f"{CODE}.training.plans.Plan")
     return known.get(kind, trained)
 
 

@@ -21,24 +21,33 @@ from experiments.harness.run_records import read_runs, run_name
 from experiments.harness.workers import cores
 from experiments.runs.settings import Settings
 
+#: The entry of a record that counts published rows by the same code that the run kept, and neither measured nor took.
+FOREIGN = "rows_of_other_machines"
 LIBRARIES = ("torch", "triton", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
 
 
 def record_run(
-    paths: Paths, experiment: str, settings: Settings, seconds: float, rows: int, resumed: int
+    paths: Paths,
+    experiment: str,
+    settings: Settings,
+    seconds: float,
+    rows: int,
+    resumed: int,
+    foreign: int | None = None,
 ) -> Path:
     """Add a run to ``reports/data/environment.json`` and write its corpus, if any, beside it; returns the former.
 
     A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them, if that
-    one lived to write it: a record of other code is of another run.
+    one lived to write it: a record of other code or other libraries is of another run. foreign: of an experiment that goes on
+    from published rows, how many rows of its tables stayed that this run neither measured nor took.
     """
     path = paths.data / "environment.json"
     runs = read_runs(path)
     trained = EXPERIMENTS[experiment].trained
-    other = trained and settings.corpus.source != DEFAULT
-    corpus_name = settings.corpus.source if other else ""
-    name = run_name(experiment, settings.scale, settings.device_name, corpus_name)
-    if rows == resumed and runs.get(name, {}).get("source_hash") == experiment_hash(experiment):
+    name = record_name(experiment, settings)
+    before = runs.get(name, {})
+    code, versions = experiment_hash(experiment), libraries()
+    if rows == resumed and (before.get("source_hash"), before.get("libraries")) == (code, versions):
         return path
     runs[name] = {
         "experiment": experiment,
@@ -48,10 +57,11 @@ def record_run(
         "seconds": round(seconds, 1),
         "rows": rows,
         "rows_from_an_interrupted_run": resumed,
+        **({} if foreign is None else {FOREIGN: foreign}),
         "seed": settings.seed,
-        "source_hash": experiment_hash(experiment),
+        "source_hash": code,
         "machine": machine(),
-        "libraries": libraries(),
+        "libraries": versions,
         **(about(experiment, settings) if trained else {"corpus": None}),
     }
     write_text(path, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
@@ -59,6 +69,13 @@ def record_run(
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
     return path
+
+
+def record_name(experiment: str, settings: Settings) -> str:
+    """How the record of a run is called."""
+    other = EXPERIMENTS[experiment].trained and settings.corpus.source != DEFAULT
+    corpus_name = settings.corpus.source if other else ""
+    return run_name(experiment, settings.scale, settings.device_name, corpus_name)
 
 
 def about(experiment: str, settings: Settings) -> dict[str, Any]:

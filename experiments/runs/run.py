@@ -10,6 +10,7 @@ from experiments.data.corpus import Corpus
 from experiments.harness import provenance, registry
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, publish, read, with_others
+from experiments.runs import resume
 from experiments.runs.environment import record_run
 from experiments.runs.settings import Settings, settings_for
 
@@ -22,16 +23,18 @@ def reproduce(
     only: Sequence[str] = (),
     text: Corpus | None = None,
     seconds: float | None = None,
+    workers: int = 1,
 ) -> Written:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
     where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` or parts of
     `fp8_training` to measure; seconds: after which the latter starts nothing more; published rows of what is not measured
-    stay. text: the corpus, by default the source of sympy (`experiments.runs.texts` finds others); rows of other corpora
-    stay. Rows that an earlier run measured with the same code are not measured again: however a run ends, the same call
-    goes on. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another process works
-    in the folders; progress goes to stderr.
+    stay. workers: how many of its trainings run at once, in processes of their own. text: the corpus, by default the source of
+    sympy (`experiments.runs.texts` finds others); rows of other corpora stay. Rows that an earlier run measured with the same
+    code are not measured again: however a run ends, the same call goes on; a part of `fp8_training` also from published rows
+    (`experiments.runs.resume`). ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another
+    process works in the folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
     if only and names not in (["decode"], ["fp8_training"]):
@@ -40,7 +43,8 @@ def reproduce(
         )
     paths = paths or Paths.default()
     settings = settings_for(scale, device, paths.cache)
-    return run_all(names, replace(settings, only=tuple(only), text=text, seconds=seconds), paths)
+    given = replace(settings, only=tuple(only), text=text, seconds=seconds, workers=workers)
+    return run_all(names, given, paths)
 
 
 def run_all(names: Sequence[str], settings: Settings, paths: Paths) -> Written:
@@ -64,14 +68,15 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     module = registry.EXPERIMENTS[name].run_module()
     started = time.perf_counter()
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
-    journal = Journal(path, provenance.is_current)
+    journal = Journal(path, provenance.is_current, resume.known(name, settings, paths))
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = paths.data / f"{name}.csv"
-    partial = settings.only or settings.seconds is not None
-    publish(path, with_others(rows, read(path)) if partial else rows)
+    others = with_others(rows, read(path))[len(rows) :] if resume.is_partial(settings) else []
+    publish(path, [*rows, *others])
     seconds = time.perf_counter() - started
-    recorded = record_run(paths, name, settings, seconds, len(rows), resumed)
+    foreign = resume.foreign(name, others, settings)
+    recorded = record_run(paths, name, settings, seconds, len(rows), resumed, foreign)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
     return [(done, shown(path)), (f"{name}: environment", shown(recorded))]
 

@@ -41,6 +41,8 @@ class Settings:
     only: tuple[str, ...] = ()
     #: After which nothing more starts, where an experiment can stop in between (`fp8_training`); None: no limit.
     seconds: float | None = None
+    #: Trainings at once, each in a process of its own, where an experiment can (`fp8_training`); 1: all in this process.
+    workers: int = 1
 
     @cached_property
     def corpus(self) -> Corpus:

@@ -1,7 +1,7 @@
 """The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits; no gradient of its own.
 
-Where kernels are chosen (`fast.kernels.hadamard`), one read and one write. No name of `fast` itself yet: products of training
-quantize what it gives.
+On a GPU one read and one write (`fast.kernels.hadamard`); operations of torch where a tracer has to see them. No name of `fast`
+itself: products of training quantize what it gives.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import sqrt
 
 import torch
 
-from fast.device import has_kernels
+from fast.device import has_kernels, is_traced
 from reference.training.hadamard import signs
 
 #: Signs in a number.
@@ -25,12 +25,12 @@ def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
             f"hadamard mixes blocks of a power of two that divides the axis, got {length} for shape {tuple(x.shape)}; pad it"
         )
     columns = axis == 0 and x.dim() > 1
-    if has_kernels(x) and x.is_contiguous():
+    if not is_traced(x) and has_kernels(x) and x.is_contiguous():
         from fast.kernels.hadamard import host
 
         matrix = x if columns else x.reshape(-1, x.shape[-1])
         rule = host.Rule(None, length, 0 if columns else 1)
-        if host.chosen(matrix, rule):
+        if host.covers(matrix, rule):
             return host.mixed(matrix, rule).reshape(x.shape)
     if columns:
         return _by_operations(x.t().contiguous(), length).t().contiguous()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fast.device import has_kernels
+from fast.device import has_kernels, is_traced
 from fast.layers.hadamard import hadamard
 from fast.quantize.fake_quantize import fake_quantize
 from fast.quantize.quantize import quantize
@@ -29,11 +29,11 @@ def mixed_values(
     """dequantize(quantize(hadamard(x))) in x's dtype, for a matrix (M, K), in blocks along an axis (0 or 1): (M, K)."""
     if not hadamard_length and scheme.rounding != "stochastic":
         return fake_quantize(x, scheme, axis=axis)
-    if has_kernels(x):
+    if not is_traced(x) and has_kernels(x):
         from fast.kernels.hadamard import host
 
         rule = host.Rule(scheme, hadamard_length, axis)
-        if host.chosen(x, rule):
+        if host.covers(x, rule):
             return host.values(x, rule, seed, stream)
     mixed = _mixed(x, hadamard_length, axis)
     return fake_quantize(mixed, scheme, axis=axis, random_bits=words(mixed, scheme, axis, seed, stream))
@@ -49,11 +49,12 @@ def mixed_codes(
     stream: int = 0,
 ) -> Quantized:
     """quantize(hadamard(x)) of a matrix (M, K) in blocks along an axis: codes (M, K), scales as `reference.quantize` has."""
-    if has_kernels(x) and (hadamard_length or scheme.rounding == "stochastic"):
+    drawn = scheme.rounding == "stochastic"
+    if (hadamard_length or drawn) and not is_traced(x) and has_kernels(x):
         from fast.kernels.hadamard import host
 
         rule = host.Rule(scheme, hadamard_length, axis)
-        if host.chosen(x, rule):
+        if host.covers(x, rule):
             return host.quantized(x, rule, seed, stream)
     mixed = _mixed(x, hadamard_length, axis)
     return quantize(mixed, scheme, axis=axis, random_bits=words(mixed, scheme, axis, seed, stream))

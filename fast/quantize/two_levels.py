@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from fast.formats.encode import decode, encode
+from fast.quantize.derived import derived
 from fast.quantize.quantize import choose_scales
 from reference import Scheme
 from reference.schemes.record_text import record_of
 from reference.schemes.scale import Scale
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@derived
 def without_outer(key: str) -> Scheme:
-    """The record of a key with block scales in float32 that hold both levels, while a program is traced too."""
-    return _without_outer(key)
-
-
-@lru_cache(maxsize=64)
-def _without_outer(key: str) -> Scheme:
+    """The record of a key with block scales in float32 that hold both levels."""
     scheme = record_of(key)
     outer = _outer_of(scheme)
     if outer.stored != "decode" or scheme.outer_order != "decode" or outer.statistic != "absmax_elements":
@@ -37,15 +32,10 @@ def _without_outer(key: str) -> Scheme:
     return replace(scheme, name=f"{scheme.name}_one_level", outer=None, scale=scale)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@derived
 def of_outer(key: str) -> Scheme:
     """The record of a key that finds the outer scale of each block alone."""
-    return _of_outer(key)
-
-
-@lru_cache(maxsize=64)
-def _of_outer(key: str) -> Scheme:
-    outer, plain = _outer_of(record_of(key)), _without_outer(key)
+    outer, plain = _outer_of(record_of(key)), without_outer(key)
     scale = replace(plain.scale, target=outer.target, floor=outer.floor)
     return replace(plain, name=f"{plain.name}_outer", scale=scale)
 

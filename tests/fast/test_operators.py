@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import fast
+import fast.layers.both_axes
 import fast.layers.rotary
 import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
@@ -21,6 +22,8 @@ CALLS = {
     "pack": (CODES, "int4"),
     "unpack": (CODES, "int3", [8, 170]),
     "quantize_both": (WIDE, "mxfp8_e4m3", False, [], False),
+    "both_values": (WIDE, "mxfp8_e4m3"),
+    "values_and_codes": (WIDE, "nvfp4"),
     "rms_norm": (X.clone().requires_grad_(), X.clone().requires_grad_(), X[0].clone().requires_grad_(), 1e-6),
     "rms_norm_quantize": (X, None, X[0].clone(), "int4_g32_asymmetric", 1e-6, True),
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),

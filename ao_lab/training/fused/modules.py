@@ -83,7 +83,7 @@ KINDS = (FusedRMSNorm, FusedSwiGLU, FusedAttention)
 #: What can be fused, by the names that `convert_for_training_` takes.
 FUSIONS: dict[str, type[Fused]] = dict(zip(("norm", "swiglu", "rotary"), KINDS, strict=True))
 #: Those that were seen to be faster on a GPU.
-MEASURED = ("norm", "swiglu")
+MEASURED = ("norm", "swiglu", "rotary")
 CLASSES: dict[tuple[type, type], type[Any]] = {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ao_lab.training.grouped.casts import (
 )
 from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.products import columns_product, rows_product
+from ao_lab.training.restricted import tuned_recipe
 from reference.training.grouped import group_step
 from reference.training.recipe import Product, Recipe
 
@@ -60,11 +62,11 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             a = rows_operand(g, recipe.input_grad.a, layout, seed, G)
             b = weight_columns(w, recipe.input_grad.b, recipe.output.b, seed, W_T)
-            dx = rows_product(a, b, offsets, recipe.input_grad, ctx.dtype, ctx.kernel)
+            dx = rows_product(a, b, offsets, recipe.input_grad, ctx.dtype, ctx.kernel, "input_grad")
         if ctx.needs_input_grad[1]:
             left = columns_operand(g, recipe.weight_grad.a, layout, seed, G_T)
             right = Columns(joined(list(tensors), ctx.settings), table)
-            dw = columns_product(left, right, ends, recipe.weight_grad, w.dtype, ctx.kernel)
+            dw = columns_product(left, right, ends, recipe.weight_grad, w.dtype, ctx.kernel, ctx.rows)
         return dx, dw, None, None, None
 
 
@@ -75,19 +77,26 @@ def _draws(product: Product) -> bool:
     )
 
 
+#: Told of x, w, offsets, recipe, kernel and the output of each call, while `ao_lab.tune` records.
+LISTENERS: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Recipe, str, torch.Tensor], None]] = []
+
+
 def grouped_linear(
-    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str = "auto"
-) -> torch.Tensor:
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str = "auto", *, tuned: bool = True
+) -> torch.Tensor:  # fmt: skip
     """x (T, K), sorted by expert, times the transposed weight of each row's expert, w (E, N, K): (T, N) in autograd.
 
     Operands and their bits as in `reference.training.grouped_linear`. offsets: (E,) int32 or int64 on x's device, the row after
     each expert's, which do not fall and end within T; on a GPU the host reads none of them, so wrong ones raise nothing. Rows
     from the last offset on are of no expert: zeros, with gradients of zeros, whatever they hold. kernel: of the
-    products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate".
+    products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate". tuned: as for linear layers.
     Raises ValueError for shapes that do not fit, TypeError for dtypes that do not.
     """
     _check(x, w, offsets)
-    made: torch.Tensor = GroupedLinear.apply(x.contiguous(), w, offsets.to(torch.int32), recipe, kernel)  # type: ignore[no-untyped-call]
+    low = tuned_recipe(recipe, x, w) if tuned and kernel == "auto" else recipe
+    made: torch.Tensor = GroupedLinear.apply(x.contiguous(), w, offsets.to(torch.int32), low, kernel)  # type: ignore[no-untyped-call]
+    for listener in LISTENERS:
+        listener(x, w, offsets, recipe, kernel, made)
     return made
 
 
@@ -104,4 +113,4 @@ def _check(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
         )
 
 
-__all__ = ["GroupedLinear", "grouped_linear"]
+__all__ = ["LISTENERS", "GroupedLinear", "grouped_linear"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
 import fast
-from ao_lab.training.casts import Matrix, quantize_one, words
+from ao_lab.training.casts import Matrix, of_record, quantize_one, words
 from ao_lab.training.grouped.layout import Layout
 from fast.layers.hadamard import hadamard
+from fast.quantize.derived import derived
 from fast.quantize.two_levels import scales_of_two_levels, without_outer
 from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of
@@ -43,7 +43,7 @@ def rows_operand(
     x = hadamard(x, operand.hadamard) if operand.hadamard else x
     owners = layout.of_rows()
     fine, scales = _fine(x, scheme, -1, lambda found: _largest(found, owners, layout.experts, whole=True)[0])
-    return fast.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream))
+    return of_record(fast.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream)), fine)
 
 
 def columns_operand(
@@ -57,7 +57,7 @@ def columns_operand(
     _refuse_square(scheme)
     drawn = words(columns, operand, seed, stream)
     if scheme.outer is None and scheme.scale.block not in ("tensor", -1):
-        return Columns(fast.quantize(columns, scheme, random_bits=drawn))
+        return Columns(of_record(fast.quantize(columns, scheme, random_bits=drawn), scheme))
     owners, whole, tables = layout.of_chunks(), scheme.scale.block == "tensor" or scheme.outer is not None, []
 
     def shared(found: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def columns_operand(
         return spread.t().contiguous()
 
     fine, scales = _fine(columns, scheme, layout.step, shared)
-    made = fast.quantize(columns, fine, scales=scales, random_bits=drawn)
+    made = of_record(fast.quantize(columns, fine, scales=scales, random_bits=drawn), fine)
     return Columns(made, tables[0] if scheme.outer is None else None)
 
 
@@ -84,7 +84,8 @@ def weight_operand(w: torch.Tensor, operand: Operand, seed: int | None = None, s
         return largest.expand(experts, found.numel() // experts).reshape(found.shape).contiguous()
 
     fine, scales = _fine(flat, scheme, -1, shared)
-    return fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
+    made = fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
+    return of_record(made, fine)
 
 
 def weight_columns(
@@ -116,14 +117,9 @@ def _fine(
     return fine, shared(found)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@derived
 def in_blocks(key: str, block: int) -> Scheme:
-    """The record of a key in blocks of another length, while a program is traced too."""
-    return _in_blocks(key, block)
-
-
-@lru_cache(maxsize=256)
-def _in_blocks(key: str, block: int) -> Scheme:
+    """The record of a key in blocks of another length."""
     scheme = record_of(key)
     if scheme.scale.block == block:
         return scheme

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ao_lab.gemm.choices import tuned
 from ao_lab.training.casts import Matrix
 from ao_lab.training.grouped.casts import Columns
 from ao_lab.training.products import STEP, is_one_scale, values
+from ao_lab.training.scaled_mm import capability
 from fast.device import has_kernels, is_traced, is_transformed
 from reference import Quantized
-from reference.training.recipe import Product
+from reference.training.recipe import Operand, Product
 
-#: Compute capabilities whose tensor cores `torch._scaled_grouped_mm` knows.
+#: First numbers of compute capabilities whose tensor cores `torch._scaled_grouped_mm` knows.
 SCALED = (9, 10)
 #: What kernels of linear layers are called here; None: the first that serves.
 KERNELS = {"auto": None, "scaled_mm": "scaled_grouped_mm", "dequantize": "grouped_mm", "emulate": "emulate"}
 #: The first that `torch._grouped_mm` knows.
-GROUPED = (8, 0)
+GROUPED = 80
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,15 @@ class Given:
 
 
 def rows_product(
-    a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto"
-) -> torch.Tensor:
-    """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`."""
-    experts, name = offsets.shape[0], select_rows(a, b, offsets, kernel)
+    a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto",
+    direction: str = "output",
+) -> torch.Tensor:  # fmt: skip
+    """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`. direction: for what is tuned."""
+    experts = offsets.shape[0]
+    if kernel == "auto":
+        lengths = a.shape[0], b.shape[0] // max(experts, 1), a.shape[1]
+        kernel = tuned_kernel(direction, lengths, record, dtype, offsets)
+    name = select_rows(a, b, offsets, kernel)
     if name == "scaled_grouped_mm":
         left, right = codes(a), codes(b)
         given = Given(
@@ -54,19 +62,49 @@ def rows_product(
     else:
         left, right = (values(one, VALUES[name]) for one in (a, b))
         given = Given(left, right.reshape(experts, -1, right.shape[1]))
-    return run(name, given, offsets, record.accumulation == "fast").to(dtype)
+    return in_dtype(run(name, given, offsets, record.accumulation == "fast"), dtype)
 
 
 def columns_product(
-    a: Columns, b: Columns, ends: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto"
-) -> torch.Tensor:
-    """For each group the product of its columns of a (N, P) and b (K, P), over them: (E, N, K) in `dtype`."""
+    a: Columns, b: Columns, ends: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto",
+    rows: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """For each group the product of its columns of a (N, P) and b (K, P), over them: (E, N, K) in `dtype`.
+
+    rows: of the layer, for what is tuned; None: P.
+    """
+    if kernel == "auto":
+        lengths = a.matrix.shape[0], b.matrix.shape[0], a.matrix.shape[1] if rows is None else rows
+        kernel = tuned_kernel("weight_grad", lengths, record, dtype, ends)
     name = select_columns(a, b, ends, kernel)
     if name == "scaled_grouped_mm" and a.table is not None and b.table is not None:
         given = Given(codes(a.matrix), codes(b.matrix), a.table.reshape(-1), b.table.reshape(-1))
     else:
         given = Given(*(values(one.matrix, VALUES[name]) for one in (a, b)))
-    return run(name, given, ends, record.accumulation == "fast").to(dtype)
+    return in_dtype(run(name, given, ends, record.accumulation == "fast"), dtype)
+
+
+def in_dtype(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y in a dtype, without a conversion that converts nothing.
+
+    Dynamo of torch 2.11 takes the result of one for a tensor beside y, which an autograd function then gives two of: the
+    layer's output, and another one that gets its gradient. The gradients of x and w would be zeros.
+    """
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def tuned_kernel(
+    direction: str, shape: tuple[Any, Any, Any], record: Product, dtype: torch.dtype, ends: torch.Tensor
+) -> str:
+    """The kernel that `ao_lab.tune` chose for a product; "auto" where it chose none, or the first that serves."""
+    keys = operand_key(record.a), operand_key(record.b)
+    name = tuned(direction, *keys, shape, dtype, ends.device, record.accumulation, ends.shape[0])
+    return "dequantize" if name == "grouped_mm" else "auto"
+
+
+def operand_key(operand: Operand) -> str:
+    """The key of a recipe's scheme, whatever blocks groups make of it; "" for a dense operand."""
+    return "" if operand.scheme is None else operand.scheme.key
 
 
 def select_rows(a: Matrix, b: Matrix, offsets: torch.Tensor, kernel: str = "auto") -> str:
@@ -88,12 +126,10 @@ def select_columns(a: Columns, b: Columns, ends: torch.Tensor, kernel: str = "au
 
 def _select(ends: torch.Tensor, kernel: str, scaled: bool) -> str:
     """The function of a kernel's name, for "auto" the first that serves. scaled: `scaled_grouped_mm` takes the operands."""
-    name, capability = KERNELS[kernel], (0, 0)
-    if ends.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(ends.device)
-    if name == "emulate" or capability < GROUPED:
+    name, found = KERNELS[kernel], capability(ends.device)
+    if name == "emulate" or found < GROUPED:
         return "emulate"
-    scaled = scaled and capability[0] in SCALED
+    scaled = scaled and found // 10 in SCALED
     if name == "scaled_grouped_mm" and not scaled:
         raise ValueError(
             "kernel 'scaled_mm' multiplies experts' e4m3 codes with a scale for each row, lengths multiples of 16, on Hopper "

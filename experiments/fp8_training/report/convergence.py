@@ -188,7 +188,9 @@ def speed_table(results: Results) -> Table:
             shown.append(number(fmean(values) * factor if values else None, digits))
         cells.append([method, setting, *shown])
     return Table(
-        "Speed, means over seeds", ["training", "of", *(name for name, _, _ in SPEED.values())], cells
+        "Speed, means over seeds; trainings beside others have no times",
+        ["training", "of", *(name for name, _, _ in SPEED.values())],
+        cells,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.fp8_training.report import convergence, speed
+from experiments.fp8_training.report import convergence, speed, targets
 from experiments.fp8_training.report.published_tables import comparisons
 from experiments.fp8_training.run import TITLE
 from experiments.fp8_training.training.convergence import GAPS
@@ -24,6 +24,11 @@ FEATURED = ("fp8-gaps-full", "fp8-gaps-full-prose", "fp8-gaps-quick")
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
+    """The gaps of the largest run, and how many targets are reached."""
+    return [*gaps_found(rows), *targets.finding(rows)]
+
+
+def gaps_found(rows: Sequence[Row]) -> list[str]:
     """The gap of each recipe on held-out text, of the largest run."""
     found = best_run(by_run(rows, GAPS))
     if found is None:

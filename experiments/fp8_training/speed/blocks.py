@@ -2,7 +2,8 @@
 
 A step is forward and backward in bfloat16 without optimizer, random weights, on one GPU: the published tables are of whole
 models on many GPUs with their optimizer, so their ratios are near ours, and their values are not ours. All methods of a group
-are timed in turn, each after itself, bfloat16 first and once more last.
+are timed in turn, each after itself, bfloat16 first and once more last. Ours is the one call that a user makes, with its fused
+norms, SwiGLU and rotary embedding (`fuse=True`); compiled bfloat16 and torchao's have the compiler's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.methods import FLOAT8, MXFP8, PLAIN, Method, methods
+from experiments.fp8_training.methods import FLOAT8, MXFP8, PLAIN, SUMMED_FAST, Method, methods
 from experiments.fp8_training.speed import checkpointing
 from experiments.fp8_training.speed.checkpointing import FULL, NONE, PER_OP, SECOND
 from experiments.fp8_training.speed.watch import watch_of
@@ -52,6 +53,8 @@ class Group:
     checkpointing: str = NONE
     whole: bool = False
     recipes: tuple[str, ...] = (*FLOAT8, MXFP8)
+    #: Those of them that run with fast sums too.
+    fast: tuple[str, ...] = ()
     plan: Plan = STEADY
     backend: str = "inductor"
 
@@ -64,7 +67,7 @@ class Group:
     @property
     def methods(self) -> tuple[Method, ...]:
         """bfloat16, ours, torchao's. torchao's MXFP8 asks for another GPU: it has a row in the table of linear layers."""
-        found = methods(*self.recipes, compiled=self.compiled)
+        found = methods(*self.recipes, fast=self.fast, compiled=self.compiled)
         return tuple(one for one in found if one.recipe != MXFP8 or one.library != "torchao")
 
 
@@ -78,9 +81,9 @@ FINE_TUNING = Group(shape=LLAMA_3_2_3B_FOUR_LAYERS, batch=2, length=2048, whole=
 #: In the order in which they are measured.
 GPU_GROUPS = (
     *(
-        blocks(batch, compiled=compiled, checkpointing=kind)
+        blocks(batch, compiled=compiled, checkpointing=kind, fast=fast)
         for compiled in (False, True)
-        for batch, kind in ((2, NONE), (1, PER_OP), (2, PER_OP), (1, NONE))
+        for batch, kind, fast in ((2, NONE, SUMMED_FAST), (1, PER_OP, ()), (2, PER_OP, ()), (1, NONE, ()))
     ),
     *(replace(EAGER_TABLE, checkpointing=kind) for kind in (NONE, SECOND, FULL)),
     *(
@@ -148,7 +151,7 @@ def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, 
     """Build a model, check its output and its gradients, measure its memory; it is added to the trainers."""
     trainer = Trainer.of(group.shape, group.batch, group.length, bench.device, bench.seed, whole=group.whole)
     layers = layers_of(trainer.model)
-    method.prepare(layers)
+    method.prepare(layers, fuse=True)
     plain = next((one.result for known, one in trainers.items() if not known.recipe), None)
     trainer.result = trainer.output()
     values: Values = {

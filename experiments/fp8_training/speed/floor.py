@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ao_lab.training.products import is_one_scale
-from experiments.harness.timing import Plan, Watch, interleaved, prepare, summary
+from experiments.fp8_training.speed.steady import steady
+from experiments.harness.timing import Plan, Watch, prepare, summary
 from reference.training.recipe import Operand, Product, recipe_of
 
 #: Side of the products that say what the matrix units do, and bytes of the copy.
@@ -33,7 +34,7 @@ class Rates:
 
 
 def measure_rates(watch: Watch) -> Rates:
-    """Rates on random data, the products interleaved."""
+    """Rates on random data, each of its own steady state, as layers are timed."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
     one = torch.ones((), device="cuda")
@@ -52,7 +53,7 @@ def measure_rates(watch: Watch) -> Rates:
         "copy": lambda: torch.neg(source, out=target),
     }
     spans = {name: prepare(watch, [call], PLAN) for name, call in calls.items()}
-    times = {name: summary(one).median for name, one in interleaved(watch, spans, PLAN).items()}
+    times = {name: summary(one).median for name, one in steady(watch, spans, PLAN).items()}
     operations = 2 * SIDE**3
     return Rates(operations / times["float8"], operations / times["bfloat16"], 2 * COPIED / times["copy"])
 

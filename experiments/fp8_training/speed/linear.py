@@ -1,8 +1,8 @@
 """One linear layer, forward and backward, eager and from a CUDA graph: times, errors, host time, fraction of the floor.
 
-All methods of a shape are timed in turn, round by round, bfloat16 first and once more last. A method's outputs and gradients
-are compared with those of the same operands in float32 before it is timed. On a CPU small shapes take the same path; errors
-mean there what they mean on a GPU, times do not.
+All methods of a shape are timed in turn, round by round, each after calls of its own, bfloat16 first and once more last. A
+method's outputs and gradients are compared with those of the same operands in float32 before it is timed. On a CPU small shapes
+take the same path; errors mean there what they mean on a GPU, times do not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.methods import FLOAT8, PLAIN, Method, methods
+from experiments.fp8_training.methods import FLOAT8, PLAIN, SUMMED_FAST, Method, methods
 from experiments.fp8_training.speed.floor import Rates, floor_seconds, measure_rates
+from experiments.fp8_training.speed.steady import SETTLE, steady
 from experiments.fp8_training.speed.watch import watch_of
 from experiments.harness.outcome import Values, Wrong, attempt, free, status
-from experiments.harness.timing import AGAIN, Plan, Span, Watch, host_times, interleaved, prepare, summary
+from experiments.harness.timing import AGAIN, Plan, Span, Watch, host_times, prepare, summary
 
 KIND = "linear"
 EAGER, GRAPH = "eager", "CUDA graph"
@@ -32,16 +33,19 @@ SHAPES: tuple[Shape, ...] = (
 )
 STAND_INS: tuple[Shape, ...] = ((256, 128, 256),)
 MX = ("blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
-PLAN = Plan(rounds=15, warmup=2, seconds=0.8, span=2e-3, most_calls=8)
+PLAN = Plan(rounds=15, warmup=1, seconds=8.0, span=2e-3, most_calls=8)
 QUICK = Plan(rounds=2, warmup=0, seconds=0.5, fewest=2, most_calls=1)
 #: Largest relative error of an output or gradient; beyond it a method is wrong and gets no time. 4-bit formats reach 0.3.
 LIMIT = 0.6
 
 
 def all_methods(device: str) -> tuple[Method, ...]:
-    """Every recipe of ours and torchao's; on a GPU those of 8-bit floats compiled too, which is how torchao is meant to run."""
-    compiled = [one for one in methods(*FLOAT8, compiled=True) if one.recipe]
-    return (*methods(*FLOAT8, *MX), *(compiled if device == "cuda" else ()))
+    """Every recipe of ours and torchao's; on a GPU those of 8-bit floats compiled too, which is how torchao is meant to run,
+    and with fast sums, which on a CPU are no other sums."""
+    if device != "cuda":
+        return methods(*FLOAT8, *MX)
+    compiled = [one for one in methods(*FLOAT8, fast=SUMMED_FAST, compiled=True) if one.recipe]
+    return (*methods(*FLOAT8, *MX, fast=SUMMED_FAST), *compiled)
 
 
 def label(method: Method) -> str:
@@ -89,15 +93,16 @@ class Bench:
     deadline: Deadline
     rates: Rates | None = None
     plan: Plan = field(default=PLAN)
+    #: Seconds of calls of its own before a method is timed.
+    settle: float = SETTLE
 
     @classmethod
     def of(cls, device: str, seed: int, deadline: Deadline) -> Bench:
-        """On a GPU with its rates, which the floor is made of."""
+        """On a GPU with its rates, which the floor is made of; on a CPU without calls before, as its times say nothing."""
         watch = watch_of(device)
-        on_gpu = device == "cuda"
-        return cls(
-            device, seed, watch, deadline, measure_rates(watch) if on_gpu else None, PLAN if on_gpu else QUICK
-        )
+        if device != "cuda":
+            return cls(device, seed, watch, deadline, plan=QUICK, settle=0.0)
+        return cls(device, seed, watch, deadline, measure_rates(watch))
 
 
 def measure(
@@ -154,7 +159,8 @@ def time_eager(
     spans = {name: Span(1, call, call) for name, call in calls.items()}
     for call in calls.values():
         call()
-    add_times(bench, shape, layers, interleaved(bench.watch, spans, bench.plan, graph=False), found, EAGER)
+    times = steady(bench.watch, spans, bench.plan, bench.settle, graph=False)
+    add_times(bench, shape, layers, times, found, EAGER)
     if bench.device == "cuda":
         for name, seconds in host_times(calls, bench.watch.sync, batches=4, batch=8).items():
             found[EAGER, name]["host time"] = (seconds * 1e6, "us")
@@ -174,7 +180,8 @@ def time_graphs(
         found[GRAPH, name] = attempt(capture)
     if spans:
         kept = {name: layers[name] for name in spans}
-        add_times(bench, shape, kept, interleaved(bench.watch, spans, bench.plan), found, GRAPH)
+        times = steady(bench.watch, spans, bench.plan, bench.settle)
+        add_times(bench, shape, kept, times, found, GRAPH)
 
 
 def add_times(

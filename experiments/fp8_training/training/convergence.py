@@ -1,18 +1,19 @@
-"""Trainings by recipe, one after the other; those with rows are not repeated.
+"""Trainings by recipe, one after the other or in several processes at once; those with rows are not repeated.
 
-Runs of one seed have the same initial weights and the same text in the same order, whatever their recipe. Weights and the words
-of stochastic rounding are drawn from torch's one generator: trainings in threads of one process would not be paired.
-Rows of "paired",
-"sweep" and "long" are one training each, rows of "gaps" are over seeds.
+Runs of one seed have the same initial weights and the same text in the same order, whatever their recipe, and the same bits in
+whichever process. Weights and the words of stochastic rounding are drawn from torch's one generator: trainings in threads of
+one process would not be paired. Trainings that share the device with others learn what they learn alone, but their seconds are
+not those of the recipe: their rows have no times and speeds. Trainings for a number of seconds never share it, as they would
+take fewer steps. Rows of "paired", "sweep" and "long" are one training each, rows of "gaps" are over seeds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import is_linear
 from experiments.fp8_training.training.gaps import gap
 from experiments.fp8_training.training.plans import BASE, BASE_NAMES, PAIRED, Plan, Trial
-from experiments.harness.progress import bar
+from experiments.fp8_training.training.workers import measure_each
 from experiments.harness.provenance import source_hash
 from experiments.harness.rows import Journal, Row, library_versions, table_name
 from experiments.models.pretraining.evaluation import bits_per_byte
@@ -35,23 +36,43 @@ EXPERIMENT = "fp8_training"
 GAPS, CURVES = "gaps", "curves"
 #: Metrics that gaps are taken of: totals of held-out splits, and the end of training.
 TRAINED = f"training {BITS} at the end"
+#: Metrics of a training that had the device to itself.
+TIMED = ("time of steps", "tokens a second", "share of the bfloat16 peak")
 
 
 def run(settings: Settings, journal: Journal, plan: Plan, kinds: Sequence[str], deadline: Deadline) -> None:
     """Add the rows of all trainings of a plan that the deadline reaches, and those over seeds."""
     missing = [one for one in plan.trials(kinds) if not is_finished(settings, journal, one)]
-    longest = 0.0
-    with bar("trainings", len(missing)) as step:
-        for one in missing:
-            if deadline.reason(longest):
-                break
-            started, checkpoint = time.perf_counter(), checkpoint_of(settings, one)
-            journal.add(measure(settings, plan, one, checkpoint))
-            checkpoint.done()
-            longest = max(longest, time.perf_counter() - started)
-            step(f"{one.setting}, {one.recipe}, seed {one.settings.seed}")
+    trials = {name_of(one): one for one in missing}
+
+    def keep(name: str, rows: list[Row]) -> None:
+        journal.add(rows)
+        checkpoint_of(settings, trials[name]).done()
+
+    for sharing, workers in ((True, settings.workers), (False, 1)):
+        works = {
+            name: partial(train, settings, plan, one)
+            for name, one in trials.items()
+            if shares_device(settings, one) == sharing
+        }
+        measure_each("trainings", works, workers, deadline, keep)
     if PAIRED in kinds:
         journal.add(gap_rows(settings, plan, journal.rows))
+
+
+def train(settings: Settings, plan: Plan, trial: Trial) -> list[Row]:
+    """All rows of a training, which is resumed from its checkpoint where there is one."""
+    return measure(settings, plan, trial, checkpoint_of(settings, trial))
+
+
+def name_of(trial: Trial) -> str:
+    """What progress calls a training."""
+    return f"{trial.kind}: {trial.setting}, {trial.recipe}, rate {trial.settings.rate:g}, seed {trial.settings.seed}"
+
+
+def shares_device(settings: Settings, trial: Trial) -> bool:
+    """Whether a training runs beside others."""
+    return settings.workers > 1 and trial.settings.budget.seconds is None
 
 
 def is_finished(settings: Settings, journal: Journal, trial: Trial) -> bool:
@@ -93,12 +114,17 @@ def converter(recipe: str, compiled: bool = False) -> Convert | None:
 
 
 def measure(settings: Settings, plan: Plan, trial: Trial, checkpoint: Checkpoint) -> list[Row]:
-    """Train a model; all rows of it. It is evaluated as it trained, with its layers converted."""
+    """Train a model; all rows of it, without times where it shared the device, be it for a part of its steps. It is evaluated
+    as it trained, with its layers converted."""
     convert = converter(trial.recipe, trial.settings.compiled)
-    made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint=checkpoint)
+    alone = not shares_device(settings, trial)
+    made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint, alone=alone)
     texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
     found = bits_per_byte(made.model, texts, trial.settings.model.context)
-    values = {**quality(found, texts), **speed(made, trial, settings.device_name)}
+    facts = speed(made, trial, settings.device_name)
+    if not made.alone:
+        facts = {name: value for name, value in facts.items() if name not in TIMED}
+    values = {**quality(found, texts), **facts}
     return [
         *rows_of(settings, trial.kind, trial, values),
         *rows_of(settings, CURVES, trial, loss_curve(made.losses)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from experiments.fp8_training.training.convergence import EXPERIMENT, converter
 from experiments.fp8_training.training.counters import UNITS, mean
 from experiments.fp8_training.training.faults import Fault, Watcher, plant
 from experiments.fp8_training.training.plans import PAIRED, Plan, Trial
-from experiments.harness.progress import bar
+from experiments.fp8_training.training.workers import measure_each
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.pretraining.evaluation import bits_per_byte
 from experiments.models.pretraining.settings import Budget
@@ -74,13 +75,8 @@ def run(settings: Settings, journal: Journal, plan: Plan, deadline: Deadline) ->
     """Add the rows of all faults that the deadline reaches; the training without one comes first."""
     trial, table = trial_of(settings, plan), table_name(KIND, settings.scale, settings.corpus.name)
     missing = [one for one in CASES if not journal.finished(table, setting_of(trial), name_of(one))]
-
-    with bar("faults", len(missing)) as step:
-        for case in missing:
-            if deadline.reason():
-                break
-            journal.add(measure(settings, plan, trial, case))
-            step(name_of(case))
+    works = {name_of(case): partial(measure, settings, plan, trial, case) for case in missing}
+    measure_each("faults", works, settings.workers, deadline, lambda name, rows: journal.add(rows))
 
 
 def setting_of(trial: Trial) -> str:

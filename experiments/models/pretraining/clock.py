@@ -16,13 +16,15 @@ class Clock:
     """Seconds of steps and the bytes trained in them, over all processes of a training.
 
     On a GPU it waits for the device when it starts and stops. In between it is read without waiting: the device may be some
-    steps behind, at most `training.LOOK`.
+    steps behind, at most `training.LOOK`. alone: whether nothing else had the device in any of the processes; otherwise the
+    seconds are not those of the steps.
     """
 
     device: str
     seconds: float = 0.0
     bytes: int = 0
     since: float | None = None
+    alone: bool = True
 
     def start(self) -> None:
         """Run on."""
@@ -63,12 +65,14 @@ class TimedRun(Run):
 
     def state(self) -> dict[str, Any]:
         """What `Run` has, and the clock."""
-        return {**super().state(), "seconds": self.clock.now(), "timed_bytes": self.clock.bytes}
+        clock = {"seconds": self.clock.now(), "timed_bytes": self.clock.bytes, "alone": self.clock.alone}
+        return {**super().state(), **clock}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Likewise."""
         super().restore(state)
         self.clock.seconds, self.clock.bytes = state["seconds"], state["timed_bytes"]
+        self.clock.alone = self.clock.alone and state["alone"]
 
 
 __all__ = ["Clock", "TimedRun"]

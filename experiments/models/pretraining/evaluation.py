@@ -28,14 +28,15 @@ def bits_per_byte(model: nn.Module, texts: Mapping[str, bytes], context: int) ->
 
 def bits(model: nn.Module, text: bytes, context: int, device: torch.device) -> float:
     """-log2 p of a text."""
-    inputs, targets, counted = windows(text, context)
+    # All of it on the device before: a copy for each batch would let the host wait for the device.
+    parts = zip(*(one.to(device).split(BATCH) for one in windows(text, context)), strict=True)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for some in torch.arange(len(inputs)).split(BATCH):
+    for inputs, targets, counted in parts:
         with torch.inference_mode():
-            logits = model(inputs[some].to(device).long())
+            logits = model(inputs.long())
         likelihood = torch.log_softmax(logits.float(), dim=-1)
-        found = likelihood.gather(-1, targets[some].to(device).long().unsqueeze(-1)).squeeze(-1).double()
-        total -= (found * counted[some].to(device)).sum()
+        found = likelihood.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1).double()
+        total -= (found * counted).sum()
     return float(total) / math.log(2)
 
 

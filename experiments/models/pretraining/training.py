@@ -37,7 +37,8 @@ class Pretrained:
     """A trained model, in evaluation mode, and its training.
 
     losses: bits per byte of every step (steps), float64 on the CPU. bytes_per_second, seconds: of the clock, which leaves out
-    compilation and checkpoints. resumed_at: the step at which this process began.
+    compilation and checkpoints. resumed_at: the step at which this process began. alone: whether the device was this training's
+    in all its steps, without which neither the seconds nor the rate say how fast it is.
     """
 
     model: ByteLevelModel
@@ -45,6 +46,7 @@ class Pretrained:
     bytes_per_second: float
     seconds: float
     resumed_at: int
+    alone: bool = True
 
     @property
     def last_loss(self) -> float:
@@ -58,12 +60,14 @@ def pretrain(
     device: str,
     convert: Convert | None = None,
     checkpoint: Checkpoint | None = None,
+    *,
+    alone: bool = True,
 ) -> Pretrained:
     """A model of these settings, trained on the corpus until the budget is used.
 
     convert: called once on the new model, on its device, before the optimizer gets its parameters; None: bfloat16 on a GPU and
     float32 on a CPU. checkpoint: where a killed training is resumed from. With a budget of bytes, on a CPU, a resumed
-    training ends with the weights of an uninterrupted one, bit for bit.
+    training ends with the weights of an uninterrupted one, bit for bit. alone: whether nothing else uses the device meanwhile.
     """
     torch.manual_seed(settings.seed)
     model = ByteLevelModel(settings.model).to(device).train()
@@ -71,13 +75,14 @@ def pretrain(
         convert(model)
     optimizer = adamw(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)
-    run = TimedRun(model, [optimizer], generator, [], Clock(device))
+    run = TimedRun(model, [optimizer], generator, [], Clock(device, alone=alone))
     checkpoint = checkpoint or Checkpoint()
     checkpoint.resume(run, device)
     with share(f"{settings.model.name}, {settings.method}") as report:
         take_steps(run, settings, text_of(corpus).to(device), checkpoint, report)
     losses = torch.stack(run.losses).double().cpu() / math.log(2)
-    return Pretrained(model.eval(), losses, run.clock.rate, run.clock.seconds, checkpoint.resumed)
+    clock = run.clock
+    return Pretrained(model.eval(), losses, clock.rate, clock.seconds, checkpoint.resumed, clock.alone)
 
 
 def take_steps(
@@ -142,7 +147,10 @@ def store(run: TimedRun, checkpoint: Checkpoint) -> None:
 def sample(text: Tensor, settings: PretrainSettings, generator: torch.Generator) -> Tensor:
     """Stretches of the text, (batch, context + 1), int64, on its device."""
     length = settings.model.context + 1
-    starts = torch.randint(len(text) - length, (settings.batch,), generator=generator).to(text.device)
+    starts = torch.randint(len(text) - length, (settings.batch,), generator=generator)
+    if text.is_cuda:
+        # A copy from pageable memory would let the host wait for the device in every step.
+        starts = starts.pin_memory().to(text.device, non_blocking=True)
     return text[starts[:, None] + torch.arange(length, device=text.device)].long()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fast.kernels.hadamard import CHOSEN
 from fast.kernels.hadamard.columns import COLUMNS, columns_kernel
 from fast.kernels.hadamard.columns import WARPS as COLUMN_WARPS
 from fast.kernels.hadamard.rows import TILE, rows_kernel
@@ -47,11 +46,6 @@ class Rule:
         block = self.scheme.scale.block
         plain = isinstance(block, int) and block > 0 and self.hadamard in (0, block)
         return int(block) if plain else 0  # type: ignore[call-overload]
-
-
-def chosen(x: torch.Tensor, rule: Rule) -> bool:
-    """Whether a call is to go to the kernels."""
-    return CHOSEN and covers(x, rule)
 
 
 def covers(x: torch.Tensor, rule: Rule) -> bool:
@@ -168,4 +162,4 @@ def _factor(length: int) -> float:
     return float(np.float32(1 / sqrt(length)))
 
 
-__all__ = ["Rule", "chosen", "covers", "mixed", "quantized", "values"]
+__all__ = ["Rule", "covers", "mixed", "quantized", "values"]

@@ -41,6 +41,38 @@ def asked(shape=(64, 4096, 1024), dtype=torch.bfloat16):
     return choices.tuned("output", "fp8_rowwise", "fp8_rowwise", shape, dtype, CPU)
 
 
+def asked_of(accumulation, experts=0):
+    lengths, kinds = (64, 4096, 1024), ("fp8_rowwise", "fp8_rowwise")
+    return choices.tuned("output", *kinds, lengths, torch.bfloat16, CPU, accumulation, experts)
+
+
+def test_accumulations_and_experts_have_choices_of_their_own():
+    table, fast = choices.choices_for(CPU), replace(PROBLEM, accumulation="fast")
+    table.add(replace(MADE, problem=fast))
+    assert [asked_of("fast"), asked_of("precise"), asked(), asked_of("fast", 8)] == [
+        "emulate",
+        None,
+        None,
+        None,
+    ]
+    table.add(replace(MADE, problem=replace(fast, experts=8), kernel="scaled_mm"))
+    assert [asked_of("fast"), asked_of("fast", 8), asked_of("fast", 4)] == ["emulate", "scaled_mm", None]
+
+
+def test_of_a_file_without_accumulations_inference_alone_is_read():
+    path, served = saved_file(), replace(MADE, problem=replace(PROBLEM, direction="inference"))
+    saved.save([served], path, saved.device_name(CPU))
+    content = json.loads(path.read_text())
+    for one in content["choices"]:
+        del one["problem"]["accumulation"], one["problem"]["experts"]
+    path.write_text(json.dumps({**content, "format": saved.BEFORE}))
+    choices.forget()
+    assert choices.choices_for(CPU).found == {served.problem: served}
+    saved.save([MADE], path, saved.device_name(CPU))
+    choices.forget()
+    assert choices.choices_for(CPU).found == {served.problem: served, PROBLEM: MADE}
+
+
 def test_nearest_range():
     measured = [(16, "a"), (64, "b"), (1024, "c"), (8192, "c")]
     expected = {1: None, 4: "a", 8: "a", 16: "a", 32: "b", 64: "b", 128: "b", 256: "c", 512: "c"}

@@ -223,3 +223,35 @@ def test_gradients_have_none_of_their_own(name):
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+# Dynamo makes an object of each autograd function that it meets, and torch warns of that.
+TRACED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@TRACED
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
+def test_a_traced_layer_of_a_matrix_returns_a_tensor_of_its_own(name):
+    """An operation that converts nothing gives back what it got: torch 2.11 then sends the gradient to another tensor."""
+    graphs, (x, w, _) = [], tensors(torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: training_linear(x, w, None, RECIPES[name]),
+        backend=lambda graph, _: graphs.append(graph) or graph,
+        fullgraph=True,
+    )
+    compiled(x.requires_grad_(), w.requires_grad_())
+    (returned, *_), _ = graphs[0].fwd_body_0.graph.output_node().args[0]
+    assert returned.target is torch.ops.aten._unsafe_view
+
+
+@TRACED
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_compiled_programs_leave_steps_that_draw_to_eager(name, fixed_seed):
+    results, given = [], tensors()
+    torch._dynamo.reset()
+    for run in (training_linear, torch.compile(training_linear, backend="aot_eager")):
+        x, w = (t.detach().clone().requires_grad_() for t in given[:2])
+        y = run(x, w, None, RECIPES[name])
+        results.append([y, *torch.autograd.grad(y, (x, w), given[2])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

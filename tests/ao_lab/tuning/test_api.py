@@ -9,14 +9,17 @@ from torch import nn
 
 import ao_lab
 from ao_lab.gemm import choices
-from ao_lab.gemm.choices import Candidate
+from ao_lab.gemm.choices import Candidate, Choice
+from ao_lab.gemm.problem import problem_of
 from ao_lab.training import restricted
+from ao_lab.training.products import select_product
 from ao_lab.tuning import ranks
 from ao_lab.tuning.decide import Limits, best
 from ao_lab.tuning.measure import relative_error
 from reference.training import RECIPES
 from tests.support.distributed.ranks import check_on_ranks
 
+ROWWISE = RECIPES["rowwise"]
 X = torch.randn(40, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
@@ -46,6 +49,29 @@ def test_each_product_once():
     assert {c.kernel for c in made.choices if c.problem.direction != "training"} == {"emulate"}
     assert all(c.error is not None for one in made.choices for c in one.candidates if c.kernel == one.kernel)
     assert "fp8_rowwise_pow2 x fp8_rowwise_pow2, bfloat16: output 64x128, rows <= 64: emulate (" in str(made)
+
+
+def with_gradients(accumulation):
+    name, gradients = f"rowwise_{accumulation}", ("input_grad", "weight_grad")
+    changed = {one: replace(getattr(ROWWISE, one), accumulation=accumulation) for one in gradients}
+    return replace(ROWWISE, name=name, **changed)
+
+
+def test_recipes_that_accumulate_otherwise_are_told_apart():
+    """Their schemes are equal, so are the lengths: each has its own choices, and gets these alone."""
+    fast, precise = map(with_gradients, ("fast", "precise"))
+    one, other = ao_lab.tune(model(fast), X).choices, ao_lab.tune(model(precise), X).choices
+    shared = {c.problem for c in one} & {c.problem for c in other}
+    assert {p.direction for p in shared} == {"output"}
+    listed = {c for layer in ao_lab.explain(model(fast)).layers for c in layer.tuned}
+    assert {c.problem for c in listed} == {c.problem for c in one}
+    table = choices.choices_for(X.device)
+    a, b = torch.randn(16, 64), torch.randn(32, 64)
+    for record, name in ((fast, "emulate"), (precise, "dequantize")):
+        accumulation = record.input_grad.accumulation
+        table.add(Choice(problem_of("input_grad", "", "", (16, 32, 64), a.dtype, accumulation), name))
+    for record, name in ((fast, "emulate"), (precise, "dequantize")):
+        assert select_product("input_grad", a, b, a.dtype, record.input_grad) == name
 
 
 def test_nothing_else_changes():

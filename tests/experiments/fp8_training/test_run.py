@@ -146,7 +146,7 @@ def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     rows = [replace(row, device="a GPU") for row in rows]
     sections = {section.title.partition(" (")[0]: section for section in page.sections(rows)}
     assert [table.caption for table in sections[f"Decoder layers: {blocks.GPU_GROUPS[0].shape.name}"].tables] == [
-        "A training step", "Published: Llama-3-8B", "Published: not stated"
+        "Targets", "A training step", "Published: Llama-3-8B", "Published: not stated"
     ]  # fmt: skip
     assert len(sections["LayerNorm, linear, sigmoid"].drawings) == 5
     measured = [one for one in page.comparisons(rows) if one.measured is not None]
@@ -162,6 +162,8 @@ def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
         (["formats", "--seconds", "5"], "--seconds is a positive limit"),
+        (["fp8_training", "--workers", "0"], "--workers is a positive number of processes"),
+        (["formats", "--workers", "2"], "--workers is a positive number of processes"),
         (["formats", "--only", "x"], "--only names parts of one experiment"),
     ],
 )

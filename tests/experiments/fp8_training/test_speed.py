@@ -6,9 +6,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.methods import OURS, PLAIN, Method
+from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
 from experiments.fp8_training.speed import blocks, checkpointing, grid, linear
 from experiments.fp8_training.speed.floor import Rates, floor_seconds
+from experiments.fp8_training.speed.steady import SETTLE, steady
+from experiments.harness.timing import AGAIN, Plan, Span
+from reference.training.recipe import PRODUCTS, recipe_of
+from tests.experiments.harness.fake_watch import FakeWatch
 
 RATES = Rates(float8=2e3, bfloat16=1e3, copy=1e2)
 MINE = Method(library=OURS, recipe="rowwise")
@@ -89,3 +93,78 @@ def test_a_cell_has_values_of_all_three_sides_or_says_why_not(monkeypatch):
     assert all(values["time"][0] >= values["time of kernels"][0] > 0 for values in found.values())
     failed = grid.measure("cpu", 0, (32, 32, 0))
     assert all("status: ok" not in values and len(values) == 1 for values in failed.values())
+
+
+class Heating(FakeWatch):
+    """Each call takes its own time, and twice that where another call came just before it."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times, self.last = times, ""
+
+    def call(self, name):
+        def run():
+            self.now = self.times[name] * (1 if self.last == name else 2)
+            self.last = name
+            self.passed += self.now
+
+        return run
+
+    def seconds(self, calls, *, cold=False):
+        found = []
+        for call in calls:
+            self.passed = 0.0
+            call()
+            found.append(self.passed)
+        return found
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_is_timed_comes_after_its_own_calls(graph):
+    times = {"a": 1e-3, "b": 7e-3}
+    watch, wrong = Heating(times), lambda: pytest.fail("the other form was called")
+    spans = {}
+    for name in times:
+        call = watch.call(name)
+        spans[name] = Span(1, call if graph else wrong, wrong if graph else call)
+    found = steady(watch, spans, plan := Plan(rounds=3, warmup=1, seconds=10.0), graph=graph)
+    assert found == {"a": [1e-3] * 3, "b": [7e-3] * 3, AGAIN: [1e-3] * 3}
+    cold = steady(watch, spans, plan, 0.0, graph=graph)
+    assert cold["b"] == [14e-3] * 3
+
+
+@pytest.mark.parametrize(("seconds", "before"), [(10e-3, 10), (40e-3, 3), (200e-3, 2)])
+def test_calls_before_last_long_enough(seconds, before):
+    made, watch = [], Heating({"a": seconds})
+    timed, watch.last = watch.call("a"), "a"
+
+    def call():
+        made.append(1)
+        timed()
+
+    steady(watch, {"a": Span(1, call, call)}, Plan(rounds=1, warmup=0))
+    # Two calls say how long one takes; then one is timed, twice.
+    assert len(made) == 2 + 2 * (before + 1)
+    assert before == 2 or before * seconds >= SETTLE
+
+
+def test_fast_sums_have_a_name_and_a_record():
+    """The recipe's own operands and key differ in nothing else."""
+    fast, default = with_fast_sums("rowwise"), recipe_of("rowwise")
+    assert [getattr(default, name).accumulation for name in PRODUCTS] == ["fast", "precise", "precise"]
+    assert {getattr(fast, name).accumulation for name in PRODUCTS} == {"fast"}
+    assert (fast.operands, fast.name) == (default.operands, "rowwise_fast_sums")
+    method = Method(library=OURS, recipe="rowwise", fast_sums=True)
+    assert method.name == "ours, rowwise, fast sums"
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    method.prepare(model)
+    assert model[0].low_precision.recipe == fast
+
+
+def test_fast_sums_stand_in_the_tables_of_a_gpu():
+    names = [linear.label(one) for one in linear.all_methods("cuda")]
+    assert len(set(names)) == len(names)
+    assert {f"ours, {one}, fast sums" for one in SUMMED_FAST} < set(names)
+    assert not any("fast sums" in one.name for one in linear.all_methods("cpu"))
+    groups = {group.setting for group in blocks.GPU_GROUPS if any(one.fast_sums for one in group.methods)}
+    assert groups == {f"{how}, 2 x 8192, checkpointing none" for how in (blocks.EAGER, blocks.COMPILED)}

@@ -27,6 +27,7 @@ from reference import SCHEMES
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
     KERNELS,
+    both_axes,
     case,
     clip,
     decode,
@@ -185,6 +186,10 @@ COMPILED = (
     case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel", "untile_kernel")),
     case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel", "untile_kernel")),
+    # Both axes of one read: by pairs, by float32, programs that are not filled.
+    case(both_axes, "mxfp4_rceil", shape=(96, 160), codes=True, kernels=("values_kernel",)),
+    case(both_axes, "mxfp8_e4m3", "float16", (96, 160), kernels=("values_kernel",)),
+    case(both_axes, "mxfp6_e3m2", "float16", codes=True, kernels=("values_kernel",)),
     # Tiles that may be tried.
     *(
         case(mx_both, down=down, across=across, kernels=("mx_pairs_kernel", "untile_kernel"))
@@ -368,6 +373,14 @@ def test_maxima_over_rows_stay_in_their_warp(name):
         assert machine.named("BAR") <= 2 * asks
         assert machine.named("STS", "LDS", "STSM", "LDSM") <= 8
         assert machine.named("SHFL") <= machine.elements / 4
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_both_axes_of_one_read_stay_in_their_warp(codes):
+    """Three shuffles of eight elements, for both maxima, and two for scales; no barrier, nothing in shared memory."""
+    (machine,) = launched(case(both_axes, "mxfp8_e4m3_rceil", codes=codes, kernels=("values_kernel",)).call)
+    assert machine.named("BAR", "STS", "LDS", "STSM", "LDSM") == 0
+    assert machine.named("SHFL") == 24 + 2 * codes
 
 
 @pytest.mark.parametrize("name", ["int8_rowwise", "int8_rowwise_asymmetric", "fp8_rowwise", "fp8_tensorwise"])

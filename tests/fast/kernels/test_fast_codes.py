@@ -41,6 +41,11 @@ def test_every_group_is_run():
     assert sorted(group for groups in TOGETHER for group in groups) == sorted(GROUPS)
 
 
+def test_both_axes_of_one_read_agree():
+    """Five schemes in two dtypes; programs that are filled, and that are not."""
+    assert len(lines_of("tests/emulator/programs/training/values.py")) == 12
+
+
 def test_records_at_the_edges_of_the_sequences_agree():
     assert len(lines_of("tests/emulator/programs/records.py")) == 34
 

@@ -13,6 +13,7 @@ import reference
 from fast.kernels.launch import cache, direct
 from fast.kernels.launch.call import Call
 from fast.kernels.quantize.block_launch import POINTERS
+from fast.layers.both_axes import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
 
@@ -100,6 +101,9 @@ CALLS = {
     "quantize_both of a tensor": (2, lambda: fast.quantize_both(MATRIX, "fp8_tensorwise")),
     "quantize_both of groups": (1, lambda: fast.quantize_both(MATRIX, "fp8_1x128", packed=True)),
     "quantize_both of squares": (1, lambda: fast.quantize_both(MATRIX, "fp8_128x128")),
+    "values along both axes": (1, lambda: both_values(MATRIX, SCHEMES["mxfp8_e4m3"])),
+    "values and codes": (1, lambda: values_and_codes(MATRIX, SCHEMES["mxfp4_rceil"])),
+    "values and codes of two reads": (2, lambda: values_and_codes(MATRIX, SCHEMES["fp8_1x128"])),
     "quantize a transpose": (1, lambda: fast.quantize(MATRIX.t(), "fp8_1x128")),
     "quantize a transpose in two passes": (2, lambda: fast.quantize(MATRIX.t(), "fp8_rowwise", axis=1)),
     "encode": (1, lambda: fast.encode(X, "float8_e4m3fn")),

@@ -56,9 +56,11 @@ def low_precision():
 LAUNCH = '''\
 """torchtitan.train, with the names of torch 2.13 that it imports where they are missing; nothing here uses them."""
 
+import inspect
 import runpy
 
 import torch.distributed.fsdp as fsdp
+import torch.nn.attention.flex_attention as flex_attention
 
 if not hasattr(fsdp, "DataParallelMeshDims"):
     plain = fsdp.fully_shard
@@ -71,6 +73,17 @@ if not hasattr(fsdp, "DataParallelMeshDims"):
 
     fully_shard.state = plain.state
     fsdp.fully_shard, fsdp.DataParallelMeshDims = fully_shard, type("DataParallelMeshDims", (), {})
+
+if "separate_full_blocks" not in inspect.signature(flex_attention.create_block_mask).parameters:
+    blocks = flex_attention.create_block_mask
+
+    def create_block_mask(*args, separate_full_blocks=True, **options):
+        """torch's own, which separates them always."""
+        if not separate_full_blocks:
+            raise ValueError("separate_full_blocks=False needs torch 2.13")
+        return blocks(*args, **options)
+
+    flex_attention.create_block_mask = create_block_mask
 
 if __name__ == "__main__":
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)

@@ -260,7 +260,11 @@ def check_graph(name: str, case: Any, device: str) -> list[str]:
 
 
 def check_compile(name: str, case: Any, device: str) -> list[str]:
-    """One graph by Inductor, the same bits."""
+    """One graph by Inductor, the same bits, zeros in rows of no group.
+
+    No bound: casts and products, torch's own in bfloat16 too, are operators that Inductor calls as they are. What it compiles
+    itself are maxima, copies and integers, whose order changes nothing.
+    """
     if RECIPES[name].is_stochastic:
         return []
     torch._dynamo.reset()
@@ -271,8 +275,18 @@ def check_compile(name: str, case: Any, device: str) -> list[str]:
     leaves = [t.detach().requires_grad_() for t in (x, w)]
     y = compiled(*leaves, offsets)
     found = [y.detach(), *torch.autograd.grad(y, leaves, g)]
-    same = all(torch.equal(a, b) for a, b in zip(found, step(x, w, g, offsets, RECIPES[name]), strict=True))
-    return [] if same else ["compiled results differ"]
+    wrong = []
+    for which, one, other in zip(
+        ("y", "dx", "dw"), found, step(x, w, g, offsets, RECIPES[name]), strict=True
+    ):
+        if not torch.equal(one, other):
+            apart = (one.double() - other.double()).abs().max().item()
+            places = (one != other).sum().item()
+            wrong.append(f"compiled {which} differs in {places} of {one.numel()} places, by at most {apart}")
+    end = case[3][-1]
+    if any(one[end:].any() for one in found[:2]):
+        wrong.append("compiled rows of no group are not zeros")
+    return wrong
 
 
 ANYWHERE: dict[str, Callable[[str, Any, str], list[str]]] = {

@@ -3,9 +3,8 @@
     PYTHONPATH=. python tests/gpu/training/validate_mixed.py [--no-speed]
 
 Compared with the reference: every operand of `mxfp4` and `nvfp4` that a Hadamard transform or stochastic rounding makes, as
-values and as codes, and the transform alone; then a step of `DequantizedLinear` with one of `TrainingLinear`. Times are beside
-torch's bfloat16 step. Exits with 1 on any difference. Where it agrees and steps are faster, `fast.kernels.hadamard.CHOSEN` and
-`ao_lab.training.dequantized.MEASURED` may say so.
+values and as codes, and the transform alone; both axes of one read (`both_axes`); then a step of `DequantizedLinear` with one
+of `TrainingLinear`. Times are beside torch's bfloat16 step and the steps of `TrainingLinear`. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import reference
-from ao_lab.training import autograd, dequantized
+from ao_lab.training import autograd
 from ao_lab.training.autograd import training_linear
 from fast.kernels.hadamard import host
 from reference.schemes.schemes import Scheme
 from reference.training import RECIPES, hadamard
 from tests.emulator.programs.training.hadamard import SEED, STREAM, along
+from tests.gpu.training import both_axes
 from tests.gpu.training.grouped_speed import milliseconds
 
 M, K, N = 16384, 4096, 14336
@@ -97,16 +97,23 @@ def step(name: str, kernel: str, x: Any, w: Any, g: Any) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, w), g)]
 
 
+def step_of_codes(name: str, kernel: str, x: Any, w: Any, g: Any) -> list[torch.Tensor]:
+    """The same by `TrainingLinear`."""
+    serves = autograd.serves
+    autograd.serves = lambda *call: False
+    try:
+        return step(name, kernel, x, w, g)
+    finally:
+        autograd.serves = serves
+
+
 def check_step(name: str) -> list[str]:
     """The same output and, but for the order of sums, gradients as `TrainingLinear` on dequantized operands."""
     x, w, g = (
         torch.randn(shape, device="cuda").bfloat16() for shape in ((1024, 512), (768, 512), (1024, 768))
     )
     x, w = x.requires_grad_(), w.requires_grad_()
-    found, serves = step(name, "dequantize", x, w, g), autograd.serves
-    autograd.serves = lambda *call: False
-    wanted = step(name, "dequantize", x, w, g)
-    autograd.serves = serves
+    found, wanted = step(name, "dequantize", x, w, g), step_of_codes(name, "dequantize", x, w, g)
     far = [
         float((a.double() - b.double()).norm() / b.double().norm())
         for a, b in zip(found, wanted, strict=True)
@@ -123,7 +130,7 @@ def speed() -> None:
     }
     for name in NAMES:
         calls[f"{name} by values"] = lambda name=name: step(name, "dequantize", x, w, g)
-        calls[name] = lambda name=name: step(name, "auto", x, w, g)
+        calls[name] = lambda name=name: step_of_codes(name, "auto", x, w, g)
     for name, time in milliseconds(calls).items():
         print(f"{name:24} {time:8.3f} ms", flush=True)
 
@@ -133,7 +140,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-speed", action="store_true")
     options = parser.parse_args()
-    host.CHOSEN = dequantized.CHOSEN = True
     autograd.new_seed = lambda recipe: 7
     wrong = check_transform()
     for name, product, side, axis in OPERANDS:
@@ -141,10 +147,15 @@ def main() -> int:
         for kind in range(3):
             wrong += check_operand(operand.scheme, operand.hadamard, axis, kind)
         print(name, product, side, "compared", flush=True)
+    for name in both_axes.NAMES:
+        for dtype in both_axes.DTYPES:
+            wrong += both_axes.check(name, dtype)
+            print(name, dtype, "both axes compared", flush=True)
     for name in NAMES:
         wrong += check_step(name)
     print("\n".join(wrong) or "all agree", flush=True)
     if not options.no_speed:
+        both_axes.speed()
         speed()
     return int(bool(wrong))
 

@@ -175,7 +175,7 @@ def test_rotary_embedding_keeps_its_bits():
     assert fuse_layers_(attention) == (("",), {})
     assert all(map(torch.equal, step(attention), wanted))
     torch._dynamo.reset()
-    assert "ao_lab.rotary" in traced(attention, x, *turns)
+    assert "ao_lab.rotary" not in traced(attention, x, *turns)  # left to the compiler
     assert all(map(torch.equal, step(torch.compile(attention, backend="aot_eager", fullgraph=True)), wanted))
     unfuse_layers_(attention)
     assert type(attention) is Attention

@@ -88,6 +88,15 @@ def test_seconds_are_those_of_all_processes(tmp_path, monkeypatch):
     assert last.resumed_at == WARMUP_STEPS + 4
 
 
+def test_a_run_that_shared_its_device_once_has_no_time_of_its_own(tmp_path, whole):
+    path = tmp_path / "x.checkpoint"
+    with pytest.raises(StoppedHere):
+        pretrain(SETTINGS, tiny.corpus(), "cpu", None, Stopping(path, 3), alone=False)
+    last = pretrain(SETTINGS, tiny.corpus(), "cpu", None, Checkpoint(path))
+    assert (whole.alone, last.alone) == (True, False)
+    assert same(last.model, whole.model)
+
+
 def test_writing_a_checkpoint_takes_no_time_of_the_clock(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])

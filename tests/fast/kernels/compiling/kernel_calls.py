@@ -23,6 +23,7 @@ from fast.kernels.rowwise_colwise import host as layouts_host
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
+from fast.kernels.values import host as values_host
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
@@ -104,6 +105,12 @@ def layouts(name, dtype="bfloat16", shape=BIG, rows=True, power=False):
         scheme = replace(scheme, name=f"{name} in powers of two", scale=scale)
     call = layouts_host.fused_both if rows else layouts_host.columns_only
     return call(empty(shape, dtype), scheme, *((None, False) if rows else (False,)))
+
+
+def both_axes(name, dtype="bfloat16", shape=BIG, codes=False):
+    """Values along rows; values or codes along columns."""
+    call = values_host.values_and_codes if codes else values_host.both_values
+    return call(empty(shape, dtype), SCHEMES[name])
 
 
 def given_both(one, name="fp8_tensorwise", dtype="bfloat16"):

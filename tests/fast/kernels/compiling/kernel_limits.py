@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
+    both_axes,
     case,
     decode,
     dequantize,
@@ -137,6 +138,17 @@ HOT = (
     (case(quantize, "int8_rowwise", shape=BIG, axis=0, kernels=TWICE), (Moves(2, 0, 4.6), Moves(2, 1, 9.1))),
     (case(dequantize, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(1, 2, 7.8, load=8),)),
     (case(fake, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(2, 2, 13.9),)),
+    # Both axes of one read; codes leave 8 at a time, as lanes have them.
+    (case(both_axes, "mxfp8_e4m3_rceil", kernels=("values_kernel",)), (Moves(2, 4, 15.8),)),
+    (case(both_axes, "mxfp4", kernels=("values_kernel",)), (Moves(2, 4, 16.7),)),
+    (
+        case(both_axes, "mxfp8_e4m3_rceil", codes=True, kernels=("values_kernel",)),
+        (Moves(2, 2, 14.5, few=10),),
+    ),
+    (
+        case(both_axes, "mxfp6_e2m3_rceil", codes=True, kernels=("values_kernel",)),
+        (Moves(2, 2, 19.1, few=10),),
+    ),
     # x, a residual and the weight; the new residual and the result.
     (case(norm, kernels=("norm_kernel",)), (Moves(6, 4, 18.6),)),
     (case(norm, "mxfp8_e4m3", kernels=("norm_kernel",)), (Moves(6, 3, 23.8),)),

@@ -1,0 +1,150 @@
+"""Targets of the speed and memory of training, relative to bfloat16 and torchao in the same table; which of them are missed.
+
+Targets of the recipes themselves are those for precise sums in both gradients; "fast sums" have their own. Times and memory of
+a CPU say nothing, so they have no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method
+from experiments.fp8_training.speed import blocks, linear
+from experiments.fp8_training.speed.blocks import COMPILED
+from experiments.harness.libraries import TORCHAO
+from experiments.harness.rows import Row
+from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
+from experiments.report.content import Table
+from experiments.report.results import Results, Where, by_run, number
+from experiments.report.targets import Target, missed
+
+TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
+MEMORY_RATIO = "peak memory over bfloat16"
+
+
+def ours(recipe: str, *, fast_sums: bool = False) -> str:
+    """The name of a recipe of ours in rows."""
+    return Method(library=OURS, recipe=recipe, fast_sums=fast_sums).name
+
+
+#: Largest times of a linear layer over bfloat16's, eager and from a CUDA graph, by shape and method.
+TIMES = {
+    ("16384x4096x14336", ours("rowwise", fast_sums=True)): 0.60,
+    ("16384x4096x14336", ours("tensorwise", fast_sums=True)): 0.58,
+    ("16384x4096x14336", ours("rowwise")): 0.66,
+    ("16384x4096x14336", ours("tensorwise")): 0.66,
+    ("16384x4096x14336", ours(MXFP8)): 1 / 0.9,
+    ("8192x4096x4096", ours("rowwise")): 0.74,
+}
+#: Shapes that launches dominate, where an eager layer of ours is to take at most this part of torchao's time at its best.
+SMALL, OF_TORCHAO = ("4096x1024x2048", "2048x1024x1024"), 0.5
+#: Smallest speeds over bfloat16 of two blocks of Llama-3-8B, two texts of 8192 tokens, no checkpointing.
+SPEEDS = {"tensorwise": 1.38, "rowwise": 1.30}
+#: Largest eager time there over the compiled one, and largest peak of memory over bfloat16's.
+OF_COMPILED, OF_MEMORY = 1.10, 1.0
+
+
+def of_linear(where: Where, results: Results) -> list[Target]:
+    """Targets of one shape."""
+    if where.device == "cpu":
+        return []
+    limits = [(method, limit) for (data, method), limit in TIMES.items() if data == where.data]
+    found = [
+        at_most(f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit)
+        for method, limit in limits
+        for setting in (linear.EAGER, linear.GRAPH)
+    ]
+    recipes = FLOAT8 if where.data in SMALL else ()
+    return found + [
+        at_most(f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO)
+        for one in recipes
+    ]  # fmt: skip
+
+
+def over_torchao(results: Results, recipe: str) -> float | None:
+    """Ours over the shortest eager time of torchao's rows of that recipe, compiled or not; None where either is missing."""
+    theirs = [Method(library=TORCHAO, recipe=recipe, compiled=compiled) for compiled in (False, True)]
+    times = [results.value(linear.EAGER, linear.label(one), TIME) for one in theirs]
+    return ratio(results.value(linear.EAGER, ours(recipe), TIME), shortest(times))
+
+
+def of_blocks(where: Where, results: Results) -> list[Target]:
+    """Targets of two blocks of Llama-3-8B; other models have none."""
+    if where.device == "cpu" or where.data != LLAMA_3_8B_TWO_LAYERS.name:
+        return []
+    names = [(ours(one, fast_sums=fast), SPEEDS[one]) for one in SUMMED_FAST for fast in (False, True)]
+    return [target for name, limit in names for target in of_method(results, name, limit)]
+
+
+def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
+    """Speed over bfloat16, eager over compiled, and memory both ways."""
+    eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
+    speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
+    fastest = max((one for one in speeds if one is not None), default=None)
+    yield Target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit)
+    times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
+    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED)
+    for setting in (eager, compiled):
+        yield at_most(
+            f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY
+        )
+
+
+def best_over_best(results: Results, name: str, settings: Sequence[str]) -> float | None:
+    """bfloat16's shortest time among some settings over a method's; None where one is missing."""
+    base, mine = ([results.value(one, method, TIME) for one in settings] for method in (PLAIN.name, name))
+    return None if None in (*base, *mine) else ratio(shortest(base), shortest(mine))
+
+
+def shortest(times: Sequence[float | None]) -> float | None:
+    """The shortest of the times that were measured."""
+    return min((one for one in times if one is not None), default=None)
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """value / base, where both were measured."""
+    return None if value is None or base is None else value / base
+
+
+def at_most(name: str, value: float | None, limit: float) -> Target:
+    """A target that is an upper limit."""
+    return Target(name, value, limit, at_least=False, value_format=".3f")
+
+
+def finding(rows: Sequence[Row]) -> list[str]:
+    """How many targets of single layers and of blocks are reached, device by device; nothing where none was measured."""
+    found: dict[str, list[Target]] = {}
+    for kind, targets in ((linear.KIND, of_linear), (blocks.KIND, of_blocks)):
+        for where, results in by_run(rows, kind).items():
+            found.setdefault(where.device, []).extend(known(targets(where, results)))
+    return [
+        f"Targets of speed and memory reached on {device}: {len(all_of_it) - len(missed(all_of_it))} of {len(all_of_it)}."
+        for device, all_of_it in found.items()
+        if all_of_it
+    ]
+
+
+def known(targets: Iterable[Target]) -> list[Target]:
+    """Those that were measured."""
+    return [one for one in targets if one.value is not None]
+
+
+def verdict(targets: Sequence[Target]) -> list[str]:
+    """How many targets are missed, and which, of those that were measured."""
+    measured = known(targets)
+    late = missed(measured)
+    if late:
+        return [f"**Missed targets: {len(late)} of {len(measured)}.** " + "; ".join(map(str, late)) + "."]
+    return [f"All {len(measured)} values that have a target meet it."] if measured else []
+
+
+def target_table(targets: Sequence[Target]) -> list[Table]:
+    """All targets of a section, also of what was not measured; none where it has none."""
+    lines = [
+        [one.name, number(one.value, 3), f"{'≥' if one.at_least else '≤'} {one.limit:.3g}", one.verdict]
+        for one in targets
+    ]
+    return [Table("Targets", ["target", "measured", "limit", "reached"], lines)] if lines else []
+
+
+__all__ = ["finding", "of_blocks", "of_linear", "target_table", "verdict"]

@@ -1,0 +1,45 @@
+"""Times in a steady state: what is timed comes after calls of its own, until the GPU's clock is what these calls make of it.
+
+Near its power limit a GPU slows down under products of bfloat16 and speeds up under casts, which takes a tenth of a second:
+on an H200 bfloat16 at 16384 x 4096 x 14336 takes 7.4 ms a step after 15 ms of its own and 8.6 ms in a row of 70 ms, MXFP8
+9.0 ms after other methods and 8.2 ms in such a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from experiments.harness.timing import AGAIN, Call, Plan, Span, Watch, in_turn, rounds_of
+
+#: Seconds that a method's own calls last before the one that is timed, and how many they are at least.
+SETTLE, FEWEST = 0.1, 2
+
+
+def steady(
+    watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE, *, graph: bool = True
+) -> dict[str, list[float]]:
+    """Seconds a call of every span, round by round in turn, and of the first once more under AGAIN, as
+    `experiments.harness.timing.interleaved` has them; but each after spans of its own that last `settle` seconds. 0: none."""
+    runs = {name: span.graph if graph else span.eager for name, span in spans.items()}
+    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
+    order = [*runs, next(iter(runs))]
+    calls = [call for name in order for call in (before[name], runs[name])]
+    warm = [sum(watch.seconds(calls)) for _ in range(plan.warmup)]
+    times: dict[str, list[float]] = {name: [] for name in (*runs, AGAIN)}
+    for _ in range(rounds_of(plan, min(warm, default=0.0))):
+        passed = watch.seconds(calls)[1::2]
+        for key, name, seconds in zip(times, order, passed, strict=True):
+            times[key].append(seconds / spans[name].count)
+    return times
+
+
+def repeats(watch: Watch, run: Call, settle: float) -> int:
+    """How many calls last so many seconds, by two that are timed now; at least FEWEST."""
+    if not settle:
+        return 0
+    once = min(watch.seconds([run] * 2))
+    return max(FEWEST, math.ceil(settle / max(once, 1e-6)))
+
+
+__all__ = ["SETTLE", "steady"]

@@ -1,0 +1,86 @@
+"""Targets of made-up rows: limits, what is compared with what, what was not measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.fp8_training.report import targets
+from experiments.fp8_training.speed import blocks
+from experiments.harness.rows import Row
+from experiments.report.results import Results, Where
+
+GPU = "a GPU"
+EAGER, COMPILED = (blocks.blocks(2, compiled=one).setting for one in (False, True))
+
+
+def results(*values):
+    """Rows of (setting, method, metric, value)."""
+    facts = {
+        "experiment": "fp8_training",
+        "table": "k/full/d",
+        "unit": "",
+        "device": GPU,
+        "seed": 0,
+        "source_hash": "",
+    }
+    names = ("setting", "method", "metric", "value")
+    return Results(Row(**dict(zip(names, one, strict=True)), **facts) for one in values)
+
+
+def reached(found):
+    return {one.name: one.verdict for one in found if one.value is not None}
+
+
+def test_each_accumulation_has_its_limit():
+    where = Where("full", GPU, "16384x4096x14336")
+    values = [
+        ("eager", f"ours, {name}", targets.TIME_RATIO, 0.62)
+        for name in ("rowwise", "rowwise, fast sums", "mxfp8")
+    ]
+    found = targets.of_linear(where, results(*values))
+    assert len(found) == 2 * 5
+    assert reached(found) == {
+        "ours, rowwise, fast sums, eager: time over bfloat16": "no",
+        "ours, rowwise, eager: time over bfloat16": "yes",
+        "ours, mxfp8, eager: time over bfloat16": "yes",
+    }
+    assert targets.of_linear(Where("full", "cpu", where.data), results(*values)) == []
+    assert targets.verdict(found) == [
+        "**Missed targets: 1 of 3.** ours, rowwise, fast sums, eager: time over bfloat16 0.620 of 0.6."
+    ]
+    rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
+    assert targets.finding(rows) == ["Targets of speed and memory reached on a GPU: 2 of 3."]
+    assert targets.finding([]) == []
+    (table,) = targets.target_table(found)
+    assert ["ours, mxfp8, eager: time over bfloat16", "0.620", "≤ 1.11", "yes"] in table.lines
+    assert ["ours, mxfp8, CUDA graph: time over bfloat16", "", "≤ 1.11", ""] in table.lines
+
+
+@pytest.mark.parametrize(("compiled", "verdict"), [(1.0, "yes"), (0.5, "no"), (None, "yes")])
+def test_small_layers_are_compared_with_the_best_of_torchao(compiled, verdict):
+    values = [("eager", "ours, rowwise", "time", 0.4), ("eager", "torchao, rowwise", "time", 0.9)]
+    values += [] if compiled is None else [("eager", "torchao, rowwise, compiled", "time", compiled)]
+    found = targets.of_linear(Where("full", GPU, "2048x1024x1024"), results(*values))
+    assert len(found) == 3
+    assert reached(found) == {"ours, rowwise, eager: time over torchao's best": verdict}
+
+
+def test_blocks():
+    name, where = "ours, rowwise", Where("full", GPU, blocks.LLAMA_3_8B_TWO_LAYERS.name)
+    times = {
+        (EAGER, "bfloat16"): 13.0,
+        (COMPILED, "bfloat16"): 12.0,
+        (EAGER, name): 9.0,
+        (COMPILED, name): 10.0,
+    }
+    values = [(*key, "time", value) for key, value in times.items()]
+    values += [(COMPILED, name, targets.SPEED_RATIO, 1.2), (EAGER, name, targets.MEMORY_RATIO, 1.001)]
+    found = targets.of_blocks(where, results(*values))
+    assert len(found) == 4 * 4
+    best, against, memory = (one for one in found if one.value is not None)
+    # Eager is ours at its best, compiled bfloat16's.
+    assert (best.value, best.verdict) == (12.0 / 9.0, "yes")
+    assert (against.value, against.verdict) == (0.9, "yes")
+    assert memory.verdict == "no"
+    assert str(memory).endswith("1.001 of 1")
+    assert targets.of_blocks(Where("full", GPU, "another"), results(*values)) == []

@@ -1,0 +1,115 @@
+"""Several measurements at once: what is lost where a process dies, and that a training gives the same rows in any process."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.fp8_training.deadline import Deadline
+from experiments.fp8_training.training import convergence, workers
+from experiments.fp8_training.training.plans import PAIRED, Plan
+from experiments.fp8_training.training.workers import measure_each
+from experiments.harness.rows import Journal
+from experiments.models.language_model import ModelSettings
+from experiments.models.pretraining.settings import Budget
+from experiments.models.pretraining.sizes import Size
+from tests.experiments.fp8_training import works
+from tests.experiments.harness import tiny
+
+
+def gather(found):
+    return lambda name, rows: found.update({name: [row.value for row in rows]})
+
+
+def test_one_worker_is_this_process():
+    found = {}
+    measure_each("x", {"a": works.process, "b": works.process}, 1, Deadline(None), gather(found))
+    assert found == {"a": [os.getpid()], "b": [os.getpid()]}
+    with pytest.raises(ValueError, match="no such thing"):
+        measure_each("x", {"a": works.fail}, 1, Deadline(None), gather(found))
+
+
+def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
+    given = {
+        "dies": works.die,
+        "first": works.process,
+        "fails": works.fail,
+        "second": works.threads,
+        "third": works.process,
+    }
+    found, before = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        measure_each("x", given, 2, Deadline(None), gather(found))
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == {"first", "second", "third"}
+    assert found["second"] == [1]
+    assert os.getpid() not in (*found["first"], *found["third"])
+    err = capfd.readouterr().err
+    assert "lost: dies: its process ended with exit code 3; the next run goes on with it" in err
+    assert "lost: fails: ValueError: no such thing" in err
+    assert "Traceback" in err
+
+
+def test_nothing_starts_after_the_limit():
+    found = {}
+    measure_each("x", {"a": works.process}, 2, Deadline(-1.0), gather(found))
+    assert found == {}
+
+
+def is_alive(number):
+    """Whether a process runs; one that has ended and was waited for is gone."""
+    return Path(f"/proc/{number}").exists()
+
+
+def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
+    def stopped(pipes):
+        while len(begun := list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        assert all(is_alive(one.name) for one in begun)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "wait", stopped)
+    given = {name: partial(works.slow, tmp_path) for name in "abc"}
+    with pytest.raises(KeyboardInterrupt):
+        measure_each("x", given, 2, Deadline(None), gather({}))
+    assert len(begun := list(tmp_path.iterdir())) == 2
+    assert not any(is_alive(one.name) for one in begun)
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    model = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward=64, context=16)
+    monkeypatch.setattr(
+        "experiments.fp8_training.training.plans.KNOWN_SIZES", {"micro": Size(model, batch=4, rate=1e-2)}
+    )
+    return Plan(paired="micro", budget=Budget(bytes=4 * 64), seeds=2, recipes=("mxfp4",), evaluated=64)
+
+
+def test_a_training_gives_the_same_rows_in_another_process(plan, tmp_path):
+    """Seeds, threads and stochastic rounding: bit for bit; without times where it is not alone."""
+    found = []
+    for count in (1, 2):
+        journal, settings = Journal(), tiny.replace(tiny.settings(tmp_path), workers=count)
+        convergence.run(settings, journal, plan, (PAIRED,), Deadline(None))
+        # The code may have been edited in between: each process has the hash of what it imported.
+        found.append({row.key: tiny.replace(row, source_hash="") for row in journal.rows})
+    alone, beside = found
+    missing = {key[4] for key in alone.keys() - beside.keys()}
+    assert missing == {"time of steps", "tokens a second"}
+    assert beside == {key: row for key, row in alone.items() if key[4] not in missing}
+    assert {(row.method, row.seed) for row in beside.values() if row.metric == "steps"} == {
+        (name, seed) for name in ("float32", "mxfp4") for seed in (0, 1)
+    }
+
+
+def test_trainings_of_seconds_share_nothing(plan, tmp_path):
+    settings = tiny.replace(tiny.settings(tmp_path), workers=4)
+    timed = plan.trial(PAIRED, "micro", "bf16", Budget(seconds=1.0), 0)
+    counted = plan.trial(PAIRED, "micro", "bf16", Budget(bytes=64), 0)
+    assert [convergence.shares_device(settings, one) for one in (timed, counted)] == [False, True]
+    assert not convergence.shares_device(tiny.replace(settings, workers=1), counted)

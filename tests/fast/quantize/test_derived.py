@@ -1,0 +1,56 @@
+"""Records that are made of others while a program is traced."""
+
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch._dynamo.exc import InternalTorchDynamoError
+
+from fast.ops import constant_record
+from fast.quantize.derived import derived
+from reference.schemes.record_text import record_of
+from tests.support.traced import keys_without_origin
+
+
+def test_a_record_is_made_once():
+    made = []
+
+    @derived
+    def renamed(key, number):
+        """Its text."""
+        made.append(number)
+        return replace(record_of(key), name=f"renamed_{number}")
+
+    assert renamed("mxfp8_e4m3", 1) is renamed("mxfp8_e4m3", 1)
+    assert renamed("mxfp8_e4m3", 2).name == "renamed_2"
+    assert (made, renamed.__doc__) == ([1, 2], "Its text.")
+
+
+@derived
+def numbered(key, number):
+    return replace(record_of(key), name=f"numbered_{number}")
+
+
+@torch.compiler.assume_constant_result
+def length(text):
+    return len(text)
+
+
+def test_a_traced_program_reads_keys_of_records_that_are_made_meanwhile(monkeypatch):
+    """Two of them: the second was not there yet when the program read the first."""
+    read = keys_without_origin(monkeypatch)
+
+    def program(x):
+        return x + length(numbered("mxfp8_e4m3", 1).key) + length(numbered("mxfp8_e4m3", 22).key)
+
+    made = torch.compile(program, backend="eager", fullgraph=True)(torch.zeros(()))
+    keys = [numbered("mxfp8_e4m3", number).key for number in (1, 22)]
+    assert (float(made), read) == (sum(map(len, keys)), [])
+
+
+def test_keys_without_origin_are_seen(monkeypatch):
+    read = keys_without_origin(monkeypatch)
+    program = lambda x: x + length(constant_record("mxfp8_e4m3").key)  # noqa: E731
+    with suppress(InternalTorchDynamoError):  # torch 2.11
+        torch.compile(program, backend="eager", fullgraph=True)(torch.zeros(()))
+    assert read == ["mxfp8_e4m3"]
