@@ -17,10 +17,11 @@ import torch
 from ao_lab.gemm import choices
 from ao_lab.training.prepared.views import SCALED_MM, Side, View, side_of, views_of
 from ao_lab.training.products import select_product, stand_in
+from ao_lab.training.scaled_mm import FLOAT8
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
 from fast.kernels.launch import cache
-from fast.kernels.launch.call import Call
+from fast.kernels.launch.call import Call, Size
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
 from reference.training.recipe import PRODUCTS, Product, Recipe
@@ -30,6 +31,9 @@ Cast = Callable[..., Any]
 #: Codes and scale of a, codes and scale of b, bias: the product.
 Multiply = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 HALVES = (torch.bfloat16, torch.float16)
+#: What is kept for backward lies as `TrainingLinear` keeps it: a layer that is computed again (activation checkpointing) may be
+#: prepared by then, and has to keep the same.
+STORED = None, None
 #: Names of the buffers of casts: of a matrix, of its transpose.
 ROWS, COLUMNS = ("codes", "scale"), ("transposed", "transposed_scale")
 #: Steps that are kept, and how often a shape is looked at: in a model of many equal layers before the first backward.
@@ -134,11 +138,11 @@ def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe
 def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Step | None:
     """The step of what calls like it have left in the cache; None where not all of these calls were made yet."""
     (own, weight), (gradient, weight_t), _ = problem.sides
-    (view_x, view_w), (view_g, view_w_t), (view_g_t, view_x_t) = problem.views
+    (view_x, view_w), (view_g, view_w_t), (view_g_t, _) = problem.views
     rows, alone, both = weight.rows, (-1, False, False), (False, False, False)
     of_x, of_g, of_w = (own.rows, own.length), (own.rows, rows), (rows, own.length)
     casts = (
-        _cast(QUANTIZE_BOTH, both, own, of_x, x, view_x, view_x_t),
+        _cast(QUANTIZE_BOTH, both, own, of_x, x, view_x, STORED),
         _cast(QUANTIZE, alone, weight, of_w, w, view_w, None),
         _cast(QUANTIZE_BOTH, both, gradient, of_g, x, view_g, view_g_t),
         _cast(QUANTIZE_TURNED, alone, weight_t, of_w, w, None, view_w_t),
@@ -146,7 +150,7 @@ def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
     products = [_multiply(problem, at, x, None if at else bias) for at in range(len(PRODUCTS))]
     if None in casts or None in products:
         return None
-    return Step(*casts, *products, shared=(own.scheme.key, view_x, view_x_t))  # type: ignore[arg-type, misc]
+    return Step(*casts, *products, shared=(own.scheme.key, view_x))  # type: ignore[arg-type, misc]
 
 
 def _chosen(direction: str, record: Product, a: Side, b: Side, x: torch.Tensor) -> str:
@@ -162,7 +166,7 @@ def _cast(
     shape: tuple[int, int],
     like: torch.Tensor,
     rows: View | None,
-    columns: View | None,
+    columns: View | tuple[None, None] | None,
 ) -> Cast | None:
     """The cast of a matrix of a shape, as its products read it; None where there was none yet.
 
@@ -170,7 +174,7 @@ def _cast(
     """
     key = cache.key_of(function.name, side.scheme, values, (_empty(shape, like.dtype, like.device),))
     call = cache.find(key)
-    wanted = {} if rows is None else dict(zip(ROWS, rows, strict=True))
+    wanted: dict[str, Size | None] = {} if rows is None else dict(zip(ROWS, rows, strict=True))
     wanted |= {} if columns is None else dict(zip(COLUMNS, columns, strict=True))
     if not isinstance(call, Call) or not wanted.keys() <= call.buffers.keys():
         return None
@@ -183,6 +187,18 @@ def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | N
     fast = record.accumulation == "fast"
     if name == SCALED_MM:
         scaled: Any = torch._scaled_mm
+        if at == PRODUCTS.index("weight_grad"):
+            element, each = FLOAT8[second.scheme.element], second.has_row_scales
+            return lambda a, scale_a, b, scale_b, bias: scaled(
+                a,
+                b.view(element).t(),
+                scale_a,
+                scale_b.view(1, -1) if each else scale_b,
+                bias,
+                None,
+                dtype,
+                fast,
+            )
         return lambda a, scale_a, b, scale_b, bias: scaled(a, b, scale_a, scale_b, bias, None, dtype, fast)
     shapes = [(side.rows, side.length) for side in (first, second)]
     values = (dtype, second.scheme.key, False, fast, shapes[0], 1, False, False, shapes[1], 1, False, False)

@@ -116,15 +116,17 @@ class Call:
         tensors = self._run(inputs, self._sizes)
         return None if tensors is None else self.finish(tensors)
 
-    def viewed(self, **views: Size) -> Callable[..., tuple[torch.Tensor, ...] | None]:
-        """The same launches, which give these buffers alone, each as a view of its memory: shape, strides and dtype.
+    def viewed(self, **views: Size | None) -> Callable[..., tuple[torch.Tensor, ...] | None]:
+        """The same launches, which give these buffers alone, each as a view of its memory: shape, strides and dtype; None: as it
+        is.
 
         What a caller would make of the results by `view` and `t` costs as much as allocating them. None for tensors without
         memory, as above. KeyError where there is no such buffer.
         """
         sizes, first = list(self._sizes), len(self.inputs)
         for name, size in views.items():
-            sizes[self._places[name] - first] = size
+            at = self._places[name] - first
+            sizes[at] = size or sizes[at]
         places = [self._places[name] for name in views]
 
         def run(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
@@ -161,12 +163,11 @@ class Call:
         self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any], sizes: list[Size]
     ) -> list[Any]:
         """Allocate the buffers and launch, past everything of Triton that looks at arguments."""
-        tensors, allocate = [*inputs], self._allocate
-        for shape, strides, dtype in sizes:
-            made = allocate(shape, strides, dtype)
-            tensors.append(made)
-            addresses.append(made.data_ptr())
+        allocate = self._allocate
+        made = [allocate(*size) for size in sizes]
+        addresses += [tensor.data_ptr() for tensor in made]
         addresses.append(None)
+        tensors = [*inputs, *made]
         stream = direct.current_stream(self.index)  # type: ignore[misc]
         for at, fill, size in self._fills:
             if fill != (0,) or not direct.zero(addresses[at], size, stream):

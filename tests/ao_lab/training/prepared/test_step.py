@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ao_lab.gemm import choices
 from ao_lab.training import autograd, shared
@@ -135,3 +136,22 @@ def test_forgotten_where_there_are_too_many(recorded, monkeypatch):
         x, w, _ = tensors((m,))
         steps.find(x, w, None, RECIPES["rowwise"], "auto")
         assert len(steps._steps) <= 2
+
+
+def test_a_layer_that_is_prepared_when_it_is_computed_again(recorded):
+    """Activation checkpointing compares what both computations keep: shapes, dtypes and devices."""
+    x, w, _ = tensors()
+    second = torch.randn(K, N, dtype=x.dtype).requires_grad_()
+
+    def block(x):
+        for _ in range(2):
+            x = autograd.training_linear(
+                autograd.training_linear(x, w, None, RECIPES["rowwise"]), second, None, RECIPES["rowwise"]
+            )
+        return x
+
+    y = checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+    torch.autograd.grad(y, (x, w, second), torch.ones_like(y))
+    assert any(isinstance(found, steps.Step) for found in steps._steps.values())
+    y = checkpoint(block, x, use_reentrant=False)
+    torch.autograd.grad(y, (x, w, second), torch.ones_like(y))
