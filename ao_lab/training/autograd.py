@@ -80,10 +80,10 @@ class TrainingLinear(torch.autograd.Function):
         recipe, kernel = ctx.recipe, ctx.kernel
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         g = as_matrix(g)
-        rows, columns = _gradient_operands(g, recipe, wants_x, wants_w, ctx.seed, ctx.split)
+        rows, columns = gradient_operands(g, recipe, wants_x, wants_w, ctx.seed, ctx.split)
         dx = dw = None
         if rows is not None:
-            weight = _weight_columns(w, recipe, ctx.split, ctx.seed)
+            weight = weight_columns_of(w, recipe, ctx.split, ctx.seed)
             dx = product("input_grad", rows, weight, recipe.input_grad, ctx.dtype, kernel=kernel)
             dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
         if columns is not None:
@@ -121,7 +121,7 @@ def _two_copies(x: torch.Tensor, a: Operand, b: Operand) -> shared.Copies:
     return rows, tuple(tensors), settings
 
 
-def _gradient_operands(
+def gradient_operands(
     g: torch.Tensor, recipe: Recipe, rows: bool, columns: bool, seed: int | None, split: Split | None = None
 ) -> tuple[Matrix | None, Matrix | None]:
     """g along N for the inputs' gradient, and g.T along M for the weight's: those that are wanted."""
@@ -134,7 +134,7 @@ def _gradient_operands(
     return None, quantize_one(g.t(), b, seed, STREAMS["g.T"], found[1]) if columns else None
 
 
-def _weight_columns(
+def weight_columns_of(
     w: torch.Tensor, recipe: Recipe, split: Split | None = None, seed: int | None = None
 ) -> Matrix:
     """w.T along N."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import fast
 from ao_lab.training.casts import own_memory
 from ao_lab.training.fused.probe import epsilon_of, is_norm_like, norm_reason, swiglu_reason, triple_of
 from ao_lab.training.fused.rotary import fused_forward, rotary_name, rotary_reason
+from ao_lab.training.fused.swiglu_linear import swiglu_linear
 from reference.arrays.errors import choice
 
 #: Dtypes of which silu is defined, see `reference.layers.swiglu`.
@@ -61,18 +61,13 @@ class FusedRMSNorm(Fused):
 
 
 class FusedSwiGLU(Fused):
-    """down(silu(gate(x)) * up(x)). Results of gate in float32 take torch's operations, as does what is sharded."""
+    """down(silu(gate(x)) * up(x)). Results of gate in float32 take torch's operations, as does what is sharded; a layer that
+    trains by a recipe on a GPU is one step with silu (`swiglu_linear`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to the same shape."""
         gate, up, down = (getattr(self, name) for name in self.fused_names)
-        gate, up = gate(x), up(x)
-        if gate.dtype not in HALVES or hasattr(gate, "device_mesh"):
-            product = functional.silu(gate) * up
-        else:
-            product = fast.swiglu(gate, up)
-        result: Tensor = down(product)
-        return result
+        return swiglu_linear(gate(x), up(x), down)
 
 
 class FusedAttention(Fused):

@@ -1,0 +1,122 @@
+"""SwiGLU and the linear layer behind it as one step: the layer's input is quantized as it is made, and not kept.
+
+y = P(silu(gate) * up, w) + bias, with P the products of a recipe. Forward one kernel makes the codes along rows. Kept are gate,
+up and the weight, which SwiGLU and the layer keep anyway; in place of the layer's input (a byte an element as codes) backward
+makes silu(gate) * up again, once, for the weight gradient. Operands, outputs and gradients are those of `fast.swiglu` followed
+by `ao_lab.training.autograd.training_linear`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import fast
+from ao_lab.training import dequantized, shared
+from ao_lab.training.autograd import as_matrix, gradient_operands, weight_columns_of
+from ao_lab.training.casts import quantize_one, weight_rows
+from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.training.products import product
+from ao_lab.training.restricted import tuned_recipe
+from fast.device import PLAIN
+from fast.layers.gradients import swiglu_vjp
+from reference.training.recipe import Recipe
+
+Grad = torch.Tensor | None
+#: Calls that a module makes beside its forward.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class SwiGLULinear(torch.autograd.Function):
+    """See the module text; gate and up (..., K)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+    ) -> torch.Tensor:
+        """The output (..., N)."""
+        output = recipe.output
+        ctx.save_for_backward(gate, up, w)
+        ctx.recipe = recipe
+        rows = fast.swiglu_quantize(as_matrix(gate), as_matrix(up), dequantized.scheme_of(output.a))
+        y = product("output", rows, weight_rows(w, output.b), output, gate.dtype, bias)
+        # No view, and under a tracer a tensor of its own: see `TrainingLinear`.
+        made: torch.Tensor = torch.ops.aten._unsafe_view(y, (*gate.shape[:-1], w.shape[0]))
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, Grad, None]:
+        """Gradients of gate, up, w and bias. The weight's comes first: its operands are gone when gate's and up's are made."""
+        shared.forget()
+        gate, up, w = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, gate.dtype
+        wants_w, wants_bias = ctx.needs_input_grad[2:4]
+        g = as_matrix(g)
+        rows, columns = gradient_operands(g, recipe, True, wants_w, None)
+        dw = None if columns is None else _weight_grad(columns, gate, up, recipe, w.dtype)
+        del columns
+        weight = weight_columns_of(w, recipe)
+        dx = product("input_grad", rows, weight, recipe.input_grad, dtype)  # type: ignore[arg-type]
+        del rows, weight
+        d_gate, d_up = swiglu_vjp(dx.view(gate.shape), gate, up)
+        return d_gate, d_up, dw, g.sum(0) if wants_bias else None, None
+
+
+def _weight_grad(
+    columns: Any, gate: torch.Tensor, up: torch.Tensor, recipe: Recipe, dtype: torch.dtype
+) -> torch.Tensor:
+    x = as_matrix(fast.swiglu(gate, up))
+    return product(
+        "weight_grad", columns, quantize_one(x.t(), recipe.weight_grad.b), recipe.weight_grad, dtype
+    )
+
+
+def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> torch.Tensor:
+    """down(silu(gate) * up); as one step where that serves, else by its two parts."""
+    if gate.dtype not in dequantized.HALVES or hasattr(gate, "device_mesh"):
+        y: torch.Tensor = down(torch.nn.functional.silu(gate) * up)
+        return y
+    recipe = served_recipe(gate, up, down)
+    if recipe is None:
+        made: torch.Tensor = down(fast.swiglu(gate, up))
+        return made
+    joined: torch.Tensor = SwiGLULinear.apply(gate, up, down.weight, down.bias, recipe)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> Recipe | None:
+    """The recipe of a layer that one step serves: in training, without hooks, whose operands are codes in all three products;
+    None for others."""
+    if type(down) is not LowPrecisionLinear or any(getattr(down, name) for name in HOOKS):
+        return None
+    settings, w, bias = down.low_precision, down.weight, down.bias
+    trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad
+    plain = type(w) in PLAIN and up.shape == gate.shape and {t.dtype for t in (up, w)} == {gate.dtype}
+    if settings.kernel != "auto" or not trained or not plain or torch.is_autocast_enabled(gate.device.type):
+        return None
+    of_m, of_n, of_k = settings.steps
+    n, k = w.shape
+    if gate.shape[-1] != k or (gate.numel() // max(k, 1)) % of_m or n % of_n or k % of_k:
+        return None
+    recipe = tuned_recipe(settings.recipe, gate, w)
+    values = dequantized.serves(gate, w, bias, recipe, "auto")
+    return recipe if is_served(recipe) and not values else None
+
+
+def is_served(recipe: Recipe) -> bool:
+    """Whether every operand is quantized as it is, from the tensor itself."""
+    return all(
+        one.scheme is not None and not one.hadamard and not one.is_stochastic and one.source == "tensor"
+        for one in recipe.operands
+    )
+
+
+__all__ = ["SwiGLULinear", "is_served", "served_recipe", "swiglu_linear"]
