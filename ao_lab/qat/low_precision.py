@@ -15,7 +15,7 @@ from torch import nn
 import fast
 from ao_lab.qat.layers import QATLinear
 from ao_lab.training.casts import own_memory
-from ao_lab.training.layers import CLASSES, LowPrecisionLinear, low_precision_linear
+from ao_lab.training.layers import CLASSES, LowPrecisionLinear, autocast_dtype
 
 
 class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
@@ -23,13 +23,15 @@ class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
 
     plain: ClassVar[type[nn.Linear]] = QATLinear
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x (..., K) rounded, times the rounded weight, plus bias."""
-        recipe = self.qat.recipe
+    def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and the weight, both rounded. Under autocast inputs are cast first, and the weight is rounded in its own
+        dtype, as in QAT alone."""
+        recipe, dtype = self.qat.recipe, autocast_dtype(input)
         weight = fast.fake_quantize(own_memory(self.weight), recipe.weight, axis=self.qat.axis)
+        input = input if dtype is None else input.to(dtype)
         if self.qat.rule.activation and recipe.activation is not None:
             input = fast.fake_quantize(input, recipe.activation)
-        return low_precision_linear(input, weight, self.bias, self.low_precision)
+        return input, weight
 
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is: it is prepared for QAT."""

@@ -26,6 +26,7 @@ from ao_lab.training.casts import (
 )
 from ao_lab.training.dequantized import dequantized_linear, serves
 from ao_lab.training.prepared.autograd import PreparedLinear
+from ao_lab.training.prepared.step import complete
 from ao_lab.training.prepared.step import find as prepared_step
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
@@ -89,6 +90,8 @@ class TrainingLinear(torch.autograd.Function):
         if columns is not None:
             x = joined(tensors, ctx.settings)
             dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=kernel)
+        if not torch.compiler.is_compiling():
+            complete()
         return dx, dw, g.sum(0) if wants_bias else None, None, None, None
 
 

@@ -46,7 +46,12 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
-        return low_precision_linear(input, self.weight, self.bias, self.low_precision)
+        x, weight = self.operands(input)
+        return low_precision_linear(x, weight, self.bias, self.low_precision)
+
+    def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the recipe's products are of: the inputs and the weight."""
+        return input, self.weight
 
     def restore_weight(self) -> None:
         """Make the weight what nn.Linear has, before the module becomes one; here it is that already."""

@@ -6,7 +6,8 @@ steps of the graph keep for the weight gradient; until then the copy for the out
 
 Not under a tracer, a transform or a mode that sees operations (recomputation has to repeat them), not in the capture of a CUDA
 graph, which may not read what was made before, and not across streams. Backward lets go of them. A write past autograd's
-version counter (`x.data`) between two such layers is not seen, as autograd does not see it.
+version counter (`x.data`, a CUDA graph that is replayed into x) between two such layers is not seen, as autograd does not see
+it.
 """
 
 from __future__ import annotations

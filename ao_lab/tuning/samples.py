@@ -151,7 +151,9 @@ def is_served(module: nn.Module) -> bool:
 def _training_recorder(name: str, found: dict[object, Sample]) -> Callable[..., None]:
     def hook(layer: LowPrecisionLinear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         settings = layer.low_precision
-        x, w, _ = autocast(inputs[0].detach(), layer.weight.detach(), None)
+        with torch.no_grad():
+            x, w, _ = autocast(*layer.operands(inputs[0].detach()), None)
+        w = w.detach()
         x = x.reshape(-1, layer.in_features)
         key = (settings.recipe.key, tuple(w.shape), rows_range(x.shape[0]), x.dtype, output.requires_grad)
         if key in found or settings.kernel != "auto" or isinstance(w, QuantizedTensor) or not x.shape[0]:

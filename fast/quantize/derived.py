@@ -30,15 +30,18 @@ def derived(make: Callable[Given, Scheme]) -> Callable[Given, Scheme]:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def place(*given: str | int) -> str:
-        if given not in places:
+        key = *map(type, given), *given  # 1 is True
+        if key not in places:
             name = f"record_{next(numbers)}"
             setattr(kept, name, make(*given))  # type: ignore[arg-type, call-arg]
-            places.setdefault(given, name)
-        return places[given]
+            places.setdefault(key, name)
+        return places[key]
 
     @wraps(make)
     def found(*args: Given.args, **kwargs: Given.kwargs) -> Scheme:
-        record: Scheme = getattr(kept, place(*args, **kwargs))
+        if kwargs:
+            raise TypeError(f"{make.__name__} takes positional arguments, got {', '.join(kwargs)}")
+        record: Scheme = getattr(kept, place(*args))
         return record
 
     return found

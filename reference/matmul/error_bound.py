@@ -185,7 +185,11 @@ def _growth(operand: Operand) -> float:
 
 
 def _sum(x: F64, y: F64) -> F64:
-    """x @ y rounded up: at most K + 2 roundings of 2**-53 enter any sum of products, in any order."""
+    """x @ y rounded up: at most K + 2 roundings of 2**-53 enter any sum of products, in any order.
+
+    Of contiguous operands: in which order a library adds may depend on how they lie, and equal numbers have one bound.
+    """
+    x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
     return np.asarray(np.matmul(x, y) * (1 + (x.shape[-1] + 4) * 2.0**-52))
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 import fast
 from ao_lab.training import dequantized, shared
 from ao_lab.training.autograd import as_matrix, gradient_operands, weight_columns_of
-from ao_lab.training.casts import quantize_one, weight_rows
+from ao_lab.training.casts import of_record, quantize_one, weight_rows
 from ao_lab.training.layers import LowPrecisionLinear
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
@@ -45,7 +45,8 @@ class SwiGLULinear(torch.autograd.Function):
         output = recipe.output
         ctx.save_for_backward(gate, up, w)
         ctx.recipe = recipe
-        rows = fast.swiglu_quantize(as_matrix(gate), as_matrix(up), dequantized.scheme_of(output.a))
+        scheme = dequantized.scheme_of(output.a)
+        rows = of_record(fast.swiglu_quantize(as_matrix(gate), as_matrix(up), scheme), scheme)
         y = product("output", rows, weight_rows(w, output.b), output, gate.dtype, bias)
         # No view, and under a tracer a tensor of its own: see `TrainingLinear`.
         made: torch.Tensor = torch.ops.aten._unsafe_view(y, (*gate.shape[:-1], w.shape[0]))

@@ -36,19 +36,36 @@ class PreparedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
         """Gradients of x, w and bias."""
-        shared.forget()
-        step, shape = ctx.step, ctx.shape
-        w, x_codes, x_scale = ctx.saved_tensors
-        wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
-        rows, scale, columns, column_scale = step.gradients(g)
-        dx = dw = None
-        if wants_x:
-            codes, weight_scale = step.weight_columns(w)
-            dx = step.input_grad(rows, scale, codes, weight_scale, None)
-            dx = dx if len(shape) == 2 else dx.view(shape)
-        if wants_w:
-            dw = step.weight_grad(columns, column_scale, x_codes, x_scale, None)
-        return dx, dw, g.reshape(-1, g.shape[-1]).sum(0) if wants_bias else None, None
+        if torch.compiler.is_compiling():  # compiled autograd: launches past Triton are not for tracers
+            made: tuple[Grad, Grad, Grad, None] = _untraced(ctx, g)
+            return made
+        return _gradients(ctx, g)
+
+
+def _gradients(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
+    shared.forget()
+    step, shape = ctx.step, ctx.shape
+    w, x_codes, x_scale = ctx.saved_tensors
+    wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
+    made = step.gradients(g)
+    if made is None:
+        raise NotImplementedError(
+            "a training step takes output gradients that lie in memory, and not in batches (is_grads_batched)"
+        )
+    rows, scale, columns, column_scale = made
+    dx = dw = None
+    if wants_x:
+        codes, weight_scale = step.weight_columns(w)
+        dx = step.input_grad(rows, scale, codes, weight_scale, None)
+        dx = dx if len(shape) == 2 else dx.view(shape)
+    if wants_w:
+        dw = step.weight_grad(columns, column_scale, x_codes, x_scale, None)
+    return dx, dw, g.reshape(-1, g.shape[-1]).sum(0) if wants_bias else None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
+    return _gradients(ctx, g)
 
 
 def _copies(step: Step, x: torch.Tensor) -> shared.Copies:

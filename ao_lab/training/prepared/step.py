@@ -2,8 +2,7 @@
 
 A step of 8-bit floats with one scale for each row or tensor is four casts and three products, which a GPU is done with sooner
 than the host has chosen them again. So what the first steps of a shape found (`launch.cache`, `select_product`) is kept as one
-object, under one key that has all that choices depend on; casts write each operand as its product reads it (`views`). Steps are
-forgotten when `ao_lab.tune` adds a choice.
+object, under one key that has all that choices depend on; casts write each operand as its product reads it (`views`).
 """
 
 from __future__ import annotations
@@ -36,10 +35,12 @@ HALVES = (torch.bfloat16, torch.float16)
 STORED = None, None
 #: Names of the buffers of casts: of a matrix, of its transpose.
 ROWS, COLUMNS = ("codes", "scale"), ("transposed", "transposed_scale")
-#: Steps that are kept, and how often a shape is looked at: in a model of many equal layers before the first backward.
-MOST, ATTEMPTS = 1024, 256
+#: Steps that are kept; the oldest goes first.
+MOST = 1024
 #: Of shapes and recipes that have no prepared step.
-NEVER = ATTEMPTS
+NEVER = -1
+#: Backward passes of general steps until now: only after another one is there something new to prepare a step of.
+_completed = [0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +70,8 @@ class Problem:
     views: tuple[tuple[View, View], ...]
 
 
-#: Steps by all that they depend on, or how often one was looked for.
+#: Steps by all that they depend on; NEVER, or `_completed` when one was looked for last.
 _steps: dict[tuple[Any, ...], Step | int] = {}
-_version = [0]
 
 
 def find(
@@ -83,16 +83,24 @@ def find(
         return None
     if is_transformed():
         return None
-    if _version[0] != choices.VERSION[0]:
-        forget()
-    dtype = None if bias is None else bias.dtype
-    key = (recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, dtype, choices.pinned())
-    step = _steps.get(key, 0)
-    if not isinstance(step, Step) and step < ATTEMPTS:
-        problem = _problem(x, w, bias, recipe)
-        step = NEVER if problem is None else _prepared(problem, x, w, bias) or step + 1
-        _keep(key, step)
-    return step if isinstance(step, Step) else None
+    # First what `ao_lab.tune` changes: a step of older choices is never under the key of newer ones.
+    chosen = choices.VERSION[0], choices.pinned()
+    added = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    key = (chosen, recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, added)
+    step = _steps.get(key)
+    if isinstance(step, Step):
+        return step
+    if step in (NEVER, _completed[0]):
+        return None
+    problem, completed = _problem(x, w, bias, recipe), _completed[0]
+    made = NEVER if problem is None else _prepared(problem, x, w, bias) or completed
+    _keep(key, made)
+    return made if isinstance(made, Step) else None
+
+
+def complete() -> None:
+    """A general step has run whole: what it called is in the cache of calls."""
+    _completed[0] += 1
 
 
 def _is_trained(x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -102,15 +110,17 @@ def _is_trained(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def _keep(key: tuple[Any, ...], step: Step | int) -> None:
-    if len(_steps) >= MOST:
-        _steps.clear()
+    while len(_steps) >= MOST and key not in _steps:
+        try:
+            _steps.pop(next(iter(_steps)), None)
+        except (RuntimeError, StopIteration):  # another thread changes them
+            break
     _steps[key] = step
 
 
 def forget() -> None:
-    """Forget all steps: choices have changed."""
+    """Forget all steps."""
     _steps.clear()
-    _version[0] = choices.VERSION[0]
 
 
 def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> Problem | None:
@@ -122,6 +132,7 @@ def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe
     found = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
     sides = tuple((a, b) for a, b in found if a is not None and b is not None)
     others = any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (w, bias))
+    others = others or x.shape[-1] != k or (bias is not None and bias.shape != (n,))
     if len(sides) < len(PRODUCTS) or others or x.dtype not in HALVES:
         return None
     (own, _), (gradient, _), (gradient_t, own_t) = sides
@@ -216,4 +227,4 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
-__all__ = ["Step", "find", "forget"]
+__all__ = ["Step", "complete", "find", "forget"]

@@ -117,8 +117,8 @@ class Call:
         return None if tensors is None else self.finish(tensors)
 
     def viewed(self, **views: Size | None) -> Callable[..., tuple[torch.Tensor, ...] | None]:
-        """The same launches, which give these buffers alone, each as a view of its memory: shape, strides and dtype; None: as it
-        is.
+        """The same launches, which give these buffers alone, each as a view of its memory: shape, strides and dtype. None:
+        as it is.
 
         What a caller would make of the results by `view` and `t` costs as much as allocating them. None for tensors without
         memory, as above. KeyError where there is no such buffer.

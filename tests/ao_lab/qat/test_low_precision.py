@@ -91,3 +91,28 @@ def test_their_weights_are_gathered_whole():
     converted = ao_lab.convert_for_training_(made, "rowwise", fsdp_float8_all_gather=True)
     assert set(converted.gathered_whole) == {"0", "2"}
     assert "rounds its weight" in str(converted)
+
+
+def test_under_autocast_inputs_are_cast_and_then_rounded(monkeypatch):
+    """As QAT alone does, and the served layer: what is rounded is what it will get."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(K, N))
+    ao_lab.quantize_(made, ao_lab.QATConfig(CONFIGS["inputs too"], step="prepare"))
+    ao_lab.convert_for_training_(made, "rowwise")
+    x = torch.randn(32, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, weight = made[0].operands(x)
+    assert torch.equal(rounded, fast.fake_quantize(x.bfloat16(), made[0].qat.recipe.activation))
+    assert torch.equal(weight, fast.fake_quantize(made[0].weight, made[0].qat.recipe.weight))
+
+
+def test_tune_measures_what_the_layer_multiplies():
+    from ao_lab.tuning.samples import _training_recorder
+
+    made = prepared(CONFIGS["weights alone"])
+    ao_lab.convert_for_training_(made, "rowwise")
+    found = {}
+    made[0].register_forward_hook(_training_recorder("0", found))
+    made(rows())
+    (sample,) = found.values()
+    assert torch.equal(sample.w, fast.fake_quantize(made[0].weight, made[0].qat.recipe.weight))

@@ -10,9 +10,12 @@ import triton
 
 import fast
 import reference
+from fast.kernels.grouped.host import group_columns
+from fast.kernels.grouped.layout import group_layout
 from fast.kernels.launch import cache, direct
 from fast.kernels.launch.call import Call
 from fast.kernels.quantize.block_launch import POINTERS
+from fast.kernels.rowwise_colwise.host import batch_columns
 from fast.layers.both_axes import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
@@ -106,6 +109,10 @@ CALLS = {
     "values and codes of two reads": (2, lambda: values_and_codes(MATRIX, SCHEMES["fp8_1x128"])),
     "quantize a transpose": (1, lambda: fast.quantize(MATRIX.t(), "fp8_1x128")),
     "quantize a transpose in two passes": (2, lambda: fast.quantize(MATRIX.t(), "fp8_rowwise", axis=1)),
+    "columns of a batch": (2, lambda: batch_columns(BATCH, SCHEMES["fp8_tensorwise"])),
+    "columns of groups": (2, lambda: group_columns(MATRIX, SCHEMES["fp8_rowwise"], SOURCE, OWNERS, 8, 16)),
+    "columns of groups in blocks": (1, lambda: group_columns(MATRIX, SCHEMES["mxfp8_e4m3"], SOURCE, OWNERS, 8, 32)),
+    "layout of groups": (1, lambda: group_layout(OWNERS, 256, 512, 32)),
     "encode": (1, lambda: fast.encode(X, "float8_e4m3fn")),
     "encode stochastically": (1, lambda: fast.encode(X, "bfloat16", rounding="stochastic", random_bits=WORDS)),
     "decode": (1, lambda: fast.decode(CODES, "float8_e4m3fn")),
@@ -116,6 +123,8 @@ CALLS = {
 LONG = normals(2, 20480)
 MANY = normals(66, 1024)
 MATRIX = normals(256, 128)
+BATCH = normals(2, 256, 128)
+SOURCE, OWNERS = torch.zeros(384, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
 WORDS = torch.arange(16 * 256, dtype=torch.int32).view(torch.uint32).view(16, 256)
 CODES = fast.quantize(X, "fp8_rowwise").codes
 PACKED = fast.pack(CODES, "float4_e2m1fn")
@@ -177,7 +186,21 @@ def test_the_second_call_goes_straight_to_the_driver(recorded, name):
             elif before.data_ptr() in moves:
                 assert after == moves[before.data_ptr()]
             elif any(
-                before is given for given in (X, BOTH, WEIGHT, LONG, MANY, MATRIX, WORDS, CODES, PACKED)
+                before is given
+                for given in (
+                    X,
+                    BOTH,
+                    WEIGHT,
+                    LONG,
+                    MANY,
+                    MATRIX,
+                    BATCH,
+                    SOURCE,
+                    OWNERS,
+                    WORDS,
+                    CODES,
+                    PACKED,
+                )
             ):
                 assert after == before.data_ptr()
 
@@ -404,3 +427,30 @@ def test_an_eps_of_another_type_is_not_remembered(flat):
     for _ in range(3):
         fast.rms_norm(X, WEIGHT, eps=np.float64(1e-6))
     assert not any(key and key[0] == "rms_norm" for key in cache.CALLS)
+
+
+def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
+    """All bytes of a buffer that starts with zeros, on the stream of the launches; other fills are written by torch."""
+    zeroed = []
+    monkeypatch.setattr(direct, "_set_bytes", lambda: lambda *given: zeroed.append(given) or 0)
+    for _ in range(2):
+        fast.quantize_both(MATRIX, "fp8_rowwise")
+    statistic = flat.straight[0][1]
+    assert zeroed == [(statistic, 0, 4 * sum(MATRIX.shape), 7)]
+    ((call, _),) = cache.CALLS.values()
+    call._fills = [(at, (3, 3), size) for at, _, size in call._fills]
+    monkeypatch.setattr("fast.kernels.launch.call.filled", lambda made, fill: zeroed.append(fill) or made)
+    call(MATRIX)
+    assert zeroed[1:] == [(3, 3)]
+
+
+def test_memory_is_zeroed_by_torch_where_the_driver_is_not_found(flat, monkeypatch):
+    filled = []
+    monkeypatch.setattr("fast.kernels.launch.call.filled", lambda made, fill: filled.append(fill) or made)
+    for name in ("no driver", "an error"):
+        monkeypatch.setattr(
+            direct, "_set_bytes", lambda name=name: None if name == "no driver" else lambda *_: 1
+        )
+        for _ in range(2):
+            fast.quantize_both(MATRIX, "fp8_rowwise")
+    assert [fill for fill in filled if fill] == [(0,)] * 4  # a first call fills as it describes itself

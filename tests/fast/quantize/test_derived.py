@@ -3,11 +3,13 @@
 from contextlib import suppress
 from dataclasses import replace
 
+import pytest
 import torch
 from torch._dynamo.exc import InternalTorchDynamoError
 
 from fast.ops import constant_record
 from fast.quantize.derived import derived
+from reference import SCHEMES
 from reference.schemes.record_text import record_of
 from tests.support.traced import keys_without_origin
 
@@ -54,3 +56,14 @@ def test_keys_without_origin_are_seen(monkeypatch):
     with suppress(InternalTorchDynamoError):  # torch 2.11
         torch.compile(program, backend="eager", fullgraph=True)(torch.zeros(()))
     assert read == ["mxfp8_e4m3"]
+
+
+def test_keywords_are_refused_and_types_told_apart():
+    made = []
+    record = derived(lambda *given: made.append(given) or SCHEMES["mxfp8_e4m3"])
+    record(1)
+    record(True)
+    record(1)
+    assert made == [(1,), (True,)]
+    with pytest.raises(TypeError, match="positional arguments, got key"):
+        record(key=1)

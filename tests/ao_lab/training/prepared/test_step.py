@@ -1,7 +1,11 @@
 """Steps that repeat launch what the general way launches, read in the same shapes, and are kept as long as choices stand."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ao_lab.gemm import choices
@@ -90,32 +94,97 @@ def test_many_layers_before_the_first_backward(recorded):
     assert steps.find(x, w, None, recipe, "auto") is not None
 
 
-@pytest.mark.parametrize("why", ["x", "w", "no_grad", "kernel", "float32", "choices", "deterministic"])
-def test_what_has_no_prepared_step(why, recorded):
-    dtype = torch.float32 if why == "float32" else torch.bfloat16
-    x, w, _ = tensors(dtype=dtype)
-    recipe, kernel = RECIPES["rowwise"], "auto"
+@pytest.mark.parametrize(
+    "why", ["x", "w", "no_grad", "kernel", "float32", "a mode", "a kind of weight", "K", "bias"]
+)
+def test_what_has_no_prepared_step(why, recorded, monkeypatch):
+    x, w, bias = tensors(dtype=torch.float32 if why == "float32" else torch.bfloat16, bias=why == "bias")
+    recipe, kernel = RECIPES["rowwise"], "scaled_mm" if why == "kernel" else "auto"
     for _ in range(2):
-        run(recorded, "rowwise", x, w, None)
-    assert (steps.find(x, w, None, recipe, kernel) is None) == (why == "float32")
+        run(recorded, "rowwise", x, w, bias)
+    assert (steps.find(x, w, bias, recipe, "auto") is None) == (why == "float32")
     if why in "xw":
         x, w = (t.detach() if name == why else t for name, t in (("x", x), ("w", w)))
-    if why == "choices":
-        choices.changed()
-        assert steps.find(x, w, None, recipe, kernel) is not None  # prepared anew, of calls that were made
-        assert len(steps._steps) == 1
-        return
-    with torch.set_grad_enabled(why != "no_grad"):
-        if why == "deterministic":
-            before = len(steps._steps)
-            torch.use_deterministic_algorithms(True)
-            try:
-                steps.find(x, w, None, recipe, kernel)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            assert len(steps._steps) == before + 1  # a step of its own
-        else:
-            assert steps.find(x, w, None, recipe, "scaled_mm" if why == "kernel" else kernel) is None
+    if why == "a kind of weight":
+        w = w.as_subclass(type("Other", (torch.Tensor,), {}))
+    if why == "K":
+        x = x.detach().reshape(M // 2, 2 * K).requires_grad_()
+    if why == "bias":
+        bias = bias[:1].detach().requires_grad_()
+    mode = TorchDispatchMode() if why == "a mode" else nullcontext()
+    with torch.set_grad_enabled(why != "no_grad"), mode:
+        assert steps.find(x, w, bias, recipe, kernel) is None
+
+
+def test_choices_and_determinism_have_steps_of_their_own(recorded):
+    x, w, _ = tensors()
+    recipe = RECIPES["rowwise"]
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    first = steps.find(x, w, None, recipe, "auto")
+    choices.changed()
+    assert steps.find(x, w, None, recipe, "auto") not in (None, first)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert steps.find(x, w, None, recipe, "auto") not in (None, first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(steps._steps) == 3
+
+
+def test_keys_know_devices_and_the_bias(recorded):
+    """Stand-ins: what a key reads of tensors."""
+    x, w, bias = tensors(bias=True)
+    kinds = [None, bias, bias.double(), bias[:2]]
+    for one in kinds:
+        steps.find(x, w, one, RECIPES["rowwise"], "auto")
+    assert len(steps._steps) == len(kinds)
+    key = next(iter(steps._steps))
+    assert key.count(torch.device("cpu")) == 2
+
+
+def test_schemes_of_x_and_its_transpose_have_to_be_one(recorded):
+    x, w, _ = tensors()
+    recipe = RECIPES["rowwise"]
+    mixed = replace(recipe, weight_grad=replace(recipe.weight_grad, b=RECIPES["tensorwise"].weight_grad.b))
+    assert steps._problem(x, w, None, recipe) is not None
+    assert steps._problem(x, w, None, mixed) is None
+    turned = replace(recipe, weight_grad=replace(recipe.weight_grad, a=RECIPES["tensorwise"].weight_grad.a))
+    assert steps._problem(x, w, None, turned) is None
+
+
+def test_a_capture_makes_its_own_copies(recorded, monkeypatch):
+    """What was made before a capture is no part of its graph."""
+    x, w, _ = tensors()
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    before = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    monkeypatch.setattr(shared, "is_captured", lambda x: True)
+    launched = len(recorded.straight)
+    captured = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    assert len(recorded.straight) == launched + 3  # maxima, tiles, rows of the weight
+    assert captured.grad_fn.saved_tensors[1].data_ptr() != before.grad_fn.saved_tensors[1].data_ptr()
+
+
+def test_backward_lets_go_of_shared_copies(recorded):
+    x, w, _ = tensors()
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    y = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    assert shared._last
+    y.backward(torch.ones_like(y))
+    assert not shared._last
+
+
+def test_looked_for_again_after_another_backward_alone(recorded, monkeypatch):
+    """However many layers a model has before the first backward."""
+    x, w, _ = tensors()
+    asked, prepared = [], steps._prepared
+    monkeypatch.setattr(steps, "_prepared", lambda *given: asked.append(1) or prepared(*given))
+    outputs = [autograd.training_linear(x, w, None, RECIPES["rowwise"]) for _ in range(300)]
+    assert len(asked) == 1
+    outputs[0].backward(torch.ones_like(outputs[0]))
+    assert steps.find(x, w, None, RECIPES["rowwise"], "auto") is not None
 
 
 def test_layers_with_one_input_share_its_cast(recorded):
