@@ -126,7 +126,7 @@ def test_operands_have_the_bits_of_the_reference(name, fixed_seed):
     ]
     places = STREAMS["x"], STREAMS["x.T"]
     x_rows, x_columns = quantize_two(x, recipe.output.a, recipe.weight_grad.b, fixed_seed, places)
-    w_columns = autograd._weight_columns(w, recipe, None, fixed_seed)
+    w_columns = autograd.weight_columns_of(w, recipe, None, fixed_seed)
     g_rows, g_columns = autograd.gradient_operands(g, recipe, True, True, fixed_seed)
     made = [x_rows, quantize_one(w, recipe.output.b), g_rows, w_columns, g_columns, x_columns]
     for found, want in zip(made, truth, strict=True):
