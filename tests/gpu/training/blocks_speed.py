@@ -2,9 +2,10 @@
 
     python -m tests.gpu.training.blocks_speed bf16 bf16:compile rowwise rowwise:fuse --profile rowwise:fuse
 
-A variant is a recipe ("bf16": the model as it is) with ":fuse" (norms and SwiGLU) or ":rotary" (that too) and ":compile" behind
-it. All run in one process on one batch, one step after the other in each round, so that clocks are the same for all; a table
-follows of medians, peak memory and the ratio to the first variant, and for --profile the kernels of one step by their time.
+A variant is a recipe ("bf16": the model as it is) with ":qat" (weights rounded to int4 in groups of 128 first), ":fuse" (norms,
+SwiGLU, rotary embedding) and ":compile" behind it. All run in one process on one batch, one step after the other in each round,
+so that clocks are the same for all; a table follows of medians, peak memory and the ratio to the first variant, and for
+--profile the kernels of one step by their time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from statistics import median
 import torch
 
 import ao_lab
-from ao_lab.training.fused.modules import FUSIONS, fuse_layers_, fusions
+from ao_lab.training.fused.modules import fuse_layers_, fusions
 from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
 from experiments.qat_overhead.step import GB, Trainer
 from reference.training import RECIPES
@@ -31,10 +32,11 @@ def trainer(variant: str, batch: int, length: int, layers: int) -> Trainer:
     name, *options = variant.split(":")
     config = replace(LLAMA_3_8B_TWO_LAYERS, layers=layers)
     made = Trainer.of(config, batch, length, "cuda", 0, whole=False)
-    kinds = FUSIONS if "rotary" in options else fusions("fuse" in options)
-    if name in RECIPES:
+    if "qat" in options:
+        ao_lab.quantize_(made.model, ao_lab.QATConfig(ao_lab.Int4WeightOnlyConfig(), step="prepare"))
+    if name in RECIPES and name != "bf16":
         ao_lab.convert_for_training_(made.model, name)
-    fuse_layers_(made.model, kinds)
+    fuse_layers_(made.model, fusions("fuse" in options))
     if "compile" in options:
         made.compile("inductor")
     return made
