@@ -21,7 +21,7 @@ from experiments.harness.run_records import read_runs, run_name
 from experiments.harness.workers import cores
 from experiments.runs.settings import Settings
 
-#: The entry of a record that counts published rows by the same code that the run kept, and neither measured nor took.
+#: The entry of a record that counts published values of the run's scale and device that are of other libraries or processors.
 FOREIGN = "rows_of_other_machines"
 LIBRARIES = ("torch", "triton", "numpy", "ml_dtypes", "sympy", "jax", "torchao", "matplotlib")
 
@@ -39,7 +39,7 @@ def record_run(
 
     A run that found all its rows finished (`resumed` of them were) leaves the record of the run that measured them, if that
     one lived to write it: a record of other code or other libraries is of another run. foreign: of an experiment that goes on
-    from published rows, how many rows of its tables stayed that this run neither measured nor took.
+    from published rows, how many of this scale and device are of other or unknown libraries (`experiments.runs.resume`).
     """
     path = paths.data / "environment.json"
     runs = read_runs(path)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from experiments.data.corpus import Corpus
 from experiments.harness import provenance, registry
 from experiments.harness.paths import Paths, Written, shown
-from experiments.harness.rows import Journal, publish, read, with_others
+from experiments.harness.rows import Journal, publish, read
 from experiments.runs import resume
 from experiments.runs.environment import record_run
 from experiments.runs.settings import Settings, settings_for
@@ -72,10 +72,11 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
     path = paths.data / f"{name}.csv"
-    others = with_others(rows, read(path))[len(rows) :] if resume.is_partial(settings) else []
-    publish(path, [*rows, *others])
+    others = resume.kept(name, rows, read(path)) if resume.is_partial(settings) else []
+    resume.withdraw_origins(name, rows, paths)
+    published = publish(path, [*rows, *others])
     seconds = time.perf_counter() - started
-    foreign = resume.foreign(name, others, settings)
+    foreign = resume.record_origins(name, rows, published, settings, paths)
     recorded = record_run(paths, name, settings, seconds, len(rows), resumed, foreign)
     done = f"{name}: {len(rows)} rows, {len(rows) - resumed} of them measured now, in {seconds:.0f} s"
     return [(done, shown(path)), (f"{name}: environment", shown(recorded))]

@@ -45,7 +45,9 @@ class GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             columns = token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, seed, X_T)
         tensors, ctx.settings = parts(columns.matrix)
-        ctx.save_for_backward(w, layout.offsets, layout.ends, layout.source, columns.table, *tensors)
+        ctx.save_for_backward(
+            w, layout.offsets, layout.ends, layout.source, layout.owners, columns.table, *tensors
+        )
         ctx.recipe, ctx.dtype, ctx.kernel, ctx.rows, ctx.seed = recipe, x.dtype, kernel, x.shape[0], seed
         b = weight_operand(w, recipe.output.b, seed, W)
         return rows_product(rows, b, offsets, recipe.output, x.dtype, kernel)
@@ -54,9 +56,9 @@ class GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, None, None, None]:
         """Gradients of x and w, which have none of their own."""
-        w, offsets, ends, source, table, *tensors = ctx.saved_tensors
+        w, offsets, ends, source, owners, table, *tensors = ctx.saved_tensors
         recipe, seed = ctx.recipe, ctx.seed
-        layout = Layout(offsets, ends, ctx.rows, group_step(recipe), source)
+        layout = Layout(offsets, ends, ctx.rows, group_step(recipe), source, owners)
         g = g.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:

@@ -7,20 +7,24 @@ codes are made with given scales. Nothing of it depends on how many rows a group
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 import fast
 from ao_lab.training.casts import Matrix, of_record, quantize_one, words
+from ao_lab.training.grouped.blocks import fine_scales, in_blocks
 from ao_lab.training.grouped.layout import Layout
+from ao_lab.training.grouped.weights import quantized, weight_columns, weight_operand
+from fast.device import has_kernels, is_traced, is_transformed
 from fast.layers.hadamard import hadamard
-from fast.quantize.derived import derived
-from fast.quantize.two_levels import scales_of_two_levels, without_outer
+from fast.quantize.ops import fresh_codes, fresh_scales
 from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of
 from reference.training.recipe import Operand
+
+#: Blocks of schemes with one scale for the rows of a group, for each column or for all.
+ONE = ("tensor", -1)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ def rows_operand(
     _refuse_square(scheme)
     x = hadamard(x, operand.hadamard) if operand.hadamard else x
     owners = layout.of_rows()
-    fine, scales = _fine(x, scheme, -1, lambda found: _largest(found, owners, layout.experts, whole=True)[0])
+    fine, scales = fine_scales(
+        x, scheme, -1, lambda found: _largest(found, owners, layout.experts, whole=True)[0]
+    )
     return of_record(fast.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream)), fine)
 
 
@@ -50,13 +56,68 @@ def columns_operand(
     x: torch.Tensor, operand: Operand, layout: Layout, seed: int | None = None, stream: int = 0
 ) -> Columns:
     """x (T, C) as (C, P) along P: no block and no scale reaches over a group's end."""
+    scheme = operand.scheme
+    if scheme is not None:
+        _refuse_square(scheme)
+    if scheme is None or operand.hadamard or operand.is_stochastic or scheme.outer is not None:
+        return _of_gathered(x, operand, layout, seed, stream)
+    if layout.source is None or layout.owners is None:
+        return _of_gathered(x, operand, layout, seed, stream)
+    if is_traced(x) or is_transformed():
+        tables = layout.offsets, layout.ends, layout.source, layout.owners
+        codes, scale, *table = _columns_op(x, *tables, layout.step, scheme.key)
+        fine = scheme if scheme.scale.block not in ONE else in_blocks(scheme.key, layout.step)
+        return Columns(Quantized(codes, scale, None, None, tuple(codes.shape), 1, fine), *table)
+    return _columns(x, scheme, layout, layout.source, layout.owners)
+
+
+def _columns(
+    x: torch.Tensor, scheme: Scheme, layout: Layout, source: torch.Tensor, owners: torch.Tensor
+) -> Columns:
+    """By kernels that read rows where they lie, or of gathered columns: the same bits."""
+    x = x.detach()
+    if has_kernels(x):
+        from fast.kernels.grouped.host import group_columns
+
+        made = group_columns(x.contiguous(), scheme, source, owners, layout.experts, layout.step)
+        if made is not None:
+            codes, scale, table = made
+            fine = scheme if table is None else in_blocks(scheme.key, layout.step)
+            return Columns(Quantized(codes, scale, None, None, tuple(codes.shape), 1, fine), table)
+    return _of_gathered(x, Operand(scheme=scheme), layout, None, 0)
+
+
+@torch.library.custom_op("ao_lab::group_columns", mutates_args=())
+def _columns_op(
+    x: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, owners: torch.Tensor, step: int,
+    scheme: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    layout = Layout(offsets, ends, x.shape[0], step, source, owners)
+    made = _columns(x, record_of(scheme), layout, source, owners)
+    matrix = quantized(made.matrix)
+    return [matrix.codes, matrix.scale, *([] if made.table is None else [made.table])]
+
+
+@_columns_op.register_fake
+def _columns_fake(
+    x: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, owners: torch.Tensor, step: int,
+    scheme: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    record, shape = record_of(scheme), (x.shape[1], source.shape[0])
+    one = record.scale.block in ONE
+    own = in_blocks(scheme, step) if one else record
+    table = [x.new_empty((offsets.shape[0], x.shape[1]), dtype=torch.float32)] if one else []
+    return [fresh_codes(x, shape, own, False), *fresh_scales(x, own, -1, False, shape), *table]
+
+
+def _of_gathered(x: torch.Tensor, operand: Operand, layout: Layout, seed: int | None, stream: int) -> Columns:
+    """By torch operations around `fast.quantize` of the gathered columns."""
     columns, scheme = layout.columns(x), operand.scheme
     columns = hadamard(columns, operand.hadamard) if operand.hadamard else columns
     if scheme is None:
         return Columns(columns)
-    _refuse_square(scheme)
     drawn = words(columns, operand, seed, stream)
-    if scheme.outer is None and scheme.scale.block not in ("tensor", -1):
+    if scheme.outer is None and scheme.scale.block not in ONE:
         return Columns(of_record(fast.quantize(columns, scheme, random_bits=drawn), scheme))
     owners, whole, tables = layout.of_chunks(), scheme.scale.block == "tensor" or scheme.outer is not None, []
 
@@ -66,35 +127,9 @@ def columns_operand(
         tables.append(table)
         return spread.t().contiguous()
 
-    fine, scales = _fine(columns, scheme, layout.step, shared)
+    fine, scales = fine_scales(columns, scheme, layout.step, shared)
     made = of_record(fast.quantize(columns, fine, scales=scales, random_bits=drawn), fine)
     return Columns(made, tables[0] if scheme.outer is None else None)
-
-
-def weight_operand(w: torch.Tensor, operand: Operand, seed: int | None = None, stream: int = 0) -> Matrix:
-    """w (E, R, C) along C as (E * R, C): every expert as a matrix of its own."""
-    experts, rows, length = w.shape
-    flat, scheme = w.reshape(experts * rows, length), operand.scheme
-    if scheme is None or (scheme.outer is None and scheme.scale.block != "tensor"):
-        return quantize_one(flat, operand, seed, stream)
-    flat = hadamard(flat, operand.hadamard) if operand.hadamard else flat
-
-    def shared(found: torch.Tensor) -> torch.Tensor:
-        largest = found.reshape(experts, -1).amax(1, keepdim=True)
-        return largest.expand(experts, found.numel() // experts).reshape(found.shape).contiguous()
-
-    fine, scales = _fine(flat, scheme, -1, shared)
-    made = fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
-    return of_record(made, fine)
-
-
-def weight_columns(
-    w: torch.Tensor, operand: Operand, forward: Operand, seed: int | None = None, stream: int = 0
-) -> Matrix:
-    """w (E, N, K) as (E * K, N) along N, of what the forward operand stands for where the recipe says so."""
-    if operand.source == "output" and forward.scheme is not None:
-        w = fast.dequantize(_quantized(weight_operand(w, forward)), w.dtype).reshape(w.shape)
-    return weight_operand(w.transpose(1, 2).contiguous(), operand, seed, stream)
 
 
 def token_columns(
@@ -102,28 +137,8 @@ def token_columns(
 ) -> Columns:  # fmt: skip
     """x (T, K) as (K, P), of what the forward operand `rows` stands for where the recipe says so."""
     if operand.source == "output" and forward.scheme is not None:
-        x = fast.dequantize(_quantized(rows), x.dtype)
+        x = fast.dequantize(quantized(rows), x.dtype)
     return columns_operand(x, operand, layout, seed, stream)
-
-
-def _fine(
-    x: torch.Tensor, scheme: Scheme, block: int, shared: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Scheme, torch.Tensor]:
-    """The scheme in blocks that lie within groups, and scales that `shared` has made the groups' own."""
-    if scheme.outer is not None:
-        return without_outer(scheme.key), scales_of_two_levels(x, scheme, shared)
-    fine = in_blocks(scheme.key, block)
-    found: torch.Tensor = fast.choose_scales(x, fine).scale
-    return fine, shared(found)
-
-
-@derived
-def in_blocks(key: str, block: int) -> Scheme:
-    """The record of a key in blocks of another length."""
-    scheme = record_of(key)
-    if scheme.scale.block == block:
-        return scheme
-    return replace(scheme, name=f"{scheme.name}_in_{block}", scale=replace(scheme.scale, block=block))
 
 
 def _largest(
@@ -154,10 +169,12 @@ def _refuse_square(scheme: Scheme) -> None:
         )
 
 
-def _quantized(matrix: Matrix) -> Quantized:
-    if not isinstance(matrix, Quantized):
-        raise TypeError(f"a quantized operand was expected, got a {type(matrix).__name__}")
-    return matrix
-
-
-__all__ = ["Columns", "columns_operand", "rows_operand", "token_columns", "weight_columns", "weight_operand"]
+__all__ = [
+    "Columns",
+    "columns_operand",
+    "in_blocks",
+    "rows_operand",
+    "token_columns",
+    "weight_columns",
+    "weight_operand",
+]

@@ -48,10 +48,13 @@ def rows_product(
     a: Matrix, b: Matrix, offsets: torch.Tensor, record: Product, dtype: torch.dtype, kernel: str = "auto",
     direction: str = "output",
 ) -> torch.Tensor:  # fmt: skip
-    """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`. direction: for what is tuned."""
+    """a (T, C) times the transposed b of each row's expert, b (E * R, C): (T, R) in `dtype`. direction: for what is tuned.
+
+    A dense b may be (E, R, C), along any axis.
+    """
     experts = offsets.shape[0]
     if kernel == "auto":
-        lengths = a.shape[0], b.shape[0] // max(experts, 1), a.shape[1]
+        lengths = a.shape[0], rows_of_each(b, experts), a.shape[1]
         kernel = tuned_kernel(direction, lengths, record, dtype, offsets)
     name = select_rows(a, b, offsets, kernel)
     if name == "scaled_grouped_mm":
@@ -61,7 +64,7 @@ def rows_product(
         )
     else:
         left, right = (values(one, VALUES[name]) for one in (a, b))
-        given = Given(left, right.reshape(experts, -1, right.shape[1]))
+        given = Given(left, right.reshape(experts, -1, right.shape[-1]))
     return in_dtype(run(name, given, offsets, record.accumulation == "fast"), dtype)
 
 
@@ -107,11 +110,16 @@ def operand_key(operand: Operand) -> str:
     return "" if operand.scheme is None else operand.scheme.key
 
 
+def rows_of_each(b: Matrix, experts: int) -> int:
+    """The rows of one expert's matrix in (E * R, C) or (E, R, C)."""
+    shape = tuple(b.shape)
+    return shape[1] if len(shape) == 3 else shape[0] // max(experts, 1)
+
+
 def select_rows(a: Matrix, b: Matrix, offsets: torch.Tensor, kernel: str = "auto") -> str:
     """The function for rows and the experts' matrices."""
     both = isinstance(a, Quantized) and isinstance(b, Quantized)
-    rows = b.shape[0] // max(offsets.shape[0], 1)
-    lengths = a.shape[1], rows
+    lengths = a.shape[1], rows_of_each(b, offsets.shape[0])
     scaled = both and all(is_e4m3(one) and is_one_scale(one.scheme) for one in (a, b))  # type: ignore[union-attr]
     return _select(offsets, kernel, scaled and not any(length % STEP for length in lengths))
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import same_device
+from fast.kernels.launch.launcher import interpreted, same_device
 from fast.kernels.rowwise_colwise import kernel
 from fast.kernels.rowwise_colwise.tiles_host import covers, launch_tiles
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
@@ -63,7 +64,9 @@ def _serves(x: torch.Tensor, scheme: Scheme, packed: bool) -> bool:
 def _shares_codes(x: torch.Tensor, scheme: Scheme) -> bool:
     """Whether one tile of float32 codes would leave in both layouts: compiled so, some transposed bytes were other elements'
     (triton 3.6.0 on an H200, tiles of 64 x 64 and 128 x 128, every run). Each copy by itself is right."""
-    return x.dtype == torch.float32 and (scheme.scale.block == "tensor" or isinstance(scheme.scale.block, tuple))
+    return x.dtype == torch.float32 and (
+        scheme.scale.block == "tensor" or isinstance(scheme.scale.block, tuple)
+    )
 
 
 def columns_only(x: torch.Tensor, record: str | Scheme, packed: bool, key: Any = None) -> Quantized | None:
@@ -71,12 +74,34 @@ def columns_only(x: torch.Tensor, record: str | Scheme, packed: bool, key: Any =
     scheme = scheme_of(record)
     if not _serves(x, scheme, packed):
         return None
-    rule = constants_of(scheme, FLOAT_NAMES[x.dtype])
-    pairs = scheme.scale.block == 32 and x.element_size() == 2 and kernel.covers_mx(x, rule)
-    call = kernel.mx_columns(x, rule) if pairs else launch_tiles(x, scheme, False)
     made = Quantized(*NAMES[1], None, None, tuple(x.shape)[::-1], 1, scheme, packed)
-    result: Quantized = call.result(made, key, record)
+    result: Quantized = _columns(x, scheme).result(made, key, record)
     return result
+
+
+def batch_columns(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes (E * K, M) of a contiguous batch x (E, M, K), along M, and their scales; None where no kernel reads x so.
+
+    Matrices have nothing in common. Scales stand as in `quantize` of the codes' shape, but where the scheme has one for the
+    tensor: (E * K, 1), at each column that of its matrix.
+    """
+    key = cache.key_of("batch_columns", scheme, (), (x,))
+    call = cache.find(key)
+    made: tuple[torch.Tensor, torch.Tensor] | None = None if call is None else call(x)
+    if made is not None:
+        return made
+    if x.dim() != 3 or not _serves(x, scheme, False):
+        return None
+    result: tuple[torch.Tensor, torch.Tensor] = _columns(x, scheme).result(NAMES[1], key, scheme)
+    return result
+
+
+def _columns(x: torch.Tensor, scheme: Scheme) -> Call:
+    """The columns of a matrix, or of each of a batch."""
+    name, sized = FLOAT_NAMES[x.dtype], scheme.scale.block == 32 and x.element_size() == 2
+    if sized and kernel.covers_mx(x, constants_of(scheme, name)):
+        return kernel.mx_columns(x, constants_of(scheme, name, not interpreted()))
+    return launch_tiles(x, scheme, False)
 
 
 def _given(x: torch.Tensor, scheme: Scheme, rule: SchemeConstants, scales: Any) -> Call | None:

@@ -14,7 +14,7 @@ pass through it.
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -139,17 +139,20 @@ LONGEST = 2**22
 
 
 def covers_mx(x: torch.Tensor, rule: SchemeConstants) -> bool:
-    """Whether an MX kernel serves: power-of-two scales of 32, sides that tiles divide, whole words.
+    """Whether an MX kernel serves: a scheme of `is_mx`, sides that tiles divide, whole words. x: a matrix, or a batch."""
+    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
+    whole = x.shape[-2] % height == 0 and x.shape[-1] % width == 0
+    whole &= max(prod(x.shape[:-1]), x.shape[-1]) <= LONGEST
+    return whole and is_mx(x, rule) and x.data_ptr() % 4 == 0
 
-    Elements are 8-bit floats, or smaller ones of 16-bit inputs.
-    """
+
+def is_mx(x: torch.Tensor, rule: SchemeConstants) -> bool:
+    """Whether scales are powers of two and elements 8-bit floats, or smaller ones of 16-bit inputs."""
     level = rule.level.value
     paths = (*HARDWARE, *SMALLER) if x.dtype != torch.float32 else HARDWARE
     mx = rule.power_of_two and rule.fast_path.value in paths and level.simple_power
-    height, width = (32 * WARPS, COLUMNS) if x.dtype == torch.float32 else (32 * DOWN, 64)
-    whole = x.shape[0] % height == 0 and x.shape[1] % width == 0 and max(x.shape) <= LONGEST
     # From 2**2 on no multiplier is subnormal.
-    return bool(mx) and level.target_exponent >= 2 and whole and x.data_ptr() % 4 == 0
+    return bool(mx) and level.target_exponent >= 2
 
 
 def covers_given(x: torch.Tensor, rule: SchemeConstants) -> bool:
@@ -160,10 +163,11 @@ def covers_given(x: torch.Tensor, rule: SchemeConstants) -> bool:
 
 
 def mx_columns(x: torch.Tensor, rule: SchemeConstants) -> Call:
-    """Run the kernel of pairs for the transposed codes and their plain scales alone."""
-    call, (rows, columns) = Call({"x": x}, words=("x",)), x.shape
-    call.allocate("transposed", (columns, rows), torch.uint8)
-    call.allocate("transposed_scale", (columns, rows // 32), torch.uint8)
+    """Run the kernel of pairs for the transposed codes and their plain scales alone; for a batch those of each matrix, one
+    after the other in one matrix."""
+    call, (*batch, rows, columns) = Call({"x": x}, words=("x",)), x.shape
+    call.allocate("transposed", (prod(batch) * columns, rows), torch.uint8)
+    call.allocate("transposed_scale", (prod(batch) * columns, rows // 32), torch.uint8)
     _mx_pairs(call, SCALES, rule, False, both=False)
     return call
 
@@ -216,12 +220,12 @@ def _mx_pairs(
 
     band: programs that follow each other down the rows, at most. registers: of a thread, at most; else those of `REGISTERS`.
     """
-    height, width = call.tensors["x"].shape
+    *batch, height, width = call.tensors["x"].shape
     across = across or gcd(width // 64, ACROSS)
     tall = height // (32 * down)
     band = gcd(tall, band)
-    grid = (band, width // (64 * across), tall // band)
-    tail = (height, width, rule, tiled, both, down, across)
+    grid = (band, width // (64 * across), tall // band * prod(batch))
+    tail = (height, width, rule, tiled, both, down, across, bool(batch))
     registers = registers or REGISTERS[rule.bits]
     kernel = CompiledLaunch(mx_pairs_kernel, grid, tail, down * across, maxnreg=registers)
     call.launch(kernel, ("x", "codes", scales[0], "transposed", scales[1]))

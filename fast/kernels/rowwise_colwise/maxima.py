@@ -7,6 +7,8 @@ its columns in registers, while those of each turn's rows leave, over the lanes 
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -70,7 +72,7 @@ def _magnitudes(x, at, inside, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _as_float32(pattern, element: tl.constexpr):
+def as_float32(pattern, element: tl.constexpr):
     """Patterns of float32 of the same magnitudes."""
     if element == tl.float32:
         return pattern
@@ -105,10 +107,17 @@ def _over_words(m, PAIRS: tl.constexpr, HAS_PTX: tl.constexpr):
 def maxima_kernel(
     x, statistic, rows, columns,
     OF_ROWS: tl.constexpr, PAIRS: tl.constexpr, HAS_PTX: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, TURNS: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """statistic: patterns of the columns' largest magnitudes, then (OF_ROWS) of the rows'; all 0 before."""
+    """statistic: patterns of the columns' largest magnitudes, then (OF_ROWS) of the rows'; all 0 before.
+
+    BATCH: of the columns of each matrix; the grid's second axis goes over matrices.
+    """
     element: tl.constexpr = x.dtype.element_ty
+    if BATCH:
+        matrix = tl.program_id(1).to(tl.int64)
+        x += matrix * rows * columns
+        statistic += matrix * columns
     WORDS: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
     words = columns // 2 if PAIRS else columns
     across = tl.cdiv(words, WORDS)
@@ -122,31 +131,34 @@ def maxima_kernel(
         own = _over_rows(tl.reshape(m, (ROWS // WARPS, WARPS, WORDS)), 0, PAIRS, HAS_PTX)
         top = larger_halves(top, own, HAS_PTX) if PAIRS else tl.maximum(top, own)
         if OF_ROWS:
-            largest = _as_float32(_over_words(m, PAIRS, HAS_PTX), element)
+            largest = as_float32(_over_words(m, PAIRS, HAS_PTX), element)
             tl.atomic_max(statistic + columns + row, largest, mask=row < rows, sem="relaxed")
     top = _over_rows(top, 0, PAIRS, HAS_PTX)
     if PAIRS:
-        low, high = _as_float32(top & LOW_HALF, element), _as_float32(top >> 16, element)
+        low, high = as_float32(top & LOW_HALF, element), as_float32(top >> 16, element)
         tl.atomic_max(statistic + 2 * word, low, mask=word < words, sem="relaxed")
         tl.atomic_max(statistic + 2 * word + 1, high, mask=word < words, sem="relaxed")
     else:
-        tl.atomic_max(statistic + word, _as_float32(top, element), mask=word < words, sem="relaxed")
+        tl.atomic_max(statistic + word, as_float32(top, element), mask=word < words, sem="relaxed")
 
 
 def leave_maxima(
     call: Call, rule: SchemeConstants, of_rows: bool, rows: int = ROWS, words: int = WORDS, turns: int = TURNS,
     warps: int = WARPS,
 ) -> None:  # fmt: skip
-    """Allocate `statistic`, and fill it with the maxima of the matrix `x`. rows: of a warp in a turn."""
+    """Allocate `statistic`, and fill it with the maxima of the matrix `x`, or of the columns of each of a batch.
+
+    rows: of a warp in a turn.
+    """
     x = call.tensors["x"]
-    height, width = x.shape
-    call.allocate("statistic", (width + of_rows * height,), torch.int32, (0,))
+    *batch, height, width = x.shape
+    call.allocate("statistic", (prod(batch) * width + of_rows * height,), torch.int32, (0,))
     pairs = x.element_size() == 2 and width % 2 == 0
     columns, tall = words * (1 + pairs), rows * warps * turns
     masked = bool(height % tall or width % columns)
     tail = (
         height, width, of_rows, pairs, bool(rule.has_ptx), masked, height * width >= INT32, rows * warps, turns, warps,
-        columns,
+        columns, bool(batch),
     )  # fmt: skip
-    grid = ceil_div(height, tall) * ceil_div(width, columns)
+    grid = (ceil_div(height, tall) * ceil_div(width, columns), prod(batch), 1)
     call.launch(CompiledLaunch(maxima_kernel, grid, tail, warps), ("x", "statistic"))

@@ -216,7 +216,7 @@ def words_of_rows(v, WARPS: tl.constexpr, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def _along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
+def along_columns(magnitudes, low, high, WARPS: tl.constexpr, IS_BF16: tl.constexpr, SCHEME: tl.constexpr):
     """(words of codes (WARPS, 8, 64), codes of scales (WARPS, 64)) of blocks of 32 rows."""
     largest = largest_halves(patchwise(magnitudes, WARPS), 1, SCHEME.has_ptx)
     by_low, by_high, code, other = _scales(largest, IS_BF16, SCHEME)
@@ -241,13 +241,23 @@ def _store_scales(
 def mx_pairs_kernel(
     x, codes, scale, transposed, transposed_scale, rows, columns,
     SCHEME: tl.constexpr, TILED: tl.constexpr, BOTH: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    BATCH: tl.constexpr,
 ):  # fmt: skip
     """As `mx_both_kernel`, for bfloat16 and float16, and for elements below 8 bits too; without BOTH the transpose alone.
 
-    Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS.
+    Grid: rows of a band, columns, bands; num_warps is DOWN * ACROSS. BATCH: bands of one matrix after the other; neither with
+    BOTH nor TILED.
     """
     WARPS: tl.constexpr = DOWN * ACROSS
-    row = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN)
+    band = tl.program_id(2)
+    if BATCH:
+        bands = rows // (32 * DOWN * tl.num_programs(0))
+        matrix = (band // bands).to(tl.int64)
+        band = band % bands
+        x += matrix * rows * columns
+        transposed += matrix * rows * columns
+        transposed_scale += matrix * columns * (rows // 32)
+    row = (band * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (32 * DOWN)
     column = tl.program_id(1).to(tl.int64) * (64 * ACROSS)
     # Offsets inside a program fit 32 bits; those of its registers are multiples of one stride.
     i = tl.arange(0, 32 * WARPS)
@@ -286,7 +296,7 @@ def _both_of_tile(
         code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
         _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
-    made, code = _along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
+    made, code = along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
     made = tl.reshape(
         tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
     )

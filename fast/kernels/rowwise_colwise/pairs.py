@@ -20,7 +20,7 @@ from fast.kernels.rowwise_colwise.mxfp8 import (
     word_of_codes,
     words_of_rows,
 )
-from fast.kernels.rowwise_colwise.tiles import scales_of
+from fast.kernels.rowwise_colwise.tiles import first_scale, matrix_of, scales_of
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _largest_of_rows(
 
 
 @triton.jit
-def _largest_of_columns(
+def largest_of_columns(
     magnitudes, IS_BF16: tl.constexpr, HAS_PTX: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr
 ):
     """The same of columns, (64 ACROSS,)."""
@@ -69,7 +69,7 @@ def _row_codes(low, high, by, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROSS: 
 
 
 @triton.jit
-def _column_codes(low, high, by, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+def column_codes(low, high, by, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Words of four codes along columns, (64 ACROSS, 8 DOWN); by: multipliers of columns (64 ACROSS,), or one, (1, 1)."""
     WARPS: tl.constexpr = DOWN * ACROSS
     low, high = patchwise(low, WARPS), patchwise(high, WARPS)
@@ -80,6 +80,13 @@ def _column_codes(low, high, by, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROS
     else:
         low *= by[None, :, :]
         high *= by[None, :, :]
+    return turned_words(low, high, SCHEME, DOWN, ACROSS)
+
+
+@triton.jit
+def turned_words(low, high, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """The same of scaled elements as `patchwise` has them."""
+    WARPS: tl.constexpr = DOWN * ACROSS
     words = tl.join(words_of_rows(low, WARPS, SCHEME), words_of_rows(high, WARPS, SCHEME))
     words = tl.reshape(words, (DOWN, ACROSS, 8, 64))
     return tl.reshape(tl.permute(words, (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN))
@@ -89,7 +96,7 @@ def _column_codes(low, high, by, SCHEME: tl.constexpr, DOWN: tl.constexpr, ACROS
 def pairs_kernel(
     x, statistic, codes, scale, transposed, transposed_scale, rows, columns,
     SCHEME: tl.constexpr, KIND: tl.constexpr, BOTH: tl.constexpr, REVERSE: tl.constexpr, BAND: tl.constexpr,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """As `tiles_kernel`, rows a multiple of 32 DOWN * BAND and columns of 64 ACROSS; num_warps is DOWN * ACROSS."""
     WARPS: tl.constexpr = DOWN * ACROSS
@@ -98,6 +105,15 @@ def pairs_kernel(
     program = tl.program_id(0)
     if REVERSE:
         program = tl.num_programs(0) - 1 - program
+    if BATCH:
+        matrix = matrix_of(REVERSE)
+        x += matrix * rows * columns
+        transposed += matrix * rows * columns
+        transposed_scale += first_scale(matrix, rows, columns, KIND, 128, 128)
+        if KIND == "vectors":
+            statistic += matrix * columns
+        elif KIND == "spread":
+            statistic += matrix
     wide = columns // (64 * ACROSS)
     tile_row = program // (BAND * wide) * BAND + program % BAND
     tile_column = program % (BAND * wide) // BAND
@@ -116,10 +132,12 @@ def pairs_kernel(
         of_columns = tl.load(statistic + own_column)
         if BOTH:
             of_rows = tl.load(statistic + columns + own_row)
+    elif KIND == "spread":
+        of_columns = tl.load(statistic + tl.zeros((1,), tl.int32))
     w = tl.load(at)
     magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
     if KIND == "blocks":
-        of_columns = _largest_of_columns(magnitudes, IS_BF16, SCHEME.has_ptx, DOWN, ACROSS)
+        of_columns = largest_of_columns(magnitudes, IS_BF16, SCHEME.has_ptx, DOWN, ACROSS)
         if BOTH:
             of_rows = _largest_of_rows(magnitudes, IS_BF16, SCHEME.has_ptx, DOWN, ACROSS)
 
@@ -147,6 +165,8 @@ def pairs_kernel(
             tl.store(transposed_scale + own_column * (rows // 128) + tile_row, stored)
         elif tile_row == 0:
             tl.store(transposed_scale + own_column, stored)
+        if KIND == "spread":
+            by_column = by_column[None, :]
         if BOTH:
             stored, _, by_row = scales_of(of_rows, SCHEME)
             if KIND == "blocks":
@@ -160,4 +180,4 @@ def pairs_kernel(
         tl.store(to + (turn * quads)[:, None], _row_codes(low, high, by_row, SCHEME, DOWN, ACROSS))
     to = (transposed + (column * rows + row)).to(WORDS, bitcast=True)
     to = to + tl.arange(0, 64 * ACROSS)[:, None] * (rows // 4) + tl.arange(0, 8 * DOWN)[None, :]
-    tl.store(to, _column_codes(low, high, by_column, SCHEME, DOWN, ACROSS))
+    tl.store(to, column_codes(low, high, by_column, SCHEME, DOWN, ACROSS))

@@ -6,9 +6,10 @@ KIND says what has one scale, along rows in the first copy and along columns in 
 * ``"tensor"``: the matrix. `statistic` holds its largest magnitude.
 * ``"blocks"``: BLOCK neighbours. Tiles hold whole blocks (but for short last ones), so x is read once.
 * ``"square"``: BLOCK x BLOCK elements, one tile, the same scale in both copies.
+* ``"spread"``: the matrix, but its scale stands at each column. `statistic` holds its largest magnitude.
 
-The first two read x twice, the second time from the end, which is what the L2 cache still holds. Codes turn as bytes in shared
-memory, and scales and codes are those of `tile.block_scales` and `tile.fast_codes`.
+"vectors", "tensor" and "spread" read x twice, the second time from the end, which is what the L2 cache still holds. Codes turn
+as bytes in shared memory, and scales and codes are those of `tile.block_scales` and `tile.fast_codes`.
 """
 
 from __future__ import annotations
@@ -140,19 +141,49 @@ def _single_scale(
 
 
 @triton.jit
+def matrix_of(REVERSE: tl.constexpr):
+    """The number of a program's matrix in a batch, which is the grid's second axis; REVERSE: from the end."""
+    matrix = tl.program_id(1)
+    if REVERSE:
+        matrix = tl.num_programs(1) - 1 - matrix
+    return matrix.to(tl.int64)
+
+
+@triton.jit
+def first_scale(matrix, rows, columns, KIND: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr):
+    """Where a transposed matrix's scales begin in a batch. BLOCK, SQUARE: the length of "blocks" and of "square"."""
+    if KIND == "blocks":
+        return matrix * columns * tl.cdiv(rows, BLOCK)
+    elif KIND == "square":
+        return matrix * tl.cdiv(columns, SQUARE) * tl.cdiv(rows, SQUARE)
+    else:
+        return matrix * columns
+
+
+@triton.jit
 def tiles_kernel(
     x, statistic, codes, scale, transposed, transposed_scale, rows, columns, tall,
     SCHEME: tl.constexpr, KIND: tl.constexpr, BOTH: tl.constexpr, REVERSE: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BATCH: tl.constexpr,
 ):  # fmt: skip
     """codes (rows, columns) with scales along columns (BOTH), transposed (columns, rows) with scales along rows.
 
-    Grid: one axis; programs go down BAND tiles first (which write the same lines of the transposed codes), then to the next
-    columns, then to the next band; REVERSE: from the end. tall: tiles of a column.
+    Grid: programs go down BAND tiles first (which write the same lines of the transposed codes), then to the next columns, then
+    to the next band; REVERSE: from the end. tall: tiles of a column. BATCH: the second axis goes over matrices; not with BOTH.
     """
     program = tl.program_id(0)
     if REVERSE:
         program = tl.num_programs(0) - 1 - program
+    if BATCH:
+        matrix = matrix_of(REVERSE)
+        x += matrix * rows * columns
+        transposed += matrix * rows * columns
+        transposed_scale += first_scale(matrix, rows, columns, KIND, BLOCK, COLUMNS)
+        if KIND == "vectors":
+            statistic += matrix * columns
+        elif KIND == "spread":
+            statistic += matrix
     wide = tl.cdiv(columns, COLUMNS)
     band, rest = program // (BAND * wide), program % (BAND * wide)
     high = tl.minimum(tall - band * BAND, BAND)
@@ -173,6 +204,8 @@ def tiles_kernel(
             of_columns = tl.load(statistic + column, mask=column < columns, other=0)
             if BOTH:
                 of_rows = tl.load(statistic + columns + row, mask=row < rows, other=0)
+        elif KIND == "spread":
+            of_columns = tl.load(statistic + tl.zeros((1,), tl.int32))
         if BOTH:
             _along_rows(v, codes, scale, of_rows, at, inside, row, across, rows, columns, SCHEME, KIND, BLOCK)
         made = _along_columns(

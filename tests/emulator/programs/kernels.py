@@ -323,6 +323,25 @@ def compare_both_of_tiles() -> None:
         print(scheme.name, "layouts", *shape, flush=True)
 
 
+def compare_batches() -> None:
+    """The columns of each matrix of a batch, with scales of its own, by tiles and by patches; every kind of block."""
+    cases = (("fp8_rowwise", (3, 70, 131)), ("fp8_rowwise", (2, 128, 256)), ("fp8_tensorwise", (3, 65, 66)),
+             ("fp8_tensorwise", (2, 256, 128)), ("fp8_1x128", (2, 129, 130)), ("fp8_1x128", (2, 256, 128)),
+             ("fp8_128x128", (2, 128, 256)), ("mxfp8_e4m3_rceil", (3, 256, 64)), ("mxfp4", (2, 32, 160)))  # fmt: skip
+    for number, (name, shape) in enumerate(cases):
+        scheme = scheme_of(name)
+        dtype = torch.float16 if number % 2 else torch.bfloat16
+        x = numbers(shape, dtype, specials=number % 3 == 0)
+        x[-1] *= 64
+        codes, scale = layouts.batch_columns(x, scheme)
+        for at, found in enumerate(zip(codes.chunk(len(x)), scale.chunk(len(x)), strict=True)):
+            wanted = reference.quantize(x[at].t().contiguous(), scheme)
+            assert torch.equal(found[0], wanted.codes)
+            assert_same_bits(found[1], wanted.scale.expand(found[1].shape))
+        print(name, "layouts", *shape, flush=True)
+    assert layouts.batch_columns(numbers((2, 130, 128), torch.bfloat16), scheme_of("fp8_128x128")) is None
+
+
 def main(groups: list[str]) -> None:
     """Compare some groups."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -334,6 +353,7 @@ def main(groups: list[str]) -> None:
         elif group == "both":
             compare_both()
             compare_both_of_tiles()
+            compare_batches()
         else:
             compare_schemes(GROUPS[group])
     print("agreed", flush=True)

@@ -27,6 +27,8 @@ from reference import SCHEMES
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
     KERNELS,
+    arranged,
+    batches,
     both_axes,
     case,
     clip,
@@ -38,6 +40,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gathered,
     given_both,
     gradient,
+    grouped,
     layouts,
     mixing,
     mx_both,
@@ -50,7 +53,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     zeroed,
 )
 from tests.fast.kernels.compiling.kernel_compiler import launched
-from tests.fast.kernels.compiling.kernel_limits import HOT, THRICE, TWICE
+from tests.fast.kernels.compiling.kernel_limits import GROUPS, HOT, THRICE, TWICE
 from tests.fast.linear.test_linear_compile import PRODUCTS
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
@@ -58,6 +61,11 @@ COMPILED = (
     # Tokens sorted by expert.
     case(gathered, "float32", kernels=("gather_transposed_kernel",)),
     case(gathered, "float16", (90, 40), 100, kernels=("gather_transposed_kernel",)),
+    *(case(arranged, experts, kernels=("layout_kernel",)) for experts in (1, 64, 512)),
+    case(grouped, "fp8_tensorwise_e5m2", "float16", (90, 64), 32, kernels=GROUPS),
+    case(grouped, "fp8_rowwise", "float16", step=128, kernels=GROUPS),
+    case(grouped, "mxfp4_rceil", step=32, kernels=GROUPS[1:]),
+    case(grouped, "mxfp6_e2m3", "float16", step=64, kernels=GROUPS[1:]),
     case(words, kernels=("random_words_kernel",)),
     case(mixing, length=4, kernels=("columns_kernel",)),
     case(mixing, axis=1, kernels=("rows_kernel",)),
@@ -178,7 +186,7 @@ COMPILED = (
     case(layouts, "fp8_rowwise", "float32", (300, 200), kernels=("maxima_kernel", "tiles_kernel")),
     case(layouts, "fp8_tensorwise_e5m2", "float16", (129, 66), kernels=("blocks_kernel", "tiles_kernel")),
     case(layouts, "fp8_1x128", shape=(160, 272), kernels=("tiles_kernel",)),
-    case(layouts, "fp8_128x128_e5m2", "float32", kernels=("tiles_kernel",)),
+    case(layouts, "fp8_128x128_e5m2", "float32", rows=False, kernels=("tiles_kernel",)),
     case(layouts, "mxfp6_e2m3", "float32", kernels=("tiles_kernel",)),
     case(layouts, "mxfp4", rows=False, kernels=("mx_pairs_kernel",)),
     case(layouts, "fp8_1x128_e5m2", "float16", rows=False, kernels=("pairs_kernel",)),
@@ -186,6 +194,11 @@ COMPILED = (
     case(mx_both, "mxfp8_e5m2_rceil", "float32", kernels=("mx_both_kernel", "untile_kernel")),
     case(mx_both, "mxfp8_e4m3", "float32", tiled=True, kernels=("mx_both_kernel",)),
     case(mx_both, "mxfp8_e5m2_rceil", "float16", kernels=("mx_pairs_kernel", "untile_kernel")),
+    # Columns of batches.
+    case(batches, "fp8_tensorwise", kernels=("blocks_kernel", "pairs_kernel")),
+    case(batches, "fp8_128x128", kernels=("pairs_kernel",)),
+    case(batches, "fp8_rowwise", "float32", (3, 300, 200), kernels=("maxima_kernel", "tiles_kernel")),
+    case(batches, "fp8_tensorwise", "float16", (3, 300, 200), kernels=("blocks_kernel", "tiles_kernel")),
     # Both axes of one read: by pairs, by float32, programs that are not filled.
     case(both_axes, "mxfp4_rceil", shape=(96, 160), codes=True, kernels=("values_kernel",)),
     case(both_axes, "mxfp8_e4m3", "float16", (96, 160), kernels=("values_kernel",)),

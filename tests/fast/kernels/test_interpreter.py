@@ -16,7 +16,7 @@ GROUPS = {
     "integers": (52, {"gradient", "packed"}),
     "two levels": (20, {"gradient", "packed", "outer", "tiled"}),
     "formats": (20, {"stochastic", "packed"}),
-    "both": (18, {"both", "layouts"}),
+    "both": (27, {"both", "layouts"}),
 }
 
 

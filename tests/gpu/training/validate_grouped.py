@@ -141,6 +141,8 @@ def group_of(operand: Any, expert: int, part: slice) -> Any:
     columns = isinstance(operand, casts.Columns)
     matrix = operand.matrix if columns else operand
     if not isinstance(matrix, Quantized):
+        if matrix.dim() == 3:
+            return matrix[expert]
         return matrix[:, part] if columns else matrix[part]
     if not columns:
         codes, scale, scheme = matrix.codes[part], matrix.scale[part], matrix.scheme
@@ -159,7 +161,7 @@ def within(y: torch.Tensor, a: Any, b: Any, ends: list[int], used: str) -> bool:
         if start == end:
             good &= rows or not made.any()
         else:
-            height = b.shape[0] // len(ends) if rows else 0
+            height = products.rows_of_each(b, len(ends)) if rows else 0
             other = slice(expert * height, (expert + 1) * height) if rows else part
             left, right = group_of(a, expert, part), group_of(b, expert, other)
             right = transposed(right) if isinstance(right, Quantized) else right.T

@@ -165,6 +165,52 @@ def test_groups_are_filled_up_as_single_layers_are(name):
     assert group_step(name) == shapes.steps(RECIPES[name])[0]
 
 
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
+def test_weights_that_lie_along_the_other_axis(name):
+    """As transformers stores some (`is_transposed`): the same bits, and those of a copy."""
+    _, w, _ = tensors()
+    operand = RECIPES[name].output.b
+    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turned.is_contiguous()
+    for cast, one in (
+        (weight_operand, (operand,)),
+        (weight_columns, (RECIPES[name].input_grad.b, operand)),
+    ):
+        found, wanted = (cast(weight, *one) for weight in (turned, w))
+        assert found.shape == wanted.shape
+        assert found.scheme == wanted.scheme
+        assert torch.equal(found.codes, wanted.codes)
+        assert torch.equal(found.scale, wanted.scale)
+
+
+def test_dense_weights_are_not_copied():
+    """Along either axis; those of rows come as one matrix."""
+    _, w, _ = tensors()
+    for found in (weight_operand(w, Operand()), weight_columns(w, Operand(), Operand())):
+        assert found.data_ptr() == w.data_ptr()
+    assert weight_columns(w, Operand(), Operand()).shape == (E, w.shape[2], w.shape[1])
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp", "tensorwise", "blockwise", "mxfp8"])
+def test_traced_operands_are_those_of_plain_calls(name):
+    """Operators of layout, columns and weights: their fakes have the shapes that they make."""
+    recipe, offsets = RECIPES[name], offsets_of("uneven")
+    x, w, _ = tensors()
+
+    def operands(x, w, offsets):
+        layout = layout_of(offsets, x.shape[0], group_step(recipe))
+        columns = columns_operand(x, recipe.weight_grad.b, layout)
+        turned = weight_columns(w, recipe.input_grad.b, recipe.output.b)
+        matrix, table = columns.matrix, [] if columns.table is None else [columns.table]
+        matrix = [matrix] if isinstance(matrix, torch.Tensor) else [matrix.codes, matrix.scale]
+        return [layout.ends, *matrix, *table, turned.codes, turned.scale]
+
+    traced = torch.compile(operands, fullgraph=True, backend="aot_eager")(x, w, offsets)
+    for found, wanted in zip(traced, operands(x, w, offsets), strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+
+
 def test_blocks_over_several_tokens_are_refused():
     layout = layout_of(offsets_of("uneven"), 90, 128)
     square = Operand(scheme=SCHEMES["fp8_128x128"])

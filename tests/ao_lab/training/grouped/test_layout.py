@@ -37,6 +37,15 @@ def test_every_split_of_six_rows(experts, step):
         assert layout.ends.dtype == layout.source.dtype == torch.int32
 
 
+@pytest.mark.parametrize("step", [16, 48])
+def test_owners_of_sixteen_places(step):
+    for ends in ((0, 7, 40), (40, 40, 40), (0, 0, 0), (16, 32, 33)):
+        layout = layout_of(torch.tensor(ends, dtype=torch.int32), 40, step)
+        chunks = expected(ends, 40, step)[2]
+        assert layout.owners.tolist() == [owner for owner in chunks for _ in range(step // 16)]
+        assert layout.owners.dtype == torch.int32
+
+
 def test_nothing_moves_where_nothing_is_filled_up():
     x = torch.randn(6, 3)
     layout = layout_of(torch.tensor([2, 6], dtype=torch.int32), 6, 1)

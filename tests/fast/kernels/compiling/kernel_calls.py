@@ -10,6 +10,8 @@ import fast.kernels
 from ao_lab.config.recipe import named
 from fast.kernels.encode import pointwise, random_words
 from fast.kernels.grouped import gather, zero
+from fast.kernels.grouped import host as groups_host
+from fast.kernels.grouped import layout as grouped_layout
 from fast.kernels.hadamard import host as hadamard
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
@@ -29,6 +31,7 @@ from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
+from reference.training.grouped import padded_rows
 
 KERNELS = Path(fast.kernels.__file__).parent
 BIG = (16384, 4096)
@@ -107,6 +110,11 @@ def layouts(name, dtype="bfloat16", shape=BIG, rows=True, power=False):
     return call(empty(shape, dtype), scheme, *((None, False) if rows else (False,)))
 
 
+def batches(name, dtype="bfloat16", shape=(8, 14336, 4096)):
+    """The columns of each matrix of a batch."""
+    return layouts_host.batch_columns(empty(shape, dtype), SCHEMES[name])
+
+
 def both_axes(name, dtype="bfloat16", shape=BIG, codes=False):
     """Values along rows; values or codes along columns."""
     call = values_host.values_and_codes if codes else values_host.both_values
@@ -151,6 +159,18 @@ def unpack(fmt, shape=SOME):
 def gathered(dtype="bfloat16", shape=BIG, filled=16512):
     """Rows sorted by expert as columns, groups filled up."""
     return gather.gather_transposed(empty(shape, dtype), empty((filled,), "int32"))
+
+
+def arranged(experts=8, step=16, places=16512):
+    """Tables of rows sorted by expert."""
+    return grouped_layout.group_layout(empty((experts,), "int32"), places, places, step)
+
+
+def grouped(name, dtype="bfloat16", shape=BIG, step=16, experts=8):
+    """Rows sorted by expert as codes of columns."""
+    places = padded_rows(shape[0], experts, step)
+    tables = empty((places,), "int32"), empty((places // 16,), "int32")
+    return groups_host.group_columns(empty(shape, dtype), SCHEMES[name], *tables, experts, step)
 
 
 def zeroed(which, dtype="bfloat16", shape=BIG):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
+    batches,
     both_axes,
     case,
     decode,
@@ -13,6 +14,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gate,
     gathered,
     given_both,
+    grouped,
     layouts,
     mx_both,
     norm,
@@ -23,6 +25,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
 
 TWICE = ("blocks_kernel", "blocks_kernel")
 THRICE = (*TWICE, "blocks_kernel")
+GROUPS = ("group_maxima_kernel", "group_columns_kernel")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,17 @@ HOT = (
     ),
     (case(layouts, "fp8_1x128", kernels=("pairs_kernel",)), (Moves(2, 1, 16.5, few=14),)),
     (case(layouts, "fp8_128x128", kernels=("pairs_kernel",)), (Moves(2, 1, 9.6, few=14),)),
+    # Columns of a batch of matrices.
+    (
+        case(batches, "fp8_rowwise", kernels=("maxima_kernel", "pairs_kernel")),
+        (Moves(2, 0, 9.0), Moves(2, 1, 9.1, few=14)),
+    ),
+    (case(batches, "mxfp8_e4m3_rceil", kernels=("mx_pairs_kernel",)), (Moves(2, 1, 12.9, few=12),)),
+    # Columns of rows sorted by expert: maxima leave at two places, of which one runs for nearly all rows.
+    (case(grouped, "fp8_rowwise", kernels=GROUPS), (Moves(2, 0, 11.6), Moves(2, 1, 10.5, few=14))),
+    (case(grouped, "fp8_tensorwise", kernels=GROUPS), (Moves(2, 0, 10.9), Moves(2, 1, 9.9, few=14))),
+    (case(grouped, "fp8_1x128", step=128, kernels=GROUPS[1:]), (Moves(2, 1, 11.9, few=14),)),
+    (case(grouped, "mxfp8_e4m3_rceil", step=32, kernels=GROUPS[1:]), (Moves(2, 1, 10.5, few=14),)),
     (case(given_both, True, kernels=("given_both_kernel",)), (Moves(2, 2, 12.9),)),
     # Along the first axis: 8 columns a thread, so 8 codes at a time; 16 where an earlier pass left the scales.
     (case(quantize, "mxfp8_e4m3", shape=BIG, axis=0), (Moves(2, 1, 8.4, store=8),)),
