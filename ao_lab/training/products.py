@@ -25,12 +25,19 @@ from ao_lab.training.casts import Matrix
 from ao_lab.training.scaled_mm import FLOAT8, STEP, has_fp8, is_one_scale
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import codes_beat_torch
-from reference import Quantized
+from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of
+from reference.schemes.scale import POWER_RULES
 from reference.training.recipe import Product
 
 #: GPUs that `codes` was measured on.
 HOPPER = (9, 0)
+#: Products of at most so many operations take a GPU less time than the host takes to start them by `torch._scaled_mm`, which
+#: looks for a kernel at every call (37 to 90 us, H200): launched one by one they go by `codes`. Its kernel is slower (20 to 30
+#: us where torch's takes 15 to 21), so a CUDA graph, which has no launches, records torch's.
+BRIEF = 2**34
+#: What tiles of `codes` divide lengths by.
+TILE = 128
 
 
 def product(
@@ -74,13 +81,19 @@ def select_product(
         )
         traced: str = _able_traced(name or "", *facts)
         return traced
-    key = (name, fast_sums, *_facts(a), *_facts(b))
+    brief = 2 * m * n * k <= BRIEF and not is_captured(codes_of(a))
+    key = (name, fast_sums, brief, *_facts(a), *_facts(b))
     found = _able_before.get(key)
     if found is None:
         if len(_able_before) >= MOST:
             _able_before.clear()
-        found = _able_before[key] = _able(name, a, b, fast_sums)
+        found = _able_before[key] = _able(name, a, b, fast_sums, brief)
     return found
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph records what is done with x."""
+    return x.is_cuda and torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
 
 
 #: What `_able` found, by all that it looks at.
@@ -96,13 +109,13 @@ def _facts(matrix: Matrix) -> tuple[Any, ...]:
     return "", matrix.shape, False, matrix.dtype, matrix.device, None
 
 
-def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool) -> str:
-    """The function of a name where it can, else the first that can and pays."""
+def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool, brief: bool = False) -> str:
+    """The function of a name where it can, else the first that can and pays. brief: see `BRIEF`."""
     if name in PRODUCTS and PRODUCTS[name].unsupported_reason(a, b) is None:
         return name
     # A loop: tracers do not follow operands into a generator.
     for first, one in PRODUCTS.items():
-        if one.unsupported_reason(a, b) is None and one.pays(a, b, fast_sums):
+        if one.unsupported_reason(a, b) is None and one.pays(a, b, fast_sums, brief):
             return first
     raise ValueError("no function multiplies these operands")
 
@@ -150,10 +163,19 @@ def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
     return None
 
 
-def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool) -> bool:
+def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, brief: bool) -> bool:
+    """Where the kernel is quicker, and in brief products, launched one by one, whose bits are the same: under powers of two."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return False
+    lengths = (*a.shape, b.shape[0])
+    if brief and _is_exact(a.scheme) and _is_exact(b.scheme) and not any(length % TILE for length in lengths):
+        return True
     return codes_beat_torch(a.scheme.key, b.scheme.key, tuple(b.shape), a.shape[0], fast_sums)
+
+
+def _is_exact(scheme: Scheme) -> bool:
+    """Whether scales are powers of two, which the order of multiplications does not round."""
+    return scheme.scale.block == -1 and scheme.scale.rule in (*POWER_RULES, "ratio_pow2")
 
 
 def _codes(
@@ -200,8 +222,8 @@ class Kernel:
 
     run: Callable[[Matrix, Matrix, Product, torch.dtype, torch.Tensor | None], torch.Tensor]
     unsupported_reason: Callable[[Matrix, Matrix], str | None]
-    #: Of both operands and whether sums may be fast.
-    pays: Callable[[Matrix, Matrix, bool], bool] = lambda a, b, fast_sums: True
+    #: Of both operands, whether sums may be fast, and whether the product is brief.
+    pays: Callable[[Matrix, Matrix, bool, bool], bool] = lambda a, b, fast_sums, brief: True
 
 
 #: Every function by name, the preferred first.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ao_lab.training.products import is_captured
 from fast.device import PLAIN, is_transformed
 from reference.training.recipe import Operand
 
@@ -62,11 +63,6 @@ def serves(x: torch.Tensor, rows: Operand, columns: Operand) -> bool:
     return not is_captured(x)
 
 
-def is_captured(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph records what is done with x."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def copies(x: torch.Tensor, asked: tuple[Any, ...], make: Callable[[], Copies]) -> Copies:
     """The copies of x: those of the layer before, if they are what is asked for, or new ones.
 
@@ -97,4 +93,4 @@ def forget() -> None:
             return
 
 
-__all__ = ["Copies", "copies", "forget", "is_captured", "serves"]
+__all__ = ["Copies", "copies", "forget", "serves"]

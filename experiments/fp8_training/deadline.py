@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+#: How the reason ends.
+LATE = "s of this run did not reach it"
+
 
 @dataclass
 class Deadline:
@@ -26,7 +29,12 @@ class Deadline:
         """Why something that takes about `needed` seconds does not start; None where it does."""
         if self.left() > needed:
             return None
-        return f"not run: the {self.seconds:.0f} s of this run did not reach it"
+        return f"not run: the {self.seconds:.0f} {LATE}"
 
 
-__all__ = ["Deadline"]
+def is_late(metric: str) -> bool:
+    """Whether the metric of a status says that a deadline came first."""
+    return metric.startswith("status: ") and metric.endswith(LATE)
+
+
+__all__ = ["Deadline", "is_late"]

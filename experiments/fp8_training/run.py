@@ -7,23 +7,23 @@ recipe alone. Stand-in: on a CPU recipes are emulated, shapes and models are tin
 errors are those of the recipes.
 
 A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there, and so
-does one on another machine with the same kind of device from what was published.
+does one on another machine with the same kind of device from what was published. Trainings go on one by one; what is timed is
+measured whole or not at all (`experiments.fp8_training.speed.wholes`), so that the sides of a ratio are of one run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.methods import BASELINE, Method
 from experiments.fp8_training.speed import blocks, grid, linear
+from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
 from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, SWEEP
 from experiments.harness.libraries import seed_and_libraries
-from experiments.harness.outcome import Values, keep
-from experiments.harness.progress import bar
-from experiments.harness.rows import NOT_RUN, Journal, Row, table_name
+from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = "fp8_training"
@@ -31,6 +31,8 @@ TITLE = "Low-precision training: speed and convergence"
 CODE = f"experiments.{EXPERIMENT}"
 #: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
 GOES_ON = True
+#: Tables whose times stand side by side though they are measured one by one: those of another processor are not gone on from.
+SAME_PROCESSOR = (SWEEP, LONG)
 
 
 def subject(settings: Settings) -> str:
@@ -63,7 +65,7 @@ def about(settings: Settings) -> dict[str, object]:
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    deadline, failed = Deadline(settings.seconds), []
+    deadline, failed = Deadline(settings.seconds), list[Row]()
     for name, part in PARTS.items():
         if not settings.only or name in settings.only:
             part(settings, journal, failed, deadline)
@@ -74,62 +76,63 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 
 
 def linear_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
-    """Single layers, shape by shape; bfloat16 is measured again wherever a method is missing."""
+    """Single layers, shape by shape."""
     shapes = linear.SHAPES if published_shapes(settings) else linear.STAND_INS
-    missing = {shape: unmeasured(settings, journal, shape) for shape in shapes}
-    if not any(missing.values()) or deadline.reason() is not None:
-        return
-    bench = linear.Bench.of(settings.device, settings.seed, deadline)
-    with bar("linear layers", len(shapes)) as step:
-        for shape, methods in missing.items():
-            if methods and deadline.reason() is None:
-                every = linear.all_methods(settings.device)
-                found = linear.measure(bench, shape, with_base(methods, every))
-                names = {linear.label(one) for one in methods}
-                wanted = {key: values for key, values in found.items() if key[1] in names}
-                add(settings, journal, failed, linear.KIND, linear.data_of(shape), wanted)
-            step(linear.data_of(shape))
+    bench = cache(partial(linear.Bench.of, settings.device, settings.seed, deadline))
+    methods = [
+        (linear.EAGER, linear.label(one), one.missing()) for one in linear.all_methods(settings.device)
+    ]
+
+    def whole(shape: linear.Shape) -> Whole:
+        name = linear.data_of(shape)
+        return Whole(linear.KIND, name, name, (Part.of(methods, lambda: linear.measure(bench(), shape)),))
+
+    measure_wholes("linear layers", map(whole, shapes), settings, journal, failed, deadline)
 
 
-def unmeasured(settings: Settings, journal: Journal, shape: linear.Shape) -> list[Method]:
-    """Methods of a shape without rows."""
-    table = table_name(linear.KIND, settings.scale, linear.data_of(shape))
-    every = linear.all_methods(settings.device)
-    return [one for one in every if not journal.finished(table, linear.EAGER, linear.label(one))]
+def blocks_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+    """Decoder layers: eager, then the same compiled, as one is a ratio of the other."""
+    groups = blocks.GPU_GROUPS if published_shapes(settings) else blocks.TINY_GROUPS
+    bench = cache(partial(blocks.Bench.of, settings.device, settings.seed, deadline))
+    pairs: dict[tuple[str, str], list[blocks.Group]] = {}
+    for group in groups:
+        _, _, rest = group.setting.partition(", ")
+        pairs.setdefault((group.shape.name, rest), []).append(group)
+    wholes = [
+        Whole(blocks.KIND, data, f"{data}, {rest}", tuple(part_of(group, bench) for group in pair))
+        for (data, rest), pair in pairs.items()
+    ]
+    measure_wholes("decoder layers", wholes, settings, journal, failed, deadline)
+
+
+def part_of(group: blocks.Group, bench: Callable[[], blocks.Bench]) -> Part:
+    """A group of decoder layers."""
+
+    def measure() -> Found:
+        found = blocks.measure(bench(), group)
+        return {(group.setting, method.name): values for method, values in found.items()}
+
+    return Part.of([(group.setting, one.name, one.missing()) for one in group.methods], measure)
 
 
 def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The grid, cell by cell."""
     cells = grid.CELLS if published_shapes(settings) else grid.STAND_INS
-    table = table_name(grid.KIND, settings.scale, grid.MODULE)
-    missing = [one for one in cells if not journal.finished(table, grid.setting_of(one), grid.TUNED.name)]
-    with bar("grid", len(missing)) as step:
-        for cell in missing:
-            if deadline.reason() is None:
-                found = grid.measure(settings.device, settings.seed, cell)
-                named = {(grid.setting_of(cell), method.name): values for method, values in found.items()}
-                add(settings, journal, failed, grid.KIND, grid.MODULE, named)
-            step(grid.setting_of(cell))
+    wholes = [
+        Whole(grid.KIND, grid.MODULE, grid.setting_of(cell), (cell_part(settings, cell),)) for cell in cells
+    ]
+    measure_wholes("grid", wholes, settings, journal, failed, deadline)
 
 
-def blocks_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
-    """Decoder layers, group by group; bfloat16 is measured again wherever a method is missing."""
-    groups = blocks.GPU_GROUPS if published_shapes(settings) else blocks.TINY_GROUPS
-    bench = blocks.Bench.of(settings.device, settings.seed, deadline)
-    with bar("decoder layers", len(groups)) as step:
-        for group in groups:
-            table = table_name(blocks.KIND, settings.scale, group.shape.name)
-            missing = [one for one in group.methods if not journal.finished(table, group.setting, one.name)]
-            if missing and deadline.reason() is None:
-                found = blocks.measure(bench, group, with_base(missing, group.methods))
-                named = {(group.setting, one.name): values for one, values in found.items() if one in missing}
-                add(settings, journal, failed, blocks.KIND, group.shape.name, named)
-            step(f"{group.shape.name}, {group.setting}")
+def cell_part(settings: Settings, cell: grid.Cell) -> Part:
+    """A cell of the grid."""
+    setting = grid.setting_of(cell)
 
+    def measure() -> Found:
+        found = grid.measure(settings.device, settings.seed, cell)
+        return {(setting, method.name): values for method, values in found.items()}
 
-def with_base(missing: Sequence[Method], all_of_them: Sequence[Method]) -> list[Method]:
-    """bfloat16 first, then what is missing."""
-    return [one for one in all_of_them if one in missing or one.name == BASELINE]
+    return Part.of([(setting, method.name, method.missing()) for method in grid.SIDES], measure)
 
 
 def faults_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
@@ -144,17 +147,6 @@ def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadlin
         convergence.run(settings, journal, PLANS[settings.scale], kinds, deadline)
 
     return part
-
-
-def add(
-    settings: Settings, journal: Journal, failed: list[Row], kind: str, data: str,
-    found: dict[tuple[str, str], Values],
-) -> None:  # fmt: skip
-    """Rows of (setting, method) with their values: of what went well into the journal."""
-    for (setting, method), values in found.items():
-        where = (EXPERIMENT, kind, data, setting, method)
-        rows = [settings.row(*where, metric, value, unit) for metric, (value, unit) in values.items()]
-        keep(journal, failed, rows)
 
 
 #: By the names that `--only` takes, in the order in which they are measured.
@@ -176,4 +168,14 @@ def check_parts(names: Sequence[str]) -> None:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
 
 
-__all__ = ["EXPERIMENT", "PARTS", "TITLE", "about", "check_parts", "run", "sources", "subject"]
+__all__ = [
+    "EXPERIMENT",
+    "PARTS",
+    "TITLE",
+    "about",
+    "check_parts",
+    "measured_whole",
+    "run",
+    "sources",
+    "subject",
+]

@@ -2,11 +2,11 @@
 with an empty cache and the files that the one before published.
 
 Rows are taken by an experiment whose module `run` has `GOES_ON = True`, where they are of this device, scale and corpus, by the
-code as it is now, and where ``origins.json`` beside them says that those of their table and code were measured with the versions
-of libraries that are here; on a CPU, and of the kinds of table that `SAME_PROCESSOR` names, also with this processor. A row does
-not say that itself. A table that holds rows of several origins by one code has none, and neither has one that a run was
-publishing when it was killed: nothing is taken of it. A whole run, without a limit of parts or seconds, takes nothing: it is
-there to measure.
+code as it is now, and where ``origins.json`` beside them says that those of their table and code were measured with the
+versions of libraries that are here; on a CPU, and of the kinds of table that `SAME_PROCESSOR` names, also with this processor.
+A row does not say that itself. A table that holds rows of several origins by one code has none, and neither has one that a run
+was publishing when it was killed: nothing is taken of it. A whole run, without a limit of parts or seconds, takes nothing: it
+is there to measure.
 
 Where `run` has `measured_whole(row)`, rows with the same answer are compared with each other, so all of them are of one run:
 older ones leave when a run has measured some anew.
@@ -57,7 +57,7 @@ def known(experiment: str, settings: Settings, paths: Paths) -> list[Row]:
 
 
 def kept(experiment: str, rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """Published rows that stay beside those of a partial run: of lines that it has not, and no values of a whole that it has."""
+    """Published rows that stay beside those of a partial run: lines that it has not, no values of a whole that it has."""
     others = with_others(rows, before)[len(rows) :]
     whole = getattr(EXPERIMENTS[experiment].run_module(), "measured_whole", lambda row: None)
     mine = {(name, row.device) for row in rows if has_value(row) and (name := whole(row)) is not None}

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ao_lab.training import shared
 from ao_lab.training.prepared.step import Step
+from ao_lab.training.products import is_captured
 
 Grad = torch.Tensor | None
 
@@ -21,7 +22,7 @@ class PreparedLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, step: Step
     ) -> torch.Tensor:
         """The output; x's copy for the weight gradient is kept."""
-        if shared.is_captured(x):
+        if is_captured(x):
             rows, scale, *kept = step.inputs(x)
         else:
             (rows, scale), kept, _ = shared.copies(x, step.shared, lambda: _copies(step, x))

@@ -15,7 +15,7 @@ import torch
 
 from ao_lab.gemm import choices
 from ao_lab.training.prepared.views import SCALED_MM, Side, View, side_of, views_of
-from ao_lab.training.products import select_product, stand_in
+from ao_lab.training.products import is_captured, select_product, stand_in
 from ao_lab.training.scaled_mm import FLOAT8
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
@@ -84,7 +84,7 @@ def find(
     if is_transformed():
         return None
     # First what `ao_lab.tune` changes: a step of older choices is never under the key of newer ones.
-    chosen = choices.VERSION[0], choices.pinned()
+    chosen = choices.VERSION[0], choices.pinned(), is_captured(x)
     added = None if bias is None else (bias.shape, bias.dtype, bias.device)
     key = (chosen, recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, added)
     step = _steps.get(key)

@@ -10,6 +10,7 @@ from experiments.fp8_training.report.published_tables import SPEED, model_table,
 from experiments.fp8_training.report.targets import of_blocks, of_linear, target_table, verdict
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.speed.blocks import LLAMA_3_2_3B_FOUR_LAYERS
+from experiments.fp8_training.speed.steady import IDLE, SETTLE, SINGLE
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
 from experiments.report.content import Drawing, Section
@@ -25,6 +26,7 @@ LINEAR: Columns = {
     "time, 20%": ("20%", 3, 1.0),
     "time, 80%": ("80%", 3, 1.0),
     "time over bfloat16": ("over bfloat16", 3, 1.0),
+    "time after a pause": ("after a pause (ms)", 3, 1.0),
     "fraction of the floor": ("of the floor", 3, 1.0),
     "host time": ("host (us)", 0, 1.0),
     "error of the output": ("error, output", 4, 1.0),
@@ -48,11 +50,15 @@ SUMS = (
 )
 LAYER = (
     "One linear layer of M rows, K inputs and N outputs, forward and backward, bfloat16, random normal operands. All methods "
-    "of a shape run in turn in one process, bfloat16 first and last, each timed after at least 10 ms of its own calls, so that "
-    "it has the clock that it leaves itself. Time is the median over rounds with the 20% and 80% quantiles, by events; "
-    "launched one by one (eager), or replayed from a CUDA graph. Errors are norms of differences from float32 over norms. The "
-    "floor is the operations at the rate of an 8192-cubed product measured in the same process (FP8 with fast sums, or "
-    "bfloat16 where a recipe's operands have no units), and the fewest bytes of the casts at the measured copy rate.",
+    "of a shape run in turn in one process, bfloat16 first and last. Time is the median over rounds with the 20% and 80% "
+    "quantiles, by events; launched one by one (eager), or replayed from a CUDA graph. Errors are norms of differences from "
+    "float32 over norms. The floor is the operations at the rate of an 8192-cubed product measured in the same process (FP8 "
+    "with fast sums, or bfloat16 where a recipe's operands have no units), and the fewest bytes of the casts at the measured "
+    "copy rate.",
+    f"**Times, ratios and targets are of the steady state**: on a GPU a method is timed after at least {SETTLE * 1e3:.0f} ms "
+    f"of its own calls, as in training, when the clock is what these calls make of it near the power limit. At large shapes "
+    f"ratios depend on that. 'After a pause' is the other state: the median of {SINGLE} single calls, each after "
+    f"{IDLE * 1e3:.0f} ms without work and with nothing in the L2 cache; eager calls wait for their launches there.",
     SUMS,
 )
 STEP = (

@@ -6,7 +6,7 @@ a CPU say nothing, so they have no target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method
 from experiments.fp8_training.speed import blocks, linear
@@ -111,17 +111,42 @@ def at_most(name: str, value: float | None, limit: float) -> Target:
     return Target(name, value, limit, at_least=False, value_format=".3f")
 
 
+#: What has targets, by kind of table, and how its tables are called.
+TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ...]]] = {
+    linear.KIND: (of_linear, tuple(dict.fromkeys([*(data for data, _ in TIMES), *SMALL]))),
+    blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
+}
+
+
 def finding(rows: Sequence[Row]) -> list[str]:
-    """How many targets of single layers and of blocks are reached, device by device; nothing where none was measured."""
-    found: dict[str, list[Target]] = {}
-    for kind, targets in ((linear.KIND, of_linear), (blocks.KIND, of_blocks)):
-        for where, results in by_run(rows, kind).items():
-            found.setdefault(where.device, []).extend(known(targets(where, results)))
+    """How many targets of single layers and of blocks are reached, and how many were not measured, by device; nothing of one
+    on which none was."""
+    found: dict[tuple[str, str], list[Target]] = {}
+    tables = {kind: by_run(rows, kind) for kind in (linear.KIND, blocks.KIND)}
+    for scale, device in dict.fromkeys((one.scale, one.device) for runs in tables.values() for one in runs):
+        found[scale, device] = [
+            target
+            for kind, (of_one, names) in TARGETS.items()
+            for where in (Where(scale, device, name) for name in names)
+            for target in of_one(where, tables[kind].get(where, Results([])))
+        ]
     return [
-        f"Targets of speed and memory reached on {device}: {len(all_of_it) - len(missed(all_of_it))} of {len(all_of_it)}."
-        for device, all_of_it in found.items()
-        if all_of_it
+        f"Targets of speed and memory reached, {scale} scale on {device}: {counts(targets)}."
+        for (scale, device), targets in found.items()
+        if known(targets)
     ]
+
+
+def counts(targets: Sequence[Target]) -> str:
+    """Reached of measured, and how many were not measured."""
+    measured = known(targets)
+    return f"{len(measured) - len(missed(measured))} of {len(measured)}{unmeasured(targets)}"
+
+
+def unmeasured(targets: Sequence[Target]) -> str:
+    """The end of a sentence about those that were measured; nothing where all were."""
+    late = len(targets) - len(known(targets))
+    return f", {late} not measured" if late else ""
 
 
 def known(targets: Iterable[Target]) -> list[Target]:
@@ -130,12 +155,15 @@ def known(targets: Iterable[Target]) -> list[Target]:
 
 
 def verdict(targets: Sequence[Target]) -> list[str]:
-    """How many targets are missed, and which, of those that were measured."""
+    """How many targets are missed, and which, of those that were measured; how many were not."""
     measured = known(targets)
-    late = missed(measured)
+    late, rest = missed(measured), unmeasured(targets)
     if late:
-        return [f"**Missed targets: {len(late)} of {len(measured)}.** " + "; ".join(map(str, late)) + "."]
-    return [f"All {len(measured)} values that have a target meet it."] if measured else []
+        words = f"**Missed targets: {len(late)} of {len(measured)}{rest}.** "
+        return [words + "; ".join(map(str, late)) + "."]
+    if not measured:
+        return [f"None of the {len(targets)} targets was measured."] if targets else []
+    return [f"All {len(measured)} values that have a target meet it{rest}."]
 
 
 def target_table(targets: Sequence[Target]) -> list[Table]:

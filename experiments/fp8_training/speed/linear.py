@@ -1,8 +1,8 @@
 """One linear layer, forward and backward, eager and from a CUDA graph: times, errors, host time, fraction of the floor.
 
-All methods of a shape are timed in turn, round by round, each after calls of its own, bfloat16 first and once more last. A
-method's outputs and gradients are compared with those of the same operands in float32 before it is timed. On a CPU small shapes
-take the same path; errors mean there what they mean on a GPU, times do not.
+All methods of a shape are timed in turn, round by round, each after calls of its own, bfloat16 first and once more last; then
+in single calls after a pause. A method's outputs and gradients are compared with those of the same operands in float32 before
+it is timed. On a CPU small shapes take the same path; errors mean there what they mean on a GPU, times do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import FLOAT8, PLAIN, SUMMED_FAST, Method, methods
 from experiments.fp8_training.speed.floor import Rates, floor_seconds, measure_rates
-from experiments.fp8_training.speed.steady import SETTLE, steady
+from experiments.fp8_training.speed.steady import IDLE, SETTLE, after_pause, steady
 from experiments.fp8_training.speed.watch import watch_of
 from experiments.harness.outcome import Values, Wrong, attempt, free, status
 from experiments.harness.timing import AGAIN, Plan, Span, Watch, host_times, prepare, summary
@@ -95,13 +95,15 @@ class Bench:
     plan: Plan = field(default=PLAN)
     #: Seconds of calls of its own before a method is timed.
     settle: float = SETTLE
+    #: Seconds without work before a single call.
+    idle: float = IDLE
 
     @classmethod
     def of(cls, device: str, seed: int, deadline: Deadline) -> Bench:
-        """On a GPU with its rates, which the floor is made of; on a CPU without calls before, as its times say nothing."""
+        """On a GPU with its rates, which the floor is made of; on a CPU nothing comes before a call: its times say nothing."""
         watch = watch_of(device)
         if device != "cuda":
-            return cls(device, seed, watch, deadline, plan=QUICK, settle=0.0)
+            return cls(device, seed, watch, deadline, plan=QUICK, settle=0.0, idle=0.0)
         return cls(device, seed, watch, deadline, measure_rates(watch))
 
 
@@ -161,6 +163,7 @@ def time_eager(
         call()
     times = steady(bench.watch, spans, bench.plan, bench.settle, graph=False)
     add_times(bench, shape, layers, times, found, EAGER)
+    add_single(bench, calls, found, EAGER)
     if bench.device == "cuda":
         for name, seconds in host_times(calls, bench.watch.sync, batches=4, batch=8).items():
             found[EAGER, name]["host time"] = (seconds * 1e6, "us")
@@ -171,10 +174,13 @@ def time_graphs(
 ) -> None:
     """Add device times of CUDA graphs, of the methods that can be captured."""
     spans: dict[str, Span] = {}
+    single: dict[str, Callable[[], object]] = {}
     for name, (_, layer) in layers.items():
 
         def capture(name: str = name, layer: Layer = layer) -> Values:
-            spans[name] = prepare(bench.watch, [layer.step], bench.plan)
+            span = prepare(bench.watch, [layer.step], bench.plan)
+            single[name] = span.graph if span.count == 1 else bench.watch.capture([layer.step])
+            spans[name] = span
             return {}
 
         found[GRAPH, name] = attempt(capture)
@@ -182,6 +188,15 @@ def time_graphs(
         kept = {name: layers[name] for name in spans}
         times = steady(bench.watch, spans, bench.plan, bench.settle)
         add_times(bench, shape, kept, times, found, GRAPH)
+        add_single(bench, {name: single[name] for name in spans}, found, GRAPH)
+
+
+def add_single(
+    bench: Bench, calls: dict[str, Callable[[], object]], found: dict[tuple[str, str], Values], setting: str
+) -> None:
+    """Add medians of single calls after a pause."""
+    for name, seconds in after_pause(bench.watch, calls, bench.idle).items():
+        found[setting, name]["time after a pause"] = (summary(seconds).median * 1e3, "ms")
 
 
 def add_times(

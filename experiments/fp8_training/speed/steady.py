@@ -8,12 +8,15 @@ on an H200 bfloat16 at 16384 x 4096 x 14336 takes 7.4 ms a step after 15 ms of i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from experiments.harness.timing import AGAIN, Call, Plan, Span, Watch, in_turn, rounds_of
 
 #: Seconds that a method's own calls last before the one that is timed, and how many they are at least.
 SETTLE, FEWEST = 0.1, 2
+#: Seconds without work before a single call, and how many such calls there are.
+IDLE, SINGLE = 0.05, 5
 
 
 def steady(
@@ -42,4 +45,18 @@ def repeats(watch: Watch, run: Call, settle: float) -> int:
     return max(FEWEST, math.ceil(settle / max(once, 1e-6)))
 
 
-__all__ = ["SETTLE", "steady"]
+def after_pause(
+    watch: Watch, calls: Mapping[str, Call], idle: float = IDLE, sleep: Callable[[float], object] = time.sleep
+) -> dict[str, list[float]]:
+    """Seconds of SINGLE calls of each, in turn, each after all work was done and `idle` seconds without any: the other state,
+    of a GPU that is cool and at its highest clock, with nothing in its L2, and launches not queued. idle 0: one."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(SINGLE if idle else 1):
+        for name, call in calls.items():
+            watch.sync()
+            sleep(idle)
+            times[name] += watch.seconds([call], cold=True)
+    return times
+
+
+__all__ = ["IDLE", "SETTLE", "SINGLE", "after_pause", "steady"]

@@ -55,6 +55,9 @@ def _of_few_rows(m: int, n: int, k: int) -> Tile:
 
 
 def _of_many_rows(m: int, n: int, k: int) -> Tile:
+    """Squares where these leave less than half of the multiprocessors without one: a quarter fewer bytes are read."""
+    if 2 * -(-m // 128) * -(-n // 128) > PROCESSORS:
+        return Tile(128, 128, 128, 1, 5, 8, False)
     return Tile(128, 64, 128, _splits(-(-m // 128) * -(-n // 64), k), 6, 4, False)
 
 

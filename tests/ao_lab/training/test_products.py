@@ -10,6 +10,8 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from ao_lab.training import products
+from ao_lab.training.products import PRODUCTS
+from reference.training import RECIPES
 from reference.training.recipe import Operand, Product
 
 ROWWISE, TENSORWISE = "fp8_rowwise", "fp8_tensorwise"
@@ -94,3 +96,35 @@ def test_autocast_does_not_round_what_is_emulated():
     plain = run(a, b, product(ROWWISE), torch.float32, None)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(run(a, b, product(ROWWISE), torch.float32, None), plain)
+
+
+def operands_of(name, m, n, k):
+    recipe = RECIPES[name].output
+    return [
+        products.stand_in(op.scheme.key, shape, "torch.bfloat16", "cpu")
+        for op, shape in ((recipe.a, (m, k)), (recipe.b, (n, k)))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "captured", "expected"),
+    [
+        ("rowwise", (2048, 1024, 1024), False, "codes"),
+        ("rowwise", (2048, 1024, 1024), True, "emulate"),
+        ("rowwise", (4096, 2048, 1024), False, "codes"),
+        ("rowwise", (4096, 2048, 2048), False, "emulate"),
+        ("rowwise", (2000, 1024, 1024), False, "emulate"),
+        ("tensorwise", (2048, 1024, 1024), False, "emulate"),
+    ],
+)
+def test_brief_products_under_powers_of_two(monkeypatch, name, shape, captured, expected):
+    """By one launch where launches are made one by one; torch's own kernel in a graph, and where bits may differ."""
+    monkeypatch.setitem(PRODUCTS, "codes", replace(PRODUCTS["codes"], unsupported_reason=lambda a, b: None))
+    monkeypatch.setattr(products, "is_captured", lambda x: captured)
+    monkeypatch.setattr(products, "_able_before", {})
+    a, b = operands_of(name, *shape)
+    record = RECIPES[name].output
+    assert (
+        products.select_product("output", a, b, torch.bfloat16, replace(record, accumulation="precise"))
+        == expected
+    )

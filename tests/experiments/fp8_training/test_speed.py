@@ -9,7 +9,7 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
 from experiments.fp8_training.speed import blocks, checkpointing, grid, linear
 from experiments.fp8_training.speed.floor import Rates, floor_seconds
-from experiments.fp8_training.speed.steady import SETTLE, steady
+from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady
 from experiments.harness.timing import AGAIN, Plan, Span
 from reference.training.recipe import PRODUCTS, recipe_of
 from tests.experiments.harness.fake_watch import FakeWatch
@@ -38,6 +38,7 @@ def test_errors_and_times_of_a_layer():
     assert {key[0] for key in found} == {linear.EAGER}
     plain, mine, failed = found.values()
     assert plain["time over bfloat16"] == (1.0, "ratio")
+    assert all(one["time after a pause"][0] > 0 for one in (plain, mine))
     assert plain["error of the output"][0] < 0.004 < mine["error of the output"][0] < 0.06
     assert next(iter(failed)).startswith("status: error: ValueError: unknown recipe 'nothing'")
     late = linear.measure(linear.Bench.of("cpu", 0, Deadline(-1.0)), (32, 64, 32), (PLAIN,))
@@ -168,3 +169,34 @@ def test_fast_sums_stand_in_the_tables_of_a_gpu():
     assert not any("fast sums" in one.name for one in linear.all_methods("cpu"))
     groups = {group.setting for group in blocks.GPU_GROUPS if any(one.fast_sums for one in group.methods)}
     assert groups == {f"{how}, 2 x 8192, checkpointing none" for how in (blocks.EAGER, blocks.COMPILED)}
+
+
+def test_single_calls_come_after_a_pause():
+    made = []
+
+    class Watch(FakeWatch):
+        def sync(self):
+            made.append("sync")
+
+        def seconds(self, calls, *, cold=False):
+            assert cold
+            made.append(calls[0]())
+            return [1.0]
+
+    calls = {"a": lambda: "a", "b": lambda: "b"}
+    assert after_pause(Watch(), calls, 0.05, made.append) == {"a": [1.0] * SINGLE, "b": [1.0] * SINGLE}
+    assert made == ["sync", 0.05, "a", "sync", 0.05, "b"] * SINGLE
+    assert after_pause(Watch(), calls, 0.0, made.append) == {"a": [1.0], "b": [1.0]}
+
+
+def test_graphs_of_small_layers_are_timed_singly_too(monkeypatch):
+    """What is timed in a row is a graph of several calls; after a pause it is a graph of one."""
+    captured, bench = [], linear.Bench.of("cpu", 0, Deadline(None))
+    bench.plan = Plan(rounds=1, warmup=0, span=10.0, most_calls=4)
+    real = bench.watch.capture
+    monkeypatch.setattr(bench.watch, "capture", lambda calls: captured.append(len(calls)) or real(calls))
+    shape, found = (32, 64, 32), {}
+    layers = {PLAIN.name: (PLAIN, linear.Layer.of(shape, "cpu", 0))}
+    linear.time_graphs(bench, shape, layers, found)
+    assert captured == [4, 1]
+    assert found[linear.GRAPH, PLAIN.name]["time after a pause"][0] > 0

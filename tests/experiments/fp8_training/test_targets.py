@@ -46,11 +46,21 @@ def test_each_accumulation_has_its_limit():
     }
     assert targets.of_linear(Where("full", "cpu", where.data), results(*values)) == []
     assert targets.verdict(found) == [
-        "**Missed targets: 1 of 3.** ours, rowwise, fast sums, eager: time over bfloat16 0.620 of 0.6."
+        "**Missed targets: 1 of 3, 7 not measured.** ours, rowwise, fast sums, eager: time over bfloat16 0.620 of 0.6."
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
-    assert targets.finding(rows) == ["Targets of speed and memory reached on a GPU: 2 of 3."]
+    assert targets.finding(rows) == [
+        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 31 not measured."
+    ]
+    assert targets.finding([replace(row, metric="other") for row in rows]) == []
     assert targets.finding([]) == []
+    assert targets.verdict([one for one in found if one.reached]) == [
+        "All 2 values that have a target meet it."
+    ]
+    assert targets.verdict([one for one in found if one.value is None]) == [
+        "None of the 7 targets was measured."
+    ]
+    assert targets.verdict([]) == []
     (table,) = targets.target_table(found)
     assert ["ours, mxfp8, eager: time over bfloat16", "0.620", "≤ 1.11", "yes"] in table.lines
     assert ["ours, mxfp8, CUDA graph: time over bfloat16", "", "≤ 1.11", ""] in table.lines

@@ -68,6 +68,10 @@ PRODUCTS = (
         kernels=IN_PARTS,
     ),
     case(codes, "fp8_rowwise", "fp8_rowwise", 1024, shape=KEYS, kernels=TILES),
+    case(codes, "fp8_rowwise", "fp8_rowwise", 1024, shape=(1024, 2048), kernels=TILES),
+    case(
+        codes, "fp8_rowwise", "fp8_rowwise", 4096, dtype="float16", bias=True, fast_sums=True, kernels=TILES
+    ),
     case(pair, "int4_g64", shape=UP, kernels=W4A16_PAIR),
     case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=W4A16_PAIR),
     case(pair, "int8_rowwise", shape=UP, kernels=W8A16_PAIR),

@@ -18,10 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import fast
 from ao_lab.training import autograd
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.prepared import step as steps
+from ao_lab.training.products import PRODUCTS
 from reference.training import RECIPES
+from reference.training.recipe import Product
 
 Tensors = list[torch.Tensor]
 GENERAL = lambda *call: None  # noqa: E731
@@ -135,9 +138,39 @@ def check_graph(name: str) -> list[str]:
     return [] if same(made, expected) else [f"{name}: a graph on other numbers"]
 
 
+def check_brief() -> list[str]:
+    """Products under powers of two have the same bits by both functions that compute them, as `BRIEF` supposes."""
+    wrong, scheme = [], RECIPES["rowwise"].output.a.scheme
+    for m, n, k in (
+        (2048, 1024, 1024),
+        (4096, 2048, 1024),
+        (1024, 1024, 2048),
+        (128, 128, 16384),
+        (2048, 4096, 1024),
+    ):
+        for dtype in (torch.bfloat16, torch.float16):
+            x, w = (
+                torch.randn(rows, k, device="cuda", dtype=dtype) * torch.rand(rows, 1, device="cuda")
+                for rows in (m, n)
+            )
+            a, b = (fast.quantize(one.to(dtype), scheme) for one in (x, w))
+            for bias in (None, torch.randn(n, device="cuda", dtype=dtype)):
+                for sums in ("fast", "precise"):
+                    made = [
+                        PRODUCTS[name].run(a, b, Product(accumulation=sums), dtype, bias)
+                        for name in ("codes", "scaled_mm")
+                    ]
+                    apart = int((made[0] != made[1]).sum())
+                    if apart:
+                        wrong.append(
+                            f"{m} {n} {k} {dtype} {sums} bias {bias is not None}: {apart} of {m * n} differ"
+                        )
+    return wrong
+
+
 def main() -> int:
     """Run all parts, print what differs."""
-    wrong = check_steps()
+    wrong = check_brief() + check_steps()
     for name in NAMES:
         wrong += check_shared(name) + check_graph(name)
     print("\n".join(wrong) or "all steps agree", flush=True)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ao_lab.gemm import choices
 from ao_lab.training import autograd, shared
+from ao_lab.training.prepared import autograd as functions
 from ao_lab.training.prepared import step as steps
 from ao_lab.training.prepared.autograd import PreparedLinear
 from reference.training import RECIPES
@@ -159,7 +160,8 @@ def test_a_capture_makes_its_own_copies(recorded, monkeypatch):
     for _ in range(2):
         run(recorded, "rowwise", x, w, None)
     before = autograd.training_linear(x, w, None, RECIPES["rowwise"])
-    monkeypatch.setattr(shared, "is_captured", lambda x: True)
+    for module in (steps, functions):
+        monkeypatch.setattr(module, "is_captured", lambda x: True)
     launched = len(recorded.straight)
     captured = autograd.training_linear(x, w, None, RECIPES["rowwise"])
     assert len(recorded.straight) == launched + 3  # maxima, tiles, rows of the weight
