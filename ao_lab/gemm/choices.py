@@ -150,7 +150,7 @@ def tuned(
     rows, k = (k, m) if direction == "weight_grad" else (m, k)
     if pinned():
         return None
-    if torch.compiler.is_compiling() or not isinstance(rows, int):
+    if torch.compiler.is_compiling() or not all(isinstance(length, int) for length in (rows, n, k)):
         if not _knows(direction, str(device)):
             return None
         n, k, rows, experts = index(n), index(k), _range_of(rows), index(experts)

@@ -96,6 +96,9 @@ def is_captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
 
 
+#: Operands that cuBLAS refused, and what its error says.
+_refused: set[tuple[Any, ...]] = set()
+NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
 #: What `_able` found, by all that it looks at.
 _able_before: dict[tuple[Any, ...], str] = {}
 MOST = 4096
@@ -148,6 +151,21 @@ def codes_of(matrix: Matrix) -> torch.Tensor:
     return matrix.codes if isinstance(matrix, Quantized) else matrix
 
 
+def _scaled(
+    a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """torch's product; lengths that cuBLAS has no kernel for (a scale for each row, few rows, a long sum: torch says so when it
+    is called) go by `codes`, from then on at once."""
+    try:
+        return scaled_mm.scaled_mm(a, b, record, dtype, bias)
+    except RuntimeError as error:
+        if NOT_SUPPORTED not in str(error) or _codes_unsupported(a, b) is not None:
+            raise
+    _refused.add((*_facts(a), *_facts(b)))
+    _able_before.clear()
+    return _codes(a, b, record, dtype, bias)
+
+
 def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
     """Of the operands of `torch._scaled_mm` none is refused but on other GPUs; columns may be any number."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
@@ -167,6 +185,8 @@ def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, brief: bool) -> bool:
     """Where the kernel is quicker, and in brief products, launched one by one, whose bits are the same: under powers of two."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return False
+    if _refused and (*_facts(a), *_facts(b)) in _refused:
+        return True
     lengths = (*a.shape, b.shape[0])
     if brief and _is_exact(a.scheme) and _is_exact(b.scheme) and not any(length % TILE for length in lengths):
         return True
@@ -229,7 +249,7 @@ class Kernel:
 #: Every function by name, the preferred first.
 PRODUCTS = {
     "codes": Kernel(_codes, _codes_unsupported, _codes_pay),
-    "scaled_mm": Kernel(scaled_mm.scaled_mm, scaled_mm.unsupported_reason),
+    "scaled_mm": Kernel(_scaled, scaled_mm.unsupported_reason),
     "scaled_mm_blocks": Kernel(scaled_mm.scaled_mm_blocks, scaled_mm.blocks_unsupported_reason),
     "dequantize": Kernel(_dequantized, _dequantize_unsupported),
     "emulate": Kernel(_emulated, _supports_all),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ao_lab.gemm import choices, saved
 from ao_lab.gemm.choices import Candidate, Choice, Problem
@@ -194,3 +195,12 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         saved.save([], path, "other")
     assert path.read_text() == before
+
+
+def test_lengths_that_fake_tensors_leave_open(cache):
+    """Outside of a tracer's own frame, where a compiler asks what a weight of open lengths gives: they are no key."""
+    sizes = ShapeEnv()
+    n, k = (sizes.create_unbacked_symint() for _ in range(2))
+    device = torch.device("cpu")
+    assert choices.tuned("inference", "a", "b", (1, n, k), torch.bfloat16, device) is None
+    assert choices.tuned("inference", "a", "b", (1, n, 16), torch.bfloat16, device) is None

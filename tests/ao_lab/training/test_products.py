@@ -128,3 +128,41 @@ def test_brief_products_under_powers_of_two(monkeypatch, name, shape, captured, 
         products.select_product("output", a, b, torch.bfloat16, replace(record, accumulation="precise"))
         == expected
     )
+
+
+def test_what_cublas_has_no_kernel_for_goes_by_codes(monkeypatch):
+    """It says so when it is called; from then on it is not asked."""
+    asked = []
+
+    def refused(*given):
+        asked.append(given)
+        raise RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
+        )
+
+    monkeypatch.setattr(products.scaled_mm, "scaled_mm", refused)
+    monkeypatch.setattr(products, "_codes_unsupported", lambda a, b: None)
+    monkeypatch.setitem(PRODUCTS, "codes", replace(PRODUCTS["codes"], unsupported_reason=lambda a, b: None))
+    monkeypatch.setitem(
+        PRODUCTS, "scaled_mm", replace(PRODUCTS["scaled_mm"], unsupported_reason=lambda a, b: None)
+    )
+    monkeypatch.setattr(products, "_able_before", {})
+    monkeypatch.setattr(products, "_refused", set())
+    recipe = RECIPES["tensorwise"].output
+    x, w = (fast.quantize(torch.randn(rows, 256).bfloat16(), "fp8_tensorwise") for rows in (128, 64))
+    assert products.select_product("output", x, w, torch.bfloat16, recipe) == "scaled_mm"
+    made = [products.product("output", x, w, recipe, torch.bfloat16) for _ in range(2)]
+    assert len(asked) == 1
+    expected = products.linear_of_codes(x, w, None, dtype=torch.bfloat16, fast_sums=True)
+    assert all(torch.equal(y, expected) for y in made)
+    assert products.select_product("output", x, w, torch.bfloat16, recipe) == "codes"
+
+
+def test_other_errors_of_torch_are_raised(monkeypatch):
+    def failed(*given):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(products.scaled_mm, "scaled_mm", failed)
+    x = fast.quantize(torch.randn(128, 256).bfloat16(), "fp8_tensorwise")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        PRODUCTS["scaled_mm"].run(x, x, RECIPES["tensorwise"].output, torch.bfloat16, None)

@@ -28,6 +28,8 @@ RUNS = '''\
 
 import os
 
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -38,6 +40,8 @@ def bfloat16():
     config.training.steps = int(os.environ["STEPS"])
     config.parallelism.spmd_backend = "partial_dtensor"
     config.validator.enable = False
+    # Chunked losses use the head's weight after FSDP2 of torch 2.11 has freed it.
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))
     return config
 
 
