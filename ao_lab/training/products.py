@@ -23,6 +23,7 @@ from ao_lab.gemm.choices import tuned
 from ao_lab.training import scaled_mm
 from ao_lab.training.casts import Matrix
 from ao_lab.training.scaled_mm import FLOAT8, STEP, has_fp8, is_one_scale
+from fast.kernels.scaled_mm.tiles import LONG
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import codes_beat_torch
 from reference import Quantized, Scheme
@@ -182,13 +183,15 @@ def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
 
 
 def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, brief: bool) -> bool:
-    """Where the kernel is quicker, and in brief products, launched one by one, whose bits are the same: under powers of two."""
+    """Where the kernel is quicker, and in brief products, launched one by one, whose bits are the same: under powers of two,
+    and where neither function adds a sum in parts."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return False
     if _refused and (*_facts(a), *_facts(b)) in _refused:
         return True
     lengths = (*a.shape, b.shape[0])
-    if brief and _is_exact(a.scheme) and _is_exact(b.scheme) and not any(length % TILE for length in lengths):
+    whole = a.shape[1] < LONG and not any(length % TILE for length in lengths)
+    if brief and whole and _is_exact(a.scheme) and _is_exact(b.scheme):
         return True
     return codes_beat_torch(a.scheme.key, b.scheme.key, tuple(b.shape), a.shape[0], fast_sums)
 

@@ -114,6 +114,7 @@ def operands_of(name, m, n, k):
         ("rowwise", (4096, 2048, 1024), False, "codes"),
         ("rowwise", (4096, 2048, 2048), False, "emulate"),
         ("rowwise", (2000, 1024, 1024), False, "emulate"),
+        ("rowwise", (128, 128, 16384), False, "emulate"),
         ("tensorwise", (2048, 1024, 1024), False, "emulate"),
     ],
 )
