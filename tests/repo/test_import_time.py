@@ -54,3 +54,28 @@ def test_import_is_quick(name):
 )
 def test_nothing_heavy_is_imported(work):
     assert output_of(HEAVY.format(work=work)) == "[]"
+
+
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys, warnings
+sys.modules["triton"] = None
+warnings.simplefilter("ignore")
+import torch, ao_lab
+for module in pkgutil.walk_packages(ao_lab.__path__, "ao_lab."):
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        if "triton" in str(error):
+            print(module.name)
+for recipe in ("rowwise", "mxfp8", "nvfp4"):
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
+    ao_lab.convert_for_training_(layer, recipe)
+    for _ in range(2):
+        layer(torch.randn(128, 128).bfloat16().requires_grad_()).sum().backward()
+"""
+
+
+def test_a_cpu_needs_no_triton():
+    """A build of torch for CPUs brings none: every module is imported, and layers train."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ao_lab.gemm import choices
-from ao_lab.training.prepared.views import SCALED_MM, Side, View, side_of, views_of
+from ao_lab.training.prepared.views import SCALED_MM, Side, side_of, views_of
 from ao_lab.training.products import is_captured, select_product, stand_in
 from ao_lab.training.scaled_mm import FLOAT8
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
 from fast.kernels.launch import cache
-from fast.kernels.launch.call import Call, Size
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
 from reference.training.recipe import PRODUCTS, Product, Recipe
+
+if TYPE_CHECKING:  # which imports triton
+    from ao_lab.training.prepared.views import View
+    from fast.kernels.launch.call import Size
 
 #: A matrix to the codes and scales of its copies.
 Cast = Callable[..., Any]
@@ -187,9 +190,10 @@ def _cast(
     call = cache.find(key)
     wanted: dict[str, Size | None] = {} if rows is None else dict(zip(ROWS, rows, strict=True))
     wanted |= {} if columns is None else dict(zip(COLUMNS, columns, strict=True))
-    if not isinstance(call, Call) or not wanted.keys() <= call.buffers.keys():
+    if call is None or not wanted.keys() <= getattr(call, "buffers", {}).keys():
         return None
-    return call.viewed(**wanted)
+    viewed: Cast = call.viewed(**wanted)  # type: ignore[attr-defined]
+    return viewed
 
 
 def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:
@@ -217,7 +221,7 @@ def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | N
     scales = [_empty(side.scale_shape, torch.float32, x.device) for side in (first, second)]
     given = (codes[0], scales[0], None, codes[1], scales[1], bias)
     call = cache.find(cache.key_of(LINEAR_OF_CODES.name, first.scheme, values, given))
-    if not isinstance(call, Call):
+    if call is None:
         return None
     return lambda a, scale_a, b, scale_b, bias: call(a, scale_a, None, b, scale_b, bias)
 

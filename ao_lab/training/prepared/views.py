@@ -7,16 +7,20 @@ An operand a (M, K) or b (N, K) of a @ b.T is stored row after row, K innermost,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ao_lab.training.scaled_mm import FLOAT8, is_one_scale
-from fast.kernels.launch.call import Size
 from reference import Scheme
 from reference.training.recipe import Operand
 
-#: Of codes and of scales.
-View = tuple[Size, Size]
+if TYPE_CHECKING:  # which imports triton
+    from fast.kernels.launch.call import Size
+
+    #: Of codes and of scales.
+    View = tuple[Size, Size]
+
 #: Names of `ao_lab.training.products.PRODUCTS`.
 SCALED_MM, CODES = "scaled_mm", "codes"
 
