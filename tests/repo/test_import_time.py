@@ -65,7 +65,7 @@ for module in pkgutil.walk_packages(ao_lab.__path__, "ao_lab."):
     try:
         importlib.import_module(module.name)
     except ImportError as error:
-        if "triton" in str(error):
+        if "triton" in str(error) and module.name != "ao_lab.jax.launches":  # which launches on GPUs
             print(module.name)
 for recipe in ("rowwise", "mxfp8", "nvfp4"):
     layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
