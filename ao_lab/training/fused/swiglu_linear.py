@@ -94,9 +94,13 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -
 
 
 def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> Recipe | None:
-    """The recipe of a layer that one step serves: in training, without hooks, whose operands are codes in all three products;
-    None for others."""
-    if type(down) is not LowPrecisionLinear or any(getattr(down, name) for name in HOOKS):
+    """The recipe of a layer that one step serves: in training, called as its class is, without hooks and without a forward of
+    its own (as accelerate gives modules), whose operands are codes in all three products; None for others."""
+    if (
+        type(down) is not LowPrecisionLinear
+        or "forward" in vars(down)
+        or any(getattr(down, name) for name in HOOKS)
+    ):
         return None
     settings, w, bias = down.low_precision, down.weight, down.bias
     trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad
