@@ -82,15 +82,21 @@ def _squared_relu(ns: Namespace, bits: Array) -> Array:
 def _scale_bits(ns: Namespace, scale: Any, shape: tuple[int, ...]) -> Array:
     """Patterns of the scale; the errors of `squared_relu_24`."""
     if not hasattr(scale, "dtype") or namespace_of(scale) is not ns:
-        raise ValueError(f"scale is a float32 array of x's library, got {type(scale).__name__}: {scale!r:.60}")
+        raise ValueError(
+            f"scale is a float32 array of x's library, got {type(scale).__name__}: {scale!r:.60}"
+        )
     if ns.dtype_name(scale) != "float32":
         raise TypeError(f"scale is float32, got {ns.dtype_name(scale)} of shape {ns.shape(scale)}; cast it")
     given = ns.shape(scale)
     if len(given) > len(shape) or any(
         n not in (1, full) for n, full in zip(given[::-1], shape[::-1], strict=False)
     ):
-        raise ValueError(f"scale of shape {given} does not broadcast to x of shape {shape}; (..., 1) is one a row")
+        raise ValueError(
+            f"scale of shape {given} does not broadcast to x of shape {shape}; (..., 1) is one a row"
+        )
     bits = ns.bitcast(scale, "int32")
     if not is_traced(ns, scale) and bool(((bits <= 0) | (bits >= INFINITY)).any()):
-        raise ValueError("a scale is positive and finite; another value makes finite activations NaN or infinite")
+        raise ValueError(
+            "a scale is positive and finite; another value makes finite activations NaN or infinite"
+        )
     return bits

@@ -99,7 +99,9 @@ def _mask_of(w: Array, mask: Array | str | None) -> Array:
         return prune(w, pattern=mask)
     if mask is None:
         nonzero = _nonzero(namespace_of(w), w)
-        _check_counts(namespace_of(w), nonzero, "are not zero", "w is dense: compress(w, mask='2:4') prunes it")
+        _check_counts(
+            namespace_of(w), nonzero, "are not zero", "w is dense: compress(w, mask='2:4') prunes it"
+        )
         return nonzero
     mask = as_array(mask)
     ns = namespace_of(mask)

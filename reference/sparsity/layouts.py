@@ -91,7 +91,9 @@ def restore_metadata(stored: Array, layout: str, shape: tuple[int, int]) -> Arra
     ns, stored = _uint8(stored, "stored metadata", None)
     rows, columns = shape
     if columns % 4:
-        raise ValueError(f"2:4 metadata is of whole groups of four, got shape {tuple(shape)}; pad the columns")
+        raise ValueError(
+            f"2:4 metadata is of whole groups of four, got shape {tuple(shape)}; pad the columns"
+        )
     m, k = record.padded((rows, columns))
     flat = stored.reshape(-1)
     if len(flat) != m * k // 8:
@@ -110,7 +112,8 @@ def _panels(tile: int) -> MetadataLayout:
     """CUTLASS on sm_90, 8-bit values."""
 
     def place(r: Index, k: Index, m: int, _: int) -> Index:
-        return 2 * (k // tile * (tile // 8) * m + tile // 8 * r + k % tile // 8) + k // 4 % 2
+        byte: Index = k // tile * (tile // 8) * m + tile // 8 * r + k % tile // 8
+        return 2 * byte + k // 4 % 2
 
     return MetadataLayout(64, tile, place)
 
@@ -123,7 +126,8 @@ def _atoms(tile: int) -> MetadataLayout:
         atom = 256 * n * (k // tile * (m // 64) + r // 64)
         row = 64 * n * (r // 16 % 4) + 4 * n * (r % 8) + 2 * (r // 8 % 2)
         column = 32 * n * (k // 16 % 2) + 4 * (k % tile // 32) + k % 16 // 8
-        return 2 * (atom + row + column) + k // 4 % 2
+        byte: Index = atom + row + column
+        return 2 * byte + k // 4 % 2
 
     return MetadataLayout(64, tile, place)
 
@@ -137,7 +141,7 @@ def _interleaved(word: int) -> MetadataLayout:
         up, down = (d % 2 == 0) & (c % 2 == 1), (d % 2 == 1) & (c % 2 == 0)
         move = up.astype(np.int32) - down
         c, d = c - move, d + move
-        index = c // 2 * 2 * m + 2 * d + c % 2
+        index: Index = c // 2 * 2 * m + 2 * d + c % 2
         return index * (word // 4) + k % word // 4
 
     return MetadataLayout(rows, 2 * word, place)
@@ -177,9 +181,13 @@ def _uint8(x: Any, what: str, axes: int | None) -> tuple[Namespace, Array]:
     x = as_array(x)
     ns = namespace_of(x)
     if ns.dtype_name(x) != "uint8":
-        raise TypeError(f"{what} is uint8, got {ns.dtype_name(x)} of shape {ns.shape(x)}; view its bytes as uint8")
+        raise TypeError(
+            f"{what} is uint8, got {ns.dtype_name(x)} of shape {ns.shape(x)}; view its bytes as uint8"
+        )
     if axes is not None and len(ns.shape(x)) != axes:
-        raise ValueError(f"{what} of a kernel is that of a matrix, got shape {ns.shape(x)}; arrange each by itself")
+        raise ValueError(
+            f"{what} of a kernel is that of a matrix, got shape {ns.shape(x)}; arrange each by itself"
+        )
     return ns, x
 
 

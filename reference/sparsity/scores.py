@@ -52,7 +52,9 @@ def square_sums(x: Any, before: Any = None) -> Array:
     ns, x, name = float_weights(x, "square_sums")
     shape = ns.shape(x)
     if not shape:
-        raise ValueError("square_sums takes x of shape (..., channels), got a 0-d array; give tokens by channels")
+        raise ValueError(
+            "square_sums takes x of shape (..., channels), got a 0-d array; give tokens by channels"
+        )
     bits = float32_bits(ns, x, name).reshape(-1, shape[-1])
     total = sum_over(ns, multiply(ns, bits, bits), 0).reshape(-1)
     if before is not None:

@@ -19,7 +19,19 @@ from reference.sparsity.compress import compress, decompress
 
 F = np.float32
 LARGEST = np.finfo(F).max
-SPECIAL = [0, 0x80000000, 1, 0x80000001, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFF800001, 0x3F800000, 0xBF800000, 0x7F000000]
+SPECIAL = [
+    0,
+    0x80000000,
+    1,
+    0x80000001,
+    0x7F800000,
+    0xFF800000,
+    0x7FC00001,
+    0xFF800001,
+    0x3F800000,
+    0xBF800000,
+    0x7F000000,
+]
 BITS = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 2**32 - 1))
 
 
@@ -27,6 +39,7 @@ def slow(row, scale):
     """(values, mask) of one row, element by element."""
     values, mask = np.zeros(len(row), F), np.zeros(len(row), bool)
     for start in range(0, len(row), 4):
+
         def order(i):
             return (not np.isnan(row[i]), 0.0 if np.isnan(row[i]) else -float(row[i]), i)
 

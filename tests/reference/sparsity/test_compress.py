@@ -171,16 +171,15 @@ FLOAT_DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, ml_dtype
 def test_what_counts_as_nonzero(dtype):
     """Without a mask: what is no zero of the dtype, by its own comparison; e8m0 has none, so its code 0 is left out."""
     dtype = np.dtype(dtype)
-    codes = np.arange(2 ** (4 if "float4" in dtype.name else 6 if "float6" in dtype.name else 8), dtype=np.uint8)
+    codes = np.arange(
+        2 ** (4 if "float4" in dtype.name else 6 if "float6" in dtype.name else 8), dtype=np.uint8
+    )
     one = np.zeros((len(codes), dtype.itemsize), np.uint8)
     one[:, -1] = codes  # the byte that holds the sign
     w = np.zeros((len(codes), 4 * dtype.itemsize), np.uint8)
     w[:, -dtype.itemsize :] = one
     kept = decompress(*compress(w.view(dtype))).view(dtype)[:, 3]
-    if dtype.name == "float8_e8m0fnu":
-        zero = codes == 0
-    else:
-        zero = one.view(dtype)[:, 0] == 0
+    zero = codes == 0 if dtype.name == "float8_e8m0fnu" else one.view(dtype)[:, 0] == 0
     np.testing.assert_array_equal(bits_of(kept), np.where(zero, 0, bits_of(one.view(dtype)[:, 0])))
 
 

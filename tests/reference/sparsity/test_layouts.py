@@ -1,4 +1,4 @@
-"""Layouts of metadata: bijections, their inverses, torch's own reordering, and CUTLASS's layout algebra evaluated step by step."""
+"""Layouts of metadata: bijections, their inverses, torch's own reordering, and CUTLASS's layout algebra step by step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def test_there_and_back(layout, rows, groups, seed):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_place_is_taken_once(layout):
     record = METADATA_LAYOUTS[layout]
-    for m, k in ((record.rows, record.columns), (3 * record.rows, 2 * record.columns), (2 * record.rows, 5 * record.columns)):
+    for m, k in (
+        (record.rows, record.columns),
+        (3 * record.rows, 2 * record.columns),
+        (2 * record.rows, 5 * record.columns),
+    ):
         r, column = np.arange(m, dtype=np.int32)[:, None], np.arange(0, k, 4, dtype=np.int32)[None]
         place = record.place(r, column, m, k)
         np.testing.assert_array_equal(np.sort(place, None), np.arange(m * k // 4))
@@ -60,7 +64,9 @@ def test_sm80_is_torchs_own(dtype, layout, shape):
     """torch.sparse's converter, which is CPU code, writes these bytes; and reads ours."""
     rng = np.random.default_rng(0)
     w = torch.from_numpy(rng.integers(1, 100, shape)).to(dtype)
-    w = w.view(-1, 4) * torch.from_numpy(rng.permuted(np.tile([1, 1, 0, 0], (w.numel() // 4, 1)), axis=1)).to(dtype)
+    w = w.view(-1, 4) * torch.from_numpy(rng.permuted(np.tile([1, 1, 0, 0], (w.numel() // 4, 1)), axis=1)).to(
+        dtype
+    )
     w = w.view(shape)
     values, reordered = conversions.sparse_semi_structured_from_dense_cutlass(w)
     ours = compress(w)
@@ -132,7 +138,9 @@ def test_groups_that_name_nothing():
     empty = np.zeros((64, 16), np.uint8)
     for layout in LAYOUTS:
         assert set(arrange_metadata(empty, layout)) == {0xEE}
-    assert set(restore_metadata(np.zeros(64 * 16, np.uint8), "cutlass_sm90_8bit_k128", (64, 128)).ravel()) == {0xEE}
+    assert set(
+        restore_metadata(np.zeros(64 * 16, np.uint8), "cutlass_sm90_8bit_k128", (64, 128)).ravel()
+    ) == {0xEE}
     for code in set(range(1, 16)) - set(VALID):
         wrong = np.full((64, 16), 0x44, np.uint8)
         wrong[3, 5] = code | 0x40
@@ -144,7 +152,10 @@ def test_groups_that_name_nothing():
 
 def test_the_tile_of_the_gemm_matters():
     metadata = metadata_of(np.random.default_rng(0), 64, 128)
-    assert (arrange_metadata(metadata, "cutlass_sm90_16bit_k64") != arrange_metadata(metadata, "cutlass_sm90_16bit_k128")).any()
+    assert (
+        arrange_metadata(metadata, "cutlass_sm90_16bit_k64")
+        != arrange_metadata(metadata, "cutlass_sm90_16bit_k128")
+    ).any()
 
 
 def test_refusals_name_the_way_out():
@@ -156,7 +167,9 @@ def test_refusals_name_the_way_out():
     with pytest.raises(ValueError, match="arrange each by itself"):
         arrange_metadata(metadata[0], "cutlass_sm80_16bit")
     stored = arrange_metadata(metadata, "cutlass_sm80_16bit")
-    with pytest.raises(ValueError, match=r"stores 256 bytes for shape \(4, 40\), padded to \(32, 64\); got 128"):
+    with pytest.raises(
+        ValueError, match=r"stores 256 bytes for shape \(4, 40\), padded to \(32, 64\); got 128"
+    ):
         restore_metadata(stored, "cutlass_sm80_16bit", (4, 40))
     with pytest.raises(ValueError, match="whole groups of four"):
         restore_metadata(stored, "cutlass_sm80_16bit", (4, 18))

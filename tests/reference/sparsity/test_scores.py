@@ -59,7 +59,9 @@ def test_each_score_is_that_of_a_scalar_program(data):
     with np.errstate(all="ignore"):
         sums = square_sums(x)
         assert_same_bits(sums, np.array([pair_sum(x[:, j] * x[:, j]) for j in range(k)]))
-        wanted = np.array([[abs(v) * root(s) if v else F(0) for v, s in zip(row, sums, strict=True)] for row in w], F)
+        wanted = np.array(
+            [[abs(v) * root(s) if v else F(0) for v, s in zip(row, sums, strict=True)] for row in w], F
+        )
         assert_same_bits(wanda_scores(w, sums), wanted)
         assert_same_bits(wanda_scores(w.T.copy(), sums, axis=0), wanted.T)
         for exponent in (0, 0.5, 1):
@@ -82,7 +84,13 @@ def test_libraries_agree_bit_for_bit(name):
 
     def scores(w, x, earlier):
         sums = square_sums(x, earlier)
-        return sums, magnitude_scores(w), wanda_scores(w, sums), ria_scores(w, sums), ria_scores(w, exponent=0)
+        return (
+            sums,
+            magnitude_scores(w),
+            wanda_scores(w, sums),
+            ria_scores(w, sums),
+            ria_scores(w, exponent=0),
+        )
 
     expected = scores(w, x, earlier)
     assert {str(one.dtype) for one in expected} == {"float32"}
@@ -91,7 +99,9 @@ def test_libraries_agree_bit_for_bit(name):
         return torch.from_numpy(array.astype(F)).to(getattr(torch, name))
 
     results = [scores(on_torch(w), on_torch(x), torch.from_numpy(earlier))]
-    if name == "bfloat16":  # the other dtypes differ in how they widen, which tests of `arrays` compare; compiling is slow
+    if (
+        name == "bfloat16"
+    ):  # the other dtypes differ in how they widen, which tests of `arrays` compare; compiling is slow
         results.append(jax.jit(scores)(jnp.asarray(w), jnp.asarray(x), jnp.asarray(earlier)))
     for made in results:
         for one, wanted in zip(made, expected, strict=True):
@@ -136,7 +146,7 @@ def test_refusals_name_the_way_out():
         wanda_scores(w, sums, axis=0)
     with pytest.raises(ValueError, match="axis 2 is outside"):
         wanda_scores(w, sums, axis=2)
-    with pytest.raises(ValueError, match="see square_sums.*got NoneType"):
+    with pytest.raises(ValueError, match=r"see square_sums.*got NoneType"):
         ria_scores(w)
     with pytest.raises(ValueError, match=r"0, 0.5 or 1, got 0.25"):
         ria_scores(w, sums, exponent=0.25)

@@ -19,7 +19,19 @@ from reference.sparsity.compress import compress, decompress
 from reference.sparsity.prune import prune
 from reference.sparsity.transposable import prune_transposable
 
-SPECIAL = [0, 0x80000000, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFF800001, 0x3F800000, 0x3F800001, 0x7F7FFFFF, 0x00800000]
+SPECIAL = [
+    0,
+    0x80000000,
+    1,
+    0x7F800000,
+    0xFF800000,
+    0x7FC00000,
+    0xFF800001,
+    0x3F800000,
+    0x3F800001,
+    0x7F7FFFFF,
+    0x00800000,
+]
 TILES = hnp.arrays(
     np.uint32, (4, 4), elements=st.one_of(st.sampled_from(SPECIAL), st.integers(0, 2**32 - 1))
 ).map(lambda bits: bits.view(np.float32))
@@ -47,7 +59,10 @@ def value(tile, mask):
     size = np.abs(tile)
     kept = np.where(mask & np.isfinite(size), size, np.float32(0)).astype(np.float32)
     with np.errstate(over="ignore"):
-        rows = [np.float32(sum((v for v, m in zip(*r, strict=True) if m), np.float32(0))) for r in zip(kept, mask, strict=True)]
+        rows = [
+            np.float32(sum((v for v, m in zip(*r, strict=True) if m), np.float32(0)))
+            for r in zip(kept, mask, strict=True)
+        ]
         total = np.float32(np.float32(rows[0] + rows[1]) + np.float32(rows[2] + rows[3]))
     return (mask & np.isnan(tile)).sum(), (mask & np.isinf(tile)).sum(), total
 
@@ -105,7 +120,9 @@ def test_tiles_and_libraries(method, name):
     for batch, row, column in itertools.product(range(2), range(3), range(2)):
         at = np.s_[batch, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
         np.testing.assert_array_equal(mask[at], one(w[at].astype(np.float32)))
-    on_torch = prune_transposable(torch.from_numpy(w.astype(np.float32)).to(getattr(torch, name)), method=method)
+    on_torch = prune_transposable(
+        torch.from_numpy(w.astype(np.float32)).to(getattr(torch, name)), method=method
+    )
     assert on_torch.dtype == torch.bool
     np.testing.assert_array_equal(on_torch.numpy(), mask)
     np.testing.assert_array_equal(prune_transposable(jnp.asarray(w), method=method), mask)
@@ -143,7 +160,9 @@ def test_scores_decide():
     scores[:2, 2:] = scores[2:, :2] = 1
     mask = prune_transposable(np.ones((4, 4), np.float32), scores=scores)
     np.testing.assert_array_equal(mask, scores == 1)
-    np.testing.assert_array_equal(prune_transposable(np.ones((4, 4), np.float32))[0], [True, True, False, False])
+    np.testing.assert_array_equal(
+        prune_transposable(np.ones((4, 4), np.float32))[0], [True, True, False, False]
+    )
     assert prune_transposable(np.zeros((0, 8), np.float32)).shape == (0, 8)
 
 
