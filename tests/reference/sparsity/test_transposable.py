@@ -98,6 +98,20 @@ def test_both_methods_on_any_tile(tile):
     np.testing.assert_array_equal(prune_transposable(tile, method="greedy"), greedy(tile))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.nan, np.inf, -np.inf, 3, 1, 0],  # NaN before infinities before sums
+        [2.0**24, 2.0**24 + 2, 2.0**23 + 1, 3, 1],  # sums that depend on the order of addition
+        [3e38, 2e38, 1, -0.0],  # and that overflow
+    ],
+)
+def test_directed_tiles(values):
+    tiles = np.random.default_rng(4).choice(np.array(values, np.float32), (100, 4, 4))
+    wanted = [search(tile) for tile in tiles]
+    np.testing.assert_array_equal(prune_transposable(tiles), wanted)
+
+
 @settings(max_examples=25, deadline=None)
 @given(hnp.arrays(np.int16, (4, 4), elements=st.integers(-1000, 1000)))
 def test_exact_is_the_optimum_of_integers(tile):
