@@ -16,7 +16,7 @@ that rounding makes: taken first, it is the same for every scale and format.
 The scale divides. Kernels of torchao multiplied by 1 / s, which rounds twice; 1 / s also overflows for subnormal s.
 
 Source: Haziza et al., "Accelerating Transformer Inference and Training with 2:4 Activation Sparsity" (arXiv 2503.16672),
-section 3.
+and the kernel of its authors in torchao.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ A group with fewer than two kept elements stores zeros in the unused places. Eac
 2, 3 that is not kept: nothing kept gives (2, 3), only 0 gives (0, 2), only 1 gives (1, 2), only 2 or 3 gives (2, 3). These
 are the indices that `torch.sparse` writes, and before CUTLASS reorders it the metadata is the same bytes.
 
-Everything is selection on bit patterns: -0, NaN payloads and codes of any format survive unchanged.
+Everything is selection on bit patterns: NaN payloads and codes of any format survive unchanged, so does a -0 that a mask keeps.
 
 Source: Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378), section 3.1 and figure 3.
 """

@@ -18,7 +18,7 @@ padding, T the tile of K, and / an integer division, a group's 4 bits lie at
 groups whose indices are 0, 0, become 1110 (elements 2 and 3): PTX leaves 0000 undefined, and the values of such a group are 0.
 
 Sources: CUTLASS, sm90_sparse_config.inl (`TensorEAtom`, `fill_layoutE`) and host_reorder.h (`reorder_meta`); the tile kernel of
-torchao's sparsify24.cu; PTX ISA 9.7, sections 14.6 and 15.6, for the meaning of the bits.
+torchao's sparsify24.cu; PTX ISA, sections 9.7.14.6 and 9.7.15.6, for the meaning of the bits.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ even, and decay rounded to float32:
 
 The mask decides, never the values of w. Finite inputs give no NaN (u(decay * w) may be infinite, and so may the result).
 
-Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (arXiv 2102.04010), section 4.2,
-equation 9; its code has decay = 2e-4. Masked decay in the gradient is also that of Hu et al. (arXiv 2404.01847), section 4.2.
+Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (arXiv 2102.04010), the
+sparse-refined straight-through estimator; its code has decay = 2e-4 and adds it to the gradient, as the masked decay of Hu et
+al., "Accelerating Transformer Pre-training with 2:4 Sparsity" (arXiv 2404.01847), does.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def sr_ste_gradient(g: Any, w: Any, mask: Any, *, decay: float = 2e-4) -> Array:
     _check_mask(ns, mask, shape)
     if isinstance(decay, bool) or not (isfinite(decay) and 0 <= decay < LARGEST_DECAY):
         raise ValueError(f"decay is a number from 0 to 2**127, got {decay!r}; 2e-4 is usual")
+    carrier = "int32" if name == "float32" else "int16"
     if decay == 0:
-        return g
+        return ns.bitcast(ns.bitcast(g, carrier) | 0, name)  # not the caller's own array
     pull = multiply(ns, float32_bits(ns, w, name), ns.full((1,), bits_of(decay), "int32", g))
     decayed = to_dtype_bits(ns, add(ns, float32_bits(ns, g, name), pull), name)
-    return ns.bitcast(_select(ns, mask, g, decayed, "int32" if name == "float32" else "int16"), name)
+    return ns.bitcast(_select(ns, mask, g, decayed, carrier), name)
 
 
 def _select(ns: Namespace, mask: Array, a: Array, b: Array, carrier: str) -> Array:

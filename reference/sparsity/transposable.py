@@ -15,8 +15,8 @@ NaN and infinities, as in `prune`: as many NaNs are kept as a mask can, then as 
 finite magnitudes. greedy takes NaN first, then infinities.
 
 Sources: Hubara et al., "Accelerated Sparse Neural Training: A Provable and Efficient Method to Find N:M Transposable Masks"
-(arXiv 2102.08124), section 3; Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity" (arXiv 2404.01847),
-section 5.1, for the search over 90 masks.
+(arXiv 2102.08124); Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity" (arXiv 2404.01847), for the search
+over 90 masks.
 """
 
 from __future__ import annotations
