@@ -111,7 +111,7 @@ FULL = Plan(
     seeds=5,
     recipes=RECIPES,
     sweeps=(("30m", Budget(bytes=10_000_000), RATES), ("120m", Budget(bytes=10_000_000), RATES)),
-    long=("120m", Budget(seconds=150), LONG_RECIPES),
+    long=("120m", Budget(bytes=60_000_000), LONG_RECIPES),
 )
 PLANS = {"quick": QUICK, "full": FULL}
 
