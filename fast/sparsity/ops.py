@@ -1,8 +1,8 @@
-"""`prune`, `compress` and `decompress` below their signatures; there are no kernels of ours. See `fast.dispatch`."""
+"""`prune`, `compress` and `decompress` below their signatures: kernel, reference and operator; see `fast.dispatch`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ from reference.sparsity.prune import check_groups, parse_pattern
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """A function of `kernels.sparsity.host` as `Function` has it."""
+
+    def run(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+        from fast.kernels.sparsity import host
+
+        return getattr(host, name)(*operands, *values, key)
+
+    return run
 
 
 def prune_op(w: torch.Tensor, scores: torch.Tensor | None, pattern: str) -> torch.Tensor:
@@ -30,7 +41,7 @@ def _prune_fake(w: torch.Tensor, scores: Any, pattern: str) -> torch.Tensor:
 
 PRUNE = Function(
     "prune", ("w", "scores"), lambda r, v, o: reference.prune(o[0], pattern=v[0], scores=o[1]),
-    lambda r, v, o: torch.ops.ao_lab.prune(*o, *v),
+    lambda r, v, o: torch.ops.ao_lab.prune(*o, *v), _kernel("prune"),
 )  # fmt: skip
 register("prune", prune_op, _prune_fake)
 
@@ -53,7 +64,7 @@ def _mask(values: Values, operands: Operands) -> Any:
 
 COMPRESS = Function(
     "compress", ("w", "mask"), lambda r, v, o: reference.compress(o[0], _mask(v, o)),
-    lambda r, v, o: Compressed(*torch.ops.ao_lab.compress(*o, *v)),
+    lambda r, v, o: Compressed(*torch.ops.ao_lab.compress(*o, *v)), _kernel("compress"),
 )  # fmt: skip
 register("compress", compress_op, _compress_fake)
 
@@ -76,8 +87,9 @@ def _decompress(record: Any, values: Values, operands: Operands) -> torch.Tensor
 
 
 DECOMPRESS = Function(
-    "decompress", ("values", "metadata"), lambda r, v, o: reference.decompress(*o, *v), _decompress
-)
+    "decompress", ("values", "metadata"), lambda r, v, o: reference.decompress(*o, *v), _decompress,
+    _kernel("decompress"),
+)  # fmt: skip
 register(
     "decompress", decompress_op,
     lambda values, metadata: values.new_empty((*values.shape[:-1], 2 * values.shape[-1])),

@@ -1,0 +1,149 @@
+"""The host side of 2:4: which tensors the kernels take, and the calls. Others get None, and the reference."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+import reference
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import CompiledLaunch
+from fast.kernels.sparsity.compress import BYTES_OF_PROGRAM, WARPS, compress_kernel
+from fast.kernels.sparsity.decompress import decompress_kernel
+from fast.kernels.sparsity.marks import NAN_KEYS
+from fast.kernels.sparsity.prune import TILE, mask_kernel, ranks_kernel
+from reference import Compressed
+from reference.sparsity.prune import parse_pattern
+
+#: Dtypes whose elements are stored, and whether they have a -0 of their top bit alone.
+STORED = {
+    torch.float32: True, torch.bfloat16: True, torch.float16: True, torch.float8_e4m3fn: True, torch.float8_e5m2: True,
+    torch.int8: False, torch.uint8: False, torch.int16: False, torch.int32: False,
+}  # fmt: skip
+#: Scores of 2:4 by octets, and by ranks.
+RANKED = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int8: "int8", torch.uint8: "uint8"
+}  # fmt: skip
+SCORES = (*RANKED, torch.int16, torch.int32)
+OCTET = 8
+#: Patterns of more than this many the reference ranks: a thread reads its whole group.
+LARGEST_GROUP = 16
+
+
+def _whole(x: torch.Tensor) -> bool:
+    """Whether a tensor is one line of octets."""
+    return x.dim() > 0 and x.numel() > 0 and x.shape[-1] % OCTET == 0
+
+
+def _tile(octets: int, size: int) -> tuple[int, int, bool]:
+    """Programs, elements of one, and whether they do not fill the last, for elements of `size` bytes."""
+    tile = BYTES_OF_PROGRAM // size
+    return -(-octets * OCTET // tile), tile, octets * OCTET % tile != 0
+
+
+def compress(
+    w: torch.Tensor, mask: torch.Tensor | None, pattern: str | None, key: Any = None
+) -> Compressed | None:
+    """Values and metadata; None where the kernel does not serve. What is wrong with a mask the reference says.
+
+    With a mask, or none, the host waits for one number: whether a group has more than two elements. It cannot be captured in a
+    CUDA graph then.
+    """
+    if pattern is not None:
+        served = parse_pattern(pattern) == (2, 4) and w.dtype in RANKED
+    else:
+        served = mask is None or (
+            mask.dtype == torch.bool and mask.shape == w.shape and mask.device == w.device
+        )
+    if not served or w.dtype not in STORED or not _whole(w):
+        return None
+    return _compressed(
+        w, mask, "largest" if pattern is not None else "nonzero" if mask is None else "mask", key
+    )
+
+
+def _compressed(w: torch.Tensor, mask: torch.Tensor | None, rule: str, key: Any) -> Compressed:
+    """The call whose buffers are "values", "metadata" and, where groups can have too many, "refused"."""
+    call = Call({"w": w, "mask": mask}, words=("w", "mask"))
+    *rest, length = w.shape
+    call.allocate("values", (*rest, length // 2), w.dtype)
+    call.allocate("metadata", (*rest, length // OCTET), torch.uint8)
+    if rule != "largest":
+        call.allocate("refused", (1,), torch.int32, (0,))
+    octets, size = w.numel() // OCTET, w.dtype.itemsize
+    grid, tile, masked = _tile(octets, size)
+    kind = RANKED.get(w.dtype, "")
+    tail = (octets, rule, kind, STORED[w.dtype], NAN_KEYS.get(kind, 0), size, masked, tile)
+    call.launch(
+        CompiledLaunch(compress_kernel, grid, tail, WARPS), ("w", "mask", "values", "metadata", "refused")
+    )
+    if rule == "largest":
+        return cast(Compressed, call.result(("values", "metadata"), key, None, _pair))
+    given = None if mask is None else "mask"
+    template = ("values", "metadata", "refused", "w", given)
+    return cast(Compressed, call.result(template, key, None, _counted))
+
+
+def _pair(made: tuple[torch.Tensor, torch.Tensor]) -> Compressed:
+    return Compressed(*made)
+
+
+def _counted(made: tuple[Any, ...]) -> Compressed:
+    """Values and metadata, unless a group had too many: then the reference counts them, and raises."""
+    values, metadata, refused, w, mask = made
+    if int(refused):
+        counted: Compressed = reference.compress(w, mask)
+        return counted
+    return Compressed(values, metadata)
+
+
+def decompress(
+    values: torch.Tensor, metadata: torch.Tensor, shape: tuple[int, ...] | None, key: Any = None
+) -> torch.Tensor | None:
+    """The dense tensor; None where the kernel does not serve. What is wrong with shapes the reference says."""
+    if values.dtype not in STORED or metadata.dtype != torch.uint8 or metadata.device != values.device:
+        return None
+    if not values.dim() or not values.numel() or values.shape[-1] % (OCTET // 2):
+        return None
+    *rest, half = values.shape
+    if metadata.shape != (*rest, half // 4) or shape not in (None, (*rest, 2 * half)):
+        return None
+    call = Call({"values": values, "metadata": metadata}, words=("values",))
+    call.allocate("w", (*rest, 2 * half), values.dtype)
+    octets, size = metadata.numel(), values.dtype.itemsize
+    grid, tile, masked = _tile(octets, size)
+    launch = CompiledLaunch(decompress_kernel, grid, (octets, size, masked, tile), WARPS)
+    call.launch(launch, ("values", "metadata", "w"))
+    made: torch.Tensor = call.result("w", key)
+    return made
+
+
+def prune(w: torch.Tensor, scores: torch.Tensor | None, pattern: str, key: Any = None) -> torch.Tensor | None:
+    """The mask; None where the kernels do not serve. What is wrong with scores and patterns the reference says."""
+    kept, group = parse_pattern(pattern)
+    ranked = w if scores is None else scores
+    if group > LARGEST_GROUP or not w.dim() or w.shape[-1] % group or ranked.shape != w.shape:
+        return None
+    if ranked.dtype not in SCORES or ranked.device != w.device or not w.numel():
+        return None
+    # Of w only the shape is read where there are scores.
+    call = Call({"w": w, "scores": scores}, words=("w", "scores"))
+    call.allocate("mask", w.shape, torch.bool)
+    launch = _mask_launch(ranked, kept, group)
+    call.launch(launch, ("w" if scores is None else "scores", "mask"))
+    made: torch.Tensor = call.result("mask", key)
+    return made
+
+
+def _mask_launch(ranked: torch.Tensor, kept: int, group: int) -> CompiledLaunch:
+    """2:4 of whole octets by `mask_kernel`, anything else by `ranks_kernel`."""
+    if (kept, group) == (2, 4) and ranked.dtype in RANKED and _whole(ranked):
+        octets, size, kind = ranked.numel() // OCTET, ranked.dtype.itemsize, RANKED[ranked.dtype]
+        grid, tile, masked = _tile(octets, size)
+        return CompiledLaunch(mask_kernel, grid, (octets, kind, NAN_KEYS[kind], size, masked, tile), WARPS)
+    count = ranked.numel()
+    return CompiledLaunch(ranks_kernel, -(-count // TILE), (count, kept, group, TILE), WARPS)
+
+
+__all__ = ["compress", "decompress", "prune"]

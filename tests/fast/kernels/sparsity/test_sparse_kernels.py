@@ -1,0 +1,120 @@
+"""Kernels of 2:4: the bits of the reference under an emulator of their instructions, and what they compile to for Hopper."""
+
+import platform
+
+import pytest
+import torch
+
+from tests.emulator.interpreter_process import lines_of
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+import fast
+from fast import dispatch
+from fast.kernels.launch import cache
+from fast.kernels.sparsity import host
+from tests.fast.kernels.compiling.kernel_compiler import launched
+
+SHAPE = (1024, 1024)
+FP8 = torch.float8_e4m3fn
+
+
+def dense(dtype, shape=SHAPE):
+    return torch.zeros(shape, dtype=torch.uint8).to(dtype)
+
+
+def compressed(dtype, rule):
+    mask = dense(torch.bool) if rule == "mask" else None
+    return lambda: host.compress(dense(dtype), mask, "2:4" if rule == "largest" else None)
+
+
+def decompressed(dtype):
+    values, metadata = dense(dtype, (1024, 512)), dense(torch.uint8, (1024, 128))
+    return lambda: host.decompress(values, metadata, None)
+
+
+def pruned(dtype, pattern="2:4"):
+    return lambda: host.prune(dense(dtype), None, pattern)
+
+
+#: Calls, bytes of an octet that are read and written 16 and 8 at a time, and the most instructions of an octet.
+HOT = {
+    "fp8 as it is": (compressed(FP8, "nonzero"), 8, 4, 56),
+    "fp8 by a mask": (compressed(FP8, "mask"), 16, 4, 57),
+    "int8 2:4": (compressed(torch.int8, "largest"), 8, 4, 71),
+    "bf16 2:4": (compressed(torch.bfloat16, "largest"), 16, 8, 68),
+    "bf16 as it is": (compressed(torch.bfloat16, "nonzero"), 16, 8, 67),
+    "float32 2:4": (compressed(torch.float32, "largest"), 32, 0, 116),
+    "mask of bf16": (pruned(torch.bfloat16), 16, 8, 45),
+    "float32 as it is": (compressed(torch.float32, "nonzero"), 32, 0, 117),
+    "fp16 by a mask": (compressed(torch.float16, "mask"), 16, 8, 68),
+}
+
+
+def test_bits_are_those_of_the_reference():
+    assert len(lines_of("tests/emulator/programs/sparsity/storage.py")) == len(host.SCORES) + len(host.STORED)
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_nothing_leaves_a_thread(name):
+    """Loads of 16 bytes, no stack, no shared memory, no exchange of lanes, no barrier."""
+    call, reads, writes, most = HOT[name]
+    (machine,) = launched(call)
+    assert (machine.local, machine.stack) == (0, 0)
+    assert machine.named("STS", "LDS", "STSM", "LDSM", "SHFL", "BAR") == 0
+    octets = machine.elements / 8
+    assert machine.accesses("LDG").get(16, 0) * 16 == reads * octets
+    assert machine.accesses("STG").get(8, 0) * 8 == writes * octets
+    assert machine.count() <= most * octets
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float32])
+def test_dense_tensors_are_written_16_bytes_at_a_time(dtype):
+    (machine,) = launched(decompressed(dtype))
+    assert (machine.local, machine.stack, machine.named("STS", "LDS", "SHFL", "BAR")) == (0, 0, 0)
+    assert machine.accesses("STG") == {16: machine.elements * dtype.itemsize / 16}
+
+
+@pytest.mark.parametrize("pattern", ["4:8", "16:16"])
+def test_other_patterns_stay_in_registers(pattern):
+    (machine,) = launched(pruned(torch.float32, pattern))
+    assert (machine.kernel, machine.local, machine.stack) == ("ranks_kernel", 0, 0)
+
+
+def test_what_the_reference_does():
+    """Octets that are cut, element types without magnitudes or of other widths, patterns of many, wrong masks and scores."""
+    w = dense(torch.bfloat16)
+    cut = (dense(torch.bfloat16, (8, 12)), None, "2:4")
+    for w_, mask, pattern in (
+        cut, (dense(torch.float64), None, None), (dense(FP8), None, "2:4"), (w, None, "1:4"), (w, dense(torch.uint8), None),
+        (w, dense(torch.bool, (1024,)), None), (dense(torch.bfloat16, (0, 8)), None, None),
+        (dense(torch.float8_e8m0fnu), None, None),
+    ):  # fmt: skip
+        assert host.compress(w_, mask, pattern) is None
+    for scores, pattern in ((None, "2:32"), (None, "2:3"), (dense(torch.float64), "2:4"), (w[:1], "2:4")):
+        assert host.prune(w, scores, pattern) is None
+    values, metadata = dense(FP8, (8, 64)), dense(torch.uint8, (8, 16))
+    for given in (
+        (values, metadata[:, :8], None),
+        (values, metadata, (8, 64)),
+        (values, metadata.view(torch.int8), None),
+    ):
+        assert host.decompress(*given) is None
+
+
+def test_calls_are_remembered(monkeypatch):
+    """The public functions reach the kernels, and a second call its memory."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+    w, mask = dense(torch.bfloat16), dense(torch.bool)
+
+    def both():
+        first = fast.compress(w, "2:4"), fast.compress(w, mask), fast.prune(w), fast.prune(w, scores=w)
+        made = fast.compress(w)
+        assert len(cache.CALLS) == 5
+        assert made.values.shape == (1024, 512)
+        return fast.decompress(*made), first
+
+    assert [machine.kernel for machine in launched(both)] == [
+        "compress_kernel", "compress_kernel", "mask_kernel", "mask_kernel", "compress_kernel", "decompress_kernel"
+    ]  # fmt: skip

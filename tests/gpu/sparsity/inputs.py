@@ -1,0 +1,43 @@
+"""Inputs of 2:4 that are hard: ties, every NaN, both zeros, subnormals, infinities, and masks of few."""
+
+from __future__ import annotations
+
+import torch
+
+#: Programs that are filled and that are not, one octet, several axes; other patterns than 2:4 on the last.
+SHAPES = ((4, 3072), (3, 520), (1, 8), (2, 3, 16))
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random numbers that do not depend on others."""
+    return torch.Generator().manual_seed(seed)
+
+
+def patterns(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A third random bit patterns, a third from eight patterns with ties, and normal numbers."""
+    size = dtype.itemsize
+    whole = getattr(torch, f"int{8 * size}")
+    low, high = torch.iinfo(whole).min, torch.iinfo(whole).max
+    bits = torch.randint(low, high + 1, shape, generator=generator(1), dtype=torch.int64)
+    few = bits.reshape(-1)[:8].clone()
+    few[:4] = torch.tensor([0, low, high, low + 1])
+    tied = few[torch.randint(0, 8, shape, generator=generator(2)) % len(few)]
+    normal = (torch.randn(shape, generator=generator(3)) * (1 if dtype.is_floating_point else 40)).clamp(
+        -100, 100
+    )
+    if dtype == torch.uint8:
+        normal = normal.abs()
+    chosen = torch.randint(0, 3, (*shape[:-1], shape[-1] // 4), generator=generator(4)).repeat_interleave(
+        4, -1
+    )
+    made = torch.where(chosen == 0, bits, tied).to(whole)
+    return torch.where(chosen == 2, normal.to(dtype).view(whole), made).view(dtype)
+
+
+def few_of_four(shape: tuple[int, ...]) -> torch.Tensor:
+    """A mask with none, one or two elements of each group, every such choice."""
+    choices = torch.tensor(
+        [[i >> j & 1 for j in range(4)] for i in range(16) if i.bit_count() <= 2], dtype=torch.bool
+    )
+    groups = (*shape[:-1], shape[-1] // 4)
+    return choices[torch.randint(0, len(choices), groups, generator=generator(5))].reshape(shape)
