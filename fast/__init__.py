@@ -18,6 +18,7 @@ from fast.quantize.quantize import choose_scales, dequantize, quantize
 from fast.quantize.rowwise_colwise import quantize_both
 from fast.sparsity.compress import compress, decompress
 from fast.sparsity.prune import prune
+from fast.sparsity.quantize_compressed import quantize_compressed
 
 __all__ = [
     "choose_scales",
@@ -38,6 +39,7 @@ __all__ = [
     "prune",
     "quantize",
     "quantize_both",
+    "quantize_compressed",
     "rms_norm",
     "rms_norm_quantize",
     "swiglu",

@@ -28,6 +28,7 @@ from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
 from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.prune import prune
+from reference.sparsity.quantize_compressed import quantize_compressed
 from reference.sparsity.scores import magnitude_scores, ria_scores, square_sums, wanda_scores
 from reference.sparsity.sparsegpt import SparseGPTResult, sparsegpt
 from reference.sparsity.sr_ste import sr_ste_gradient
@@ -80,6 +81,7 @@ __all__ = [
     "prune_transposable",
     "quantize",
     "quantize_both",
+    "quantize_compressed",
     "random_bits",
     "register_jax",
     "restore_metadata",

@@ -9,8 +9,9 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.ops import register
+from fast.ops import given_of, record_name, register
 from reference import Compressed
+from reference.schemes.record_text import record_of
 from reference.sparsity.prune import check_groups, parse_pattern
 
 Values = tuple[Any, ...]
@@ -67,6 +68,41 @@ COMPRESS = Function(
     lambda r, v, o: Compressed(*torch.ops.ao_lab.compress(*o, *v)), _kernel("compress"),
 )  # fmt: skip
 register("compress", compress_op, _compress_fake)
+
+
+def quantize_compressed_op(
+    w: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    scheme: str,
+    pattern: str | None,
+) -> list[torch.Tensor]:
+    """Codes and metadata."""
+    return list(execute(QUANTIZE_COMPRESSED, record_of(scheme), (pattern,), (w, mask, scale, outer, zero)))
+
+
+def _quantize_compressed_fake(
+    w: torch.Tensor, mask: Any, scale: Any, outer: Any, zero: Any, scheme: str, pattern: str | None
+) -> list[torch.Tensor]:
+    values, metadata = _compress_fake(w, mask, pattern)
+    return [values.new_empty(values.shape, dtype=torch.uint8), metadata]
+
+
+def _quantize_compressed_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.sparsity.quantize_host import quantize_compressed
+
+    return quantize_compressed(record, *values, *operands, key)
+
+
+QUANTIZE_COMPRESSED = Function(
+    "quantize_compressed", ("w", "mask", "scale", "outer", "zero"),
+    lambda r, v, o: reference.quantize_compressed(o[0], r, given_of(*o[2:]), _mask(v, o)),
+    lambda r, v, o: Compressed(*torch.ops.ao_lab.quantize_compressed(*o, record_name(r), *v)),
+    _quantize_compressed_kernel,
+)  # fmt: skip
+register("quantize_compressed", quantize_compressed_op, _quantize_compressed_fake)
 
 
 def decompress_op(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def compress(w: Array, mask: Array | str | None = None) -> Compressed:
     ns = namespace_of(w)
     shape = ns.shape(w)
     check_groups(shape, 4, "2:4 compression")
-    kept = _mask_of(w, mask).reshape(*shape[:-1], shape[-1] // 4, 4)
+    kept = mask_of(w, mask).reshape(*shape[:-1], shape[-1] // 4, 4)
     first, second = _kept_indices(ns, kept)
     bits = _bits(ns, w).reshape(*shape[:-1], shape[-1] // 4, 4)
     held = ns.where(kept, bits, bits[..., :1] * 0)
@@ -90,7 +90,8 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
     return ns.where((nibble >> 2) == place, pair[..., 1:], low).reshape(full).view(values.dtype)
 
 
-def _mask_of(w: Array, mask: Array | str | None) -> Array:
+def mask_of(w: Array, mask: Array | str | None) -> Array:
+    """The bool mask that a `mask` of `compress` stands for, with the errors that it names."""
     if isinstance(mask, str):
         if parse_pattern(mask) != (2, 4):
             raise ValueError(

@@ -37,6 +37,7 @@ CALLS = {
     "linear_swiglu": (ONE_ROW, *WEIGHT, *WEIGHT, [64, 64], "int4_g32", True, "int4_g32", True),
     "prune": (X, None, "2:4"),
     "compress": (X, None, "2:4"),
+    "quantize_compressed": (X, None, torch.ones(8, 1), None, None, "fp8_rowwise", "2:4"),
     "decompress": (X[:, :32].contiguous(), torch.full((8, 8), 0x44, dtype=torch.uint8)),
 }
 

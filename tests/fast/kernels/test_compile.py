@@ -257,7 +257,13 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # What is compiled by tests of their own: tests/experiments/decode/test_attention.py, test_layer_gradients.py, and sparsity.
 ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
-ELSEWHERE |= {"compress_kernel", "decompress_kernel", "mask_kernel", "ranks_kernel"}
+ELSEWHERE |= {
+    "compress_kernel",
+    "decompress_kernel",
+    "mask_kernel",
+    "quantize_compressed_kernel",
+    "ranks_kernel",
+}
 
 
 def stay_in_registers(machine, stack=0):

@@ -38,6 +38,20 @@ def test_compressed_values_come_back(dtype):
     )
 
 
+@pytest.mark.parametrize("mask", ["2:4", "given"])
+def test_codes_of_kept_elements(mask):
+    w = weights("bfloat16")
+    mask = fast.prune(w, pattern="1:4") if mask == "given" else mask
+    for name in ("fp8_rowwise", "int8_rowwise"):
+        scales = fast.choose_scales(w, name)
+        made = fast.quantize_compressed(w, name, scales, mask)
+        for one, other in zip(made, reference.quantize_compressed(w, name, scales, mask), strict=True):
+            assert_same_bits(one, other)
+    assert not fast.quantize_compressed(
+        torch.nn.Parameter(w), "int8_rowwise", scales.scale
+    ).values.requires_grad
+
+
 def test_parameters_have_no_gradient_and_other_arrays_are_refused():
     parameter = torch.nn.Parameter(weights("float32"))
     values, metadata = fast.compress(parameter, "2:4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 #: Programs that are filled and that are not, one octet, several axes; other patterns than 2:4 on the last.
-SHAPES = ((4, 3072), (3, 520), (1, 8), (2, 3, 16))
+SHAPES = ((8, 2048), (3, 520), (1, 8), (2, 3, 16))
 
 
 def generator(seed: int) -> torch.Generator:

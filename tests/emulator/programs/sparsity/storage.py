@@ -21,9 +21,12 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sparsity import host
+from fast.kernels.sparsity import host, quantize_host
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.inputs import SHAPES, few_of_four, patterns
+
+#: Of rows: usual, zero, subnormal, below zero, infinite, NaN, so large that its reciprocal is subnormal.
+SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)
 
 
 def compare_masks(dtype: torch.dtype) -> None:
@@ -77,6 +80,19 @@ def compare_refusals(dtype: torch.dtype) -> None:
         )
 
 
+def compare_codes(dtype: torch.dtype) -> None:
+    """Pruned, scaled, rounded and compressed: rows that fill a program and that do not, scales that are hard."""
+    for name in quantize_host.SERVED:
+        for shape in SHAPES:
+            w = patterns(dtype, shape)
+            scales = torch.tensor(SCALES).repeat(shape[0])[: w.numel() // shape[-1]].reshape(*shape[:-1], 1)
+            for scale in [scales] if "row" in name else [torch.tensor(SCALES[0])]:
+                made = quantize_host.quantize_compressed(name, "2:4", w, None, scale, None, None)
+                assert made is not None
+                for one, other in zip(made, reference.quantize_compressed(w, name, scale), strict=True):
+                    assert_same_bits(one, other)
+
+
 def same_error(call: Callable[[], Any], wanted: Callable[[], Any]) -> None:
     """Both raise ValueError with one text."""
     texts = []
@@ -97,6 +113,9 @@ def main() -> None:
         for dtype in host.SCORES:
             compare_masks(dtype)
             print(dtype, "masks", flush=True)
+        for dtype in quantize_host.HALVES:
+            compare_codes(dtype)
+            print(dtype, "codes", flush=True)
         for dtype in host.STORED:
             compare_rules(dtype)
             compare_refusals(dtype)
