@@ -21,6 +21,14 @@ def test_codes_are_those_of_kept_elements(name):
     assert_same_bits(reference.decompress(*made), wanted)
 
 
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise", "mxfp8_e4m3"])
+def test_scales_are_those_of_the_dense_tensor(name):
+    """What is pruned is never the largest of its block."""
+    w = weights()
+    pruned = np.where(reference.prune(w), w, np.float32(0))
+    assert_same_bits(reference.choose_scales(w, name).scale, reference.choose_scales(pruned, name).scale)
+
+
 def test_ties_of_codes_do_not_choose():
     """15 and 15.5 have one code of e4m3; the larger one stays."""
     w = np.array([[15.0, 15.5, 200.0, 0.0]], np.float32)
