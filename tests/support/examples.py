@@ -198,6 +198,10 @@ EXAMPLES: dict[str, Example] = {
     "compress": Example(
         lambda n, d: {"w": normals(n, d), "mask": fast.prune(normals(n, d, 1))}, lambda f, t: f.compress(t["w"], t["mask"])
     ),
+    "quantize_compressed": Example(
+        lambda n, d: {"w": normals(n, d), "scale": fast.choose_scales(normals(n, d), "fp8_rowwise").scale},
+        lambda f, t: f.quantize_compressed(t["w"], "fp8_rowwise", t["scale"]),
+    ),
     "compress, pruned here": Example(lambda n, d: {"w": normals(n, d)}, lambda f, t: f.compress(t["w"], "2:4")),
     "compress, sparse already": Example(
         lambda n, d: {"w": normals(n, d) * fast.prune(normals(n, d))}, lambda f, t: f.compress(t["w"])
