@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"
+#: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
+SPARSITY = "ao_lab_sparsity"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Layer:
     reason: str
     #: What `ao_lab.tune` chose for its products on its device, by range of rows and direction.
     tuned: tuple[Choice, ...] = ()
+    #: Pattern and score by which it was pruned before ("2:4 by wanda"); "" where it was not.
+    sparsity: str = ""
 
     @property
     def changed(self) -> bool:
@@ -62,6 +66,7 @@ class Report:
         width = max((len(layer.name) for layer in self.layers), default=0)
         for layer in self.layers:
             what = f"{layer.scheme} ({layer.kernel})" if layer.changed else "left"
+            what += f", {layer.sparsity}" if layer.sparsity else ""
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
             lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
@@ -75,7 +80,14 @@ def explain(model: nn.Module) -> Report:
     """
     check_model(model)
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    return Report(tuple(described_layer(*found, known) for found in quantizable_parameters(model)))
+    return described(model, known)
+
+
+def described(model: nn.Module, reasons: dict[str, str]) -> Report:
+    """The report of a model, with these reasons by names of parameters."""
+    pruned: dict[str, str] = getattr(model, SPARSITY, {})
+    layers = [described_layer(*found, reasons) for found in quantizable_parameters(model)]
+    return Report(tuple(replace(layer, sparsity=pruned.get(layer.name, "")) for layer in layers))
 
 
 def described_layer(
@@ -131,4 +143,4 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 
-__all__ = ["Layer", "Report", "explain"]
+__all__ = ["Layer", "Report", "described", "explain"]
