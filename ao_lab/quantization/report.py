@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -11,6 +12,7 @@ from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from reference import Scheme, decode, encode
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"
@@ -86,8 +88,25 @@ def explain(model: nn.Module) -> Report:
 def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     """The report of a model, with these reasons by names of parameters."""
     pruned: dict[str, str] = getattr(model, SPARSITY, {})
-    layers = [described_layer(*found, reasons) for found in quantizable_parameters(model)]
-    return Report(tuple(replace(layer, sparsity=pruned.get(layer.name, "")) for layer in layers))
+    layers = []
+    for path, module, name, parameter in quantizable_parameters(model):
+        layer = described_layer(path, module, name, parameter, reasons)
+        layers.append(replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter)))
+    return Report(tuple(layers))
+
+
+def _sparsity(pruned: str, parameter: torch.Tensor) -> str:
+    """How a weight was pruned, and where its scheme has no zero to store what was pruned."""
+    if not pruned or not isinstance(parameter, QuantizedTensor) or stores_zero(parameter.recipe.weight):
+        return pruned
+    return f"{pruned}, whose zeros {parameter.recipe.weight.name} stores as other values"
+
+
+def stores_zero(scheme: Scheme) -> bool:
+    """Whether a weight of 0 is 0 afterwards: the element has a zero, which a zero point, if any, moves to another code."""
+    if scheme.zero is not None:
+        return scheme.zero.rule == "code"
+    return bool(decode(encode(np.zeros(1, np.float32), scheme.element), scheme.element)[0] == 0)
 
 
 def described_layer(

@@ -124,11 +124,11 @@ class Selection:
             return False, reason or f"{kind}: only linear layers are pruned"
         if name != "weight" or parameter.dim() != 2:
             return False, "it is not the matrix that the layer multiplies with"
+        if path in self.routers and getattr(self.filter_fn, "leaves_routers", self.filter_fn is None):
+            return False, ROUTES.replace("quantizes", "prunes")
         if self.filter_fn is not None:
             good = self.filter_fn(module, path)
             return good, "accepted by filter_fn" if good else "refused by filter_fn"
-        if path in self.routers:
-            return False, ROUTES.replace("quantizes", "prunes")
         if self.lists and not is_inside(path, self.lists):
             return False, f"outside of the blocks ({shorten(self.lists, 2)})"
         return True, kind

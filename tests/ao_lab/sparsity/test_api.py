@@ -252,3 +252,22 @@ def test_symmetric_codes_keep_the_zeros(config):
         assert isinstance(weight, QuantizedTensor)
         assert (weight.dequantize()[zero] == 0).all()
         assert is_sparse(weight.dequantize())
+
+
+def test_inside_inference_mode():
+    model, expected = language_model(), language_model()
+    with torch.inference_mode():
+        sparsify_(model, SparsityConfig(score="wanda"), calibration=[tokens.clone() for tokens in TOKENS])
+    sparsify_(expected, SparsityConfig(score="wanda"), calibration=TOKENS)
+    assert all(torch.equal(p, expected.get_parameter(name)) for name, p in model.named_parameters())
+    model(TOKENS[0]).sum().backward()
+
+
+def test_autocast_sums_what_products_take():
+    """Inputs in bfloat16, which the mask of float32 inputs differs from."""
+    layer, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(9, 64)
+    dense = layer[0].weight.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        sparsify_(layer, SparsityConfig(score="wanda"), calibration=[x], blocks="")
+    scores = reference.wanda_scores(dense, reference.square_sums(x.to(torch.bfloat16)))
+    assert torch.equal(layer[0].weight, dense * torch.as_tensor(reference.prune(dense, scores=scores)))

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from ao_lab import Int8WeightOnlyConfig, QATConfig, QuantizedTensor, SparsityConfig, quantize_, sparsify_
+from ao_lab import (
+    Int8WeightOnlyConfig,
+    QATConfig,
+    QuantizedTensor,
+    SparsityConfig,
+    linear_and_experts,
+    quantize_,
+    sparsify_,
+)
 from ao_lab.sparsity.plan import planned
 from experiments.models.language_model import LanguageModel, ModelSettings
 
@@ -154,3 +162,24 @@ def test_all_refused_layers_are_named_with_their_reasons():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(6, 8))
     with pytest.raises(ValueError, match=r"0\.weight, 2\.weight: 2:4 needs a last axis"):
         sparsify_(model, CONFIG)
+
+
+class Experts(nn.Module):
+    """Batched experts and their router, as transformers has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(4, 16, 8))
+        self.experts.down_proj = nn.Parameter(torch.randn(4, 8, 8))
+        self.out = nn.Linear(8, 8)
+
+
+def test_routers_and_batched_experts_stay():
+    for filter_fn in (None, linear_and_experts):
+        plan = planned(Experts(), CONFIG, filter_fn)
+        assert [t.name for t in plan.targets.values()] == ["out.weight"]
+        assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
+        assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
+    assert selected(Experts(), lambda module, name: True) == ["gate.weight", "out.weight"]
