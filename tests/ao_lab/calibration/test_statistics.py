@@ -121,3 +121,17 @@ def test_a_name_of_two_layers_sums_both():
         block.q(x)
         block.k(x)
     assert torch.equal(found.layers["tied"].statistic.value, torch.full((8,), 4.0))
+
+
+def test_layers_that_skip_an_input_of_others_are_an_error():
+    """The sums that they share hold what only one of them has seen."""
+    block, found = Block(), Statistics(SquareSums)
+    with torch.no_grad(), watching([("q", block.q, found), ("k", block.k, found)]):
+        for reached in (True, False):
+            x = torch.randn(2, 8)
+            block.q(x)
+            if reached:
+                block.k(x)
+        block.q(x := torch.randn(2, 8))
+        with pytest.raises(ValueError, match="k had the input of q at first"):
+            block.k(x)
