@@ -65,7 +65,11 @@ class Capture:
         """Take in the arguments of a block; ValueError where the walk would not be the model."""
         name, calls = list(self.blocks)[index], self.calls[-1]
         if len(calls) != index:
-            turn = f"block {len(calls)} of {len(self.blocks)}" if len(calls) < len(self.blocks) else "the end"
+            turn = (
+                f"block {len(calls)} of {len(self.blocks)}"
+                if len(calls) < len(self.blocks)
+                else "the end of all blocks"
+            )
             raise ValueError(
                 f"{name} was called where {turn} was next: a walk needs blocks that run once each, in their order; name "
                 f"another list by blocks=, or give blocks='' to take the whole model as one block"
@@ -86,13 +90,13 @@ class Capture:
         calls.append(_without(args, kwargs, place))
 
     def after(self, index: int, output: Any) -> None:
-        """Take in the output of a block; stop behind the last one."""
+        """Take in the output of a block; stop behind the last one. The first batch runs on, to find a block that runs again."""
         name = list(self.blocks)[index]
         if len(self.blocks) > 1:
             x = _first_tensor(output, name)
             _check_finite(x, f"{name} makes NaN or infinity of batch {len(self.calls) - 1}")
             self.last = Seen(x)
-        if index == len(self.blocks) - 1:
+        if index == len(self.blocks) - 1 and len(self.calls) > 1:
             raise _Enough
 
     def outputs(self, index: int) -> Iterator[tuple[int, Any]]:

@@ -170,6 +170,21 @@ def test_other_orders_are_refused(order, said):
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
 
 
+def test_blocks_that_run_again_at_the_end_are_refused():
+    block = Residual()
+    with pytest.raises(ValueError, match=r"blocks\.1 was called where the end of all blocks was next"):
+        refused(Stack(Residual(), Residual(), order=[0, 1, 1]))
+    with pytest.raises(ValueError, match=r"blocks\.0 was called where the end of all blocks was next"):
+        refused(Stack(block, block, block))  # one block, as models that share all layers have it
+
+
+def test_what_stands_behind_the_blocks_runs_for_the_first_batch_alone():
+    model, heads = language_model(), []
+    model.lm_head.register_forward_hook(lambda *args: heads.append(1))
+    refused(model, TOKENS)
+    assert heads == [1]
+
+
 def test_what_changes_between_blocks_is_refused():
     with pytest.raises(ValueError, match=r"the input of blocks.1 is not the output of blocks.0"):
         refused(Stack(Residual(), Residual(), between=lambda x: x + 1))

@@ -1,5 +1,7 @@
 """`sparsify_`: whole models, pruned block by block as one would by hand; tied weights, transposed ones, errors on the way."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from ao_lab import (
     quantize_,
     sparsify_,
 )
+from ao_lab.calibration.statistics import Hessian
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.llama import rotary_tables
 
@@ -271,3 +274,14 @@ def test_autocast_sums_what_products_take():
         sparsify_(layer, SparsityConfig(score="wanda"), calibration=[x], blocks="")
     scores = reference.wanda_scores(dense, reference.square_sums(x.to(torch.bfloat16)))
     assert torch.equal(layer[0].weight, dense * torch.as_tensor(reference.prune(dense, scores=scores)))
+
+
+def test_one_block_of_statistics_is_held_at_a_time():
+    """Four Hessians: of queries, keys and values, of the output, of gate and up, of down."""
+    alive = []
+
+    def count(name, done, total):
+        alive.append(sum(type(each) is Hessian for each in gc.get_objects()))
+
+    sparsify_(language_model(), SparsityConfig(score="sparsegpt"), calibration=TOKENS, progress=count)
+    assert alive == [4] * 14
