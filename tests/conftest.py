@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ao_lab.cli.terminal import progress
+from tests.experiments.harness import parsed_once
 
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -34,6 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
+parsed_once.install()
 
 #: Folders below tests/ whose tests are not core.
 MARKERS = {

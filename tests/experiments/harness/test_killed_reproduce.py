@@ -14,7 +14,7 @@ from experiments.runs.environment import record_run
 from tests.experiments.harness import tiny
 
 #: How many runs are killed: each draws its moment anew, so that nightly ones fall into more of them.
-KILLS = (2, pytest.param(50, marks=pytest.mark.nightly))
+KILLS = (4, pytest.param(50, marks=pytest.mark.nightly))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forks of one process")
