@@ -175,9 +175,19 @@ def test_jax_jit_float16(name):
 
 
 # Blocks of the whole or the flattened tensor know no axis.
-@pytest.mark.parametrize("axis", [0, 1])
+# By day every kind down the first axis, and one along the one between.
+DOWN = [name for name in KINDS if not isinstance(SCHEMES[name].scale.block, str)]
+
+
 @pytest.mark.parametrize(
-    "name", sampled([n for n in KINDS if not isinstance(SCHEMES[n].scale.block, str)], BLOCKS)
+    ("name", "axis"),
+    [
+        pytest.param(
+            name, axis, marks=[pytest.mark.nightly] * (name not in (DOWN if axis == 0 else DOWN[:1]))
+        )
+        for name in BLOCKS
+        for axis in (0, 1)
+    ],
 )
 def test_jax_jit_on_any_axis(name, axis):
     function = jax.jit(lambda x: both(x, name, axis, outputs=WIDE))
