@@ -8,6 +8,7 @@ program's exit status. A fork starts from nothing but imports: no program sees w
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -15,9 +16,14 @@ import sys
 import traceback
 
 # What the programs import; nothing of it computes, and no thread is started.
-import fast.kernels.quantize.host  # noqa: F401
+import ao_lab.testing.strategies  # noqa: F401
 import tests.emulator.ptx_interpreter
-import tests.emulator.quick_interpreter  # noqa: F401
+import tests.emulator.quick_interpreter
+import tests.gpu.kernels.formats
+import tests.gpu.kernels.provided_scales  # noqa: F401
+
+#: Allocations between two looks at the youngest objects, of which a kernel's operations make many.
+ALLOCATIONS = 20_000
 
 
 def run(printed: str, wrong: str, command: list[str]) -> None:
@@ -40,6 +46,9 @@ def run(printed: str, wrong: str, command: list[str]) -> None:
 
 def main() -> None:
     """Run what is asked for until nobody asks any more."""
+    # What was imported lives as long as the process: no fork looks for garbage in it.
+    gc.freeze()
+    gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
     for line in sys.stdin:
         printed, wrong, *command = json.loads(line)
         process = os.fork()
