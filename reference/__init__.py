@@ -24,8 +24,14 @@ from reference.quantize.stored import Quantized, Scales
 from reference.quantize.tiled_scales import tile_scales, untile_scales
 from reference.schemes.all_schemes import load_schemes
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
+from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
+from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.prune import prune
+from reference.sparsity.scores import magnitude_scores, ria_scores, square_sums, wanda_scores
+from reference.sparsity.sparsegpt import SparseGPTResult, sparsegpt
+from reference.sparsity.sr_ste import sr_ste_gradient
+from reference.sparsity.transposable import prune_transposable
 from reference.training.grouped import grouped_linear, grouped_linear_vjp
 from reference.training.linear import training_linear, training_linear_vjp
 from reference.training.recipe import RECIPES, Recipe
@@ -38,16 +44,21 @@ register_if_imported()
 
 __all__ = [
     "FORMATS",
+    "METADATA_LAYOUTS",
     "RECIPES",
     "SCHEMES",
     "Compressed",
     "Format",
+    "MetadataLayout",
     "Quantized",
     "Recipe",
     "Scale",
     "Scales",
     "Scheme",
+    "SparseActivation",
+    "SparseGPTResult",
     "Zero",
+    "arrange_metadata",
     "choose_scales",
     "compress",
     "decode",
@@ -60,17 +71,25 @@ __all__ = [
     "grouped_linear_vjp",
     "linear",
     "linear_error_bound",
+    "magnitude_scores",
     "matmul",
     "matmul_error_bound",
     "pack",
     "packed_shape",
     "prune",
+    "prune_transposable",
     "quantize",
     "quantize_both",
     "random_bits",
     "register_jax",
+    "restore_metadata",
+    "ria_scores",
     "rms_norm",
     "rms_norm_quantize",
+    "sparsegpt",
+    "square_sums",
+    "squared_relu_24",
+    "sr_ste_gradient",
     "swiglu",
     "swiglu_quantize",
     "tile_scales",
@@ -78,4 +97,5 @@ __all__ = [
     "training_linear_vjp",
     "unpack",
     "untile_scales",
+    "wanda_scores",
 ]

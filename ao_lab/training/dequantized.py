@@ -53,7 +53,7 @@ class DequantizedLinear(torch.autograd.Function):
         values, tensors, ctx.stored = _inputs(x, recipe, seed, ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *tensors)
         ctx.recipe, ctx.seed = recipe, seed
-        return linear(values, _values(w, b, 1, seed, "w"), bias)
+        return linear(values, operand_values(w, b, 1, "w", seed), bias)
 
     @staticmethod
     @once_differentiable
@@ -63,16 +63,14 @@ class DequantizedLinear(torch.autograd.Function):
         recipe, seed = ctx.recipe, ctx.seed
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         g = g.contiguous()
-        a, b = recipe.input_grad.a, recipe.weight_grad.a
-        both = wants_x and wants_w and _read_once(a, b)
-        # Popped, so that values are gone when their product is made.
-        made: list[Grad] = [*both_values(g, scheme_of(a))] if both else [None, None]
+        # Each is gone when the next product is made.
+        rows, columns = gradient_values(g, recipe, wants_w, wants_x, seed)
         dx = dw = None
-        if wants_x:
-            dx = _made(made.pop(0), g, a, 1, seed, "g") @ _weight(w, recipe, seed)
-        if wants_w:
-            left = _made(made.pop(), g, b, 0, seed, "g.T")
-            dw = left.t() @ _kept_values(tensors, ctx.stored, recipe, g.dtype, seed)
+        if rows is not None:
+            dx = rows @ weight_columns_values(w, recipe, seed)
+        del rows
+        if columns is not None:
+            dw = columns.t() @ _kept_values(tensors, ctx.stored, recipe, g.dtype, seed)
         return dx, dw, g.sum(0) if wants_bias else None, None, None
 
 
@@ -126,7 +124,7 @@ def _inputs(
     if kept and later.source == "tensor" and _read_once(forward, later):
         values, q = values_and_codes(x, scheme_of(forward))
         return values, *_parts(q)
-    values = _values(x, forward, 1, seed, "x")
+    values = operand_values(x, forward, 1, "x", seed)
     if not kept:
         return values, [], None
     first = later.source == "output"
@@ -148,22 +146,28 @@ def _is_plain(operand: Operand) -> bool:
     return not operand.hadamard and not operand.is_stochastic
 
 
-def _made(
-    made: Grad, x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stream: str
-) -> torch.Tensor:
-    """Values that were made, or have to be."""
-    return _values(x, operand, axis, seed, stream) if made is None else made
+def gradient_values(
+    g: torch.Tensor, recipe: Recipe, columns: bool, rows: bool = True, seed: int | None = None
+) -> tuple[Grad, Grad]:
+    """The output's gradient g (M, N) as the product of the inputs' gradient and that of the weight's read it, in its layout."""
+    a, b = recipe.input_grad.a, recipe.weight_grad.a
+    if rows and columns and _read_once(a, b):
+        return both_values(g, scheme_of(a))
+    own = operand_values(g, a, 1, "g", seed) if rows else None
+    return own, operand_values(g, b, 0, "g.T", seed) if columns else None
 
 
-def _weight(w: torch.Tensor, recipe: Recipe, seed: int | None) -> torch.Tensor:
-    """Values of the weight along columns."""
+def weight_columns_values(w: torch.Tensor, recipe: Recipe, seed: int | None = None) -> torch.Tensor:
+    """Values of the weight (N, K) along N."""
     b = recipe.input_grad.b
-    w = _values(w, recipe.output.b, 1, seed, "w") if b.source == "output" else w
-    return _values(w, b, 0, seed, "w.T")
+    w = operand_values(w, recipe.output.b, 1, "w", seed) if b.source == "output" else w
+    return operand_values(w, b, 0, "w.T", seed)
 
 
-def _values(x: torch.Tensor, operand: Operand, axis: int, seed: int | None, stream: str) -> torch.Tensor:
-    """What an operand that runs along an axis of a matrix stands for, in the matrix's layout."""
+def operand_values(
+    x: torch.Tensor, operand: Operand, axis: int, stream: str, seed: int | None = None
+) -> torch.Tensor:
+    """What an operand that runs along an axis of a matrix stands for, in the matrix's layout. stream: see `STREAMS`."""
     scheme = scheme_of(operand)
     if torch.compiler.is_compiling() and _is_plain(operand):
         made: torch.Tensor = FAKE_QUANTIZE.operator(scheme, (axis,), (x,))
@@ -195,7 +199,7 @@ def _kept_values(
         x = DEQUANTIZE.operator(scheme, (dtype, shape, axis, packed, tiled), (codes, scale, outer, None))
     else:
         x = dequantize(Quantized(codes, scale, outer, None, shape, axis, scheme, packed, tiled), dtype)
-    made: torch.Tensor = _values(x, later, 0, seed, "x.T") if later.source == "output" else x
+    made: torch.Tensor = operand_values(x, later, 0, "x.T", seed) if later.source == "output" else x
     return made
 
 
@@ -206,4 +210,4 @@ def scheme_of(operand: Operand) -> Scheme:
     return operand.scheme
 
 
-__all__ = ["dequantized_linear", "serves"]
+__all__ = ["dequantized_linear", "gradient_values", "operand_values", "serves", "weight_columns_values"]

@@ -54,12 +54,12 @@ def _text(left: Any, right: Any, options: dict[str, Any]) -> str:
     return json.dumps([left, right, options])
 
 
-def _reference(name: str) -> Callable[..., Any]:
+def _reference(specified: Callable[..., Any]) -> Callable[..., Any]:
     def run(record: Any, values: Any, operands: Sequence[Any]) -> Any:
         left, right, options = json.loads(values[0])
         operands = [aligned(operand) for operand in operands]
         a, b = put_together(operands[:PARTS], left), put_together(operands[PARTS : 2 * PARTS], right)
-        return getattr(reference, name)(a, b, bias=operands[-1], **options)
+        return specified(a, b, bias=operands[-1], **options)
 
     return run
 
@@ -100,8 +100,8 @@ ADVICE = (
 )
 
 
-def _function(name: str, fake: Callable[..., torch.Tensor]) -> Function:
-    """`reference.name` and its operator, which takes the tensors of a, those of b, bias and the text."""
+def _function(name: str, specified: Callable[..., Any], fake: Callable[..., torch.Tensor]) -> Function:
+    """A function of `reference` and its operator, which takes the tensors of a, those of b, bias and the text."""
 
     def implementation(*arguments: Any) -> torch.Tensor:
         *operands, text = arguments
@@ -110,10 +110,10 @@ def _function(name: str, fake: Callable[..., torch.Tensor]) -> Function:
 
     operator = register(name, implementation, fake, no_gradient(name, ADVICE), schema=SCHEMA)
     function = Function(
-        name, OPERANDS, _reference(name), lambda r, v, o: operator(*o, *v), differentiable=True
+        name, OPERANDS, _reference(specified), lambda r, v, o: operator(*o, *v), differentiable=True
     )
     return function
 
 
-MATMUL = _function("matmul", _fake)
-BOUND = _function("matmul_error_bound", _fake_bound)
+MATMUL = _function("matmul", reference.matmul, _fake)
+BOUND = _function("matmul_error_bound", reference.matmul_error_bound, _fake_bound)

@@ -9,9 +9,12 @@ from fast.sparsity.ops import COMPRESS, DECOMPRESS
 from reference import Compressed
 
 
-def compress(w: torch.Tensor, mask: torch.Tensor | str = "2:4") -> Compressed:
-    """Kept values and metadata of w on its device, as in `reference.compress`. No gradient flows through."""
-    pattern, given = (mask, None) if isinstance(mask, str) else ("2:4", mask)
+def compress(w: torch.Tensor, mask: torch.Tensor | str | None = None) -> Compressed:
+    """Kept values and metadata of w on its device, as in `reference.compress`. No gradient flows through.
+
+    Elements are counted here in compiled programs too: the operator runs on tensors that have values, and raises there.
+    """
+    pattern, given = (mask, None) if isinstance(mask, str) else (None, mask)
     made: Compressed = run(COMPRESS, None, (pattern,), (w, given))
     return made
 

@@ -35,19 +35,19 @@ PRUNE = Function(
 register("prune", prune_op, _prune_fake)
 
 
-def compress_op(w: torch.Tensor, mask: torch.Tensor | None, pattern: str) -> list[torch.Tensor]:
+def compress_op(w: torch.Tensor, mask: torch.Tensor | None, pattern: str | None) -> list[torch.Tensor]:
     """Values and metadata."""
     return list(execute(COMPRESS, None, (pattern,), (w, mask)))
 
 
-def _compress_fake(w: torch.Tensor, mask: Any, pattern: str) -> list[torch.Tensor]:
+def _compress_fake(w: torch.Tensor, mask: Any, pattern: str | None) -> list[torch.Tensor]:
     check_groups(tuple(w.shape), 4, "2:4 compression")
     *rest, length = w.shape
     return [w.new_empty((*rest, length // 2)), w.new_empty((*rest, (length + 7) // 8), dtype=torch.uint8)]
 
 
 def _mask(values: Values, operands: Operands) -> Any:
-    """A mask, or a pattern in place of one."""
+    """A mask, a pattern in place of one, or None."""
     return values[0] if operands[1] is None else operands[1]
 
 

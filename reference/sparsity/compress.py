@@ -11,7 +11,7 @@ A group with fewer than two kept elements stores zeros in the unused places. Eac
 2, 3 that is not kept: nothing kept gives (2, 3), only 0 gives (0, 2), only 1 gives (1, 2), only 2 or 3 gives (2, 3). These
 are the indices that `torch.sparse` writes, and before CUTLASS reorders it the metadata is the same bytes.
 
-Everything is selection on bit patterns: -0, NaN payloads and codes of any format survive unchanged.
+Everything is selection on bit patterns: NaN payloads and codes of any format survive unchanged, so does a -0 that a mask keeps.
 
 Source: Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378), section 3.1 and figure 3.
 """
@@ -25,6 +25,9 @@ from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
 from reference.sparsity.prune import check_groups, parse_pattern, prune
 
 BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+#: Beginnings of the names of float dtypes without a sign, and of those whose sign is below the byte's top bit.
+UNSIGNED_FLOATS = ("float8_e8m0",)
+SUB_BYTE_FLOATS = ("float4", "float6")
 
 
 class Compressed(NamedTuple):
@@ -34,16 +37,21 @@ class Compressed(NamedTuple):
     metadata: Array
 
 
-def compress(w: Array, mask: Array | str = "2:4") -> Compressed:
+def compress(w: Array, mask: Array | str | None = None) -> Compressed:
     """Store the kept elements of `w` (..., K) in the 2:4 layout of this module.
 
-    `mask` is bool of the shape of `w`, with at most two kept in each group of four, or the pattern "2:4", which means
-    `prune(w)`. `w` has any dtype of 8, 16, 32 or 64 bits; uint8 codes need a mask of their own, since codes do not
-    sort as their values do. Under `jax.jit` and `torch.compile` the count of kept elements cannot be checked: of more than
-    two, the first two stay.
+    `mask` None: `w` is 2:4 already, and its nonzero elements are kept. Zero are the bits 0 and, in a float dtype that has
+    it, -0: what w * mask makes of negative weights. It comes back as +0; NaN is not zero. Integers, uint8 codes among them,
+    have no -0: give codes of floats a mask. "2:4" means the mask `prune(w)`, so a dense matrix loses half of its elements
+    only where that is asked for. Else `mask` is bool of the shape of `w`, with at most two kept in each group of four, and
+    decides alone: a kept -0 is stored as it is, and what is not kept is dropped whatever it is.
 
-    Raises ValueError for K % 4 != 0, another pattern, another shape of `mask`, or more than two kept in a group;
-    TypeError for a mask that is not bool, or an element type of another width.
+    `w` has any dtype of 8, 16, 32 or 64 bits; uint8 codes do not sort as their values do, so "2:4" is for numbers. Under
+    `jax.jit` and the tracing of `torch.compile` elements cannot be counted: of more than two, the first two stay.
+
+    Raises ValueError, before anything is written, for more than two nonzero or kept elements in a group, with the number
+    of such groups, and for K % 4 != 0, another pattern or another shape of `mask`; TypeError for a mask that is not bool,
+    or an element type of another width.
     """
     w = as_array(w)
     ns = namespace_of(w)
@@ -55,7 +63,7 @@ def compress(w: Array, mask: Array | str = "2:4") -> Compressed:
     held = ns.where(kept, bits, bits[..., :1] * 0)
     pair = ns.stack([_pick(ns, held, first), _pick(ns, held, second)], -1)
     values = pair.reshape(*shape[:-1], shape[-1] // 2).view(w.dtype)
-    return Compressed(values, _pack_metadata(ns, first | (second << 2)))
+    return Compressed(values, pack_metadata(ns, first | (second << 2)))
 
 
 def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = None) -> Array:
@@ -75,20 +83,26 @@ def decompress(values: Array, metadata: Array, shape: tuple[int, ...] | None = N
         raise ValueError(
             f"values of shape {half} decompress to {full}, not to {tuple(shape)}; leave shape out or correct it"
         )
-    nibble = _unpack_metadata(ns, metadata, half[-1] // 2)[..., None]
+    nibble = unpack_metadata(ns, metadata, half[-1] // 2)[..., None]
     pair = _bits(ns, values).reshape(*half[:-1], half[-1] // 2, 2)
     place = ns.arange(4, nibble)
     low = ns.where((nibble & 3) == place, pair[..., :1], pair[..., :1] * 0)
     return ns.where((nibble >> 2) == place, pair[..., 1:], low).reshape(full).view(values.dtype)
 
 
-def _mask_of(w: Array, mask: Array | str) -> Array:
+def _mask_of(w: Array, mask: Array | str | None) -> Array:
     if isinstance(mask, str):
         if parse_pattern(mask) != (2, 4):
             raise ValueError(
                 f"compressed storage exists for the pattern '2:4' only, got {mask!r}; keep others as a mask"
             )
         return prune(w, pattern=mask)
+    if mask is None:
+        nonzero = _nonzero(namespace_of(w), w)
+        _check_counts(
+            namespace_of(w), nonzero, "are not zero", "w is dense: compress(w, mask='2:4') prunes it"
+        )
+        return nonzero
     mask = as_array(mask)
     ns = namespace_of(mask)
     if ns.dtype_name(mask) != "bool":
@@ -99,22 +113,40 @@ def _mask_of(w: Array, mask: Array | str) -> Array:
         raise ValueError(
             f"mask of shape {ns.shape(mask)} does not match w of shape {ns.shape(w)}; give one bool per element"
         )
-    if not _is_traced(ns, mask):
-        _check_counts(ns, mask)
+    _check_counts(ns, mask, "are kept", "make the mask with prune(w, pattern='2:4')")
     return mask
 
 
-def _check_counts(ns: Namespace, mask: Array) -> None:
+def _nonzero(ns: Namespace, w: Array) -> Array:
+    """Where elements are neither the bits 0 nor -0, on bit patterns: comparisons with 0 flush subnormals in XLA."""
+    bits = _bits(ns, w)
+    negative = _negative_zero(ns.dtype_name(w), w.dtype.itemsize)
+    return (bits != 0) if negative is None else (bits != 0) & (bits != negative)
+
+
+def _negative_zero(name: str, size: int) -> int | None:
+    """Bits of -0 in the unsigned or signed integer of `BITS`, or None for dtypes without it."""
+    if name.endswith("fnuz") or name.startswith(UNSIGNED_FLOATS) or "float" not in name:
+        return None
+    if name.startswith(SUB_BYTE_FLOATS):
+        return 0x20 if name.startswith("float6") else 0x08
+    return 0x80 if size == 1 else -(1 << (8 * size - 1))
+
+
+def _check_counts(ns: Namespace, mask: Array, what: str, way_out: str) -> None:
+    """ValueError for groups with more than two elements, where they can be counted."""
+    if is_traced(ns, mask):
+        return
     counts = ns.astype(mask, "int32").reshape(-1, 4).sum(-1)
     crowded = int((counts > 2).sum())
     if crowded:
         raise ValueError(
-            f"2:4 storage holds at most two elements of every four; {crowded} of {len(counts)} groups keep more. "
-            f"Make the mask with prune(w, pattern='2:4')"
+            f"2:4 storage holds at most two elements of every four; {crowded} of {len(counts)} groups have more that "
+            f"{what}; {way_out}"
         )
 
 
-def _is_traced(ns: Namespace, x: Array) -> bool:
+def is_traced(ns: Namespace, x: Array) -> bool:
     """Whether values are unknown now: under a JAX transformation or torch's compiler."""
     if ns.name == "jax":
         return isinstance(x, sys.modules["jax"].core.Tracer)
@@ -144,7 +176,7 @@ def _bits(ns: Namespace, x: Array) -> Array:
     return ns.bitcast(x, BITS[x.dtype.itemsize])
 
 
-def _pack_metadata(ns: Namespace, nibbles: Array) -> Array:
+def pack_metadata(ns: Namespace, nibbles: Array) -> Array:
     """int32 nibbles (..., G) to uint8 (..., ceil(G/2)), the even one in the low half."""
     shape = ns.shape(nibbles)
     if shape[-1] % 2:
@@ -153,7 +185,8 @@ def _pack_metadata(ns: Namespace, nibbles: Array) -> Array:
     return ns.astype(pairs[..., 0] | (pairs[..., 1] << 4), "uint8")
 
 
-def _unpack_metadata(ns: Namespace, metadata: Array, groups: int) -> Array:
+def unpack_metadata(ns: Namespace, metadata: Array, groups: int) -> Array:
+    """uint8 (..., B) to the first `groups` of its int32 nibbles (..., 2 * B)."""
     wide = ns.astype(metadata, "int32")
     both = ns.stack([wide & 15, wide >> 4], -1)
     shape = ns.shape(metadata)

@@ -10,6 +10,7 @@ Source: Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
 from reference.arrays.widen import INFINITY, MAGNITUDE, float32_bits
@@ -43,8 +44,8 @@ def prune(w: Array, *, pattern: str = "2:4", scores: Array | None = None) -> Arr
         raise ValueError(
             f"scores of shape {ns.shape(scores)} do not match w of shape {shape}; give one score per weight"
         )
-    key = _magnitude_key(namespace_of(scores), scores).reshape(*shape[:-1], shape[-1] // group, group)
-    return (_rank(ns, key, group) < kept).reshape(shape)
+    key = magnitude_key(namespace_of(scores), scores).reshape(*shape[:-1], shape[-1] // group, group)
+    return (rank_in_groups(ns, key, group) < kept).reshape(shape)
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:
@@ -75,7 +76,19 @@ def check_groups(shape: tuple[int, ...], group: int, what: str) -> None:
         )
 
 
-def _magnitude_key(ns: Namespace, scores: Array) -> Array:
+def float_weights(x: Any, what: str) -> tuple[Namespace, Array, str]:
+    """(namespace, array, dtype name) of floats that widen to float32 exactly; TypeError for other dtypes."""
+    x = as_array(x)
+    ns = namespace_of(x)
+    name = ns.dtype_name(x)
+    if name not in FLOATS:
+        raise TypeError(
+            f"{what} takes {', '.join(FLOATS)}, got {name} of shape {ns.shape(x)}; cast it to float32"
+        )
+    return ns, x, name
+
+
+def magnitude_key(ns: Namespace, scores: Array) -> Array:
     """int32 that sorts as |score| does, NaN on top."""
     name = ns.dtype_name(scores)
     if name in FLOATS:
@@ -89,7 +102,7 @@ def _magnitude_key(ns: Namespace, scores: Array) -> Array:
     )
 
 
-def _rank(ns: Namespace, key: Array, group: int) -> Array:
+def rank_in_groups(ns: Namespace, key: Array, group: int) -> Array:
     """Place of every element in its group, 0 for the largest: how many elements come before it. Shape of `key`."""
     place = ns.arange(group, key)
     other, own = key[..., None, :], key[..., :, None]

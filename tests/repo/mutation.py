@@ -47,6 +47,7 @@ SOFTFLOAT = "tests/reference/arrays/test_softfloat.py -k integer_rules"
 STATISTICS = "tests/reference/quantize/test_statistics.py"
 BLOCKS = "tests/reference/quantize/test_blocks.py"
 MX = "tests/reference/schemes/torchao/test_mx.py"
+SPARSITY = "tests/reference/sparsity/test_"
 
 MUTATIONS = [
     Mutation("ties to even go up", "formats/rounding.py", "- 1) + (floor & 1)) >> shift", "- 1) + 1) >> shift", ROUNDING),
@@ -104,6 +105,33 @@ MUTATIONS = [
     Mutation("logarithms rounded as numbers are not", "arrays/log2.py", "spacing / (4 if toward_zero and",
              "spacing / (2 if toward_zero and",
              MX + " tests/reference/schemes/torchao/test_fp8.py"),
+    Mutation("compress takes -0 for a weight", "sparsity/compress.py", "(bits != 0) & (bits != negative)", "bits != 0",
+             SPARSITY + "compress.py"),
+    Mutation("RIA without its square root", "sparsity/scores.py", "square_root(ns, norms) if exponent == 0.5 else norms",
+             "norms", SPARSITY + "scores.py"),
+    Mutation("a zero weight on an infinite norm", "sparsity/scores.py", "(score == 0) & ~is_nan(norms)", "score < 0",
+             SPARSITY + "scores.py"),
+    Mutation("an infinity counts as a NaN in a tile", "sparsity/transposable.py", "NAN_COUNT = 9", "NAN_COUNT = 1",
+             SPARSITY + "transposable.py"),
+    Mutation("rows of a tile added one by one", "sparsity/transposable.py",
+             "plus(plus(rows[0], rows[1]), plus(rows[2], rows[3]))", "plus(plus(plus(rows[0], rows[1]), rows[2]), rows[3])",
+             SPARSITY + "transposable.py"),
+    Mutation("no update behind a block", "sparsity/sparsegpt.py", "errors @ upper[start:stop, stop:]", "0",
+             SPARSITY + "sparsegpt.py"),
+    Mutation("scores without the diagonal", "sparsity/sparsegpt.py",
+             "np.abs(wide[:, j : j + group]) / diagonal[j : j + group]", "np.abs(wide[:, j : j + group])",
+             SPARSITY + "sparsegpt.py"),
+    Mutation("damping of the largest element", "sparsity/sparsegpt.py", "share * diagonal.mean()", "share * diagonal.max()",
+             SPARSITY + "sparsegpt.py"),
+    Mutation("an infinite square of a finite activation", "sparsity/activation.py", "ns.minimum(product, LARGEST)", "product",
+             SPARSITY + "activation.py"),
+    Mutation("SR-STE decays what is kept", "sparsity/sr_ste.py",
+             "ns.where(mask, ns.bitcast(a, carrier), ns.bitcast(b, carrier))",
+             "ns.where(mask, ns.bitcast(b, carrier), ns.bitcast(a, carrier))", SPARSITY + "sr_ste.py"),
+    Mutation("group 0000 reaches the hardware", "sparsity/layouts.py", "ns.where(groups == 0, NOTHING_KEPT, groups), m, k // 4",
+             "groups, m, k // 4", SPARSITY + "layouts.py"),
+    Mutation("tiles of one width", "sparsity/layouts.py", "64 * n * (r // 16 % 4)", "128 * (r // 16 % 4)",
+             SPARSITY + "layouts.py"),
 ]  # fmt: skip
 
 

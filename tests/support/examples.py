@@ -195,7 +195,13 @@ EXAMPLES: dict[str, Example] = {
     "prune": Example(
         lambda n, d: {"w": normals(n, d), "scores": normals(n, d, 1)}, lambda f, t: f.prune(t["w"], scores=t["scores"])
     ),
-    "compress": Example(lambda n, d: {"w": normals(n, d)}, lambda f, t: f.compress(t["w"])),
+    "compress": Example(
+        lambda n, d: {"w": normals(n, d), "mask": fast.prune(normals(n, d, 1))}, lambda f, t: f.compress(t["w"], t["mask"])
+    ),
+    "compress, pruned here": Example(lambda n, d: {"w": normals(n, d)}, lambda f, t: f.compress(t["w"], "2:4")),
+    "compress, sparse already": Example(
+        lambda n, d: {"w": normals(n, d) * fast.prune(normals(n, d))}, lambda f, t: f.compress(t["w"])
+    ),
     "decompress": Example(
         lambda n, d: {"values": normals(n, d)[:, ::2], "metadata": torch.full((n, K // 8), 0x44, dtype=torch.uint8, device=d)},
         lambda f, t: f.decompress(t["values"], t["metadata"]),

@@ -1,9 +1,10 @@
 """SwiGLU and the linear layer behind it as one step: the layer's input is quantized as it is made, and not kept.
 
 y = P(silu(gate) * up, w) + bias, with P the products of a recipe. Forward one kernel makes the codes along rows. Kept are gate,
-up and the weight, which SwiGLU and the layer keep anyway; in place of the layer's input (a byte an element as codes) backward
-makes silu(gate) * up again, once, for the weight gradient. Operands, outputs and gradients are those of `fast.swiglu` followed
-by `ao_lab.training.autograd.training_linear`, bit for bit.
+up and the weight, which SwiGLU and the layer keep anyway; in place of the layer's input (a byte an element as codes, two where
+the weight gradient's operands are dense) backward makes silu(gate) * up again, once, for the weight gradient. Products of
+values are `swiglu_values`. Operands, outputs and gradients are those of `fast.swiglu` followed by
+`ao_lab.training.autograd.training_linear`, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook as global_hooks
 
 import fast
 from ao_lab.training import dequantized, shared
 from ao_lab.training.autograd import as_matrix, gradient_operands, weight_columns_of
 from ao_lab.training.casts import of_record, quantize_one, weight_rows
+from ao_lab.training.fused.swiglu_values import SwiGLUValuesLinear
 from ao_lab.training.layers import LowPrecisionLinear
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
@@ -80,8 +83,8 @@ def _weight_grad(
     )
 
 
-def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> torch.Tensor:
-    """down(silu(gate) * up); as one step where that serves, else by its two parts."""
+def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: Any) -> torch.Tensor:
+    """down(silu(gate) * up), down being a module; as one step where that serves, else by its two parts."""
     if gate.dtype not in dequantized.HALVES or hasattr(gate, "device_mesh"):
         y: torch.Tensor = down(torch.nn.functional.silu(gate) * up)
         return y
@@ -89,20 +92,18 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -
     if recipe is None:
         made: torch.Tensor = down(fast.swiglu(gate, up))
         return made
-    joined: torch.Tensor = SwiGLULinear.apply(gate, up, down.weight, down.bias, recipe)  # type: ignore[no-untyped-call]
+    by_values = dequantized.serves(gate, down.weight, down.bias, recipe, "auto")
+    step = SwiGLUValuesLinear if by_values else SwiGLULinear
+    joined: torch.Tensor = step.apply(gate, up, down.weight, down.bias, recipe)  # type: ignore[no-untyped-call]
     return joined
 
 
 def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> Recipe | None:
     """The recipe of a layer that one step serves: in training, called as its class is, without hooks and without a forward of
-    its own (as accelerate gives modules), whose operands are codes in all three products; None for others."""
-    if (
-        type(down) is not LowPrecisionLinear
-        or "forward" in vars(down)
-        or any(getattr(down, name) for name in HOOKS)
-    ):
+    its own (as accelerate gives modules), quantized as `is_served` says; None for others."""
+    if type(down) is not LowPrecisionLinear or is_called_otherwise(down):
         return None
-    settings, w, bias = down.low_precision, down.weight, down.bias
+    settings, w = down.low_precision, down.weight
     trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad
     plain = type(w) in PLAIN and up.shape == gate.shape and {t.dtype for t in (up, w)} == {gate.dtype}
     if settings.kernel != "auto" or not trained or not plain or torch.is_autocast_enabled(gate.device.type):
@@ -112,16 +113,20 @@ def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -
     if gate.shape[-1] != k or (gate.numel() // max(k, 1)) % of_m or n % of_n or k % of_k:
         return None
     recipe = tuned_recipe(settings.recipe, gate, w)
-    values = dequantized.serves(gate, w, bias, recipe, "auto")
-    return recipe if is_served(recipe) and not values else None
+    return recipe if is_served(recipe) else None
+
+
+def is_called_otherwise(module: torch.nn.Module) -> bool:
+    """Whether a call of a module is more than its class's forward: a forward of its own, or hooks, of all modules too."""
+    hooked = any(getattr(module, name) for name in HOOKS) or bool(global_hooks())  # type: ignore[no-untyped-call]
+    return "forward" in vars(module) or hooked
 
 
 def is_served(recipe: Recipe) -> bool:
-    """Whether every operand is quantized as it is, from the tensor itself."""
-    return all(
-        one.scheme is not None and not one.hadamard and not one.is_stochastic and one.source == "tensor"
-        for one in recipe.operands
-    )
+    """Whether every operand is taken from the tensor itself as it is: quantized, in the weight gradient alone dense, too."""
+    plain = all(not (one.hadamard or one.is_stochastic) and one.source == "tensor" for one in recipe.operands)
+    codes = [one.scheme is not None for one in recipe.operands]
+    return plain and (all(codes) or (all(codes[:4]) and not any(codes[4:])))
 
 
-__all__ = ["SwiGLULinear", "is_served", "served_recipe", "swiglu_linear"]
+__all__ = ["SwiGLULinear", "is_called_otherwise", "is_served", "served_recipe", "swiglu_linear"]

@@ -73,7 +73,9 @@ def of_blocks(where: Where, results: Results) -> list[Target]:
     if where.device == "cpu" or where.data != LLAMA_3_8B_TWO_LAYERS.name:
         return []
     names = [(ours(one, fast_sums=fast), SPEEDS[one]) for one in SUMMED_FAST for fast in (False, True)]
-    return [target for name, limit in names for target in of_method(results, name, limit)]
+    found = [target for name, limit in names for target in of_method(results, name, limit)]
+    others = [ours(one) for one in (*FLOAT8, MXFP8) if one not in SPEEDS]
+    return found + [target for name in others for target in of_memory(results, name)]
 
 
 def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
@@ -84,7 +86,12 @@ def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
     yield Target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit)
     times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
     yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED)
-    for setting in (eager, compiled):
+    yield from of_memory(results, name)
+
+
+def of_memory(results: Results, name: str) -> Iterator[Target]:
+    """The largest peak of memory over bfloat16's, eager and compiled."""
+    for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
         yield at_most(
             f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY
         )

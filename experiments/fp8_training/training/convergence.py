@@ -3,8 +3,8 @@
 Runs of one seed have the same initial weights and the same text in the same order, whatever their recipe, and the same bits in
 whichever process. Weights and the words of stochastic rounding are drawn from torch's one generator: trainings in threads of
 one process would not be paired. Trainings that share the device with others learn what they learn alone, but their seconds are
-not those of the recipe: their rows have no times and speeds. Trainings for a number of seconds never share it, as they would
-take fewer steps. Rows of "paired", "sweep" and "long" are one training each, rows of "gaps" are over seeds.
+not those of the recipe: their rows have no times and speeds. Long trainings never share it, nor do those for a number of
+seconds, which would take fewer steps. Rows of "paired", "sweep", "long" are one training each, rows of "gaps" are over seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experiments.data.corpora.split_corpus import evaluation_texts
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import is_linear
 from experiments.fp8_training.training.gaps import gap
-from experiments.fp8_training.training.plans import BASE, BASE_NAMES, PAIRED, Plan, Trial
+from experiments.fp8_training.training.plans import BASE, BASE_NAMES, LONG, PAIRED, Plan, Trial
 from experiments.fp8_training.training.workers import measure_each
 from experiments.harness.provenance import source_hash
 from experiments.harness.rows import Journal, Row, library_versions, table_name
@@ -71,8 +71,8 @@ def name_of(trial: Trial) -> str:
 
 
 def shares_device(settings: Settings, trial: Trial) -> bool:
-    """Whether a training runs beside others."""
-    return settings.workers > 1 and trial.settings.budget.seconds is None
+    """Whether a training runs beside others: not the long ones, whose speeds are part of the answer."""
+    return settings.workers > 1 and trial.kind != LONG and trial.settings.budget.seconds is None
 
 
 def is_finished(settings: Settings, journal: Journal, trial: Trial) -> bool:

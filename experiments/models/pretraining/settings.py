@@ -59,7 +59,7 @@ class PretrainSettings:
     budget: Budget
     batch: int
     rate: float
-    warmup: float = 0.02
+    warmup: float = 0.05
     decay: float = 0.3
     last_rate: float = 0.0
     weight_decay: float = 0.1

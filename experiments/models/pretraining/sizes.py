@@ -34,8 +34,8 @@ TINY = ModelSettings(
 )
 SIZES = {
     "tiny": Size(TINY, batch=8, rate=4e-3),
-    "30m": Size(SMALL, batch=32, rate=2e-3),
-    "120m": Size(LARGE, batch=64, rate=1e-3),
+    "30m": Size(SMALL, batch=8, rate=2.5e-4),
+    "120m": Size(LARGE, batch=16, rate=2.5e-4),
 }
 
 __all__ = ["LARGE", "SIZES", "SMALL", "TINY", "Size"]

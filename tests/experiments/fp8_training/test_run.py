@@ -181,4 +181,4 @@ def test_the_plan_of_a_gpu_names_what_the_issue_asks():
     assert len(paired) == 5 * 9
     assert {one.settings.compiled for one in paired} == {False}
     assert [one.settings.seed for one in paired[:6]] == [0, 1, 2, 3, 4, 0]
-    assert [one.settings.rate for one in plan.trials((SWEEP,))] == [5e-4, 1e-3, 2e-3, 4e-3] * 2
+    assert [one.settings.rate for one in plan.trials((SWEEP,))] == [1.25e-4, 2.5e-4, 5e-4, 1e-3] * 2

@@ -50,7 +50,7 @@ def test_each_accumulation_has_its_limit():
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
     assert targets.finding(rows) == [
-        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 31 not measured."
+        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 35 not measured."
     ]
     assert targets.finding([replace(row, metric="other") for row in rows]) == []
     assert targets.finding([]) == []
@@ -86,7 +86,7 @@ def test_blocks():
     values = [(*key, "time", value) for key, value in times.items()]
     values += [(COMPILED, name, targets.SPEED_RATIO, 1.2), (EAGER, name, targets.MEMORY_RATIO, 1.001)]
     found = targets.of_blocks(where, results(*values))
-    assert len(found) == 4 * 4
+    assert len(found) == 4 * 4 + 2 * 2
     best, against, memory = (one for one in found if one.value is not None)
     # Eager is ours at its best, compiled bfloat16's.
     assert (best.value, best.verdict) == (12.0 / 9.0, "yes")

@@ -40,8 +40,25 @@ def test_compressed_values_come_back(dtype):
 
 def test_parameters_have_no_gradient_and_other_arrays_are_refused():
     parameter = torch.nn.Parameter(weights("float32"))
-    values, metadata = fast.compress(parameter)
+    values, metadata = fast.compress(parameter, "2:4")
     assert not values.requires_grad
     assert not fast.decompress(values, metadata).requires_grad
     with pytest.raises(TypeError):
         fast.prune(parameter.detach().numpy())
+
+
+def compressed(w):
+    """For the compiler, a program with an input."""
+    return tuple(fast.compress(w * 1))
+
+
+@pytest.mark.parametrize("run", [compressed, torch.compile(compressed, fullgraph=True, backend="eager")])
+def test_a_dense_matrix_is_refused_and_pruned_where_asked(run):
+    """A compiled program too: the operator counts when it runs."""
+    w = weights("float32")
+    with pytest.raises(ValueError, match="128 of 128 groups have more that are not zero"):
+        run(w)
+    mask = fast.prune(w)
+    for made in (run(w * mask), fast.compress(w, "2:4"), fast.compress(w, mask)):
+        assert_same_bits(made[0], reference.compress(w, mask).values)
+        assert_same_bits(made[1], reference.compress(w, mask).metadata)

@@ -79,11 +79,11 @@ def test_all_masks_of_a_group():
 def test_more_than_two_kept(kept):
     w = np.arange(1, 9, dtype=np.float32)[None]
     mask = np.isin(np.arange(8), kept)[None]
-    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+    with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
         compress(w, mask)
-    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+    with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
         compress(torch.from_numpy(w), torch.from_numpy(mask))
-    with pytest.raises(ValueError, match="1 of 2 groups keep more"):
+    with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
         compress(jnp.asarray(w), jnp.asarray(mask))
     # Under jit it cannot be checked: the first two stay.
     values, _ = jax.jit(compress)(jnp.asarray(w), jnp.asarray(mask))
@@ -100,8 +100,12 @@ def test_more_than_two_kept(kept):
 )
 def test_pattern_means_prune_and_round_trips(bits):
     w = bits.view(np.float32)
-    back = decompress(*compress(w))
+    back = decompress(*compress(w, "2:4"))
     np.testing.assert_array_equal(back.view(np.uint32), np.where(prune(w), bits, 0))
+    # What was pruned is 2:4 and needs no mask: the same bits again, but for -0.
+    sparse = np.where(prune(w), bits, 0)
+    again = decompress(*compress(sparse.view(np.float32))).view(np.uint32)
+    np.testing.assert_array_equal(again, np.where(sparse == 0x80000000, 0, sparse))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
@@ -158,6 +162,53 @@ def test_libraries_agree_bit_for_bit(name):
         )
 
 
+FLOAT_DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
+                ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e3m4, ml_dtypes.float8_e8m0fnu, ml_dtypes.float6_e3m2fn,
+                ml_dtypes.float4_e2m1fn]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, np.int8, np.uint8, np.int32])
+def test_what_counts_as_nonzero(dtype):
+    """Without a mask: what is no zero of the dtype, by its own comparison; e8m0 has none, so its code 0 is left out."""
+    dtype = np.dtype(dtype)
+    codes = np.arange(
+        2 ** (4 if "float4" in dtype.name else 6 if "float6" in dtype.name else 8), dtype=np.uint8
+    )
+    one = np.zeros((len(codes), dtype.itemsize), np.uint8)
+    one[:, -1] = codes  # the byte that holds the sign
+    w = np.zeros((len(codes), 4 * dtype.itemsize), np.uint8)
+    w[:, -dtype.itemsize :] = one
+    kept = decompress(*compress(w.view(dtype))).view(dtype)[:, 3]
+    zero = codes == 0 if dtype.name == "float8_e8m0fnu" else one.view(dtype)[:, 0] == 0
+    np.testing.assert_array_equal(bits_of(kept), np.where(zero, 0, bits_of(one.view(dtype)[:, 0])))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_a_dense_matrix_is_refused_and_counted(library):
+    w = np.zeros((3, 8), np.float32)
+    w[0, :4], w[2, 4:7], w[1, :2] = 1, np.nan, 2.0**-149
+    convert = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[library]
+    with pytest.raises(ValueError, match=r"2 of 6 groups have more that are not zero; .*mask='2:4'"):
+        compress(convert(w))
+    w[0, :4], w[2, 4:7] = [1, -0.0, -0.0, 2], [-0.0, 0, np.nan]
+    values, metadata = compress(convert(w))
+    expected = compress(w, w != 0)
+    np.testing.assert_array_equal(bits_of(values), bits_of(expected.values))
+    np.testing.assert_array_equal(np.asarray(metadata), expected.metadata)
+
+
+def test_counts_are_unknown_under_jit():
+    values, _ = jax.jit(compress)(jnp.asarray([[0.0, 5, 6, 7]]))
+    np.testing.assert_array_equal(values, [[5, 6]])
+
+
+def test_the_mask_decides_about_negative_zero():
+    w = np.array([[-0.0, 1, -0.0, 3]], np.float32)
+    kept = compress(w, np.array([[True, False, True, False]]))
+    np.testing.assert_array_equal(bits_of(kept.values), [[0x80000000, 0x80000000]])
+    np.testing.assert_array_equal(compress(w).values, [[1, 3]])
+
+
 def test_not_contiguous():
     rng = np.random.default_rng(7)
     w = rng.standard_normal((32, 8)).astype(np.float32)
@@ -170,7 +221,7 @@ def test_not_contiguous():
         ):
             np.testing.assert_array_equal(np.asarray(got.values), expected.values)
             np.testing.assert_array_equal(np.asarray(got.metadata), expected.metadata)
-    values, metadata = compress(w)
+    values, metadata = compress(w, "2:4")
     np.testing.assert_array_equal(decompress(values[::2], metadata[::2]), decompress(values, metadata)[::2])
 
 

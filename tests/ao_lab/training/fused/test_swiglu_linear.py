@@ -6,12 +6,15 @@ from torch import nn
 
 import ao_lab
 import fast
+from ao_lab.training import dequantized
 from ao_lab.training.autograd import training_linear
+from ao_lab.training.dequantized import dequantized_linear
 from ao_lab.training.fused.swiglu_linear import SwiGLULinear, served_recipe, swiglu_linear
+from ao_lab.training.fused.swiglu_values import SwiGLUValuesLinear
 from reference.training import RECIPES
 
 M, K, N = 128, 256, 128
-SERVED = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+SERVED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
 def layer(recipe, bias=True):
@@ -44,26 +47,63 @@ def test_bits_of_the_two_parts(name, bias):
     assert all(torch.equal(a, b) for a, b in zip(found, parts, strict=True))
 
 
-def test_nothing_is_kept_but_what_the_parts_keep_anyway():
-    down, (gate, up) = layer("rowwise"), halves()
+@pytest.fixture
+def by_values(monkeypatch):
+    """Products run on values, on a CPU too."""
+    monkeypatch.setattr(dequantized, "serves", lambda *call: True)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6"])
+def test_bits_of_the_two_parts_by_values(by_values, name, bias):
+    down, (gate, up) = layer(name, bias), halves()
+    leaves = [gate, up, down.weight, *([down.bias] if bias else [])]
+    found = step(lambda: swiglu_linear(gate, up, down), leaves)
+
+    def by_parts():
+        x = fast.swiglu(gate, up).reshape(M, K)
+        return dequantized_linear(x, down.weight, down.bias, RECIPES[name], lambda recipe: None).view(
+            2, -1, N
+        )
+
+    assert all(torch.equal(a, b) for a, b in zip(found, step(by_parts, leaves), strict=True))
+
+
+def test_no_gradient_of_a_frozen_weight_by_values(by_values):
+    down, (gate, up) = layer("mxfp8"), halves()
+    whole = step(lambda: swiglu_linear(gate, up, down), [gate, up])
+    down.weight.requires_grad_(False)
+    found = step(lambda: swiglu_linear(gate, up, down), [gate, up])
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("rowwise", SwiGLULinear), ("rowwise_with_gw_hp", SwiGLULinear), ("mxfp8", SwiGLUValuesLinear)],
+)
+def test_nothing_is_kept_but_what_the_parts_keep_anyway(monkeypatch, name, kind):
+    monkeypatch.setattr(dequantized, "serves", lambda *call: name == "mxfp8")
+    down, (gate, up) = layer(name), halves()
     y = swiglu_linear(gate, up, down)
-    assert isinstance(y.grad_fn, SwiGLULinear._backward_cls)
+    assert isinstance(y.grad_fn, kind._backward_cls)
     assert [t.data_ptr() for t in y.grad_fn.saved_tensors] == [t.data_ptr() for t in (gate, up, down.weight)]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "bf16"])
 def test_recipes_that_mix_draw_or_stay_dense_go_by_parts(name):
     assert served_recipe(*halves(), layer(name)) is None
 
 
 @pytest.mark.parametrize(
-    "why", ["hook", "forward", "plain", "no_grad", "gate alone", "autocast", "rows", "kernel"]
+    "why", ["hook", "global hook", "forward", "plain", "no_grad", "gate alone", "autocast", "rows", "kernel"]
 )
-def test_layers_that_go_by_parts(why):
+def test_layers_that_go_by_parts(why, request):
     down, (gate, up) = layer("blockwise"), halves()
     assert served_recipe(gate, up, down) is not None
     if why == "hook":
         down.register_forward_hook(lambda *_: None)
+    if why == "global hook":
+        request.addfinalizer(nn.modules.module.register_module_forward_hook(lambda *_: None).remove)
     if why == "forward":
         down.forward = down.forward
     if why == "plain":
@@ -99,8 +139,10 @@ def test_no_gradient_of_a_weight_that_is_frozen():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_in_one_graph():
-    down, (gate, up) = layer("rowwise"), halves()
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_compiled_in_one_graph(monkeypatch, name):
+    monkeypatch.setattr(dequantized, "serves", lambda *call: name == "mxfp8")
+    down, (gate, up) = layer(name), halves()
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda gate, up: swiglu_linear(gate, up, down), backend="aot_eager", fullgraph=True

@@ -1,0 +1,70 @@
+"""Rows over a rewrite: only what was listed may differ, and nothing else that their measurement reaches."""
+
+import json
+
+import pytest
+
+from experiments.harness.rows import Row, read, write
+from experiments.ledger import rewritten
+from experiments.source.closure import SourceTree
+
+LOOKED_UP = "import pack.rules\n\ndef run(x):\n    return getattr(pack.rules, 'double')(x)\n"
+NAMED = "import pack.rules\n\ndef run(x):\n    return pack.rules.double(x)\n"
+RULES = "def double(x):\n    return 2 * x\n\ndef other(x):\n    return x\n"
+
+
+def tree(folder, call, rules=RULES):
+    (folder / "pack").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("call", call), ("rules", rules)):
+        (folder / "pack" / f"{name}.py").write_text(text)
+    return SourceTree(folder, ["pack"])
+
+
+@pytest.fixture
+def before_and_after(tmp_path):
+    return tree(tmp_path / "before", LOOKED_UP), tree(tmp_path / "after", NAMED)
+
+
+def test_a_row_of_what_was_rewritten_alone_is_carried(before_and_after, tmp_path):
+    now = tree(tmp_path / "now", NAMED, RULES.replace("return x\n", "return -x\n"))
+    hashes = rewritten.renamed(*before_and_after, now, [("pack.call.run",)])
+    assert len(hashes) == 1
+    assert all(old != new for old, new in hashes.items())
+
+
+@pytest.mark.parametrize(
+    ("call", "rules"), [(NAMED, RULES.replace("2 *", "3 *")), (NAMED.replace("(x)\n", "(x + 1)\n"), RULES)]
+)
+def test_a_row_whose_measurement_changed_is_not(before_and_after, tmp_path, call, rules):
+    now = tree(tmp_path / "now", call, rules)
+    assert rewritten.renamed(*before_and_after, now, [("pack.call.run",)]) == {}
+
+
+def test_what_no_longer_exists_is_not(before_and_after):
+    assert rewritten.renamed(*before_and_after, before_and_after[1], [("pack.call.gone",)]) == {}
+
+
+def test_rows_and_records_get_the_hash(tmp_path):
+    known = {
+        "experiment": "speed",
+        "table": "speed/quick",
+        "setting": "s",
+        "method": "m",
+        "value": 1.0,
+        "unit": "ms",
+    }
+    known |= {"device": "cpu", "seed": 0}
+    row = Row(**known, metric="time", source_hash="aaaaaaaaaaaa")
+    other = Row(**known, metric="size", source_hash="cccccccccccc")
+    write(tmp_path / "speed.csv", [row, other])
+    for name in ("environment.json", "origins.json"):
+        (tmp_path / name).write_text(json.dumps({"speed/aaaaaaaaaaaa": {"source_hash": "aaaaaaaaaaaa"}}))
+    assert rewritten.carry(tmp_path, {"aaaaaaaaaaaa": "bbbbbbbbbbbb"}) == 1
+    assert sorted(one.source_hash for one in read(tmp_path / "speed.csv")) == ["bbbbbbbbbbbb", "cccccccccccc"]
+    assert json.loads((tmp_path / "origins.json").read_text()) == {
+        "speed/bbbbbbbbbbbb": {"source_hash": "bbbbbbbbbbbb"}
+    }
+
+
+def test_every_rewrite_says_why():
+    assert all(one.why and one.files and len(one.revision) == 7 for one in rewritten.REWRITES)
