@@ -14,8 +14,9 @@ Each folder is one capability, and imports those below it alone (a contract in p
     cli            commands; install, testing, eval, compile, jax and interop stand at the side
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
     qat            quantization-aware training, adapters
+    sparsity       `sparsify_`: N:M pruning of linear layers, by scores that calibration feeds
     quantization   `quantize_`: plan, selection of layers, report; a configuration registers its transform
-    calibration    observers of inputs, and the configurations that need them
+    calibration    observers of inputs, the configurations that need them, and the walk over a model block by block
     tensor         `QuantizedTensor`: its operations register themselves
     gemm           which kernel computes a product
     config         configurations, recipes

@@ -82,6 +82,10 @@ from ao_lab.quantization.modules import linear_and_experts as linear_and_experts
 from ao_lab.quantization.report import Layer as Layer
 from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
+from ao_lab.sparsity.api import sparsify_ as sparsify_
+from ao_lab.sparsity.config import SparsityConfig as SparsityConfig
+from ao_lab.sparsity.report import SparseLayer as SparseLayer
+from ao_lab.sparsity.report import SparsityReport as SparsityReport
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from ao_lab.tensor.quantized_tensor import quantized as quantized
 from ao_lab.training.api import Converted as Converted

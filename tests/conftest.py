@@ -7,9 +7,14 @@ or `nightly` (a further record or shape of a test whose other cases take every p
 Hypothesis: `default` looks at new examples in every run and keeps the failures it found; `ci` (HYPOTHESIS_PROFILE=ci, set by
 `.ci/run`) draws the same examples every time and stores nothing. Neither has a deadline: machines are shared, and a slow
 example is no wrong one. The number of examples is the same in both: no profile makes a test weaker.
+
+Garbage collection is off while tests are collected, and looks at what they allocate alone: the million objects of collected
+tests and imported libraries live as long as the process.
 """
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 # One thread a test process: the processes share the cores. Read by torch and NumPy when they are first imported.
@@ -20,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ao_lab.cli.terminal import progress
+from tests.experiments.harness import parsed_once
 
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -29,6 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
+parsed_once.install()
 
 #: Folders below tests/ whose tests are not core.
 MARKERS = {
@@ -47,6 +54,20 @@ MARKERS = {
     "repo": "integration",
 }
 TESTS = Path(__file__).parent
+#: Allocations between two looks at the youngest objects; Python's own 700 are for small programs.
+ALLOCATIONS = 20_000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without looking for garbage, and never look at what was made until then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

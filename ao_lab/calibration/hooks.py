@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ao_lab.config.observer import Observer
+
+class Observes(Protocol):
+    """What a hook shows inputs to: an `Observer`, or a statistic that makes no weight itself."""
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Take in the input of a layer, as its product sees it."""
 
 
 @dataclass
@@ -23,7 +28,7 @@ class Watch:
     """A forward hook that shows a layer's input to an observer."""
 
     name: str
-    observer: Observer
+    observer: Any
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the module runs."""
@@ -40,7 +45,7 @@ def as_multiplied(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def watching(layers: Iterable[tuple[str, nn.Module, Observer]]) -> Iterator[None]:
+def watching(layers: Iterable[tuple[str, nn.Module, Observes]]) -> Iterator[None]:
     """Observers see the inputs of their layers inside."""
     handles: list[Any] = []
     try:
@@ -52,7 +57,7 @@ def watching(layers: Iterable[tuple[str, nn.Module, Observer]]) -> Iterator[None
             handle.remove()
 
 
-def watch(name: str, module: nn.Module, observer: Observer) -> Any:
+def watch(name: str, module: nn.Module, observer: Observes) -> Any:
     """Show a module's inputs to an observer from now on; the handle removes it."""
     return module.register_forward_pre_hook(Watch(name, observer), with_kwargs=True)
 
@@ -70,4 +75,4 @@ def unwatch(module: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-__all__ = ["Watch", "unwatch", "watch", "watches", "watching"]
+__all__ = ["Observes", "Watch", "unwatch", "watch", "watches", "watching"]

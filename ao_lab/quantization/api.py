@@ -27,7 +27,7 @@ from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
-from ao_lab.quantization.report import ATTRIBUTE, Report, described_layer
+from ao_lab.quantization.report import ATTRIBUTE, Report, described
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -211,8 +211,7 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
         stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)
         for name in change.places if stopped else ():
             reasons[name] = "quantize_ stopped before it; call it again"
-    report = Report(tuple(described_layer(*found, reasons) for found in quantizable_parameters(model)))
-    object.__setattr__(model, ATTRIBUTE, report)
+    object.__setattr__(model, ATTRIBUTE, described(model, reasons))
 
 
 def report_of(model: nn.Module) -> Report:

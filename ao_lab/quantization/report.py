@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -11,9 +12,12 @@ from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from reference import Scheme, decode, encode
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"
+#: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
+SPARSITY = "ao_lab_sparsity"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Layer:
     reason: str
     #: What `ao_lab.tune` chose for its products on its device, by range of rows and direction.
     tuned: tuple[Choice, ...] = ()
+    #: Pattern and score by which it was pruned before ("2:4 by wanda"); "" where it was not.
+    sparsity: str = ""
 
     @property
     def changed(self) -> bool:
@@ -62,6 +68,7 @@ class Report:
         width = max((len(layer.name) for layer in self.layers), default=0)
         for layer in self.layers:
             what = f"{layer.scheme} ({layer.kernel})" if layer.changed else "left"
+            what += f", {layer.sparsity}" if layer.sparsity else ""
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
             lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
@@ -75,7 +82,31 @@ def explain(model: nn.Module) -> Report:
     """
     check_model(model)
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    return Report(tuple(described_layer(*found, known) for found in quantizable_parameters(model)))
+    return described(model, known)
+
+
+def described(model: nn.Module, reasons: dict[str, str]) -> Report:
+    """The report of a model, with these reasons by names of parameters."""
+    pruned: dict[str, str] = getattr(model, SPARSITY, {})
+    layers = []
+    for path, module, name, parameter in quantizable_parameters(model):
+        layer = described_layer(path, module, name, parameter, reasons)
+        layers.append(replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter)))
+    return Report(tuple(layers))
+
+
+def _sparsity(pruned: str, parameter: torch.Tensor) -> str:
+    """How a weight was pruned, and where its scheme has no zero to store what was pruned."""
+    if not pruned or not isinstance(parameter, QuantizedTensor) or stores_zero(parameter.recipe.weight):
+        return pruned
+    return f"{pruned}, whose zeros {parameter.recipe.weight.name} stores as other values"
+
+
+def stores_zero(scheme: Scheme) -> bool:
+    """Whether a weight of 0 is 0 afterwards: the element has a zero, which a zero point, if any, moves to another code."""
+    if scheme.zero is not None:
+        return scheme.zero.rule == "code"
+    return bool(decode(encode(np.zeros(1, np.float32), scheme.element), scheme.element)[0] == 0)
 
 
 def described_layer(
@@ -131,4 +162,4 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 
-__all__ = ["Layer", "Report", "explain"]
+__all__ = ["Layer", "Report", "described", "explain"]

@@ -13,15 +13,17 @@ measured whole or not at all (`experiments.fp8_training.speed.wholes`), so that 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
+from typing import Any
 
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, SWEEP
+from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, SWEEP, Trial
 from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings, published_shapes
@@ -58,8 +60,22 @@ def about(settings: Settings) -> dict[str, object]:
     corpus = settings.corpus
     return {
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
-        "model": {"trainings": [asdict(one) for one in PLANS[settings.scale].trials()]},
+        "model": {"trainings": described(PLANS[settings.scale].trials())},
     }
+
+
+def described(trials: Sequence[Trial]) -> list[dict[str, object]]:
+    """Trainings that differ in recipe, seed or rate alone as one entry, which has all of these in their order."""
+    found: dict[str, dict[str, Any]] = {}
+    for trial in trials:
+        shared = asdict(trial.settings)
+        own = {"recipes": trial.recipe, "seeds": shared.pop("seed"), "rates": shared.pop("rate")}
+        del shared["method"]
+        entry = {"kind": trial.kind, "size": trial.size, "settings": shared}
+        kept = found.setdefault(json.dumps(entry), {**entry, **{name: [] for name in own}})
+        for name, value in own.items():
+            kept[name] += [] if value in kept[name] else [value]
+    return list(found.values())
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:

@@ -81,16 +81,17 @@ def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 
 def generic_reduce(self: Any, tensors: Any) -> list[Any]:
-    """A reduction by any function, slice by slice rather than element by element."""
+    """A reduction by any function, half with half rather than element by element: as on a GPU, any order has to do."""
     if self.axis is None or len(tensors) > 1:
         return element_by_element(self, tensors)
     (tensor,) = tensors
-    data = np.ascontiguousarray(tensor.handle.data)
-    slices = [self.to_tensor(part, tensor.dtype) for part in np.moveaxis(data, self.axis, 0)]
-    made = slices[0]
-    for part in slices[1:]:
-        made = self.combine_fn.fn(made, part)
-    whole = np.asarray(made.handle.data).reshape(np.delete(data.shape, self.axis))
+    shape = np.delete(tensor.handle.data.shape, self.axis)
+    data = np.moveaxis(tensor.handle.data, self.axis, 0)
+    while len(data) > 1:
+        # Lengths are powers of two.
+        halves = (self.to_tensor(np.ascontiguousarray(half), tensor.dtype) for half in np.split(data, 2))
+        data = np.asarray(self.combine_fn.fn(*halves).handle.data).reshape(-1, *shape)
+    whole = np.ascontiguousarray(data).reshape(shape)
     return [self.to_tensor(np.expand_dims(whole, self.axis) if self.keep_dims else whole, tensor.dtype)]
 
 

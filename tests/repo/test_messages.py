@@ -57,6 +57,7 @@ OTHERS = {
     "quantize_": ((INT8,), "model is a torch.nn.Module"),
     "quantized": (("int8_rowwise",), "takes a torch tensor"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
+    "sparsify_": ((ao_lab.SparsityConfig(),), "model is a torch.nn.Module"),
     "to_native": ((), "takes a Quantized of torch tensors"),
     "tune": ((print,), "model is a torch.nn.Module"),
     "weight_size": (("int8_rowwise",), "takes the shape of a weight"),

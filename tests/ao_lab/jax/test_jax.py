@@ -1,10 +1,6 @@
 """ao_lab.jax: the reference's bits on CPU, programs for GPUs, kernels in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +12,8 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.launch import cache
 from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
+from tests.emulator.interpreter_process import printed_by
+from tests.support.record_samples import sampled
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -23,14 +21,17 @@ jnp = jax.numpy
 from ao_lab import jax as functions  # noqa: E402  JAX is optional
 from ao_lab.jax import device, operations, programs  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[3]
 X = np.random.default_rng(0).standard_normal((4, 64, 256)).astype(np.float32)
 KINDS = ("mxfp4", "nvfp4", "nf4", "int4_g32_asymmetric", "fp8_tensorwise", "fp8_128x128")
 PARTS = ("codes", "scale", "outer", "zero")
 CUSTOM_CALL = "triton_kernel_call_ffi"
 
 
-@pytest.mark.parametrize("name", KINDS)
+# By day a batch that is one tensor and one that is not, and zero points: on a CPU the rest is up to the reference.
+BY_DAY = ("mxfp4", "nvfp4", "int4_g32_asymmetric")
+
+
+@pytest.mark.parametrize("name", sampled(BY_DAY, KINDS))
 def test_bits_on_a_cpu(name):
     """Arrays as they are, traced, and as a batch; without jit a batch runs step by step, in hundreds of programs."""
     q = reference.quantize(X, name)
@@ -255,17 +256,12 @@ def test_the_message_is_what_jaxlib_writes():
     assert launch_message(kernel, 1, 1, [5, 2**33]).hex() == expected
 
 
-def test_kernels_in_the_interpreter():
-    """Plans, vmap's rule and gradients with real kernels; schemes of every number of passes."""
-    names = ["nvfp4", "nf4", "int8_rowwise_asymmetric"]
-    done = subprocess.run(
-        [sys.executable, "tests/emulator/programs/jax_calls.py", *names],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == [*names, "stochastic"], done.stderr[-3000:]
+@pytest.mark.parametrize(
+    "names", [("nvfp4", "int8_rowwise_asymmetric"), pytest.param(("nf4",), marks=pytest.mark.nightly)]
+)
+def test_kernels_in_the_interpreter(names):
+    """Plans, vmap's rule and gradients with real kernels; by night also a scheme of three passes."""
+    assert printed_by("tests/emulator/programs/jax_calls.py", *names) == [*names, "stochastic"]
 
 
 def test_what_folds():

@@ -1,5 +1,6 @@
 """The whole experiment on models and shapes of a second: rows, resumption, the limit of seconds, the page, the command."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from experiments.fp8_training.report import page
 from experiments.fp8_training.report.published_tables import of_grid, of_models
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import KNOWN_SIZES, PAIRED, PLANS, SWEEP, Plan
+from experiments.fp8_training.training.plans import KNOWN_SIZES, PAIRED, PLANS, RECIPES, SWEEP, Plan
 from experiments.harness import provenance
 from experiments.harness.rows import Journal, table_parts
 from experiments.models.language_model import ModelSettings
@@ -182,3 +183,16 @@ def test_the_plan_of_a_gpu_names_what_the_issue_asks():
     assert {one.settings.compiled for one in paired} == {False}
     assert [one.settings.seed for one in paired[:6]] == [0, 1, 2, 3, 4, 0]
     assert [one.settings.rate for one in plan.trials((SWEEP,))] == [1.25e-4, 2.5e-4, 5e-4, 1e-3] * 2
+
+
+def test_the_record_of_a_run_names_every_training_once():
+    trials = PLANS["full"].trials()
+    made = experiment.described(trials)
+    assert [(one["kind"], one["size"]) for one in made] == [
+        ("sweep", "30m"), ("sweep", "120m"), ("paired", "30m"), ("long", "120m"),
+    ]  # fmt: skip
+    counts = [len(one["recipes"]) * len(one["seeds"]) * len(one["rates"]) for one in made]
+    assert sum(counts) == len(trials)
+    assert made[2]["recipes"] == ["bf16", *RECIPES]
+    assert made[2]["settings"]["budget"] == {"bytes": 12_000_000, "seconds": None}
+    assert len(json.dumps(made)) < 3000

@@ -27,7 +27,7 @@ from experiments.ptq import run as ptq
 from experiments.report import pages
 from experiments.runs import run as harness_run
 from experiments.runs.settings import Settings
-from tests.experiments.harness import tiny
+from tests.experiments.harness import parsed_once, tiny
 
 NAMES = ("formats", "ptq")
 IMPORTED = (corpus, formats, formats_page, pages, ptq, ptq_page)
@@ -95,6 +95,7 @@ def length_of(folder):
 def main(folder, kills, seed):
     """Kill so many runs; what was seen."""
     torch.set_num_threads(1)
+    parsed_once.install()
     harness_run.settings_for = tiny_settings
     # Naming ptq runs its parts as well, which take minutes.
     registry.chosen = lambda tables: list(tables)

@@ -24,12 +24,20 @@ from experiments.runs.settings import settings_for
 from experiments.runs.texts import text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
+from tests.support.record_samples import NAMES, STRUCTURES
+
+# Every structure of record by day, every record by night.
+RECORDS = pytest.mark.parametrize(
+    "schemes",
+    [pytest.param(STRUCTURES, id="structures"), pytest.param(NAMES, id="all", marks=pytest.mark.nightly)],
+)
 
 
-def test_ptq_has_a_row_for_every_scheme(tmp_path):
-    rows = ptq.run(tiny.settings(tmp_path, SCHEMES))
+@RECORDS
+def test_ptq_has_a_row_for_every_scheme(tmp_path, schemes):
+    rows = ptq.run(tiny.settings(tmp_path, schemes))
     quality = {(row.method, pairing.activations_of(row.setting) is None) for row in rows}
-    expected = {(scheme, alone) for scheme in SCHEMES for alone in (True, False)}
+    expected = {(scheme, alone) for scheme in schemes for alone in (True, False)}
     assert quality == expected | {("float32", True), ("bfloat16", True), ("bfloat16", False)}
     metrics = {(row.method, row.setting): 0 for row in rows}
     for row in rows:
@@ -41,13 +49,14 @@ def test_ptq_has_a_row_for_every_scheme(tmp_path):
     assert [row.value for row in baseline] == [0.0]
 
 
-def test_formats_has_a_row_for_every_scheme(tmp_path):
-    rows = formats.run(tiny.settings(tmp_path, SCHEMES))
-    assert {row.method for row in rows} == set(SCHEMES)
+@RECORDS
+def test_formats_has_a_row_for_every_scheme(tmp_path, schemes):
+    rows = formats.run(tiny.settings(tmp_path, schemes))
+    assert {row.method for row in rows} == set(schemes)
     for setting in ("normal", "heavy-tailed", "outlier channels", "weights", "activations"):
-        assert sum(row.setting == setting for row in rows) == len(SCHEMES) * len(formats.METRICS)
+        assert sum(row.setting == setting for row in rows) == len(schemes) * len(formats.METRICS)
     for setting in ("weights of q_proj", "input of down_proj"):
-        assert sum(row.setting == setting for row in rows) == 2 * len(SCHEMES)
+        assert sum(row.setting == setting for row in rows) == 2 * len(schemes)
     assert len({row.key for row in rows}) == len(rows)
 
 

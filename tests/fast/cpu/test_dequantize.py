@@ -11,6 +11,7 @@ from ao_lab.config.recipe import named
 from fast.cpu import dequantize as tiled
 from fast.cpu.elements import Element, numbers, pair_table
 from reference import SCHEMES
+from tests.support.record_samples import STRUCTURES, sampled
 
 DTYPES = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
 SHAPES = ((6, 256), (3, 768), (2, 3, 256), (7, 250), (64, 256))
@@ -35,7 +36,7 @@ def quantized(scheme, shape, packed, *, edges=True):
         return None  # blocks that do not divide this shape
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(STRUCTURES))
 def test_bits_are_those_of_the_reference(scheme):
     seen = 0
     for shape in SHAPES:

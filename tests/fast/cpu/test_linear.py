@@ -12,7 +12,7 @@ from ao_lab.config.recipe import Recipe, named
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.tensor.quantized_tensor import quantized
 from fast.cpu import linear as cpu
-from reference import SCHEMES
+from tests.support.record_samples import STRUCTURES, sampled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Rows and lengths that no block, group or tile divides, and some that all do.
@@ -40,7 +40,7 @@ def stored(scheme, shape):
         return None  # blocks that do not divide this shape
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(STRUCTURES))
 def test_inside_the_bound(scheme):
     seen = 0
     for shape in SHAPES:
@@ -61,7 +61,7 @@ def test_inside_the_bound(scheme):
     assert seen
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sampled(STRUCTURES))
 def test_integers_are_exact(scheme):
     """Codes and scales that are integers or powers of two, sums below 2**24: every order of summation gives one result."""
     w = stored(scheme, (64, 256))

@@ -11,6 +11,7 @@ import ast
 import platform
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     words,
     zeroed,
 )
-from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
 from tests.fast.kernels.compiling.kernel_limits import GROUPS, HOT, THRICE, TWICE
 from tests.fast.linear.test_linear_compile import PRODUCTS
 
@@ -361,9 +362,24 @@ def test_compiles_and_stays_in_registers(one):
         stay_in_registers(machine, LIMITED.get(one.name, 0))
 
 
-@pytest.mark.parametrize(("one", "moves"), HOT, ids=[one.name for one, _ in HOT])
-def test_hot_kernels_move_wide_and_stay_small(one, moves):
-    machines = launched(one.call)
+TOGETHER = 12
+
+
+@lru_cache(maxsize=2)
+def hot_machines(part):
+    """Machines of so many cases side by side, by name."""
+    cases = [one for one, _ in HOT[TOGETHER * part : TOGETHER * (part + 1)]]
+    made = launched_together([one.call for one in cases])
+    return dict(zip((one.name for one in cases), made, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "one", "moves"),
+    [(number // TOGETHER, *case) for number, case in enumerate(HOT)],
+    ids=[one.name for one, _ in HOT],
+)
+def test_hot_kernels_move_wide_and_stay_small(part, one, moves):
+    machines = hot_machines(part)[one.name]
     assert tuple(machine.kernel for machine in machines) == one.kernels
     for machine, wanted in zip(machines, moves, strict=True):
         stay_in_registers(machine)
@@ -385,11 +401,17 @@ ONE_WARP = (
 )
 
 
+@lru_cache(maxsize=1)
+def one_warp_machines():
+    made = launched_together([case(quantize, name, shape=BIG, axis=0).call for name in ONE_WARP])
+    return dict(zip(ONE_WARP, made, strict=True))
+
+
 @pytest.mark.parametrize("name", ONE_WARP)
 def test_maxima_over_rows_stay_in_their_warp(name):
     """No barrier, and next to nothing in shared memory; records with two branches ask once whether all blocks are ordinary."""
     asks = bool(constants_of(SCHEMES[name], "bfloat16").has_same)
-    for machine in launched(case(quantize, name, shape=BIG, axis=0).call):
+    for machine in one_warp_machines()[name]:
         assert machine.named("BAR") <= 2 * asks
         assert machine.named("STS", "LDS", "STSM", "LDSM") <= 8
         assert machine.named("SHFL") <= machine.elements / 4
@@ -403,11 +425,20 @@ def test_both_axes_of_one_read_stay_in_their_warp(codes):
     assert machine.named("SHFL") == 24 + 2 * codes
 
 
-@pytest.mark.parametrize("name", ["int8_rowwise", "int8_rowwise_asymmetric", "fp8_rowwise", "fp8_tensorwise"])
+ALONE = ("int8_rowwise", "int8_rowwise_asymmetric", "fp8_rowwise", "fp8_tensorwise")
+
+
+@lru_cache(maxsize=2)
+def block_alone_machines(length):
+    made = launched_together([case(quantize, name, shape=(1, length)).call for name in ALONE])
+    return dict(zip(ALONE, made, strict=True))
+
+
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("length", [4096, 8192, 14336, 16384])
 def test_a_block_alone_has_many_warps(name, length):
     """One row of inputs is one launch of one program, in which a thread has 16 elements; two rows have no more than others."""
-    (machine,) = launched(case(quantize, name, shape=(1, length)).call)
+    (machine,) = block_alone_machines(length)[name]
     assert machine.elements == 16
     assert (machine.local, machine.stack, machine.accesses("LDG")) == (0, 0, {16: 2})
     if not name.endswith("tensorwise"):

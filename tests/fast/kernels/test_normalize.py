@@ -1,18 +1,12 @@
 """The kernels of `fast.layers.normalize` without a GPU: their bits in Triton's interpreter, and the code made for Hopper."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from fast.kernels.layers.rms_norm import _whole_rows, norm_kernel
 from fast.kernels.quantize.outputs import _block_length
 from reference import SCHEMES
+from tests.emulator.interpreter_process import printed_by
 from tests.fast.kernels.compiling.compiled_kernels import compiled, output_arguments
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def norm_code(name, length, residual):
@@ -28,12 +22,8 @@ def norm_code(name, length, residual):
 
 def test_bits_in_the_interpreter():
     """Many tensors: dtypes, shapes, schemes, residuals, packed codes, non-finite rows."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/emulator/programs/producers.py", "normalize"],
-        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > 100
+    (count,) = printed_by("tests/emulator/programs/producers.py", "normalize")
+    assert int(count) > 100
 
 
 @pytest.mark.parametrize(("name", "length", "residual"), [(None, 4096, False), ("fp8_rowwise", 14336, True)])

@@ -1,18 +1,13 @@
 """The kernels of `fast.swiglu` without a GPU: all 65,536 gates in Triton's interpreter, and the code made for Hopper."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_kernel
 from fast.kernels.quantize.outputs import _block_length
 from reference import SCHEMES
+from tests.emulator.interpreter_process import printed_by
 from tests.fast.kernels.compiling.compiled_kernels import compiled, output_arguments
 
-ROOT = Path(__file__).resolve().parents[3]
 # Issue slots for a byte at the rate of a copy on an H200: 132 multiprocessors, 4 slots a clock of 32 lanes, 4.28 TB/s.
 SLOTS_PER_BYTE = 7
 
@@ -29,12 +24,8 @@ def swiglu_code(name, dtype):
 
 def test_bits_in_the_interpreter():
     """All gates of both dtypes with two kinds of up, with bad reciprocals; shapes, schemes, halves of a matrix; gradients."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/emulator/programs/producers.py", "swiglu"],
-        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) >= 37 + 49
+    (count,) = printed_by("tests/emulator/programs/producers.py", "swiglu")
+    assert int(count) >= 37 + 49
 
 
 @pytest.mark.parametrize(

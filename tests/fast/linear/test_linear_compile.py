@@ -6,6 +6,7 @@
 import platform
 import re
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import pytest
 
@@ -15,7 +16,7 @@ if platform.system() != "Linux":
 from ao_lab.config.recipe import named
 from fast.kernels.linear.select import W8A16_REGISTERS
 from tests.fast.kernels.compiling.kernel_calls import case, codes, gated, linear, pair
-from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
 
 W4A16, W8A16, W8A8, ANY, SMALL_M = (
     (f"{name}_kernel",) for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
@@ -103,9 +104,35 @@ PRODUCTS = (
 WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
 
 
-@pytest.mark.parametrize("one", PRODUCTS, ids=[one.name for one in PRODUCTS])
-def test_products_compile_as_they_are_meant_to(one):
-    machine, *others = machines = launched(one.call)
+TOGETHER = 12
+
+
+def of_one_weight(call):
+    """The case of one weight with as many rows as a pair has."""
+    dtype = call.keywords.get("dtype", "bfloat16")
+    rows, length = call.keywords.get("shape", (4096, 4096))
+    return case(linear, *call.args, dtype=dtype, shape=(2 * rows, length))
+
+
+@lru_cache(maxsize=2)
+def product_machines(part):
+    """Machines of so many products side by side, by name, and for pairs those of one weight, by (name, "alone")."""
+    calls = {}
+    for one in PRODUCTS[TOGETHER * part : TOGETHER * (part + 1)]:
+        calls[one.name] = one.call
+        if one.kernels in (W4A16_PAIR, W8A16_PAIR, *GATED):
+            calls[one.name, "alone"] = of_one_weight(one.call).call
+    return dict(zip(calls, launched_together([*calls.values()]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "one"),
+    [(number // TOGETHER, one) for number, one in enumerate(PRODUCTS)],
+    ids=[one.name for one in PRODUCTS],
+)
+def test_products_compile_as_they_are_meant_to(part, one):
+    made = product_machines(part)
+    machine, *others = machines = made[one.name]
     assert tuple(m.kernel for m in machines) == one.kernels
     for m in machines:
         assert (m.local, m.stack) == (0, 0)
@@ -113,9 +140,8 @@ def test_products_compile_as_they_are_meant_to(one):
     check = {
         W4A16: w4a16,
         W8A16: w8a16,
-        W4A16_PAIR: w16_pair,
-        W8A16_PAIR: w16_pair,
-        **dict.fromkeys(GATED, w16_swiglu),
+        **dict.fromkeys((W4A16_PAIR, W8A16_PAIR), partial(w16_pair, made.get((one.name, "alone")))),
+        **dict.fromkeys(GATED, partial(w16_swiglu, made.get((one.name, "alone")))),
         W8A8: w8a8,
         ANY: any_element,
         SMALL_M: small_m,
@@ -159,12 +185,9 @@ def w8a16(machine, call):
     late_and_alone(machine)
 
 
-def w16_pair(machine, call):
+def w16_pair(alone, machine, call):
     """Twice the kernel of one weight of as many rows, in as many registers; each part waits for the kernel in front."""
-    dtype = call.keywords.get("dtype", "bfloat16")
-    rows, length = call.keywords.get("shape", (4096, 4096))
-    alone = case(linear, *call.args, dtype=dtype, shape=(2 * rows, length))
-    (one,) = launched(alone.call)
+    (one,) = alone
     assert machine.accesses("LDG")[16] == 2 * one.accesses("LDG")[16]
     for name in ("HMMA", "FFMA"):
         assert machine.named(name) == 2 * one.named(name)
@@ -179,12 +202,9 @@ def waits_first(machine, times):
     assert re.findall(r"griddepcontrol\.(\w+)", machine.ptx) == wanted
 
 
-def w16_swiglu(machine, call):
+def w16_swiglu(alone, machine, call):
     """What the kernel of one weight of as many rows reads and multiplies, in as many registers; silu comes after."""
-    dtype = call.keywords.get("dtype", "bfloat16")
-    rows, length = call.keywords.get("shape", (4096, 4096))
-    alone = case(linear, *call.args, dtype=dtype, shape=(2 * rows, length))
-    (one,) = launched(alone.call)
+    (one,) = alone
     assert machine.accesses("LDG") == one.accesses("LDG")
     assert machine.named("HMMA") == one.named("HMMA")
     assert machine.registers <= max(one.registers, W8A16_REGISTERS)

@@ -148,8 +148,17 @@ def test_libraries(dtype):
             assert_same_bits(got, expected, inputs=gate)
 
 
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_rowwise", "int4_g32_asymmetric"])
-@pytest.mark.parametrize("dtype", DTYPES)
+QUANTIZED = ("mxfp8_e4m3", "mxfp4", "nvfp4", "fp8_rowwise", "int4_g32_asymmetric")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(("bfloat16", name) for name in QUANTIZED),
+        ("float16", "mxfp8_e4m3"),
+        *(pytest.param("float16", name, marks=pytest.mark.nightly) for name in QUANTIZED[1:]),
+    ],
+)
 def test_quantized_is_quantize_of_the_product(dtype, name):
     gate, up = (fill("normals", (4, 64), dtype=dtype, seed=seed) for seed in (0, 1))
     tensors, arrays = ([convert(a) for a in (gate, up)] for convert in (tensor_of, jnp.asarray))

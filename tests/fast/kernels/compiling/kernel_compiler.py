@@ -2,19 +2,21 @@
 
 `launched` calls a function on CPU tensors. Triton's driver is replaced by one that only names a target, and a launch by its
 compilation: plans, constants, alignments and numbers of warps are those of the same call on a GPU, and no memory is touched.
-The compiled code is read back with the cuobjdump that comes with Triton. The GPU's own driver compiles nothing: the machine
-code here is what runs there.
+The compiled code is read back with the cuobjdump and the nvdisasm that come with Triton. The GPU's own driver compiles
+nothing: the machine code here is what runs there.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -31,7 +33,8 @@ from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.scaled_mm import host as code_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION_BYTES = 16
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")
 WIDTH = re.compile(r"\.(128|64|[US]8|[US]16)\b")
 
@@ -51,7 +54,7 @@ class Machine:
     @cached_property
     def order(self) -> tuple[str, ...]:
         """Instructions in the order of the code; reading them back takes as long as compiling, so only who asks pays."""
-        return tuple(INSTRUCTION.findall(dumped(self.cubin, "--dump-sass")))
+        return disassembled([self.cubin])[0]
 
     @cached_property
     def instructions(self) -> Counter[str]:
@@ -127,6 +130,43 @@ def launched(call: Callable[[], Any]) -> list[Machine]:
     return found
 
 
+def launched_together(calls: Sequence[Callable[[], Any]]) -> list[list[Machine]]:
+    """`launched` of each call, all read back at once: the disassembler takes longer to begin than for twenty kernels."""
+    made = [launched(call) for call in calls]
+    machines = [machine for each in made for machine in each]
+    orders = disassembled([machine.cubin for machine in machines])
+    for machine, order in zip(machines, orders, strict=True):
+        vars(machine)["order"] = order
+    return made
+
+
+def disassembled(cubins: Sequence[bytes]) -> list[tuple[str, ...]]:
+    """The instructions of each compiled kernel, in the order of the code."""
+    codes = [code_of(cubin) for cubin in cubins]
+    with NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [str(TOOLS / "nvdisasm"), "--binary", "SM90", file.name]
+        found = INSTRUCTION.findall(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+    ends = [0, *accumulate(len(code) // INSTRUCTION_BYTES for code in codes)]
+    assert len(found) == ends[-1], "what is read back has another length"
+    return [tuple(found[first:end]) for first, end in pairwise(ends)]
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The machine code of a kernel: the one section of a 64-bit ELF file whose name begins with .text."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    # Name, type, flags, address, place, length.
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + number * size) for number in range(count)]
+    text = [one for one in sections if cubin.startswith(b".text.", sections[names][4] + one[0])]
+    ((*_, place, length),) = text
+    assert length % INSTRUCTION_BYTES == 0
+    return cubin[place : place + length]
+
+
 def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
@@ -170,5 +210,5 @@ def dumped(cubin: bytes, option: str) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), option, file.name]
+        command = [str(TOOLS / "cuobjdump"), option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,278 @@
+"""Calibration block by block: each block sees inputs that the changed blocks before it have made, and memory stays bounded.
+
+First every batch runs through the whole model once, as it is. That run keeps the input of the first block and the other
+arguments of every block (masks, positions; most are the same tensors for all), and finds what would make the walk another
+computation than the model: blocks that are skipped, repeated or called in another order, something between two blocks that
+changes what they hand on, caches, NaN and infinity, layers that no data reach. All of it is an error before anything changes.
+
+Then block by block: `visit` gets the block, runs the data through it as often as it likes (once, with hooks, is usual) and
+changes it; after that the data run once more, and these outputs are the inputs of the next block. What is held is the input of
+one block for every batch, in host memory where `offload` says so, and what `visit` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.statistics import Seen
+
+#: Arguments under which models hand a cache of keys and values to their blocks.
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+Visit = Callable[["Block"], None]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block during the walk. `run()` passes all data through it as it is now, and drops the outputs."""
+
+    name: str
+    module: nn.Module
+    run: Callable[[], None]
+
+
+class _Enough(Exception):
+    """Ends a forward whose remaining layers nobody needs."""
+
+
+@dataclass
+class Capture:
+    """What the blocks of a model were given, batch by batch; made by `captured`, used up by `walk`."""
+
+    blocks: dict[str, nn.Module]
+    offload: bool = False
+    #: Of each batch: the input of the block whose turn it is, and the device that it was on.
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    #: Of each batch and block: the arguments; None stands where the input goes.
+    calls: list[list[Call]] = field(default_factory=list)
+    #: The output of the block that ran last.
+    last: Seen | None = None
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy that no block can write to, where inputs wait."""
+        return x.detach().to("cpu", copy=True) if self.offload else x.detach().clone()
+
+    def before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take in the arguments of a block; ValueError where the walk would not be the model."""
+        name, calls = list(self.blocks)[index], self.calls[-1]
+        if len(calls) != index:
+            turn = (
+                f"block {len(calls)} of {len(self.blocks)}"
+                if len(calls) < len(self.blocks)
+                else "the end of all blocks"
+            )
+            raise ValueError(
+                f"{name} was called where {turn} was next: a walk needs blocks that run once each, in their order; name "
+                f"another list by blocks=, or give blocks='' to take the whole model as one block"
+            )
+        x, place = _input_of(args, kwargs, name)
+        _check_no_cache(kwargs, name)
+        if index == 0:
+            _check_finite(
+                x, f"batch {len(self.calls) - 1} holds NaN or infinity where {name or 'the model'} begins"
+            )
+            self.hidden.append(self.keep(x))
+            self.devices.append(x.device)
+        elif self.last is None or not self.last.is_still(x):
+            raise ValueError(
+                f"the input of {name} is not the output of {list(self.blocks)[index - 1]}: the model changes it in between, "
+                f"which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
+            )
+        calls.append(_without(args, kwargs, place))
+
+    def after(self, index: int, output: Any) -> None:
+        """Take in the output of a block; stop behind the last one. The first batch runs on, to find a block that runs again."""
+        name = list(self.blocks)[index]
+        if len(self.blocks) > 1:
+            x = _first_tensor(output, name)
+            _check_finite(x, f"{name} makes NaN or infinity of batch {len(self.calls) - 1}")
+            self.last = Seen(x)
+        if index == len(self.blocks) - 1 and len(self.calls) > 1:
+            raise _Enough
+
+    def outputs(self, index: int) -> Iterator[tuple[int, Any]]:
+        """Batch by batch the outputs of a block as it is now."""
+        block = list(self.blocks.values())[index]
+        for batch, (x, device, calls) in enumerate(zip(self.hidden, self.devices, self.calls, strict=True)):
+            args, kwargs = _with(calls[index], x.to(device) if self.offload else x.clone())
+            yield batch, block(*args, **kwargs)
+
+    def run(self, index: int) -> None:
+        """All data through a block."""
+        for _ in self.outputs(index):
+            pass
+
+    def advance(self, index: int) -> None:
+        """The outputs of a block in place of its inputs."""
+        name = list(self.blocks)[index]
+        for batch, output in self.outputs(index):
+            self.hidden[batch] = self.keep(_first_tensor(output, name))
+
+
+def captured(
+    model: nn.Module, calibration: Iterable[Any], blocks: dict[str, nn.Module], *, offload: bool = False
+) -> Capture:
+    """Run each batch through the model as it is, and keep what `walk` needs.
+
+    calibration: an iterable of batches, gone through once: a tensor is the first argument, a tuple or list are the arguments, a
+    mapping the keywords of a call of the model. blocks: of `find_blocks`. Call it inside `calibrating`.
+
+    Raises TypeError for other batches; ValueError where there is none, and as the module says: nothing has changed then.
+    """
+    capture = Capture(blocks, offload)
+    handles: list[Any] = []
+    try:
+        for index, module in enumerate(blocks.values()):
+            handles.append(module.register_forward_pre_hook(_before(capture, index), with_kwargs=True))
+            handles.append(module.register_forward_hook(_after(capture, index)))
+        for batch in _batches(calibration):
+            capture.calls.append([])
+            _run_until_enough(model, batch)
+            _check_all_ran(capture)
+    finally:
+        for handle in handles:
+            handle.remove()
+    capture.last = None
+    if not capture.calls:
+        raise ValueError("calibration has no batches; give some, of the data that the model is for")
+    return capture
+
+
+def walk(capture: Capture, visit: Visit) -> None:
+    """`visit` each block in order, and then run the data through it once more, for the next one."""
+    for index, (name, module) in enumerate(capture.blocks.items()):
+        visit(Block(name, module, partial(capture.run, index)))
+        if index + 1 < len(capture.blocks):
+            capture.advance(index)
+
+
+@contextmanager
+def calibrating(model: nn.Module) -> Iterator[None]:
+    """Without gradients, in eval mode and without caches of keys and values inside; everything as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
+    try:
+        model.eval()
+        for config in configs.values():
+            config.use_cache = False
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+        for module, training in modes:
+            module.training = training
+
+
+def _before(capture: Capture, index: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture.before(index, args, kwargs)
+
+    return hook
+
+
+def _after(capture: Capture, index: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        capture.after(index, output)
+
+    return hook
+
+
+def _batches(calibration: Iterable[Any]) -> Iterator[Call]:
+    """The arguments of a call for each batch."""
+    if isinstance(calibration, (torch.Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+        raise TypeError(
+            f"calibration is an iterable of batches, such as a list or a DataLoader, got {type(calibration).__name__}; put a "
+            f"single batch into a list"
+        )
+    for batch in calibration:
+        if isinstance(batch, torch.Tensor):
+            yield (batch,), {}
+        elif isinstance(batch, Mapping):
+            yield (), dict(batch)
+        elif isinstance(batch, (tuple, list)):
+            yield tuple(batch), {}
+        else:
+            raise TypeError(
+                f"a batch of calibration is a tensor, a tuple of arguments or a mapping of keywords, got {type(batch).__name__}"
+            )
+
+
+def _run_until_enough(model: nn.Module, call: Call) -> None:
+    with suppress(_Enough):
+        model(*call[0], **call[1])
+
+
+def _check_all_ran(capture: Capture) -> None:
+    missing = list(capture.blocks)[len(capture.calls[-1]) :]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} was not called by the model's forward: a walk needs blocks that run once each, in their order; name "
+            f"another list by blocks=, or give blocks='' to take the whole model as one block"
+        )
+
+
+def _check_finite(x: torch.Tensor, what: str) -> None:
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"{what}; leave the batch out, or look for the weights that make it")
+
+
+def _check_no_cache(kwargs: dict[str, Any], name: str) -> None:
+    given = [key for key in CACHES if kwargs.get(key) is not None]
+    if given:
+        raise ValueError(
+            f"{name} was given {given[0]}, which grows with every run; give batches without it, and with use_cache=False where "
+            f"they name use_cache"
+        )
+
+
+def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[torch.Tensor, int | str]:
+    """The first tensor among the arguments, and its place."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, torch.Tensor):
+            return value, place
+    raise ValueError(f"{name or 'the model'} was called without a tensor; batches hold tensors")
+
+
+def _without(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str) -> Call:
+    """The arguments with None where the input was."""
+    if isinstance(place, int):
+        return (*args[:place], _INPUT, *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, place: _INPUT}
+
+
+def _with(call: Call, x: torch.Tensor) -> Call:
+    """The arguments with an input."""
+    args, kwargs = call
+    return (
+        tuple(x if value is _INPUT else value for value in args),
+        {key: x if value is _INPUT else value for key, value in kwargs.items()},
+    )
+
+
+#: Stands where the input goes.
+_INPUT = object()
+
+
+def _first_tensor(output: Any, name: str) -> torch.Tensor:
+    """What a block hands on: its output, or the first of several."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(first, torch.Tensor):
+        raise ValueError(
+            f"{name} returns {type(output).__name__}; a walk needs a tensor, or a tuple with one in front"
+        )
+    return first
+
+
+__all__ = ["Block", "Capture", "Visit", "calibrating", "captured", "walk"]

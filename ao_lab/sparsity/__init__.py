@@ -1,0 +1,1 @@
+"""N:M sparsity of a model's weights: `sparsify_`, its configuration, and what it reports."""

@@ -1,0 +1,191 @@
+"""`sparsify_`: one-shot pruning of a model's linear layers to N:M, in place, with zeros in dense weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.blocks import find_blocks
+from ao_lab.calibration.hooks import watching
+from ao_lab.calibration.statistics import Hessian, SquareSums, Statistics
+from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
+from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten
+from ao_lab.quantization.selection import Filter
+from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.plan import Plan, Target, block_of, planned
+from ao_lab.sparsity.prune_layer import prune_weight
+from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
+
+#: Told of each weight when it is pruned: its full name, how many are, of how many.
+Progress = Callable[[str, int, int], None]
+
+
+def sparsify_(
+    model: nn.Module,
+    config: SparsityConfig,
+    filter_fn: Filter | None = None,
+    *,
+    calibration: Iterable[Any] | None = None,
+    blocks: str | None = None,
+    offload: bool = False,
+    progress: Progress | None = None,
+) -> SparsityReport:
+    """Prune linear layers of `model` as `config` says; the report lists each layer, pruned or left, with its reason.
+
+    Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are.
+    filter_fn(module, name) says which linear layers; without it those are all nn.Linear (and transformers' Conv1D) inside the
+    model's lists of blocks, or of the whole model where it has none; routers of experts stay dense. A weight that a layer
+    shares with one that is not pruned becomes its own.
+
+    calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of arguments, or a mapping of
+    keywords of a call of the model). The blocks are walked in their order, and each is pruned by the inputs that the pruned
+    ones before it make (`ao_lab.calibration.walk`); in eval mode, without gradients and caches. Sums over inputs are made call
+    by call, so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
+    longest; "" takes the whole model as one. offload: inputs wait in host memory. progress(name, done, total) is called after
+    each weight. "sparsegpt" computes on the host in float64.
+
+    Raises ValueError for scores without calibration and calibration without such a score, where no layer is selected, and for
+    selected layers that cannot be pruned: lengths that the pattern does not divide, weights that are sparse or quantized
+    already, layers outside of the blocks or that no data reach; for batches and blocks that cannot be walked. TypeError for
+    another model or config. Nothing has changed then. After an error later than that (out of memory, a Hessian that no damping
+    mends, an interruption) each weight is as it was or pruned; a note at the error says which.
+    """
+    check_model(model)
+    needed = isinstance(config, SparsityConfig) and config.calibrates
+    _check_calibration(config, calibration, needed, blocks)
+    found = find_blocks(model, blocks) if needed else None
+    job = Job(model, config, planned(model, config, filter_fn, found), progress)
+    if calibration is None or found is None:
+        with job.noting():
+            job.prune(job.plan.targets.values(), None)
+        return job.report()
+    with calibrating(model):
+        capture = _captured(job, calibration, found, offload)
+        with job.noting():
+            walk(capture, partial(job.visit, names=tuple(found)))
+    return job.report()
+
+
+@dataclass
+class Job:
+    """One call of `sparsify_`, once its plan is made."""
+
+    model: nn.Module
+    config: SparsityConfig
+    plan: Plan
+    progress: Progress | None = None
+    #: What was done, by full names of weights.
+    done: dict[str, SparseLayer] = field(default_factory=dict)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A note at an error says which weights are pruned."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(self._stopped())
+            raise
+
+    def visit(self, block: Block, names: tuple[str, ...]) -> None:
+        """Prune one block by the inputs that its layers have now."""
+        mine = [t for t in self.plan.targets.values() if block_of(t.name, names) == block.name]
+        if not mine:
+            return
+        statistics = Statistics(Hessian if self.config.score == "sparsegpt" else SquareSums)
+        with watching((t.name, module, statistics) for t in mine for module, _ in t.places.values()):
+            block.run()
+        statistics.forget_inputs()
+        self.prune(mine, statistics)
+
+    def prune(self, targets: Iterable[Target], statistics: Statistics | None) -> None:
+        """Prune weights one after the other."""
+        for target in targets:
+            self._prune(target, statistics)
+
+    def _prune(self, target: Target, statistics: Statistics | None) -> None:
+        shared = None if statistics is None else statistics.layers.get(target.name)
+        value: torch.Tensor | None = None if shared is None else getattr(shared.statistic, "value", None)
+        pruned = prune_weight(target.matrix, self.config, value)
+        target.put(pruned.weights)
+        zeros = float((pruned.weights == 0).sum()) / pruned.weights.numel()
+        for full, (module, _) in target.places.items():
+            reason = self.plan.reasons[full]
+            if pruned.score != self.config.score:
+                reason += f"; its inputs tell no channels apart, so that not {self.config.score} decided but magnitude"
+            self.done[full] = SparseLayer(
+                full, type(module).__name__, tuple(target.parameter.shape), reason, self.config.pattern, pruned.score, zeros,
+                0 if shared is None else shared.tokens, **pruned.facts,
+            )  # fmt: skip
+            remember(self.model, full, f"{self.config.pattern} by {pruned.score}")
+        if self.progress is not None:
+            self.progress(target.name, len(self.pruned), len(self.plan.targets))
+
+    @property
+    def pruned(self) -> list[str]:
+        """The weights that are pruned, each by its first name."""
+        return [t.name for t in self.plan.targets.values() if t.name in self.done]
+
+    def _stopped(self) -> str:
+        if not self.done:
+            return "sparsify_ stopped before it changed a weight"
+        return (
+            f"sparsify_ stopped with {len(self.pruned)} of {len(self.plan.targets)} weights pruned ({shorten(self.pruned)}); "
+            f"the others are as they were. Load the model again, or prune the others by a filter_fn that leaves these out"
+        )
+
+    def report(self) -> SparsityReport:
+        """What was done to every parameter."""
+        layers = []
+        for path, module, name, parameter in quantizable_parameters(self.model):
+            full = f"{path}.{name}" if path else name
+            left = SparseLayer(full, type(module).__name__, tuple(parameter.shape), self.plan.reasons[full])
+            layers.append(self.done.get(full, left))
+        return SparsityReport(tuple(layers))
+
+
+@dataclass
+class Reached:
+    """Names of layers that data reach."""
+
+    names: set[str] = field(default_factory=set)
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Note a layer."""
+        if x.numel():
+            self.names.add(name)
+
+
+def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:
+    """What the walk needs; ValueError where data do not reach a layer."""
+    reached, targets = Reached(), job.plan.targets.values()
+    with watching((t.name, module, reached) for t in targets for module, _ in t.places.values()):
+        capture = captured(job.model, calibration, found, offload=offload)
+    missing = [t.name for t in targets if t.name not in reached.names]
+    if missing:
+        raise ValueError(
+            f"sparsify_ changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
+            f"calling their modules, or leave them out by filter_fn"
+        )
+    return capture
+
+
+def _check_calibration(config: SparsityConfig, calibration: object, needed: bool, blocks: object) -> None:
+    if needed and calibration is None:
+        raise ValueError(
+            f"score {config.score!r} reads the inputs of layers: give calibration=, an iterable of batches; score 'magnitude' "
+            f"needs none"
+        )
+    if not needed and isinstance(config, SparsityConfig) and (calibration is not None or blocks is not None):
+        raise ValueError(
+            "score 'magnitude' reads weights alone; leave calibration= and blocks= out, or choose score 'wanda', 'ria' or "
+            "'sparsegpt'"
+        )
+
+
+__all__ = ["Progress", "sparsify_"]

@@ -1,0 +1,85 @@
+"""One weight, pruned: from its values and what calibration kept of its inputs to the values that it has afterwards.
+
+Masks are those of `reference.prune` and `reference.prune_transposable` by the reference's scores, bit for bit, on any device.
+On the host they are found some rows at a time, since scores are integers of 32 bits there. SparseGPT is `reference.sparsegpt`
+on the host, in float64: minutes for the layers of a large model, until kernels do it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import fast
+import reference
+from ao_lab.sparsity.config import SparsityConfig
+from reference.arrays.torch_bridge import to_numpy, to_torch
+
+#: Elements whose mask is found at once on the host; on other devices sixteen times as many.
+PIECE = 2**20
+
+
+class Pruned(NamedTuple):
+    """`weights` (out, in) with zeros, the score that decided, and what SparseGPT said."""
+
+    weights: torch.Tensor
+    score: str
+    facts: dict[str, float]
+
+
+def prune_weight(w: torch.Tensor, config: SparsityConfig, statistic: torch.Tensor | None) -> Pruned:
+    """The pruned values of w (out, in), which stays as it is.
+
+    statistic: square sums (in,) for "wanda" and "ria", the Hessian (in, in) for "sparsegpt"; None, or nothing but zeros, tells
+    no channels apart, so that magnitude decides.
+    """
+    if config.calibrates and (statistic is None or not bool(statistic.any())):
+        statistic, score = None, "magnitude"
+    else:
+        score = config.score
+    if score == "sparsegpt" and statistic is not None:
+        return _by_sparsegpt(w, config, statistic)
+    scores = scores_of(w, score, statistic)
+    return Pruned(w.masked_fill(~mask_of(w, config, scores), 0), score, {})
+
+
+def scores_of(w: torch.Tensor, score: str, sums: torch.Tensor | None) -> torch.Tensor | None:
+    """The reference's scores; None for magnitude, which w itself is."""
+    if score == "magnitude" or sums is None:
+        return None
+    function: Any = {"wanda": reference.wanda_scores, "ria": reference.ria_scores}[score]
+    found: torch.Tensor = function(w, sums.to(w.device))
+    return found
+
+
+def mask_of(w: torch.Tensor, config: SparsityConfig, scores: torch.Tensor | None) -> torch.Tensor:
+    """Bool, True where a weight stays."""
+    ranked = w if scores is None else scores
+    rows = max((PIECE if w.device.type == "cpu" else 16 * PIECE) // max(w.shape[1], 1) // 4 * 4, 4)
+    pieces = [_mask(piece, config) for piece in torch.split(ranked, rows)]
+    return torch.cat(pieces)
+
+
+def _mask(ranked: torch.Tensor, config: SparsityConfig) -> torch.Tensor:
+    """The mask of some rows by their scores."""
+    if config.transposable:
+        found: Any = reference.prune_transposable(ranked)
+        return torch.as_tensor(found)
+    return fast.prune(ranked, pattern=config.pattern)
+
+
+def _by_sparsegpt(w: torch.Tensor, config: SparsityConfig, hessian: torch.Tensor) -> Pruned:
+    result = reference.sparsegpt(
+        to_numpy(w.cpu()),
+        hessian.cpu().numpy(),
+        pattern=config.pattern,
+        block=config.columns,
+        damping=config.damping,
+    )
+    weights: torch.Tensor = to_torch(result.weights)
+    facts = {"loss": result.loss, "damping": result.damping, "floor": result.floor}
+    return Pruned(weights.to(w.device), "sparsegpt", facts)
+
+
+__all__ = ["PIECE", "Pruned", "mask_of", "prune_weight", "scores_of"]

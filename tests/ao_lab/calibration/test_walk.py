@@ -1,0 +1,223 @@
+"""The walk over blocks: the same computation as the model's, from outputs of changed blocks, and nothing left behind."""
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab.calibration.blocks import find_blocks
+from ao_lab.calibration.walk import calibrating, captured, walk
+from experiments.models.language_model import LanguageModel, ModelSettings
+
+TOKENS = [torch.arange(i, i + 24).reshape(2, 12) for i in (0, 50, 100)]
+
+
+def language_model(layers=3):
+    torch.manual_seed(0)
+    return LanguageModel(ModelSettings(layers=layers, width=64, feed_forward=128))
+
+
+class Residual(nn.Module):
+    """A block that may return a tuple, or write to its input."""
+
+    def __init__(self, tupled=False, writes=False):
+        super().__init__()
+        self.linear, self.tupled, self.writes = nn.Linear(8, 8), tupled, writes
+
+    def forward(self, x, factor=1.0):
+        y = x.add_(self.linear(x)) if self.writes else x + factor * self.linear(x)
+        return (y, "more") if self.tupled else y
+
+
+class Stack(nn.Module):
+    """Blocks by `order`, with something in between."""
+
+    def __init__(self, *blocks, between=lambda x: x, order=None):
+        super().__init__()
+        self.blocks, self.between, self.order = nn.ModuleList(blocks), between, order
+        self.config = type("Config", (), {"use_cache": True})()
+
+    def forward(self, x, **kwargs):
+        x = x * 1
+        for i in self.order or range(len(self.blocks)):
+            x = self.blocks[i](self.between(x), **{key: value[i] for key, value in kwargs.items()})
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+
+def inputs_of_blocks(model, batches, blocks):
+    """What each block is given when the model runs."""
+    seen, handles = [[] for _ in blocks], []
+    for block, mine in zip(blocks, seen, strict=True):
+        handles.append(
+            block.register_forward_pre_hook(lambda m, args, mine=mine: mine.append(args[0].clone()))
+        )
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def walked(model, batches, change=lambda block: None, **options):
+    """What each block is given in a walk, before `change` changes it."""
+    seen = []
+
+    def visit(block):
+        mine = []
+        handle = block.module.register_forward_pre_hook(
+            lambda m, args, kwargs: mine.append((args or tuple(kwargs.values()))[0].clone()), with_kwargs=True
+        )
+        block.run()
+        handle.remove()
+        seen.append(mine)
+        change(block)
+
+    blocks = options.pop("blocks", None)
+    with calibrating(model):
+        walk(captured(model, batches, find_blocks(model, blocks), **options), visit)
+    return seen
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs) > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_inputs_are_those_of_the_model(offload):
+    model = language_model()
+    expected = inputs_of_blocks(model, TOKENS, model.model.layers)
+    assert_same(walked(model, TOKENS, offload=offload), expected)
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+
+
+def halve(block):
+    for parameter in block.module.parameters():
+        parameter.mul_(0.5)
+
+
+def test_inputs_are_made_by_the_changed_blocks():
+    """Those that the changed model has, at every block."""
+    model = language_model()
+    found = walked(model, TOKENS, halve)
+    assert_same(found, inputs_of_blocks(model, TOKENS, model.model.layers))
+
+
+def test_every_block_has_its_own_arguments():
+    """As models whose layers alternate between masks give them."""
+    stack, x = Stack(Residual(), Residual(), Residual()), torch.randn(4, 8)
+    batch = {"x": x, "factor": [1.0, 2.0, 3.0]}
+    found = walked(stack, [batch])
+    with torch.no_grad():
+        second = x * 1 + stack.blocks[0].linear(x * 1)
+        third = second + 2.0 * stack.blocks[1].linear(second)
+    assert_same(found, [[x], [second], [third]])
+
+
+@pytest.mark.parametrize("options", [{"tupled": True}, {"writes": True}])
+def test_blocks_that_return_tuples_or_write_to_their_input(options):
+    stack, x = Stack(Residual(**options), Residual(**options)), torch.randn(4, 8)
+    expected = inputs_of_blocks(stack, [x], stack.blocks)
+    assert_same(walked(stack, [x], lambda block: block.run()), expected)
+
+
+def test_the_whole_model_as_one_block():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    assert_same(
+        walked(model, [torch.ones(2, 8), torch.zeros(1, 8)], blocks=""),
+        [[torch.ones(2, 8), torch.zeros(1, 8)]],
+    )
+
+
+def test_modes_and_caches_come_back():
+    stack = Stack(Residual(), Residual())
+    stack.blocks[1].eval()
+    stack.train(True).blocks[1].eval()
+    inside = []
+
+    def visit(block):
+        inside.append((stack.training, stack.config.use_cache, torch.is_grad_enabled()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), calibrating(stack):
+        walk(captured(stack, [torch.ones(2, 8)], find_blocks(stack)), visit)
+    assert inside == [(False, False, False)]
+    assert (stack.training, stack.blocks[0].training, stack.blocks[1].training) == (True, True, False)
+    assert stack.config.use_cache is True
+    assert torch.is_grad_enabled()
+
+
+def refused(stack, batches=None, blocks=None):
+    with calibrating(stack):
+        return captured(stack, [torch.ones(2, 8)] if batches is None else batches, find_blocks(stack, blocks))
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([1, 0], "blocks.1 was called where block 0 of 2 was next"),
+        ([0, 0, 1], "blocks.0 was called where block 1 of 2 was next"),
+        ([0], "blocks.1 was not called by the model's forward"),
+    ],
+)
+def test_other_orders_are_refused(order, said):
+    stack = Stack(Residual(), Residual(), order=order)
+    with pytest.raises(ValueError, match=said):
+        refused(stack)
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
+
+
+def test_blocks_that_run_again_at_the_end_are_refused():
+    block = Residual()
+    with pytest.raises(ValueError, match=r"blocks\.1 was called where the end of all blocks was next"):
+        refused(Stack(Residual(), Residual(), order=[0, 1, 1]))
+    with pytest.raises(ValueError, match=r"blocks\.0 was called where the end of all blocks was next"):
+        refused(Stack(block, block, block))  # one block, as models that share all layers have it
+
+
+def test_what_stands_behind_the_blocks_runs_for_the_first_batch_alone():
+    model, heads = language_model(), []
+    model.lm_head.register_forward_hook(lambda *args: heads.append(1))
+    refused(model, TOKENS)
+    assert heads == [1]
+
+
+def test_what_changes_between_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"the input of blocks.1 is not the output of blocks.0"):
+        refused(Stack(Residual(), Residual(), between=lambda x: x + 1))
+    with pytest.raises(ValueError, match=r"the input of blocks.1 is not the output of blocks.0"):
+        refused(Stack(Residual(), Residual(), between=lambda x: x.add_(1)))
+
+
+def test_what_is_not_finite_is_refused():
+    stack = Stack(Residual(), Residual())
+    with pytest.raises(ValueError, match=r"batch 1 holds NaN or infinity where blocks.0 begins"):
+        refused(stack, [torch.ones(2, 8), torch.full((2, 8), torch.nan)])
+    stack.blocks[1].linear.weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"blocks.1 makes NaN or infinity of batch 0"):
+        refused(stack)
+
+
+def test_caches_are_refused():
+    stack = Stack(Residual())
+    stack.blocks[0].forward = lambda x, past_key_values: x
+    with pytest.raises(ValueError, match=r"blocks.0 was given past_key_values, which grows.*use_cache=False"):
+        refused(stack, [{"x": torch.ones(2, 8), "past_key_values": [object()]}])
+
+
+def test_batches():
+    stack, x = Stack(Residual(), Residual()), torch.ones(2, 8)
+    for batches in ([x], [(x,)], [[x]], [{"x": x}], iter([x])):
+        assert len(refused(stack, batches).hidden) == 1
+    for wrong in (x, {"x": x}, "text", 3):
+        with pytest.raises(
+            TypeError, match=rf"calibration is an iterable of batches.*got {type(wrong).__name__}"
+        ):
+            refused(stack, wrong)
+    with pytest.raises(TypeError, match=r"a batch of calibration is a tensor.*got int"):
+        refused(stack, [3])
+    with pytest.raises(ValueError, match=r"calibration has no batches"):
+        refused(stack, [])

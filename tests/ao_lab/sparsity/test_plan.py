@@ -1,0 +1,185 @@
+"""Which layers are selected, and everything that is refused before a weight changes."""
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import (
+    Int8WeightOnlyConfig,
+    QATConfig,
+    QuantizedTensor,
+    SparsityConfig,
+    linear_and_experts,
+    quantize_,
+    sparsify_,
+)
+from ao_lab.sparsity.plan import planned
+from experiments.models.language_model import LanguageModel, ModelSettings
+
+TOKENS = [torch.arange(24).reshape(2, 12)]
+CONFIG, WANDA, GPT = (SparsityConfig(score=score) for score in ("magnitude", "wanda", "sparsegpt"))
+
+
+def language_model(layers=2):
+    torch.manual_seed(0)
+    return LanguageModel(ModelSettings(layers=layers, width=64, feed_forward=128))
+
+
+def selected(model, filter_fn=None, blocks=None):
+    return [name for t in planned(model, CONFIG, filter_fn, blocks).targets.values() for name in t.places]
+
+
+def values(parameter):
+    """Dense and comparable, NaN included."""
+    dense = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter.detach()
+    return dense.nan_to_num(12345.0)
+
+
+def assert_refused(model, said, config=CONFIG, error=ValueError, **options):
+    """With nothing changed."""
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    keys, hooks = set(vars(model)), [len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(error, match=said):
+        sparsify_(model, config, **options)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(values(parameter), values(before[name][1]))
+    assert set(vars(model)) == keys
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_blocks_are_selected_and_the_head_is_not():
+    model = language_model()
+    names = selected(model)
+    assert len(names) == 14
+    assert all(name.startswith("model.layers.") for name in names)
+    assert selected(model, lambda module, name: True) == [*names, "lm_head.weight"]
+    reasons = planned(model, CONFIG, None).reasons
+    assert reasons["lm_head.weight"] == "outside of the blocks (model.layers)"
+    assert reasons["model.embed_tokens.weight"] == "Embedding: only linear layers are pruned"
+
+
+def test_models_without_blocks_are_selected_whole():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Embedding(8, 8), nn.Linear(8, 8))
+    assert selected(model) == ["0.weight", "3.weight"]
+    assert selected(model, lambda module, name: name == "3") == ["3.weight"]
+    assert (
+        planned(model, CONFIG, lambda module, name: name == "3").reasons["0.weight"] == "refused by filter_fn"
+    )
+
+
+def test_only_blocks_that_are_walked():
+    model = nn.ModuleDict({
+        name: nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)) for name in ("encoder", "decoder")
+    })  # fmt: skip
+    assert len(selected(model)) == 4
+    assert selected(model, blocks=["decoder.0", "decoder.1"]) == ["decoder.0.0.weight", "decoder.1.0.weight"]
+
+
+def test_nothing_selected():
+    assert_refused(nn.Sequential(nn.ReLU()), "the model has no linear layers")
+    assert_refused(nn.Sequential(nn.Embedding(8, 8)), r"no linear layer is selected.*0\.weight: Embedding")
+    assert_refused(
+        language_model(), "no linear layer is selected.*refused by filter_fn", filter_fn=lambda m, name: False
+    )
+
+
+def test_types():
+    with pytest.raises(TypeError, match=r"the model is a torch\.nn\.Module, got int"):
+        sparsify_(3, CONFIG)
+    assert_refused(
+        nn.Linear(8, 8), "takes a SparsityConfig, got Int8WeightOnlyConfig", Int8WeightOnlyConfig(), TypeError
+    )
+
+
+def test_scores_and_data_belong_together():
+    assert_refused(language_model(), "score 'wanda' reads the inputs of layers: give calibration=", WANDA)
+    assert_refused(language_model(), "score 'magnitude' reads weights alone", calibration=TOKENS)
+    assert_refused(language_model(), "score 'magnitude' reads weights alone", blocks="model.layers")
+
+
+def test_lengths_that_the_pattern_does_not_divide():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(6, 8))
+    said = r"2\.weight: 2:4 needs a last axis that is a multiple of 4, got shape \(8, 6\).*filter_fn"
+    assert_refused(model, said)
+    said = r"1\.weight: transposable masks need rows and columns in multiples of 4, got shape \(6, 8\)"
+    assert_refused(model, said, SparsityConfig(transposable=True), filter_fn=lambda m, name: name != "2")
+    empty = nn.Linear(8, 8)
+    empty.weight = nn.Parameter(torch.empty(8, 0))
+    assert_refused(empty, r"shape \(8, 0\) has no elements")
+
+
+def test_weights_that_are_sparse_already():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sparsify_(model, CONFIG, lambda m, name: name == "1")
+    assert_refused(model, r"1\.weight: it is 2:4 sparse already, with at most 2 of 4 weights")
+    sparsify_(model, SparsityConfig("1:4"), lambda m, name: name == "1")  # a sparser pattern is another one
+    zeros = nn.Linear(8, 8)
+    nn.init.zeros_(zeros.weight)
+    assert len(sparsify_(zeros, CONFIG).changed) == 1
+
+
+def test_weights_that_are_no_plain_tensors():
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig())
+    assert_refused(model, r"0\.weight: it is quantized already; prune first, then quantize")
+    assert_refused(nn.Linear(8, 8, dtype=torch.float64), "float64 is not float32, bfloat16 or float16")
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="on the meta device there are no values to prune"):
+        sparsify_(model, CONFIG)
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, QATConfig(Int8WeightOnlyConfig(), step="prepare"))
+    assert_refused(model, r"sparsify_ changed nothing\. 0\.weight: ")
+
+
+def test_values_that_sparsegpt_would_spread():
+    model = language_model()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    assert_refused(
+        model, r"layers\.1\.mlp\.up_proj\.weight: it holds NaN or infinity", GPT, calibration=TOKENS
+    )
+
+
+def test_layers_outside_of_the_walk():
+    assert_refused(
+        language_model(), r"lm_head\.weight: it is outside of the blocks \(model\.layers\.0 and on\)", WANDA,
+        filter_fn=lambda m, name: True, calibration=TOKENS,
+    )  # fmt: skip
+    model = language_model()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    assert_refused(model, r"blocks model\.layers\.0 and model\.layers\.1 share it", WANDA, calibration=TOKENS)
+
+
+def test_layers_that_no_data_reach():
+    model = language_model()
+    model.model.layers[1].mlp.spare = nn.Linear(64, 64)
+    said = r"changed nothing. No input was seen by model\.layers\.1\.mlp\.spare\.weight"
+    assert_refused(model, said, WANDA, calibration=TOKENS)
+
+
+def test_all_refused_layers_are_named_with_their_reasons():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(6, 8))
+    with pytest.raises(ValueError, match=r"0\.weight, 2\.weight: 2:4 needs a last axis"):
+        sparsify_(model, CONFIG)
+
+
+class Experts(nn.Module):
+    """Batched experts and their router, as transformers has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(4, 16, 8))
+        self.experts.down_proj = nn.Parameter(torch.randn(4, 8, 8))
+        self.out = nn.Linear(8, 8)
+
+
+def test_routers_and_batched_experts_stay():
+    for filter_fn in (None, linear_and_experts):
+        plan = planned(Experts(), CONFIG, filter_fn)
+        assert [t.name for t in plan.targets.values()] == ["out.weight"]
+        assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
+        assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
+    assert selected(Experts(), lambda module, name: True) == ["gate.weight", "out.weight"]
