@@ -84,7 +84,7 @@ CLASSES = sorted(
     for name in ao_lab.__all__
     if name.endswith("Config")
     and name not in ("FqnToConfig", "HfConfig", "SchemeConfig")
-    and not ao_lab.HOMES[name].startswith(("ao_lab.qat.", "ao_lab.training."))
+    and not ao_lab.HOMES[name].startswith(("ao_lab.qat.", "ao_lab.sparsity.", "ao_lab.training."))
 )
 
 
