@@ -29,6 +29,8 @@ EMULATED = (
     "**On a CPU recipes are emulated**: operands are those of the recipe, bit for bit, their products are of float32. The "
     "model is tiny."
 )
+#: What stands before the learning rate in a sweep's methods.
+RATE = ", rate "
 SPEED: Columns = {
     "steps": ("steps", 0, 1.0),
     "trained bytes": ("trained (MB)", 2, 1e-6),
@@ -161,9 +163,10 @@ def bits_table(results: Results) -> Table:
     )
     known = {(row.setting, row.method, row.seed, row.metric): row.value for row in results.rows}
     order = {name: place for place, name in enumerate((*BASE_NAMES.values(), *RECIPES))}
+    sizes = {setting: place for place, setting in enumerate(results.settings)}
     lines = sorted(
         dict.fromkeys((row.setting, row.method, row.seed) for row in results.rows),
-        key=lambda line: (order.get(line[1], len(order)), line[2]),
+        key=lambda line: (sizes[line[0]], order.get(line[1], len(order)), rate_of(line[1]), line[2]),
     )
     cells = [
         [
@@ -177,10 +180,18 @@ def bits_table(results: Results) -> Table:
     return Table("Bits per byte of text that was not trained on", ["training", "of", *names], cells)
 
 
+def rate_of(method: str) -> float:
+    """The learning rate at the end of a sweep's method; 0 for methods of others."""
+    rate = method.rpartition(RATE)[2] if RATE in method else "0"
+    return float(rate)
+
+
 def speed_table(results: Results) -> Table:
     """Means over seeds of steps, time, speed and share of the peak."""
     cells = []
-    for setting, method in dict.fromkeys((row.setting, row.method) for row in results.rows):
+    order = {setting: place for place, setting in enumerate(results.settings)}
+    lines = dict.fromkeys((row.setting, row.method) for row in results.rows)
+    for setting, method in sorted(lines, key=lambda line: (order[line[0]], rate_of(line[1]))):
         mine = [row for row in results.rows if (row.setting, row.method) == (setting, method)]
         shown = []
         for metric, (_, digits, factor) in SPEED.items():
@@ -239,4 +250,4 @@ def counter_table(results: Results, setting: str) -> Table:
     return Table("Counters of the operand, with the fault / without", columns, cells, results.stale_methods)
 
 
-__all__ = ["gap_of", "sections"]
+__all__ = ["gap_of", "rate_of", "sections", "totals"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.fp8_training.report import convergence, speed, targets
+from experiments.fp8_training.report import convergence, found, speed, targets
 from experiments.fp8_training.report.published_tables import comparisons
 from experiments.fp8_training.run import TITLE
-from experiments.fp8_training.training.convergence import GAPS
 from experiments.fp8_training.training.plans import MARGIN
 from experiments.harness.rows import Row
-from experiments.pretraining.run import BITS
 from experiments.report.content import Section
-from experiments.report.results import best_run, by_run
 
 ABOUT = (
     "Linear layers whose three matrix products run in low precision: what they cost or gain in time and memory beside "
@@ -24,26 +21,8 @@ FEATURED = ("fp8-gaps-full", "fp8-gaps-full-prose", "fp8-gaps-quick")
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """The gaps of the largest run, and how many targets are reached."""
-    return [*gaps_found(rows), *targets.finding(rows)]
-
-
-def gaps_found(rows: Sequence[Row]) -> list[str]:
-    """The gap of each recipe on held-out text, of the largest run."""
-    found = best_run(by_run(rows, GAPS))
-    if found is None:
-        return []
-    where, gaps = found
-    metric = next((one for one in convergence.totals(gaps) if one.startswith(f"{BITS}, held")), None)
-    if metric is None:
-        return []
-    words = []
-    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
-        one = convergence.gap_of(gaps, setting, method, metric)
-        if one is not None:
-            words.append(f"{method} {one.mean:+.2f} ± {one.half:.2f}% ({one.verdict(MARGIN)})")
-    name = metric.removeprefix(f"{BITS}, ")
-    return [f"Gap to bfloat16 on {name} text, {where}: {'; '.join(words)}."] if words else []
+    """Trainings of the largest runs, and how many targets are reached."""
+    return [*found.of_trainings(rows), *targets.finding(rows)]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
