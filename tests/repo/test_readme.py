@@ -114,12 +114,12 @@ def test_commands(folder):
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] is True
 
 
-def loaded_matrix():
-    """The program docs/matrix.py."""
-    spec = importlib.util.spec_from_file_location("matrix", ROOT / "docs" / "matrix.py")
-    matrix = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(matrix)
-    return matrix
+def loaded(name):
+    """A program of docs."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
 
 
 def raises(error):
@@ -128,20 +128,27 @@ def raises(error):
 
 @pytest.mark.parametrize("error", [ValueError("needs calibration"), NotImplementedError("no gradient")])
 def test_what_is_not_supported_is_a_no(error):
-    assert loaded_matrix().answer(raises, error) == "no"
+    assert loaded("matrix").answer(raises, error) == "no"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a defect"), TypeError("a defect")])
 def test_a_defect_is_not_a_no(error):
     with pytest.raises(type(error), match="a defect"):
-        loaded_matrix().answer(raises, error)
+        loaded("matrix").answer(raises, error)
 
 
 def test_readme_table():
     """What each configuration does is what the code does: `python docs/matrix.py` writes it."""
-    matrix = loaded_matrix()
+    matrix = loaded("matrix")
     shown = README.read_text().partition(matrix.BEGIN)[2].partition(matrix.END)[0]
     assert shown == matrix.table()
+
+
+def test_readme_figures_of_training():
+    """They are the committed rows: `python docs/training.py` writes them."""
+    training = loaded("training")
+    shown = README.read_text().partition(training.BEGIN)[2].partition(training.END)[0]
+    assert shown == training.text()
 
 
 def test_readme_commands_are_targets():
