@@ -1,7 +1,8 @@
 """Experiment `fp8_training`: low-precision training, measured beside bfloat16, torchao and the tables that others published.
 
 Parts, each a kind of table: "linear" (one layer, forward and backward), "grid" (LayerNorm, linear, sigmoid; 36 by 6 shapes),
-"blocks" (decoder layers of published models), trainings ("paired", "curves", "gaps", "sweep", "long") and "faults". Published
+"grid_eager" (its smaller cells, tuned for eager mode; GPUs alone), "blocks" (decoder layers of published models), trainings
+("paired", "curves", "gaps", "sweep", "long") and "faults". Published
 values (`experiments/published/fp8_training.csv` and `fp8_rowwise_grid.csv`) stand beside measured ones of the same shape and
 recipe alone. Stand-in: on a CPU recipes are emulated, shapes and models are tiny; their times say nothing, their losses and
 errors are those of the recipes.
@@ -20,7 +21,7 @@ from functools import cache, partial
 from typing import Any
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed import blocks, grid, linear
+from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
 from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, SWEEP, Trial
@@ -48,6 +49,7 @@ def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     known = {
         linear.KIND: (f"{CODE}.speed.linear.measure",),
         grid.KIND: (f"{CODE}.speed.grid.measure",),
+        grid_eager.KIND: (f"{CODE}.speed.grid_eager.measure",),
         blocks.KIND: (f"{CODE}.speed.blocks.measure", f"{CODE}.speed.blocks.GPU_GROUPS"),
         planted.KIND: (f"{CODE}.training.planted.measure", f"{CODE}.training.plans.Plan"),
         convergence.GAPS: (f"{CODE}.training.convergence.gap_rows", *trained),
@@ -134,21 +136,29 @@ def part_of(group: blocks.Group, bench: Callable[[], blocks.Bench]) -> Part:
 def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The grid, cell by cell."""
     cells = grid.CELLS if published_shapes(settings) else grid.STAND_INS
-    wholes = [
-        Whole(grid.KIND, grid.MODULE, grid.setting_of(cell), (cell_part(settings, cell),)) for cell in cells
-    ]
+    wholes = [cell_whole(settings, grid.KIND, cell, grid.measure) for cell in cells]
     measure_wholes("grid", wholes, settings, journal, failed, deadline)
 
 
-def cell_part(settings: Settings, cell: grid.Cell) -> Part:
+def grid_eager_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+    """The smaller cells tuned for eager mode; on a CPU there are no launches, and `grid` says all."""
+    cells = grid_eager.CELLS if published_shapes(settings) else ()
+    wholes = [cell_whole(settings, grid_eager.KIND, cell, grid_eager.measure) for cell in cells]
+    measure_wholes("grid, eager", wholes, settings, journal, failed, deadline)
+
+
+def cell_whole(
+    settings: Settings, kind: str, cell: grid.Cell, measure: Callable[[str, int, grid.Cell], Any]
+) -> Whole:
     """A cell of the grid."""
     setting = grid.setting_of(cell)
 
-    def measure() -> Found:
-        found = grid.measure(settings.device, settings.seed, cell)
-        return {(setting, method.name): values for method, values in found.items()}
+    def found() -> Found:
+        values = measure(settings.device, settings.seed, cell)
+        return {(setting, method.name): one for method, one in values.items()}
 
-    return Part.of([(setting, method.name, method.missing()) for method in grid.SIDES], measure)
+    part = Part.of([(setting, method.name, method.missing()) for method in grid.SIDES], found)
+    return Whole(kind, grid.MODULE, setting, (part,))
 
 
 def faults_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
@@ -170,6 +180,7 @@ PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
     linear.KIND: linear_part,
     blocks.KIND: blocks_part,
     grid.KIND: grid_part,
+    grid_eager.KIND: grid_eager_part,
     planted.KIND: faults_part,
     SWEEP: trained_part(SWEEP),
     PAIRED: trained_part(PAIRED),

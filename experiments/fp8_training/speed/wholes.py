@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ao_lab.cli.terminal.progress import say
 from experiments.fp8_training.deadline import Deadline, is_late
-from experiments.fp8_training.speed import blocks, grid, linear
+from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
 from experiments.fp8_training.training.plans import LONG, SWEEP
 from experiments.harness.outcome import Values, keep, status
 from experiments.harness.progress import bar
@@ -123,7 +123,7 @@ def whole_of(table: str, setting: str) -> tuple[str, str] | None:
         return table, ""
     if kind == blocks.KIND:
         return table, setting.partition(", ")[2]
-    return (table, setting) if kind in (grid.KIND, SWEEP, LONG) else None
+    return (table, setting) if kind in (grid.KIND, grid_eager.KIND, SWEEP, LONG) else None
 
 
 __all__ = ["Found", "Part", "Whole", "measure_wholes", "measured_whole"]

@@ -142,16 +142,21 @@ def test_published_values_stand_beside_the_grid_alone():
 
 def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     full = replace(settings, scale="full")
+    cell = (grid.MODULE, "M=1024 K=1024 N=1024")
     rows = [
         full.row("fp8_training", "blocks", blocks.GPU_GROUPS[0].shape.name, "eager", "bfloat16", "time", 1.0, "ms"),
-        full.row("fp8_training", "grid", grid.MODULE, "M=1024 K=1024 N=1024", grid.FORCED.name, page.speed.SPEED, 1.2, "ratio"),
+        full.row("fp8_training", "grid", *cell, grid.FORCED.name, page.speed.SPEED, 1.2, "ratio"),
+        full.row("fp8_training", "grid_eager", *cell, grid.TUNED.name, page.speed.WALL, 0.9, "ratio"),
     ]  # fmt: skip
     rows = [replace(row, device="a GPU") for row in rows]
     sections = {section.title.partition(" (")[0]: section for section in page.sections(rows)}
     assert [table.caption for table in sections[f"Decoder layers: {blocks.GPU_GROUPS[0].shape.name}"].tables] == [
         "Targets", "A training step", "Published: Llama-3-8B", "Published: not stated"
     ]  # fmt: skip
-    assert len(sections["LayerNorm, linear, sigmoid"].drawings) == 5
+    assert len(sections["LayerNorm, linear, sigmoid"].drawings) == 3
+    eager = sections["LayerNorm, linear, sigmoid: eager steps"]
+    assert len(eager.drawings) == 2
+    assert eager.paragraphs[0].startswith("**Missed targets: 1 of 1")
     measured = [one for one in page.comparisons(rows) if one.measured is not None]
     assert [(one.measured, one.published) for one in measured] == [(1.2, 0.42)]
 
@@ -161,7 +166,7 @@ def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     [
         (
             ["fp8_training", "--only", "pairs"],
-            "the parts are linear, blocks, grid, faults, sweep, paired, long",
+            "the parts are linear, blocks, grid, grid_eager, faults, sweep, paired, long",
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
         (["formats", "--seconds", "5"], "--seconds is a positive limit"),

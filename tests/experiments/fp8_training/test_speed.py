@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+import ao_lab
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
-from experiments.fp8_training.speed import blocks, checkpointing, grid, linear
+from experiments.fp8_training.speed import blocks, checkpointing, grid, grid_eager, linear
 from experiments.fp8_training.speed.floor import Rates, floor_seconds
 from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady
 from experiments.harness.timing import AGAIN, Plan, Span
@@ -80,19 +81,26 @@ def test_checkpointed_layers_give_the_same_gradients(kind):
 
 def test_groups_and_cells_are_those_of_the_published_tables():
     assert len(grid.CELLS) == 36 * 6
+    assert len(grid_eager.CELLS) == 36 * 3
     assert {group.length for group in blocks.GPU_GROUPS if group.shape.layers == 2} == {4096, 8192}
     settings = [(group.shape.name, group.setting) for group in blocks.GPU_GROUPS]
     assert len(set(settings)) == len(settings)
     assert PLAIN.name == blocks.GPU_GROUPS[0].methods[0].name == "bfloat16"
 
 
-def test_a_cell_has_values_of_all_three_sides_or_says_why_not(monkeypatch):
+@pytest.mark.parametrize(("part", "launches"), [(grid, "graph"), (grid_eager, "eager")])
+def test_a_cell_has_values_of_all_three_sides_or_says_why_not(monkeypatch, part, launches):
+    asked, real = [], ao_lab.tune
+    monkeypatch.setattr(
+        ao_lab, "tune", lambda *given, **named: asked.append(named["launches"]) or real(*given, **named)
+    )
     monkeypatch.setattr(grid.grid_cell, "SECONDS", 0.0)
-    found = grid.measure("cpu", 0, (32, 32, 32))
+    found = part.measure("cpu", 0, (32, 32, 32))
+    assert asked == [launches]
     assert [one.name for one in found] == ["bfloat16", grid.FORCED.name, grid.TUNED.name]
     assert found[PLAIN]["speed over bfloat16, kernels"][0] == 1.0
     assert all(values["time"][0] >= values["time of kernels"][0] > 0 for values in found.values())
-    failed = grid.measure("cpu", 0, (32, 32, 0))
+    failed = part.measure("cpu", 0, (32, 32, 0))
     assert all("status: ok" not in values and len(values) == 1 for values in failed.values())
 
 
