@@ -1,0 +1,132 @@
+"""`quantized_compressed`: a 2:4 weight into a `SparseQuantizedTensor`, all that can be refused refused before it is quantized.
+
+The mask is that of the values before they are rounded: elements that are not zero. An element that rounds to zero stays kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import fast
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.tensor.chunked import quantized_by_rows
+from ao_lab.tensor.metadata import DTYPES, Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.compressed_codes import dense_codes, kept_metadata, stored_codes
+from ao_lab.tensor.sparse.metadata import LAYOUT, dense_recipe, dense_scheme, sparse_recipe
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from fast.device import is_traced
+from reference import Scales, Scheme
+from reference.schemes.schemes import scheme_of
+from reference.sparsity.stored_codes import PLAIN_ELEMENTS, is_plain, unsupported_reason
+
+#: Recipes that a kernel of dense codes computes, and why it does not take these.
+DENSE_KERNELS = {
+    "int8": "torch._int_mm reads every code of a row",
+    "scaled_mm": "torch._scaled_mm reads every code of a row",
+    "fused": "its kernels decode every code of a row",
+}
+
+
+def quantized_compressed(
+    x: torch.Tensor, recipe: Recipe | Scheme | str, *, axis: int = -1, input_scales: Scales | None = None
+) -> SparseQuantizedTensor:
+    """A 2:4 tensor x (..., K) in the scheme of a recipe (or a scheme, by name or record), stored as its kept elements.
+
+    x: float32, bfloat16, float16 or float64, at most two of each four consecutive elements of the last axis not zero (-0 is zero
+    and comes back as +0), K a multiple of 4. Schemes "bfloat16" and "float16" store the elements of x as they are. Scales are those
+    of the dense scheme, `reference.quantize` of x; `input_scales` static ones of the layer's input.
+
+    Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis; a
+    scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`), or a kernel that reads dense codes.
+    TypeError for what is already compressed or quantized, and for other dtypes.
+    """
+    recipe = sparse_recipe(as_recipe(recipe))
+    if (reason := unstorable(x, recipe, axis) or not_sparse(x, recipe)) is not None:
+        raise ValueError(reason)
+    x, metadata = x.detach(), kept_metadata(x.detach())
+    if is_plain(recipe.weight):
+        return _of_elements(x, metadata, recipe)
+    return compressed(quantized_by_rows(x, dense_recipe(recipe), input_scales=input_scales), metadata)
+
+
+def compressed(dense: QuantizedTensor, metadata: torch.Tensor) -> SparseQuantizedTensor:
+    """A dense quantized matrix (..., K), its blocks along its last axis, whose elements outside of `metadata` are zero.
+
+    ValueError where one of them is not: `metadata` is not that of this weight.
+    """
+    q, scheme = dense.quantized, dense_scheme(dense.scheme)
+    codes = fast.unpack(q.codes, scheme.format, q.shape) if q.packed else q.codes
+    stored = stored_codes(codes, metadata, scheme)
+    if not is_traced(codes) and not codes.is_meta:
+        again = dense_codes(stored, metadata, q.zero, scheme, q.shape)
+        if not torch.equal(again, codes):
+            count = int((again != codes).sum())
+            raise ValueError(
+                f"{count} elements of {dense!r} outside of its 2:4 metadata are not zero after quantization; quantize with a "
+                f"scheme and an observer that keep zeros, or leave sparsity out"
+            )
+    parts = {**dense.parts, "codes": stored, "metadata": metadata}
+    meta = replace(dense.meta, recipe=sparse_recipe(dense.recipe), layout=LAYOUT)
+    return SparseQuantizedTensor(parts, meta, dense.shape)
+
+
+def as_recipe(recipe: Recipe | Scheme | str) -> Recipe:
+    """A recipe of a scheme's name or record, the plain elements of 16 bits among them."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str) and recipe in PLAIN_ELEMENTS:
+        return Recipe(weight=PLAIN_ELEMENTS[recipe])
+    return Recipe(weight=named(recipe) or scheme_of(recipe))
+
+
+def unstorable(x: torch.Tensor, recipe: Recipe, axis: int = -1) -> str | None:
+    """Why 2:4 storage does not hold weights of x's shape and dtype by a recipe, whatever their values; None where it does."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"2:4 storage takes a torch tensor, got {type(x).__name__}: {x!r:.60}")
+    if isinstance(x, QuantizedTensor):
+        return "it is quantized already; prune the dense weight, then quantize and compress it"
+    if x.dtype not in DTYPES:
+        return f"2:4 storage is made of float32, bfloat16, float16 or float64, got {x.dtype}"
+    scheme, shape = dense_scheme(recipe.weight), tuple(x.shape)
+    if (reason := unsupported_reason(scheme)) is not None:
+        return f"2:4 storage does not hold {scheme.name}: {reason}; take symmetric integers or floats, as int8_rowwise"
+    if is_plain(scheme) and str(x.dtype) != f"torch.{scheme.element}":
+        return f"elements of {x.dtype} are not stored as {scheme.element}; convert the weight, or quantize it"
+    if len(shape) < 2 or axis % len(shape) != len(shape) - 1:
+        return f"2:4 storage holds matrices with groups of four along their last axis, got axis {axis} of shape {shape}"
+    if shape[-1] % 4 or not shape[-1]:
+        return f"2:4 storage needs a contraction axis that is a multiple of 4, got shape {shape}; leave this layer dense"
+    if recipe.kernel in DENSE_KERNELS:
+        return f"kernel {recipe.kernel!r} does not take 2:4 storage: {DENSE_KERNELS[recipe.kernel]}; use kernel='auto'"
+    return None
+
+
+def not_sparse(x: torch.Tensor, recipe: Recipe) -> str | None:
+    """Why the values of x cannot be compressed; None where they can, and where there are no values to look at."""
+    if x.is_meta or is_traced(x):
+        return None
+    if not is_plain(dense_scheme(recipe.weight)) and not bool(x.isfinite().all()):
+        return "it holds NaN or infinity, which would spread to pruned elements of their block; replace them"
+    groups = (x.detach() != 0).reshape(-1, 4).sum(-1)
+    crowded = int((groups > 2).sum())
+    if crowded:
+        return (
+            f"2:4 storage holds at most two elements of every four, and {crowded} of {len(groups)} groups have more that are not "
+            f"zero; prune first: ao_lab.sparsify_(model, SparsityConfig('2:4'))"
+        )
+    return None
+
+
+def _of_elements(x: torch.Tensor, metadata: torch.Tensor, recipe: Recipe) -> SparseQuantizedTensor:
+    """The elements of x themselves, under a scale of 1."""
+    scheme = dense_scheme(recipe.weight)
+    stored = stored_codes(x.contiguous().view(torch.uint16), metadata, scheme)
+    meta = Meta(recipe, -1, x.dtype, layout=LAYOUT)
+    parts = {"codes": stored, "scale": torch.ones((), device=x.device), "metadata": metadata}
+    return SparseQuantizedTensor(parts, meta, x.shape)
+
+
+__all__ = ["as_recipe", "compressed", "not_sparse", "quantized_compressed", "unstorable"]

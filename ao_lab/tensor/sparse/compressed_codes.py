@@ -1,0 +1,80 @@
+"""From the codes of a 2:4 weight to those of its kept elements, and back: `reference.compress` beside a scheme's code of zero.
+
+Metadata is that of the weight's values before they were rounded: it says which two of each group are stored, and what a group
+lacks to two is filled with zeros, as `reference.compress` does. A code that is not stored is the code of zero
+(`reference.sparsity.stored_codes.zero_code`), so that the way back gives the bits of quantizing the pruned weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+import fast
+from reference import Scheme
+from reference.sparsity.stored_codes import FROM_ZERO_POINT, zero_code
+
+#: Elements that are compressed at once on the host, where the reference needs several integers for each.
+PIECE = 2**21
+
+
+def kept_metadata(x: torch.Tensor) -> torch.Tensor:
+    """Metadata uint8 (..., ceil(K / 8)) of a dense 2:4 tensor (..., K); ValueError for more than two nonzeros in a group."""
+    return _by_rows(lambda piece: fast.compress(piece).metadata, x)
+
+
+def stored_codes(codes: torch.Tensor, metadata: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The kept ones of codes (..., K), one code an element: (..., K/2), packed below 8 bits."""
+    kept = _by_rows(lambda piece, data: fast.compress(piece, is_kept(data, piece.shape[-1])).values, codes, metadata)
+    return fast.pack(kept, scheme.format) if scheme.format.bits < 8 else kept
+
+
+def dense_codes(
+    stored: torch.Tensor, metadata: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Codes of every element of `shape` (..., K), one code an element, from the kept ones and the block's zero points."""
+    half = (*shape[:-1], shape[-1] // 2)
+    kept = fast.unpack(stored, scheme.format, half) if scheme.format.bits < 8 else stored
+    codes = _by_rows(lambda piece, data: fast.decompress(piece, data), kept, metadata)
+    fill = zero_code(scheme)
+    if fill == 0:
+        return codes
+    others = _zero_points(zero, scheme, shape) if fill == FROM_ZERO_POINT else torch.full_like(codes, fill)
+    return torch.where(is_kept(metadata, shape[-1]), codes, others)
+
+
+def is_kept(metadata: torch.Tensor, length: int) -> torch.Tensor:
+    """Bool (..., length): what metadata keeps, two of every four."""
+    ones = torch.ones((*metadata.shape[:-1], length // 2), dtype=torch.uint8, device=metadata.device)
+    return fast.decompress(ones, metadata).to(torch.bool)
+
+
+def _zero_points(zero: torch.Tensor | None, scheme: Scheme, shape: tuple[int, ...]) -> torch.Tensor:
+    """The code of zero of every element: the zero point of its block, in the element's bits."""
+    if zero is None:
+        raise ValueError(f"{scheme.name} needs zero points, and the weight has none")
+    codes = zero.view(torch.uint8) & ((1 << scheme.format.bits) - 1)
+    block = scheme.scale.block
+    if codes.dim() and isinstance(block, tuple):
+        codes = codes.repeat_interleave(block[0], -2)[..., : shape[-2], :]
+    columns = block[1] if isinstance(block, tuple) else block
+    if codes.dim() and isinstance(columns, int) and columns > 0:
+        codes = codes.repeat_interleave(columns, -1)[..., : shape[-1]]
+    return codes.expand(shape)
+
+
+def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`function` of tensors (..., n) whose leading axes are the same, some rows at a time on the host."""
+    first = tensors[0]
+    if first.device.type != "cpu" or type(first) is not torch.Tensor or first.numel() <= PIECE:
+        return function(*tensors)
+    lead = first.shape[:-1]
+    rows = max(PIECE // max(first.shape[-1], 1), 1)
+    flat = [tensor.reshape(prod(lead), tensor.shape[-1]).split(rows) for tensor in tensors]
+    made = torch.cat([function(*pieces) for pieces in zip(*flat, strict=True)])
+    return made.reshape(*lead, made.shape[-1])
+
+
+__all__ = ["dense_codes", "is_kept", "kept_metadata", "stored_codes"]

@@ -1,0 +1,66 @@
+"""What a weight in 2:4 storage has beside a dense one: the name of its layout, a part, and the name of its scheme.
+
+The scheme is the dense one under a name of its own ("int8_rowwise_2:4"): its numbers are the same, but what was tuned for a dense
+weight of this shape does not hold for it, and reports say at once how it is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ao_lab.config.recipe import Recipe, numerics, registered
+from ao_lab.tensor.metadata import PARTS, Meta
+from reference import SCHEMES, Scheme
+
+#: `Meta.layout` of these tensors, and the pattern that they store.
+LAYOUT = "2:4"
+#: Names of the tensors inside, in the order in which tracers see them.
+SPARSE_PARTS = (*PARTS, "metadata")
+SUFFIX = f"_{LAYOUT}"
+#: Dense columns of a byte of metadata.
+COLUMNS = 8
+
+
+@lru_cache(maxsize=1024)
+def sparse_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of kept values alone; itself where it is one."""
+    return scheme if scheme.name.endswith(SUFFIX) else replace(scheme, name=scheme.name + SUFFIX)
+
+
+@lru_cache(maxsize=1024)
+def dense_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of the dense equivalent."""
+    if not scheme.name.endswith(SUFFIX):
+        return scheme
+    plain = replace(scheme, name=scheme.name.removesuffix(SUFFIX))
+    known = SCHEMES.get(plain.name)
+    return known if known is not None and numerics(known) == numerics(plain) else registered(plain)
+
+
+def sparse_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of a weight in 2:4 storage."""
+    return replace(recipe, weight=sparse_scheme(recipe.weight))
+
+
+def dense_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the dense equivalent."""
+    return replace(recipe, weight=dense_scheme(recipe.weight))
+
+
+def swapped_orientation(meta: Meta) -> Meta:
+    """Of the transposed tensor: groups are stored along the last axis always, so the blocks' axis says which way round it is
+    read."""
+    return replace(meta, axis=-3 - meta.axis)
+
+
+__all__ = [
+    "COLUMNS",
+    "LAYOUT",
+    "SPARSE_PARTS",
+    "dense_recipe",
+    "dense_scheme",
+    "sparse_recipe",
+    "sparse_scheme",
+    "swapped_orientation",
+]

@@ -1,0 +1,203 @@
+"""`SparseQuantizedTensor`: a `QuantizedTensor` whose weight is 2:4, stored as the codes of its kept elements.
+
+Its parts are those of the dense tensor, but `codes` (..., N, K/2) holds the kept two of every four along the contraction axis, packed
+below 8 bits along that axis, and `metadata` uint8 (..., N, ceil(K/8)) their places, in the canonical layout of
+`reference.compress`. Scales and zero points are those of the dense scheme: a group of g columns has g/2 stored codes. So
+
+    dense equivalent = codes at their places, the code of zero elsewhere, dequantized
+
+has the bits of quantizing the pruned dense weight (`reference.sparsity.stored_codes`); every product may compute with it. Groups lie
+along the last stored axis always; `meta.axis` -1 or -2 says which way round the tensor is read, and `t()` moves nothing.
+
+Elements of 16 bits are stored as they are (schemes bfloat16 and float16): the dense equivalent is the pruned weight itself, NaN
+payloads included.
+
+To modules, files and `explain` it is a `QuantizedTensor`. Its operations are a table of their own in front of the common one
+(`ao_lab.tensor.sparse.registry`); rows may be cut anywhere, columns where bytes of metadata and codes, and blocks, stay whole.
+
+Sources: Mishra et al. (arXiv 2104.08378), section 3.1; storage as in `torch.sparse.to_sparse_semi_structured` before reordering.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.gemm import cusparselt as cusparselt  # enters its product
+from ao_lab.tensor.dtensor_cache import hash_local_tensors
+from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.compressed_codes import dense_codes
+from ao_lab.tensor.sparse.metadata import LAYOUT, SPARSE_PARTS, dense_recipe, dense_scheme, swapped_orientation
+from ao_lab.tensor.sparse.registry import SPARSE_OPERATIONS
+from reference import Quantized
+from reference.quantize.quantize import unpacked
+from reference.sparsity.stored_codes import is_plain
+
+
+class SparseQuantizedTensor(QuantizedTensor):
+    """A 2:4 weight in a scheme; see the module text. Made by `quantized_compressed`, `ao_lab.sparsify_` or `ao_lab.quantize_`.
+
+    torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import SparseQuantizedTensor`).
+    """
+
+    metadata: torch.Tensor
+
+    @staticmethod
+    def __new__(
+        cls, parts: Mapping[str, torch.Tensor | None], meta: Meta, shape: Sequence[int]
+    ) -> SparseQuantizedTensor:
+        """A tensor of these parts and this (logical) shape, unchecked; `quantized_compressed` is the way in."""
+        codes, metadata = parts["codes"], parts["metadata"]
+        if codes is None or metadata is None:
+            raise ValueError("a SparseQuantizedTensor needs codes and metadata")
+        shape = tuple(shape)
+        strides = torch.empty(_oriented(shape, meta), device="meta").stride()
+        result: SparseQuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=_oriented(strides, meta), dtype=meta.dtype, device=codes.device
+        )
+        for name in SPARSE_PARTS:
+            setattr(result, name, parts.get(name))
+        result.meta = meta
+        return result
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """The tensors inside by name."""
+        return {name: getattr(self, name) for name in SPARSE_PARTS}
+
+    @property
+    def turned(self) -> bool:
+        """Whether the last two axes are read the other way round than they are stored."""
+        return self.meta.axis != -1
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The dense shape in the stored orientation (..., N, K): groups of four along the last axis."""
+        shape = tuple(self.shape) if self.meta.flat is None else self.meta.flat
+        return swapped(shape) if self.turned else shape
+
+    @property
+    def quantized(self) -> Quantized:
+        """The dense equivalent as `reference.quantize` makes it, in the logical orientation; made anew for each call."""
+        q = self.dense_stored()
+        return _turned(q) if self.turned else q
+
+    def dense_stored(self) -> Quantized:
+        """The dense equivalent in the stored orientation, its codes packed below 8 bits."""
+        shape, scheme = self.stored_shape, dense_scheme(self.scheme)
+        codes = dense_codes(self.codes, self.metadata, self.zero, scheme, shape)
+        packed = scheme.format.bits < 8
+        codes = fast.pack(codes, scheme.format) if packed else codes
+        return Quantized(codes, self.scale, self.outer, self.zero, shape, len(shape) - 1, scheme, packed)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense tensor that this stands for, in `dtype` or its own: the bits of the pruned weight, quantized."""
+        dtype = dtype or self.dtype
+        if is_plain(self.scheme):
+            elements = self.codes.view(getattr(torch, self.scheme.element))
+            dense = fast.decompress(elements, self.metadata).to(dtype)
+        else:
+            dense = fast.dequantize(self.dense_stored(), dtype)
+        dense = dense.transpose(-2, -1) if self.turned else dense
+        return dense if self.meta.flat is None else dense.reshape(self.shape)
+
+    def to_layout(self, name: str) -> QuantizedTensor:
+        """Itself as "2:4", the dense equivalent as "plain" or another layout of dense tensors."""
+        if name == LAYOUT:
+            return self
+        return self.to_dense().to_layout(name)
+
+    def to_dense(self) -> QuantizedTensor:  # type: ignore[override]  # of a torch.sparse tensor, with other arguments
+        """The dense equivalent as a `QuantizedTensor`, in the same orientation."""
+        self.check_shaped()
+        q = self.dense_stored()
+        parts = {**{name: getattr(self, name) for name in PARTS}, "codes": q.codes}
+        meta = replace(self.meta, recipe=dense_recipe(self.recipe), layout="plain", axis=-1)
+        dense = QuantizedTensor(parts, meta, self.stored_shape)
+        return dense.transposed() if self.turned else dense
+
+    def remade(
+        self, parts: Mapping[str, torch.Tensor | None], shape: Sequence[int] | None = None, **changes: Any
+    ) -> SparseQuantizedTensor:
+        """A tensor of other parts, with this one's description but for the changes."""
+        meta = replace(self.meta, **changes) if changes else self.meta
+        return SparseQuantizedTensor(parts, meta, self.shape if shape is None else shape)
+
+    def adopt(self, other: torch.Tensor) -> None:
+        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that is not stored as this one."""
+        if not isinstance(other, SparseQuantizedTensor):
+            raise TypeError(f"data of {self!r} is a SparseQuantizedTensor, not {type(other).__name__}; copy_ compresses")
+        super().adopt(other)
+
+    def transposed(self) -> SparseQuantizedTensor:
+        """The last two axes the other way round, over the same parts."""
+        self.check_shaped()
+        return SparseQuantizedTensor(self.parts, swapped_orientation(self.meta), swapped(tuple(self.shape)))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        if "torch.distributed.tensor" in sys.modules:
+            hash_local_tensors(QuantizedTensor)
+        return [name for name in SPARSE_PARTS if getattr(self, name) is not None], self.meta
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], meta: Meta, size: Sequence[int], stride: Sequence[int]
+    ) -> SparseQuantizedTensor:
+        return SparseQuantizedTensor(inner, meta, size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = SPARSE_OPERATIONS.get(func)
+        if function is not None:
+            return function(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Sparse{super().__repr__()}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
+        is_parameter = getattr(self, "_is_param", False)
+        fields = described(self.meta)
+        return rebuilt_sparse, (self.parts, fields, tuple(self.shape), is_parameter, self.requires_grad)
+
+
+def rebuilt_sparse(
+    parts: dict[str, torch.Tensor | None],
+    fields: dict[str, Any],
+    shape: tuple[int, ...],
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """What `SparseQuantizedTensor.__reduce_ex__` took apart."""
+    result = SparseQuantizedTensor(parts, meta_from(fields), shape)
+    return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
+
+
+def _turned(q: Quantized) -> Quantized:
+    """q with its last two axes swapped, blocks along the last but one; one code an element."""
+    q = unpacked(q)
+    parts = {name: getattr(q, name) for name in ("codes", "scale", "zero")}
+    turned = {
+        name: part if part is None or part.dim() < 2 else part.transpose(-2, -1) for name, part in parts.items()
+    }
+    return replace(q, **turned, shape=swapped(q.shape), axis=q.axis - 1)
+
+
+def _oriented(values: tuple[int, ...], meta: Meta) -> tuple[int, ...]:
+    """Lengths or strides in the stored orientation, and back."""
+    return swapped(values) if meta.axis != -1 and len(values) > 1 else values
+
+
+# As of QuantizedTensor itself: read by torch.load(weights_only=True).
+torch.serialization.add_safe_globals([rebuilt_sparse])
+
+__all__ = ["SparseQuantizedTensor", "rebuilt_sparse"]
