@@ -9,10 +9,11 @@ value, and finite input never becomes NaN. Torchao's own bits are records too: `
 in them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and
 `activation_scheme=` for the input; `reference.schemes.torchao` says which record is which class's.
 
-Four keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
+Five keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
 `kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`), and `axis`, along which blocks run: by default (None) the
 contraction axis of each weight (-1 for nn.Linear; for batched experts found from the module, -2 where they are stored as
-(experts, in, out)). `set_inductor_config` and `version` are accepted and mean nothing: no global setting is touched, and
+(experts, in, out)), and `sparsity`: "2:4" stores weights that are 2:4 already, as `ao_lab.sparsify_` makes them, as their kept codes
+and the places of these (`ao_lab.tensor.sparse`); what torchao asked for by a layout. `set_inductor_config` and `version` are accepted and mean nothing: no global setting is touched, and
 there is one version. Parameters that choose a memory layout of torchao's kernels, or an algorithm that is not here, raise
 ValueError unless they ask for what is done anyway.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ao_lab.config.recipe import Recipe, named
+from ao_lab.config.storage import check_sparsity
 from reference import Scales, Scheme
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Config:
     activation_scheme: str | Scheme | None = field(default=None, kw_only=True)
     kernel: str = field(default="auto", kw_only=True)
     axis: int | None = field(default=None, kw_only=True)
+    sparsity: str | None = field(default=None, kw_only=True)
 
     #: The parameters that name the schemes of weight and input.
     SCHEME_FIELDS: ClassVar[tuple[str, str]] = ("scheme", "activation_scheme")
@@ -67,7 +70,7 @@ class Config:
                 )
         if self.axis is not None and type(self.axis) is not int:
             raise TypeError(f"{type(self).__name__}: axis is an integer or None, got {self.axis!r}")
-        self.recipe()
+        check_sparsity(type(self).__name__, self.sparsity, self.recipe())
 
     def recipe(self) -> Recipe:
         """How layers of this configuration run; ValueError where the parameters name no scheme. Computed once."""

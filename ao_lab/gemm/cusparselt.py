@@ -1,0 +1,204 @@
+"""cuSPARSELt's product of a 2:4 weight, through torch: a candidate of `ao_lab.tune`, never a default.
+
+y' (N, M) = W x' with the sparse operand on the left, written transposed, so y (M, N) comes out row-major. By operands:
+
+* 16-bit elements stored as they are, and inputs of that dtype: float32 sums, one rounding, the bias added before it.
+* int8 by int8, a scale for each row: int32 sums, then what kernel "int8" does after its sums: the same bits as the dense layer.
+* float8_e4m3fn by float8_e4m3fn: float32 sums times the weight's row scales (a float32 vector of length N), written as float32; then
+  the input's scales and the bias in float32, and one rounding.
+
+The library's own arrangement of the weight is made from the canonical parts when a product first needs it and kept beside them (as
+many bytes again); changed parts are arranged anew. Its traps, and what guards here: 8-bit outputs are e4m3 or int8 unless `out_dtype`
+says otherwise, and 16-bit ones refuse it; an alpha of one element waits for the GPU, others are read as float32 vectors of N
+unchecked; a right operand that is not contiguous is read as a packed transpose, so the input is made contiguous; few rows are
+padded to 8 or 16. Algorithms are those that `ao_lab.gemm.cusparselt_algorithms` has searched and verified; without one the dense
+equivalent is multiplied.
+
+Sources: cuSPARSELt 0.8 documentation, cusparseLtMatmul; PyTorch's cuSPARSELtOps.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.gemm.cusparselt_algorithms import Algorithm, Call, known, search, searches
+from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
+from fast.matmul.weights import LONGEST_INT8, one_scale
+
+NAME = "cusparselt"
+#: torch's dtypes of the elements that it multiplies, and what lengths are multiples of.
+ELEMENTS = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
+STEPS = {1: 32, 2: 16}
+#: Rows are padded to multiples of these.
+ROWS = {1: 16, 2: 8}
+#: The compute capability from which there are products of 16-bit elements and integers, and of float8.
+OLDEST, OLDEST_FLOAT8 = (8, 0), (8, 9)
+OUT = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+
+
+def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
+    if w.meta.layout != "2:4":
+        return "the weight is not in 2:4 storage"
+    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w)
+
+
+def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    element, activation = w.scheme.element, w.recipe.activation
+    if element in ("bfloat16", "float16"):
+        if activation is not None or dtype != ELEMENTS[element]:
+            return f"inputs of {element} weights must be {element} themselves, got {dtype}"
+        return None
+    if element not in ELEMENTS:
+        return f"it multiplies bfloat16, float16, int8 and float8_e4m3fn, not {element}"
+    if activation is None or activation.element != element:
+        return f"inputs of {element} weights must be {element} too"
+    if not (one_scale(activation) and one_scale(w.scheme)) or w.zero is not None:
+        return "each row must have one float32 scale for decoding, and the weight no zero point"
+    return None
+
+
+def _shape_reason(w: QuantizedWeight) -> str | None:
+    if len(w.shape) != 2 or w.block_axis != -2:
+        return "the weight must be a matrix, stored as (out, in)"
+    step = STEPS[ELEMENTS[w.scheme.element].itemsize]
+    if any(length % step or not length for length in w.shape):
+        return f"its lengths must be multiples of {step}, got {tuple(w.shape)}"
+    if w.scheme.element == "int8" and w.shape[0] > LONGEST_INT8:
+        return f"sums longer than {LONGEST_INT8} may overflow int32"
+    return None
+
+
+def _device_reason(w: QuantizedWeight) -> str | None:
+    if not w.is_cuda:
+        return f"it is for Nvidia GPUs, this weight is on {w.device.type}"
+    if not torch.backends.cusparselt.is_available():
+        return f"torch {torch.__version__} was built without cuSPARSELt"
+    capability = torch.cuda.get_device_capability(w.device)
+    oldest = OLDEST_FLOAT8 if w.scheme.element.startswith("float8") else OLDEST
+    if capability < oldest:
+        return f"compute capability {capability[0]}.{capability[1]} has no such product, {oldest[0]}.{oldest[1]} has"
+    return None
+
+
+def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) times w (K, N), plus bias, in x's dtype; by the dense equivalent where no algorithm is known for the rows."""
+    rows = x.shape[0]
+    element = ELEMENTS[w.scheme.element]
+    if not isinstance(rows, int) or not rows:
+        return PRODUCTS["dequantize"].run(x, w, bias)
+    algorithm = known(str(w.device), int(w.shape[1]), int(w.shape[0]), rows, str(element))
+    if algorithm is None and searches():
+        algorithm = search(_call(x, w, bias), (int(w.shape[1]), int(w.shape[0]), rows), element, w.device)
+    if algorithm is None:
+        return PRODUCTS["dequantize"].run(x, w, bias)
+    return _multiplied(x, w, bias, algorithm)
+
+
+def _multiplied(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, algorithm: Algorithm
+) -> torch.Tensor:
+    element = ELEMENTS[w.scheme.element]
+    scheme = w.recipe.activation
+    parts, chosen = (w.codes, w.metadata, str(element)), tuple(algorithm)  # type: ignore[attr-defined]
+    if scheme is None:
+        return _rows(product_of(x, *parts, None, bias, *chosen), x.shape[0])
+    inputs = quantized_input(x, w, scheme)
+    codes = inputs.codes.view(element)
+    scale = w.scale.reshape(-1)
+    if element == torch.int8:
+        sums = _rows(product_of(codes, *parts, None, None, *chosen), x.shape[0])
+        if inputs.zero is not None:
+            sums = sums - inputs.zero.to(torch.int32) * w.codes.view(torch.int8).sum(1, dtype=torch.int32)
+        y = sums.to(torch.float32) * inputs.scale * (w.scale if w.scale.dim() == 0 else scale)
+    else:
+        alpha = scale.expand(w.shape[1]).contiguous()
+        y = _rows(product_of(codes, *parts, alpha, None, *chosen), x.shape[0]) * inputs.scale
+    total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
+    return total.to(x.dtype)
+
+
+def _call(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> Call:
+    """What a search calls with an algorithm: this product, its input's cast included."""
+    return lambda algorithm: _multiplied(x, w, bias, algorithm)
+
+
+def _rows(y: torch.Tensor, rows: int) -> torch.Tensor:
+    return y[:rows]
+
+
+@torch.library.custom_op("ao_lab::cusparselt_mm", mutates_args=())
+def _operator(
+    b: torch.Tensor,
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    element: str,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alg_id: int,
+    split_k: int,
+    mode: int,
+) -> torch.Tensor:
+    return _product(b, codes, metadata, element, alpha, bias, alg_id, split_k, mode)
+
+
+@_operator.register_fake
+def _(
+    b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str, *rest: Any
+) -> torch.Tensor:
+    step = ROWS[b.dtype.itemsize]
+    return b.new_empty((-(-b.shape[0] // step) * step, codes.shape[0]), dtype=OUT.get(b.dtype, b.dtype))
+
+
+def product_of(*args: Any) -> torch.Tensor:
+    """b (M, K) times the 2:4 codes (N, K/2), padded rows below: (M', N). An operator for what traces programs."""
+    result: torch.Tensor = (_operator if torch.compiler.is_compiling() else _product)(*args)
+    return result
+
+
+def _product(
+    b: torch.Tensor,
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    element: str,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alg_id: int,
+    split_k: int,
+    mode: int,
+) -> torch.Tensor:
+    packed = arranged(codes, metadata, ELEMENTS[element.removeprefix("torch.")])
+    step = ROWS[b.dtype.itemsize]
+    # A byte view is padded: torch pads no float8.
+    missing = -b.shape[0] % step
+    padded = torch.nn.functional.pad(b.view(torch.uint8), (0, 0, 0, missing)).view(b.dtype) if missing else b
+    settings: dict[str, Any] = {"alg_id": alg_id, "split_k": split_k, "split_k_mode": mode}
+    if (out := OUT.get(b.dtype)) is not None:
+        settings["out_dtype"] = out
+    return torch._cslt_sparse_mm(
+        packed, padded.contiguous().t(), bias=bias, alpha=alpha, transpose_result=True, **settings
+    )
+
+
+def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    """The library's arrangement of canonical codes and metadata, kept with the codes until either changes."""
+    version = tuple(-1 if part.is_inference() else part._version for part in (codes, metadata))
+    found: tuple[Any, torch.Tensor] | None = codes.__dict__.get("_cusparselt")
+    if found is not None and found[0] == (version, metadata.data_ptr()):
+        return found[1]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError("a 2:4 weight is arranged for cuSPARSELt once, outside of CUDA graphs; run the layer before capture")
+    made = torch._cslt_compress(fast.decompress(codes.view(element), metadata))
+    codes.__dict__["_cusparselt"] = ((version, metadata.data_ptr()), made)
+    return made
+
+
+PRODUCTS.setdefault(NAME, Kernel(run, unsupported_reason))
+
+__all__ = ["NAME", "arranged", "product_of", "run", "unsupported_reason"]

@@ -13,7 +13,7 @@ calibrates: with the same `observers`; a forward_loop would see the inputs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from ao_lab.quantization.report import ATTRIBUTE, Report, described
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
+from ao_lab.tensor.sparse.compressed_codes import kept_metadata
 
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -71,6 +73,7 @@ def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
 def transform_of(config: object) -> Transform:
     """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
     configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    _refuse_sparse_base(configs)
     found = {
         next((_TRANSFORMS[kind] for kind in type(one).__mro__ if kind in _TRANSFORMS), quantize_weights): one
         for one in configs
@@ -80,6 +83,16 @@ def transform_of(config: object) -> Transform:
         names = " and ".join(sorted(type(one).__name__ for one in found.values()))
         raise ValueError(f"FqnToConfig: {names} do different things to a model; call quantize_ for each")
     return next(iter(found), quantize_weights)
+
+
+def _refuse_sparse_base(configs: Iterable[object]) -> None:
+    """ValueError for configurations around one whose weights are 2:4: what trains in between fills their zeros."""
+    for one in configs:
+        if getattr(getattr(one, "base_config", None), "sparsity", None) is not None:
+            raise ValueError(
+                f"{type(one).__name__}: its base_config asks for 2:4 storage, which holds pruned weights for inference; leave "
+                f"sparsity out, and prune after training"
+            )
 
 
 def quantize_(
@@ -101,6 +114,9 @@ def quantize_(
     meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration.hooks`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
+
+    With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before anything
+    is rounded) are stored as their kept codes; one that is not 2:4, or compressed already, is a ValueError.
 
     Raises ValueError where the filter or a pattern matches nothing, where nothing can be changed, where a kernel does not take
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
@@ -169,7 +185,20 @@ def quantize_weight(
     else:
         static = change.config.input_scales() if change.recipe.activation is not None else None
         weight = quantized_by_rows(dense, change.recipe, axis=change.axis, input_scales=static)
+    if change.config.sparsity is not None:
+        weight = _compressed(change, dense, weight)
     return weight.transposed() if change.transposed else weight  # type: ignore[no-any-return]
+
+
+def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
+    """The quantized weight in 2:4 storage, its mask that of the dense one; ValueError, with the layer's name, where it is not 2:4."""
+    reason = unstorable(dense, change.recipe, change.axis) or not_sparse(dense, change.recipe)
+    try:
+        if reason is not None:
+            raise ValueError(reason)
+        return compressed(weight, kept_metadata(dense))
+    except ValueError as error:
+        raise ValueError(f"{next(iter(change.places))}: {error}") from error
 
 
 def _observers(plan: Plan, quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:

@@ -29,7 +29,10 @@ from ao_lab.quantization.modules import (
 from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
+from ao_lab.tensor.sparse.compress import not_sparse, unstorable
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference.quantize.blocks import Blocks
+from reference.sparsity.stored_codes import is_plain
 
 Device = torch.device | str | int | None
 
@@ -172,6 +175,7 @@ def _entered(
     recipe, transposed = config.recipe(), is_transposed(module)
     if isinstance(module, nn.Embedding):
         recipe = replace(recipe, activation=None, kernel="auto")
+    _refuse_plain_elements(full, parameter)
     reason = unsupported_reason(module, name, parameter) or (
         ALREADY if isinstance(parameter, QuantizedTensor) else None
     )
@@ -181,6 +185,8 @@ def _entered(
     reason = check.unsupported_reason(parameter, recipe, axis, transposed) or config.unsupported_reason(
         module
     )
+    if config.sparsity is not None:
+        _check_sparse(full, parameter, recipe, axis, transposed, reason)
     if reason is not None:
         return reason
     change = plan.changes.setdefault(id(parameter), Change(config, recipe, transposed, axis))
@@ -194,6 +200,26 @@ def _entered(
         change.config, change.recipe = config, recipe
     change.places[full] = (module, name)
     return None
+
+
+def _refuse_plain_elements(full: str, parameter: torch.Tensor) -> None:
+    """ValueError for a weight that `sparsify_` has compressed as it was: quantizing it would lose its masks."""
+    if isinstance(parameter, SparseQuantizedTensor) and is_plain(parameter.scheme):
+        raise ValueError(
+            f"{full} is in 2:4 storage already, its elements as they were; quantize_ changed nothing. Prune with "
+            f"SparsityConfig(storage='dense'), then quantize with sparsity='2:4', or leave it out by filter_fn"
+        )
+
+
+def _check_sparse(
+    full: str, parameter: torch.Tensor, recipe: Recipe, axis: int, transposed: bool, reason: str | None
+) -> None:
+    """ValueError for a weight that is to be stored 2:4 and cannot be; one that is quantized already stays with its reason."""
+    dense = parameter.detach()
+    dense = dense.transpose(-2, -1) if transposed else dense
+    why = reason or unstorable(dense, recipe, axis) or not_sparse(dense, recipe)
+    if why is not None:
+        raise ValueError(f"{full}: {why}. quantize_ changed nothing; leave sparsity out, or this layer by filter_fn")
 
 
 def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor) -> int:

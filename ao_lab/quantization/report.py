@@ -12,6 +12,8 @@ from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.metadata import LAYOUT
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference import Scheme, decode, encode
 
 #: Where a model keeps its report.
@@ -40,6 +42,8 @@ class Layer:
     tuned: tuple[Choice, ...] = ()
     #: Pattern and score by which it was pruned before ("2:4 by wanda"); "" where it was not.
     sparsity: str = ""
+    #: "compressed" where kept elements alone are stored.
+    storage: str = "dense"
 
     @property
     def changed(self) -> bool:
@@ -69,6 +73,7 @@ class Report:
         for layer in self.layers:
             what = f"{layer.scheme} ({layer.kernel})" if layer.changed else "left"
             what += f", {layer.sparsity}" if layer.sparsity else ""
+            what += f", {layer.storage}, {layer.bytes} bytes" if layer.storage != "dense" else ""
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
             lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
@@ -91,12 +96,15 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     layers = []
     for path, module, name, parameter in quantizable_parameters(model):
         layer = described_layer(path, module, name, parameter, reasons)
-        layers.append(replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter)))
+        storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
+        layers.append(replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage))
     return Report(tuple(layers))
 
 
 def _sparsity(pruned: str, parameter: torch.Tensor) -> str:
     """How a weight was pruned, and where its scheme has no zero to store what was pruned."""
+    if isinstance(parameter, SparseQuantizedTensor):
+        return pruned or LAYOUT
     if not pruned or not isinstance(parameter, QuantizedTensor) or stores_zero(parameter.recipe.weight):
         return pruned
     return f"{pruned}, whose zeros {parameter.recipe.weight.name} stores as other values"

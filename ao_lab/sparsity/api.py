@@ -38,7 +38,9 @@ def sparsify_(
 ) -> SparsityReport:
     """Prune linear layers of `model` as `config` says; the report lists each layer, pruned or left, with its reason.
 
-    Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are.
+    Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are. With
+    SparsityConfig(storage="compressed") they become frozen parameters in 2:4 storage, for inference (weights that are 2:4 already are
+    compressed as they are by score "magnitude"); to quantize as well, prune dense and give quantize_'s configuration sparsity="2:4".
     filter_fn(module, name) says which linear layers; without it those are all nn.Linear (and transformers' Conv1D) inside the
     model's lists of blocks, or of the whole model where it has none; routers of experts stay dense. A weight that a layer
     shares with one that is not pruned becomes its own.
@@ -111,16 +113,21 @@ class Job:
     def _prune(self, target: Target, statistics: Statistics | None) -> None:
         shared = None if statistics is None else statistics.layers.get(target.name)
         value: torch.Tensor | None = None if shared is None else getattr(shared.statistic, "value", None)
+        shape = tuple(target.parameter.shape)
         pruned = prune_weight(target.matrix, self.config, value)
-        target.put(pruned.weights)
+        size = 0
+        if self.config.storage == "compressed":
+            size = target.put_compressed(pruned.weights)
+        else:
+            target.put(pruned.weights)
         zeros = float((pruned.weights == 0).sum()) / pruned.weights.numel()
         for full, (module, _) in target.places.items():
             reason = self.plan.reasons[full]
             if pruned.score != self.config.score:
                 reason += f"; its inputs tell no channels apart, so that not {self.config.score} decided but magnitude"
             self.done[full] = SparseLayer(
-                full, type(module).__name__, tuple(target.parameter.shape), reason, self.config.pattern, pruned.score, zeros,
-                0 if shared is None else shared.tokens, **pruned.facts,
+                full, type(module).__name__, shape, reason, self.config.pattern, pruned.score, zeros,
+                0 if shared is None else shared.tokens, storage=self.config.storage, bytes=size, **pruned.facts,
             )  # fmt: skip
             remember(self.model, full, f"{self.config.pattern} by {pruned.score}")
         if self.progress is not None:

@@ -10,6 +10,8 @@ from reference.sparsity.prune import parse_pattern
 #: Scores that read inputs, with what they keep of them; magnitude reads weights alone.
 SCORES = ("magnitude", "wanda", "ria", "sparsegpt")
 MOST_BLOCK = 128
+#: How pruned weights are stored: as dense tensors with zeros, or as kept elements and their places.
+STORAGES = ("dense", "compressed")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class SparsityConfig:
     transposable: masks whose transpose is 2:4 as well, for training; pattern "2:4", not with "sparsegpt".
     damping, block: of `reference.sparsegpt`: the share of the Hessian's mean diagonal that is added to it, 0 to 1, and how many
     columns are updated at once, a multiple of M (None: 128, or the multiple of M above). Other scores ignore them.
+    storage: "dense", zeros in dense weights, to be trained further or quantized; "compressed", for inference: kept elements and their
+    places (`ao_lab.SparseQuantizedTensor`), pattern "2:4", weights of bfloat16 or float16.
 
     Raises ValueError for values outside of these, TypeError for a pattern that is no string.
     """
@@ -31,6 +35,7 @@ class SparsityConfig:
     transposable: bool = False
     damping: float = 0.01
     block: int | None = None
+    storage: str = "dense"
 
     def __post_init__(self) -> None:
         choice(self.score, SCORES, "SparsityConfig: score")
@@ -45,6 +50,11 @@ class SparsityConfig:
             raise ValueError(
                 f"SparsityConfig: transposable masks are 2:4, by magnitude, wanda or ria, got {self.pattern!r} by "
                 f"{self.score!r}; leave transposable out, or change these"
+            )
+        choice(self.storage, STORAGES, "SparsityConfig: storage")
+        if self.storage == "compressed" and self.pattern != "2:4":
+            raise ValueError(
+                f"SparsityConfig: compressed storage exists for the pattern '2:4' only, got {self.pattern!r}; use storage='dense'"
             )
         self._check_sparsegpt(group)
 
@@ -81,7 +91,7 @@ class SparsityConfig:
         return -(-MOST_BLOCK // group) * group if self.block is None else self.block
 
     def __str__(self) -> str:
-        return f"{self.pattern} by {self.score}{', transposable' if self.transposable else ''}"
+        return f"{self.pattern} by {self.score}{', transposable' if self.transposable else ''}{', compressed' if self.storage == 'compressed' else ''}"
 
 
-__all__ = ["SCORES", "SparsityConfig"]
+__all__ = ["SCORES", "STORAGES", "SparsityConfig"]

@@ -26,8 +26,11 @@ from ao_lab.quantization.modules import (
 from ao_lab.quantization.selection import ROUTES, Filter
 from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.compress import quantized_compressed
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMPRESSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -58,6 +61,16 @@ class Target:
         """Its values as (out, in)."""
         dense = self.parameter.detach()
         return dense.T.contiguous() if self.transposed else dense
+
+    @torch.no_grad()
+    def put_compressed(self, matrix: torch.Tensor) -> int:
+        """A frozen parameter in 2:4 storage in every place, of a pruned (out, in); the bytes that it takes."""
+        element = str(matrix.dtype).removeprefix("torch.")
+        weight = quantized_compressed(matrix, element)
+        new = nn.Parameter(weight.transposed() if self.transposed else weight, requires_grad=False)
+        for module, name in self.places.values():
+            module._parameters[name] = new
+        return sum(part.nbytes for part in weight.parts.values() if part is not None)
 
     @torch.no_grad()
     def put(self, matrix: torch.Tensor) -> None:
@@ -177,6 +190,8 @@ def _refused(target: Target, config: SparsityConfig, walked: tuple[str, ...] | N
 def _kind_reason(target: Target) -> str | None:
     parameter: torch.Tensor = target.parameter
     module, name = next(iter(target.places.values()))
+    if isinstance(parameter, SparseQuantizedTensor):
+        return "it is in 2:4 storage already"
     if isinstance(parameter, QuantizedTensor):
         return "it is quantized already; prune first, then quantize"
     if type(parameter) not in (torch.Tensor, nn.Parameter):
@@ -201,6 +216,8 @@ def _shape_reason(target: Target, config: SparsityConfig) -> str | None:
         return f"shape {shape} has no elements"
     if length % group:
         return f"{config.pattern} needs a {axis} axis that is a multiple of {group}, got shape {shape}"
+    if config.storage == "compressed" and target.parameter.dtype not in COMPRESSED_DTYPES:
+        return f"compressed storage holds bfloat16 and float16, got {target.parameter.dtype}; convert the model, or use quantize_"
     if config.transposable and rows % 4:
         return f"transposable masks need rows and columns in multiples of 4, got shape {shape}"
     return None
@@ -229,6 +246,8 @@ def _value_reason(target: Target, config: SparsityConfig) -> str | None:
     matrix = target.parameter.detach()
     matrix = matrix.T if target.transposed else matrix
     most = int((matrix != 0).reshape(-1, group).sum(-1).max())
+    if 0 < most <= kept and config.storage == "compressed" and not config.calibrates:
+        return None  # its mask is what it is; it is only compressed
     if 0 < most <= kept:
         return f"it is {config.pattern} sparse already, with at most {most} of {group} weights in every group"
     if config.score == "sparsegpt" and not bool(matrix.isfinite().all()):

@@ -32,6 +32,9 @@ class SparseLayer:
     loss: float | None = None
     damping: float | None = None
     floor: float | None = None
+    #: "compressed" where kept elements alone are stored, and the bytes that they and their places take; 0 where it is dense.
+    storage: str = "dense"
+    bytes: int = 0
 
     @property
     def changed(self) -> bool:
@@ -45,6 +48,7 @@ class SparseLayer:
         if self.loss is not None:
             told += f", loss {self.loss:.3g}, damping {self.damping:g}"
             told += f", floor {self.floor:g}" if self.floor else ""
+        told += f", compressed, {self.bytes} bytes" if self.storage == "compressed" else ""
         return f"{told}: {self.reason}"
 
 

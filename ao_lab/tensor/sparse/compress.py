@@ -11,6 +11,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
+from ao_lab.config.storage import unstorable_recipe
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.metadata import DTYPES, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -20,14 +21,7 @@ from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from fast.device import is_traced
 from reference import Scales, Scheme
 from reference.schemes.schemes import scheme_of
-from reference.sparsity.stored_codes import PLAIN_ELEMENTS, is_plain, unsupported_reason
-
-#: Recipes that a kernel of dense codes computes, and why it does not take these.
-DENSE_KERNELS = {
-    "int8": "torch._int_mm reads every code of a row",
-    "scaled_mm": "torch._scaled_mm reads every code of a row",
-    "fused": "its kernels decode every code of a row",
-}
+from reference.sparsity.stored_codes import PLAIN_ELEMENTS, is_plain
 
 
 def quantized_compressed(
@@ -91,16 +85,14 @@ def unstorable(x: torch.Tensor, recipe: Recipe, axis: int = -1) -> str | None:
     if x.dtype not in DTYPES:
         return f"2:4 storage is made of float32, bfloat16, float16 or float64, got {x.dtype}"
     scheme, shape = dense_scheme(recipe.weight), tuple(x.shape)
-    if (reason := unsupported_reason(scheme)) is not None:
-        return f"2:4 storage does not hold {scheme.name}: {reason}; take symmetric integers or floats, as int8_rowwise"
+    if (reason := unstorable_recipe(dense_recipe(recipe))) is not None:
+        return reason
     if is_plain(scheme) and str(x.dtype) != f"torch.{scheme.element}":
         return f"elements of {x.dtype} are not stored as {scheme.element}; convert the weight, or quantize it"
     if len(shape) < 2 or axis % len(shape) != len(shape) - 1:
         return f"2:4 storage holds matrices with groups of four along their last axis, got axis {axis} of shape {shape}"
     if shape[-1] % 4 or not shape[-1]:
         return f"2:4 storage needs a contraction axis that is a multiple of 4, got shape {shape}; leave this layer dense"
-    if recipe.kernel in DENSE_KERNELS:
-        return f"kernel {recipe.kernel!r} does not take 2:4 storage: {DENSE_KERNELS[recipe.kernel]}; use kernel='auto'"
     return None
 
 

@@ -1,0 +1,183 @@
+"""Which of cuSPARSELt's algorithms multiplies a 2:4 weight: searched while `ao_lab.tune` measures, verified, kept in a file.
+
+The library has tens of algorithms for a product, its default is often slow, and some have given wrong or changing results (PyTorch issue
+155333). So an algorithm is used only after its result has been compared: on integers, whose sums are exact in every order, with the
+dense product bit for bit, and on the layer's own operands with itself, `REPEATS` times bit for bit. The library's own search comes
+first, then every identifier that it has is timed. Nothing is searched when a layer runs: a range of rows without an algorithm
+has none, and the layer multiplies its dense equivalent.
+
+A file of a device holds what was found, beside the choices of `ao_lab.gemm.saved`; another library version has another file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ao_lab.gemm.problem import rows_range
+from ao_lab.gemm.saved import path_of
+
+REPEATS, TIMED = 10, 5
+FORMAT = 1
+#: Elements 2:4 of the exact test: sums of K products of these stay below 2**24.
+LARGEST = 2
+
+
+class Algorithm(NamedTuple):
+    """cuSPARSELt's settings: identifier, split of the sum (1: none) and how its parts are added."""
+
+    alg_id: int
+    split_k: int = 1
+    mode: int = -1
+
+
+Call = Callable[[Algorithm], torch.Tensor]
+#: By device, then by product: an algorithm, or None where none was right.
+_known: dict[str, dict[str, Algorithm | None]] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def known(device: str, n: int, k: int, rows: int, element: str) -> Algorithm | None:
+    """The verified algorithm of a product (rows, K) by (N, K); None where none was searched, or none was right."""
+    return _table(torch.device(device)).get(key_of(n, k, rows, element))
+
+
+def searches() -> bool:
+    """Whether `ao_lab.tune` measures now: only then is anything searched."""
+    # `ao_lab.tuning` stands above this room; where it was never imported nobody tunes.
+    tuning = sys.modules.get("ao_lab.tuning.api")
+    return bool(tuning is not None and tuning._busy) and not torch.compiler.is_compiling()
+
+
+def search(call: Call, shape: tuple[int, int, int], element: torch.dtype, device: torch.device) -> Algorithm | None:
+    """The quickest algorithm for (N, K, rows) that is right; remembered and written down, None too."""
+    n, k, rows = shape
+    found: list[tuple[float, Algorithm]] = []
+    probe = Probe(n, k, rows, element, device)
+    for algorithm in probe.algorithms():
+        if probe.is_exact(algorithm) and is_repeatable(call, algorithm):
+            found.append((seconds(call, algorithm, device), algorithm))
+    best = min(found)[1] if found else None
+    table = _table(device)
+    table[key_of(n, k, rows, str(element))] = best
+    _save(table, file_of(device))
+    return best
+
+
+class Probe:
+    """A product of this shape on integers, and what it must give."""
+
+    def __init__(self, n: int, k: int, rows: int, element: torch.dtype, device: torch.device) -> None:
+        step = 16 if element.itemsize == 1 else 8
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.element = element
+        self.out = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}.get(element)
+        w = torch.randint(-LARGEST, LARGEST + 1, (n, k), generator=generator)
+        places = torch.rand((n, k // 4, 4), generator=generator).argsort(-1)
+        w = w * (places < 2).reshape(n, k)
+        # Every fourth column of the input holds something: sums stay exact in float16 and bfloat16 results as well.
+        x = torch.randint(-1, 2, (-(-rows // step) * step, k), generator=generator)
+        x = x * (torch.arange(k) % max(k // 32, 1) == 0)
+        self.packed = torch._cslt_compress(w.to(device).to(element))
+        self.b = x.to(device).to(element).contiguous()
+        self.expected = (x.double() @ w.double().t()).to(device)
+
+    def product(self, algorithm: Algorithm) -> torch.Tensor:
+        """By an algorithm."""
+        settings: dict[str, Any] = {} if self.out is None else {"out_dtype": self.out}
+        names = {"alg_id": algorithm.alg_id, "split_k": algorithm.split_k, "split_k_mode": algorithm.mode}
+        return torch._cslt_sparse_mm(self.packed, self.b.t(), transpose_result=True, **settings, **names)
+
+    def algorithms(self) -> Iterator[Algorithm]:
+        """What the library's search says, then every identifier without a split sum."""
+        found = torch._C._cusparselt.mm_search(self.packed, self.b.t(), None, None, self.out, True)
+        alg_id, split_k, mode, most = (int(value) for value in found)
+        first = Algorithm(alg_id, split_k, mode if split_k != 1 else -1)
+        yield first
+        yield from (one for number in range(most) if (one := Algorithm(number)) != first)
+
+    def is_exact(self, algorithm: Algorithm) -> bool:
+        """Whether an algorithm computes integers exactly; one that the library refuses for this shape does not."""
+        try:
+            return torch.equal(self.product(algorithm).double(), self.expected)
+        except RuntimeError:
+            return False
+
+
+def is_repeatable(call: Call, algorithm: Algorithm) -> bool:
+    """Whether the layer's own product has the same bits again and again."""
+    first = call(algorithm)
+    return all(torch.equal(_bits(call(algorithm)), _bits(first)) for _ in range(REPEATS - 1))
+
+
+def seconds(call: Call, algorithm: Algorithm, device: torch.device) -> float:
+    """The shortest of some calls."""
+    readings = []
+    for _ in range(TIMED):
+        _wait(device)
+        started = time.perf_counter()
+        call(algorithm)
+        _wait(device)
+        readings.append(time.perf_counter() - started)
+    return min(readings)
+
+
+def key_of(n: int, k: int, rows: int, element: str) -> str:
+    """A product by its lengths, rows rounded up to a power of two."""
+    return f"{n}x{k}, rows <= {rows_range(rows)}, {element.removeprefix('torch.')}"
+
+
+def file_of(device: torch.device) -> Path:
+    """The file of a device's algorithms."""
+    path = path_of(device)
+    version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    return path.with_name(f"{path.stem}_cusparselt_{version}.json")
+
+
+def forget() -> None:
+    """Forget what was read: files are read again when they are asked for."""
+    _known.clear()
+
+
+def _table(device: torch.device) -> dict[str, Algorithm | None]:
+    name = str(device)
+    if name not in _known:
+        _known[name] = _read(file_of(device))
+    return _known[name]
+
+
+def _read(path: Path) -> dict[str, Algorithm | None]:
+    """What a file holds; nothing where there is none, or one that cannot be read: algorithms are then searched again."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            return {}
+        return {key: None if value is None else Algorithm(*map(int, value)) for key, value in content["found"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _save(table: dict[str, Algorithm | None], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"format": FORMAT, "found": {**_read(path), **table}}, indent=1))
+    partial.replace(path)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+__all__ = ["Algorithm", "Call", "Probe", "file_of", "forget", "is_repeatable", "known", "search", "searches", "seconds"]
