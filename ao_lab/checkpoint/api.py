@@ -48,7 +48,7 @@ from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.modules import check_model
-from ao_lab.tensor.metadata import PARTS, described
+from ao_lab.tensor.metadata import described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference.arrays.errors import choice
 
@@ -330,7 +330,7 @@ def _own(model: nn.Module) -> Stored:
         if not isinstance(value, QuantizedTensor):
             stored.keep(name, value)
             continue
-        parts = {part: getattr(value, part) for part in PARTS if getattr(value, part) is not None}
+        parts = {name: part for name, part in value.parts.items() if part is not None}
         stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
         stored.record(name, value, format="ao_lab", parts=list(parts))
     return stored

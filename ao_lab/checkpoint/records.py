@@ -24,6 +24,9 @@ from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.tensor.sparse.compress import check_stored
+from ao_lab.tensor.sparse.metadata import LAYOUT
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import flat_size
 
@@ -134,6 +137,8 @@ def whole_weights(folder: Folder, records: Records) -> Tensors:
 
 def check_quantized_tensor(t: QuantizedTensor) -> None:
     """ValueError or TypeError where parts, recipe and shape of a weight do not fit together, or its kernel does not take it."""
+    if isinstance(t, SparseQuantizedTensor):
+        check_stored(t)
     q = t.quantized
     check_quantized(q)
     if t.recipe.kernel != "auto":
@@ -236,8 +241,8 @@ def _check_fields(given: Any, needed: Mapping[str, Any], optional: Mapping[str, 
 def _check_description(meta: Meta, shape: tuple[int, ...]) -> None:
     """ValueError where axis, orientation, layout and shape do not go together."""
     stored = meta.flat if meta.flat is not None else shape
-    if meta.layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {shown(meta.layout)}")
+    if meta.layout not in (*LAYOUTS, LAYOUT):
+        raise ValueError(f"layout is one of {', '.join((*LAYOUTS, LAYOUT))}, got {shown(meta.layout)}")
     if any(n < 0 for n in (*shape, *stored)) or len(stored) > 8:
         raise ValueError(f"shape is up to 8 counts, got {shown(stored)}")
     if meta.flat is not None and (len(shape) != 1 or prod(stored) != shape[0]):
@@ -255,7 +260,8 @@ def _own(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...
     _check_static(static, meta.recipe)
     specs = own_specs(meta, shape, static)
     names = {part: f"{name}.{part}" for part in specs}
-    return Weight(meta, shape, names, specs, lambda parts: QuantizedTensor(parts, meta, shape))
+    kind = SparseQuantizedTensor if meta.layout == LAYOUT else QuantizedTensor
+    return Weight(meta, shape, names, specs, lambda parts: kind(parts, meta, shape))
 
 
 def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:

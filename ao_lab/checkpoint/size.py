@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.export.compressed_tensors import export_of
-from ao_lab.checkpoint.io.weight_specs import own_specs
+from ao_lab.checkpoint.io.weight_specs import Specs, own_specs
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.quantization.modules import check_model, quantizable_parameters
-from ao_lab.quantization.plan import planned
+from ao_lab.quantization.plan import Change, planned
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.metadata import LAYOUT
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference import Scheme
 from reference.arrays.errors import choice
 from reference.schemes.schemes import scheme_of
@@ -102,6 +104,11 @@ def weight_size(
                 f"compressed-tensors has no format for {recipe} along axis {axis}; use layout='ao_lab'"
             )
         specs = export.specs(recipe.weight, size)
+    return _size(specs)
+
+
+def _size(specs: Specs) -> Size:
+    """The sums over a weight's tensors; metadata counts as codes."""
     sums = [sum(spec.bytes for name, spec in specs.items() if name in names) for names in (SCALES, ZEROS)]
     return Size(sum(spec.bytes for spec in specs.values()) - sum(sums), *sums)
 
@@ -122,11 +129,18 @@ def model_size(
         change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
         if change is not None:
             shape = tuple(parameter.shape)[::-1] if change.transposed else tuple(parameter.shape)
-            size = weight_size(shape, change.recipe, axis=change.axis)
+            size = _size_of(change, shape)
             scheme = change.recipe.weight.name
         layers.setdefault(id(parameter), LayerSize(full, type(module).__name__, scheme, size))
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
+
+
+def _size_of(change: Change, shape: tuple[int, ...]) -> Size:
+    """What a weight will be under a change, of 2:4 storage half of the codes and metadata."""
+    if change.config.sparsity is None:
+        return weight_size(shape, change.recipe, axis=change.axis)
+    return _size(own_specs(Meta(change.recipe, -1, torch.float32, layout=LAYOUT), shape))
 
 
 def _scheme(t: torch.Tensor) -> str:
@@ -136,6 +150,8 @@ def _scheme(t: torch.Tensor) -> str:
 def _dense(t: torch.Tensor) -> Size:
     """A tensor as it is."""
     if isinstance(t, QuantizedTensor):
+        if isinstance(t, SparseQuantizedTensor):
+            return _size(own_specs(t.meta, tuple(t.shape)))
         return weight_size(t.stored_shape, t.recipe, axis=t.meta.axis)
     return Size(t.nbytes)
 

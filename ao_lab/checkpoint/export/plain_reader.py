@@ -31,6 +31,7 @@ from ao_lab.checkpoint.io.weight_specs import WORD_BYTES
 from ao_lab.config.compressed_tensors.activations import is_as_read
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference import Scheme
 from reference.quantize.blocks import Blocks
 
@@ -38,6 +39,11 @@ from reference.quantize.blocks import Blocks
 DEQUANTIZE = "from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True))"
 WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or save with layout="ao_lab"'
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Why nothing is exported in 2:4 storage.
+NO_SPARSE = (
+    "compressed-tensors 0.20 reads no 2:4 storage: its sparse-24-bitmask and marlin-24 are names of earlier versions; quantize "
+    'with sparsity=None for plain readers, or save with layout="ao_lab"'
+)
 #: The format whose zero points are packed like its codes.
 PACKED = EXPORTS["pack-quantized"]
 
@@ -58,6 +64,8 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     ValueError where compressed-tensors cannot say what the layer computes, however the folder is read.
     """
     dtype = dtype or t.dtype
+    if isinstance(t, SparseQuantizedTensor):
+        raise ValueError(f"{t!r}: {NO_SPARSE}")
     export = export_of(t.recipe)
     if export is None or len(t.shape) != 2 or t.block_axis != -1:
         raise ValueError(f"compressed-tensors has no format for {t!r}")

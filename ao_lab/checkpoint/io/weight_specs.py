@@ -6,12 +6,14 @@ Loading compares files with this before it reads them; sizes of models (`ao_lab.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.interop.torch_dtypes import native_dtype
-from ao_lab.tensor.metadata import Meta, stored_shape
+from ao_lab.tensor.metadata import Meta, stored_shape, swapped
+from ao_lab.tensor.sparse.metadata import COLUMNS, LAYOUT
 from reference import Scheme
 from reference.formats.pack import packed_shape
 from reference.quantize.blocks import Blocks
@@ -19,6 +21,8 @@ from reference.quantize.provided_scales import stored_parts
 from reference.quantize.tiled_scales import check_tiled, tiled_size
 
 WORD_BYTES = 4
+#: Static scales of a layer's input in our layout.
+STATIC_SPECS = {"input_scale": Spec(torch.float32, ()), "input_zero": Spec(torch.int8, ())}
 Specs = dict[str, Spec]
 
 
@@ -27,6 +31,8 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
 
     ValueError where the scheme's blocks do not fit the shape.
     """
+    if meta.layout == LAYOUT:
+        return _sparse_specs(meta, shape, static)
     scheme, stored = meta.recipe.weight, stored_shape(meta, shape)
     blocks = Blocks.of(stored, scheme.scale, meta.axis)
     wide = torch.uint8 if scheme.format.bits <= 8 else torch.uint16
@@ -38,8 +44,20 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
         check_tiled(scheme, stored, meta.axis)
         rows, columns = blocks.scale_shape
         result["scale"] = Spec(torch.uint8, (tiled_size((rows, columns)),))
-    inputs = {"input_scale": Spec(torch.float32, ()), "input_zero": Spec(torch.int8, ())}
-    return {**result, **{name: inputs[name] for name in static}}
+    return {**result, **{name: STATIC_SPECS[name] for name in static}}
+
+
+def _sparse_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...]) -> Specs:
+    """2:4 storage: half of the codes and a byte of metadata for 8 columns, along the last stored axis; scales of the dense weight."""
+    stored = shape if meta.flat is None else meta.flat
+    stored = stored if meta.axis == -1 else swapped(stored)
+    if len(stored) < 2 or stored[-1] % 4 or meta.axis not in (-1, -2) or meta.transposed:
+        raise ValueError(f"2:4 storage holds matrices with groups of four along their blocks' axis, got shape {stored}")
+    scheme = meta.recipe.weight
+    dense = own_specs(replace(meta, layout="plain", axis=-1, flat=None), stored, static)
+    codes = packed_shape((*stored[:-1], stored[-1] // 2), scheme.format)
+    metadata = Spec(torch.uint8, (*stored[:-1], -(-stored[-1] // COLUMNS)))
+    return {**dense, "codes": Spec(dense["codes"].dtype, codes), "metadata": metadata}
 
 
 def byte_specs(scheme: Scheme, shape: tuple[int, ...]) -> Specs:

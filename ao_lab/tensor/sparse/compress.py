@@ -16,7 +16,7 @@ from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.metadata import DTYPES, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compressed_codes import dense_codes, kept_metadata, stored_codes
-from ao_lab.tensor.sparse.metadata import LAYOUT, dense_recipe, dense_scheme, sparse_recipe
+from ao_lab.tensor.sparse.metadata import LAYOUT, SUFFIX, dense_recipe, dense_scheme, sparse_recipe
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from fast.device import is_traced
 from reference import Scales, Scheme
@@ -65,6 +65,21 @@ def compressed(dense: QuantizedTensor, metadata: torch.Tensor) -> SparseQuantize
     parts = {**dense.parts, "codes": stored, "metadata": metadata}
     meta = replace(dense.meta, recipe=sparse_recipe(dense.recipe), layout=LAYOUT)
     return SparseQuantizedTensor(parts, meta, dense.shape)
+
+
+def check_stored(t: SparseQuantizedTensor) -> None:
+    """ValueError where parts that came from a file are no 2:4 weight: metadata that names no two places, a scale of plain elements."""
+    if (reason := unstorable_recipe(dense_recipe(t.recipe))) is not None:
+        raise ValueError(reason)
+    if not t.scheme.name.endswith(SUFFIX):
+        raise ValueError(f"the scheme of a 2:4 weight is called {t.scheme.name}{SUFFIX}, got {t.scheme.name}")
+    wide = t.metadata.to(torch.int32)
+    groups = torch.stack([wide & 15, wide >> 4], -1).flatten(-2)[..., : t.stored_shape[-1] // 4]
+    wrong = int(((groups & 3) >= (groups >> 2)).sum())
+    if wrong:
+        raise ValueError(f"{wrong} groups of its metadata name no two places in order; it is not what reference.compress writes")
+    if is_plain(dense_scheme(t.scheme)) and float(t.scale) != 1:
+        raise ValueError(f"elements that are stored as they are have a scale of 1, got {float(t.scale)}")
 
 
 def as_recipe(recipe: Recipe | Scheme | str) -> Recipe:
@@ -121,4 +136,4 @@ def _of_elements(x: torch.Tensor, metadata: torch.Tensor, recipe: Recipe) -> Spa
     return SparseQuantizedTensor(parts, meta, x.shape)
 
 
-__all__ = ["as_recipe", "compressed", "not_sparse", "quantized_compressed", "unstorable"]
+__all__ = ["as_recipe", "check_stored", "compressed", "not_sparse", "quantized_compressed", "unstorable"]
