@@ -199,6 +199,11 @@ def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) 
     return made
 
 
+def forget_arranged(codes: torch.Tensor) -> None:
+    """The arrangement of codes that have changed; tensors do not count changes that an operation of a subclass makes in them."""
+    codes.__dict__.pop("_cusparselt", None)
+
+
 PRODUCTS.setdefault(NAME, Kernel(run, unsupported_reason))
 
-__all__ = ["NAME", "arranged", "product_of", "run", "unsupported_reason"]
+__all__ = ["NAME", "arranged", "forget_arranged", "product_of", "run", "unsupported_reason"]

@@ -32,7 +32,7 @@ from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
-from ao_lab.tensor.sparse.compressed_codes import kept_metadata
+from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
 
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -180,6 +180,8 @@ def quantize_weight(
     dense = parameter.detach()
     dense = dense if device is None else dense.to(device)
     dense = dense.transpose(-2, -1).contiguous() if change.transposed else dense
+    if change.config.sparsity is not None:
+        dense = positive_zeros(dense)
     if observer is not None:
         weight: Any = observer.weight(dense, change.recipe, change.axis)
     else:

@@ -15,7 +15,7 @@ from ao_lab.config.storage import unstorable_recipe
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.metadata import DTYPES, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.compressed_codes import dense_codes, kept_metadata, stored_codes
+from ao_lab.tensor.sparse.compressed_codes import dense_codes, kept_metadata, positive_zeros, stored_codes
 from ao_lab.tensor.sparse.metadata import LAYOUT, SUFFIX, dense_recipe, dense_scheme, sparse_recipe
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from fast.device import is_traced
@@ -33,14 +33,15 @@ def quantized_compressed(
     and comes back as +0), K a multiple of 4. Schemes "bfloat16" and "float16" store the elements of x as they are. Scales are those
     of the dense scheme, `reference.quantize` of x; `input_scales` static ones of the layer's input.
 
-    Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis; a
-    scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`), or a kernel that reads dense codes.
-    TypeError for what is already compressed or quantized, and for other dtypes.
+    Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis or dtype;
+    what is quantized already; a scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`), or a kernel
+    that reads dense codes. TypeError for what is no torch tensor.
     """
     recipe = sparse_recipe(as_recipe(recipe))
     if (reason := unstorable(x, recipe, axis) or not_sparse(x, recipe)) is not None:
         raise ValueError(reason)
-    x, metadata = x.detach(), kept_metadata(x.detach())
+    x = positive_zeros(x.detach())
+    metadata = kept_metadata(x)
     if is_plain(recipe.weight):
         return _of_elements(x, metadata, recipe)
     return compressed(quantized_by_rows(x, dense_recipe(recipe), input_scales=input_scales), metadata)

@@ -20,6 +20,11 @@ from reference.sparsity.stored_codes import FROM_ZERO_POINT, zero_code
 PIECE = 2**21
 
 
+def positive_zeros(x: torch.Tensor) -> torch.Tensor:
+    """x with +0 in the place of -0, which multiplying negative weights by a mask leaves: 2:4 storage has one zero."""
+    return x.masked_fill(x == 0, 0)
+
+
 def kept_metadata(x: torch.Tensor) -> torch.Tensor:
     """Metadata uint8 (..., ceil(K / 8)) of a dense 2:4 tensor (..., K); ValueError for more than two nonzeros in a group."""
     return _by_rows(lambda piece: fast.compress(piece).metadata, x)
@@ -77,4 +82,4 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     return made.reshape(*lead, made.shape[-1])
 
 
-__all__ = ["dense_codes", "is_kept", "kept_metadata", "stored_codes"]
+__all__ = ["dense_codes", "is_kept", "kept_metadata", "positive_zeros", "stored_codes"]

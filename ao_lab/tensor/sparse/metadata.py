@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
+
 from ao_lab.config.recipe import Recipe, numerics, registered
 from ao_lab.tensor.metadata import PARTS, Meta
 from reference import SCHEMES, Scheme
@@ -54,13 +56,38 @@ def swapped_orientation(meta: Meta) -> Meta:
     return replace(meta, axis=-3 - meta.axis)
 
 
+def signed(part: torch.Tensor) -> torch.Tensor:
+    """uint16 codes as int16: torch's pickles and its indexing know no uint16, and no part is int16."""
+    return part.view(torch.int16) if part.dtype == torch.uint16 else part
+
+
+def unsigned(part: torch.Tensor) -> torch.Tensor:
+    """The inverse of `signed`."""
+    return part.view(torch.uint16) if part.dtype == torch.int16 else part
+
+
+def sent(part: torch.Tensor) -> torch.Tensor:
+    """A part, in rows, as collectives take it: of 16-bit codes, which gloo and NCCL do not know, the bytes."""
+    part = part.reshape(1) if part.dim() == 0 else part.contiguous()
+    return part.view(torch.uint8) if part.dtype == torch.uint16 else part
+
+
+def received(part: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `sent`, for a part of which `like` is one."""
+    return part.view(torch.uint16) if like is not None and like.dtype == torch.uint16 else part
+
+
 __all__ = [
     "COLUMNS",
     "LAYOUT",
     "SPARSE_PARTS",
     "dense_recipe",
     "dense_scheme",
+    "received",
+    "sent",
+    "signed",
     "sparse_recipe",
     "sparse_scheme",
     "swapped_orientation",
+    "unsigned",
 ]

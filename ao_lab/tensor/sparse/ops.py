@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ao_lab.gemm.cusparselt import forget_arranged
 from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.op_registry import OPERATIONS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -40,6 +41,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     for name, ours in target.parts.items():
         if ours is not None:
             ours.copy_(source.parts[name])
+    forget_arranged(target.codes)
     return target
 
 

@@ -13,7 +13,7 @@ from math import gcd, lcm, prod
 import torch
 
 from ao_lab.tensor.slicing import block_sizes, has_pieces
-from ao_lab.tensor.sparse.metadata import COLUMNS
+from ao_lab.tensor.sparse.metadata import COLUMNS, signed, unsigned
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 
 #: Parts that have an entry for each place of a tensor or its blocks.
@@ -60,8 +60,7 @@ def select(t: SparseQuantizedTensor, dim: int, index: int) -> SparseQuantizedTen
         raise IndexError(f"entry {index} of axis {dim} with {length} entries")
     index = index % length
     one = slice_axis(t, dim, index, index + 1)
-    parts = {name: part.squeeze(dim) if part is not None and is_piece(part, name) else part for name, part in one.parts.items()}
-    return one.remade(parts, (*t.shape[:dim], *t.shape[dim + 1 :]))
+    return with_parts(one, lambda part: part.squeeze(dim), (*t.shape[:dim], *t.shape[dim + 1 :]))
 
 
 def select_rows(t: SparseQuantizedTensor, index: torch.Tensor) -> SparseQuantizedTensor | None:
@@ -70,8 +69,12 @@ def select_rows(t: SparseQuantizedTensor, index: torch.Tensor) -> SparseQuantize
     if (t.turned and len(t.shape) == 2) or block_sizes(t)[0] != 1:
         return None
     flat = index.reshape(-1)
-    parts = {name: part[flat] if part is not None and is_piece(part, name) else part for name, part in t.parts.items()}
-    return t.remade(parts, (flat.shape[0], *t.shape[1:]))
+    return with_parts(t, lambda part: _rows_of(part, flat), (flat.shape[0], *t.shape[1:]))
+
+
+def _rows_of(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entries of axis 0."""
+    return unsigned(signed(part)[index])
 
 
 def concatenate(tensors: Sequence[SparseQuantizedTensor], dim: int) -> SparseQuantizedTensor:

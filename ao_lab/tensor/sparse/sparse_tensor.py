@@ -33,7 +33,15 @@ from ao_lab.tensor.dtensor_cache import hash_local_tensors
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compressed_codes import dense_codes
-from ao_lab.tensor.sparse.metadata import LAYOUT, SPARSE_PARTS, dense_recipe, dense_scheme, swapped_orientation
+from ao_lab.tensor.sparse.metadata import (
+    LAYOUT,
+    SPARSE_PARTS,
+    dense_recipe,
+    dense_scheme,
+    signed,
+    swapped_orientation,
+    unsigned,
+)
 from ao_lab.tensor.sparse.registry import SPARSE_OPERATIONS
 from reference import Quantized
 from reference.quantize.quantize import unpacked
@@ -167,7 +175,8 @@ class SparseQuantizedTensor(QuantizedTensor):
         """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
         is_parameter = getattr(self, "_is_param", False)
         fields = described(self.meta)
-        return rebuilt_sparse, (self.parts, fields, tuple(self.shape), is_parameter, self.requires_grad)
+        parts = {name: part if part is None else signed(part) for name, part in self.parts.items()}
+        return rebuilt_sparse, (parts, fields, tuple(self.shape), is_parameter, self.requires_grad)
 
 
 def rebuilt_sparse(
@@ -178,6 +187,7 @@ def rebuilt_sparse(
     requires_grad: bool,
 ) -> Any:
     """What `SparseQuantizedTensor.__reduce_ex__` took apart."""
+    parts = {name: part if part is None else unsigned(part) for name, part in parts.items()}
     result = SparseQuantizedTensor(parts, meta_from(fields), shape)
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
 
