@@ -105,6 +105,10 @@ def quantize(
         list[str] | None, typer.Option(help="A parameter of the configuration, such as group_size=32.")
     ] = None,
     skip: Skip = None,
+    sparsity: Annotated[
+        str | None,
+        typer.Option(help="2:4: prune linear layers by magnitude first, and store the kept half (--layout ao_lab)."),
+    ] = None,
     layout: Annotated[
         Layout,
         typer.Option(
@@ -128,6 +132,7 @@ def quantize(
             activation=activation,
             options=option or [],
             skip=skip,
+            sparsity=sparsity,
             layout=layout.value,
             as_json=as_json,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.layout import say, select_layout
+from ao_lab.cli.sparsity import select_sparse_layout, sparse_model
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_room, check_writable
@@ -38,15 +39,19 @@ def run_quantize(
     activation: str | None,
     options: list[str],
     skip: list[str] | None,
+    sparsity: str | None,
     layout: str,
     as_json: bool,
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer.
 
-    `skip`: None leaves the model's head, where it has one.
+    `skip`: None leaves the model's head, where it has one. `sparsity`: the pattern to prune to before, the whole model in memory.
     """
     check_folders(source, target)
-    plan = select_layout(config_of(name, activation, options), name, layout)
+    config = config_of(name, activation, options)
+    if sparsity is None and config.sparsity is not None:
+        raise WrongInput(f"--option sparsity={config.sparsity} is for pruned weights; --sparsity {config.sparsity} prunes them too")
+    plan = select_layout(config, name, layout) if sparsity is None else select_sparse_layout(config, sparsity, layout)
     from ao_lab.checkpoint.api import save_pretrained
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
@@ -54,7 +59,8 @@ def run_quantize(
     skipped_layers = SkippedLayers(["lm_head"] if skip is None else skip)
     try:
         with progress_bar(as_json) as progress:
-            model = loaded(source, plan.config, plan.accepting(skipped_layers), progress)
+            load = loaded if sparsity is None else sparse_model
+            model = load(source, plan.config, plan.accepting(skipped_layers), progress)
         if skip is not None:
             skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
@@ -66,6 +72,7 @@ def run_quantize(
         ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
         + [f"--option {option}" for option in options]
         + [f"--skip {layer}" for layer in skip or []]
+        + ([f"--sparsity {sparsity}"] if sparsity else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
     told = plan.told(saved.limits)
@@ -107,7 +114,7 @@ def check_options(name: str, kind: type[Config], given: Collection[str]) -> None
     known = [field.name for field in fields(kind) if field.init]
     if unknown := [option for option in given if option not in known]:
         # These have flags of their own.
-        there = [option for option in known if option not in ("scheme", "activation_scheme")]
+        there = [option for option in known if option not in ("scheme", "activation_scheme", "sparsity")]
         raise WrongInput(f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(there)}")
 
 
@@ -230,6 +237,8 @@ def show(
             "layer": layer.name,
             "scheme": layer.scheme,
             "kernel": layer.kernel,
+            "sparsity": layer.sparsity,
+            "storage": layer.storage,
             "bytes": layer.bytes,
             "reason": skipped_layers.told(layer),
         }
@@ -239,7 +248,7 @@ def show(
         print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
         return
     cells = [[str(value) or "-" for value in row.values()] for row in rows]
-    print_table("Layers", ["layer", "scheme", "kernel", "bytes", "reason"], cells, numbers=["bytes"])
+    print_table("Layers", list(rows[0]) if rows else [], cells, numbers=["bytes"])
     print_table(
         "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
     )

@@ -13,7 +13,7 @@ calibrates: with the same `observers`; a forward_loop would see the inputs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,26 +73,27 @@ def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
 def transform_of(config: object) -> Transform:
     """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
     configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    _refuse_sparse_base(configs)
     found = {
         next((_TRANSFORMS[kind] for kind in type(one).__mro__ if kind in _TRANSFORMS), quantize_weights): one
         for one in configs
         if one is not None
     }
+    for function, one in found.items():
+        _check_sparsity_of(function, one)
     if len(found) > 1:
         names = " and ".join(sorted(type(one).__name__ for one in found.values()))
         raise ValueError(f"FqnToConfig: {names} do different things to a model; call quantize_ for each")
     return next(iter(found), quantize_weights)
 
 
-def _refuse_sparse_base(configs: Iterable[object]) -> None:
-    """ValueError for configurations around one whose weights are 2:4: what trains in between fills their zeros."""
-    for one in configs:
-        if getattr(getattr(one, "base_config", None), "sparsity", None) is not None:
-            raise ValueError(
-                f"{type(one).__name__}: its base_config asks for 2:4 storage, which holds pruned weights for inference; leave "
-                f"sparsity out, and prune after training"
-            )
+def _check_sparsity_of(function: Transform, config: object) -> None:
+    """ValueError for 2:4 storage asked of a configuration that trains or adapts: what comes in between fills zeros."""
+    asked = (config, getattr(config, "base_config", None))
+    if function is not quantize_weights and any(getattr(one, "sparsity", None) is not None for one in asked):
+        raise ValueError(
+            f"{type(config).__name__}: 2:4 storage holds pruned weights for inference; leave sparsity out, and prune and compress "
+            f"after training"
+        )
 
 
 def quantize_(

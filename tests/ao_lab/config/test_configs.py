@@ -152,7 +152,7 @@ def test_parameters_are_those_of_torchao(name):
         name.partition("cActivation")[0], []
     )
     keywords = [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]
-    assert keywords == ["scheme", "activation_scheme", "kernel", "axis", *static]
+    assert keywords == ["scheme", "activation_scheme", "kernel", "axis", "sparsity", *static]
 
 
 def test_granularities_and_mappings_of_torchao_are_understood():
