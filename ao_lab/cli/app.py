@@ -107,7 +107,9 @@ def quantize(
     skip: Skip = None,
     sparsity: Annotated[
         str | None,
-        typer.Option(help="2:4: prune linear layers by magnitude first, and store the kept half (--layout ao_lab)."),
+        typer.Option(
+            help="2:4: prune linear layers by magnitude first, and store the kept half (--layout ao_lab)."
+        ),
     ] = None,
     layout: Annotated[
         Layout,

@@ -45,13 +45,20 @@ def run_quantize(
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer.
 
-    `skip`: None leaves the model's head, where it has one. `sparsity`: the pattern to prune to before, the whole model in memory.
+    `skip`: None leaves the model's head, where it has one. `sparsity`: the pattern to prune to before, the whole model in
+    memory.
     """
     check_folders(source, target)
     config = config_of(name, activation, options)
     if sparsity is None and config.sparsity is not None:
-        raise WrongInput(f"--option sparsity={config.sparsity} is for pruned weights; --sparsity {config.sparsity} prunes them too")
-    plan = select_layout(config, name, layout) if sparsity is None else select_sparse_layout(config, sparsity, layout)
+        raise WrongInput(
+            f"--option sparsity={config.sparsity} is for pruned weights; --sparsity {config.sparsity} prunes them too"
+        )
+    plan = (
+        select_layout(config, name, layout)
+        if sparsity is None
+        else select_sparse_layout(config, sparsity, layout)
+    )
     from ao_lab.checkpoint.api import save_pretrained
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of

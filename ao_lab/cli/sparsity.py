@@ -21,7 +21,9 @@ CHANGE = "weights are pruned to {} by magnitude and stored as their kept codes, 
 def select_sparse_layout(config: Config, sparsity: str, layout: str) -> SelectedLayout:
     """Our own layout, and the configuration in 2:4 storage; WrongInput where either cannot be."""
     if layout == COMPRESSED:
-        raise WrongInput(f"--sparsity {sparsity}: compressed-tensors has no format of 2:4 weights; leave --layout out")
+        raise WrongInput(
+            f"--sparsity {sparsity}: compressed-tensors has no format of 2:4 weights; leave --layout out"
+        )
     try:
         sparse = replace(config, sparsity=sparsity)
     except ValueError as error:

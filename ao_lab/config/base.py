@@ -12,10 +12,10 @@ in them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="to
 Five keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
 `kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`), and `axis`, along which blocks run: by default (None) the
 contraction axis of each weight (-1 for nn.Linear; for batched experts found from the module, -2 where they are stored as
-(experts, in, out)), and `sparsity`: "2:4" stores weights that are 2:4 already, as `ao_lab.sparsify_` makes them, as their kept codes
-and the places of these (`ao_lab.tensor.sparse`); what torchao asked for by a layout. `set_inductor_config` and `version` are accepted and mean nothing: no global setting is touched, and
-there is one version. Parameters that choose a memory layout of torchao's kernels, or an algorithm that is not here, raise
-ValueError unless they ask for what is done anyway.
+(experts, in, out)), and `sparsity`: "2:4" stores weights that are 2:4 already, as `ao_lab.sparsify_` makes them, as their kept
+codes and the places of these (`ao_lab.tensor.sparse`); what torchao asked for by a layout. `set_inductor_config` and `version`
+are accepted and mean nothing: no global setting is touched, and there is one version. Parameters that choose a memory layout of
+torchao's kernels, or an algorithm that is not here, raise ValueError unless they ask for what is done anyway.
 """
 
 from __future__ import annotations

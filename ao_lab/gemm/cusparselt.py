@@ -4,15 +4,15 @@ y' (N, M) = W x' with the sparse operand on the left, written transposed, so y (
 
 * 16-bit elements stored as they are, and inputs of that dtype: float32 sums, one rounding, the bias added before it.
 * int8 by int8, a scale for each row: int32 sums, then what kernel "int8" does after its sums: the same bits as the dense layer.
-* float8_e4m3fn by float8_e4m3fn: float32 sums times the weight's row scales (a float32 vector of length N), written as float32; then
-  the input's scales and the bias in float32, and one rounding.
+* float8_e4m3fn by float8_e4m3fn: float32 sums times the weight's row scales (a float32 vector of length N), written as float32;
+  then the input's scales and the bias in float32, and one rounding.
 
-The library's own arrangement of the weight is made from the canonical parts when a product first needs it and kept beside them (as
-many bytes again); changed parts are arranged anew. Its traps, and what guards here: 8-bit outputs are e4m3 or int8 unless `out_dtype`
-says otherwise, and 16-bit ones refuse it; an alpha of one element waits for the GPU, others are read as float32 vectors of N
-unchecked; a right operand that is not contiguous is read as a packed transpose, so the input is made contiguous; few rows are
-padded to 8 or 16. Algorithms are those that `ao_lab.gemm.cusparselt_algorithms` has searched and verified; without one the dense
-equivalent is multiplied.
+The library's own arrangement of the weight is made from the canonical parts when a product first needs it and kept beside them
+(as many bytes again); changed parts are arranged anew. Its traps, and what guards here: 8-bit outputs are e4m3 or int8 unless
+`out_dtype` says otherwise, and 16-bit ones refuse it; an alpha of one element waits for the GPU, others are read as float32
+vectors of N unchecked; a right operand that is not contiguous is read as a packed transpose, so the input is made contiguous;
+few rows are padded to 8 or 16. Algorithms are those that `ao_lab.gemm.cusparselt_algorithms` has searched and verified; without
+one the dense equivalent is multiplied.
 
 Sources: cuSPARSELt 0.8 documentation, cusparseLtMatmul; PyTorch's cuSPARSELtOps.cpp.
 """
@@ -149,9 +149,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str, *rest: Any
-) -> torch.Tensor:
+def _(b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str, *rest: Any) -> torch.Tensor:
     step = ROWS[b.dtype.itemsize]
     return b.new_empty((-(-b.shape[0] // step) * step, codes.shape[0]), dtype=OUT.get(b.dtype, b.dtype))
 
@@ -193,14 +191,17 @@ def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) 
     if found is not None and found[0] == (version, metadata.data_ptr()):
         return found[1]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError("a 2:4 weight is arranged for cuSPARSELt once, outside of CUDA graphs; run the layer before capture")
+        raise ValueError(
+            "a 2:4 weight is arranged for cuSPARSELt once, outside of CUDA graphs; run the layer before capture"
+        )
     made = torch._cslt_compress(fast.decompress(codes.view(element), metadata))
     codes.__dict__["_cusparselt"] = ((version, metadata.data_ptr()), made)
     return made
 
 
 def forget_arranged(codes: torch.Tensor) -> None:
-    """The arrangement of codes that have changed; tensors do not count changes that an operation of a subclass makes in them."""
+    """The arrangement of codes that have changed; tensors do not count changes that an operation of a subclass makes in
+    them."""
     codes.__dict__.pop("_cusparselt", None)
 
 

@@ -1,10 +1,10 @@
 """Which of cuSPARSELt's algorithms multiplies a 2:4 weight: searched while `ao_lab.tune` measures, verified, kept in a file.
 
-The library has tens of algorithms for a product, its default is often slow, and some have given wrong or changing results (PyTorch issue
-155333). So an algorithm is used only after its result has been compared: on integers, whose sums are exact in every order, with the
-dense product bit for bit, and on the layer's own operands with itself, `REPEATS` times bit for bit. The library's own search comes
-first, then every identifier that it has is timed. Nothing is searched when a layer runs: a range of rows without an algorithm
-has none, and the layer multiplies its dense equivalent.
+The library has tens of algorithms for a product, its default is often slow, and some have given wrong or changing results
+(PyTorch issue 155333). So an algorithm is used only after its result has been compared: on integers, whose sums are exact in
+every order, with the dense product bit for bit, and on the layer's own operands with itself, `REPEATS` times bit for bit. The
+library's own search comes first, then every identifier that it has is timed. Nothing is searched when a layer runs: a range of
+rows without an algorithm has none, and the layer multiplies its dense equivalent.
 
 A file of a device holds what was found, beside the choices of `ao_lab.gemm.saved`; another library version has another file.
 """
@@ -56,7 +56,9 @@ def searches() -> bool:
     return bool(tuning is not None and tuning._busy) and not torch.compiler.is_compiling()
 
 
-def search(call: Call, shape: tuple[int, int, int], element: torch.dtype, device: torch.device) -> Algorithm | None:
+def search(
+    call: Call, shape: tuple[int, int, int], element: torch.dtype, device: torch.device
+) -> Algorithm | None:
     """The quickest algorithm for (N, K, rows) that is right; remembered and written down, None too."""
     n, k, rows = shape
     found: list[tuple[float, Algorithm]] = []
@@ -90,13 +92,19 @@ class Probe:
 
     def product(self, algorithm: Algorithm) -> torch.Tensor:
         """By an algorithm."""
-        settings: dict[str, Any] = {} if self.out is None else {"out_dtype": self.out}
-        names = {"alg_id": algorithm.alg_id, "split_k": algorithm.split_k, "split_k_mode": algorithm.mode}
-        return torch._cslt_sparse_mm(self.packed, self.b.t(), transpose_result=True, **settings, **names)
+        settings: dict[str, Any] = {
+            "alg_id": algorithm.alg_id,
+            "split_k": algorithm.split_k,
+            "split_k_mode": algorithm.mode,
+        }
+        if self.out is not None:
+            settings["out_dtype"] = self.out
+        return torch._cslt_sparse_mm(self.packed, self.b.t(), transpose_result=True, **settings)
 
     def algorithms(self) -> Iterator[Algorithm]:
         """What the library's search says, then every identifier without a split sum."""
-        found = torch._C._cusparselt.mm_search(self.packed, self.b.t(), None, None, self.out, True)
+        library: Any = torch._C._cusparselt
+        found = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
         alg_id, split_k, mode, most = (int(value) for value in found)
         first = Algorithm(alg_id, split_k, mode if split_k != 1 else -1)
         yield first
@@ -158,7 +166,10 @@ def _read(path: Path) -> dict[str, Algorithm | None]:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             return {}
-        return {key: None if value is None else Algorithm(*map(int, value)) for key, value in content["found"].items()}
+        return {
+            key: None if value is None else Algorithm(*map(int, value))
+            for key, value in content["found"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -179,4 +190,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ["Algorithm", "Call", "Probe", "file_of", "forget", "is_repeatable", "known", "search", "searches", "seconds"]
+__all__ = [
+    "Algorithm",
+    "Call",
+    "Probe",
+    "file_of",
+    "forget",
+    "is_repeatable",
+    "known",
+    "search",
+    "searches",
+    "seconds",
+]

@@ -91,7 +91,8 @@ def _check_sparsity_of(function: Transform, config: object) -> None:
     asked = (config, getattr(config, "base_config", None))
     if function is not quantize_weights and any(getattr(one, "sparsity", None) is not None for one in asked):
         raise ValueError(
-            f"{type(config).__name__}: 2:4 storage holds pruned weights for inference; leave sparsity out, and prune and compress "
+            f"{type(config).__name__}: 2:4 storage holds pruned weights for inference; leave sparsity out, and prune and "
+            f"compress "
             f"after training"
         )
 
@@ -116,8 +117,8 @@ def quantize_(
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration.hooks`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
-    With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before anything
-    is rounded) are stored as their kept codes; one that is not 2:4, or compressed already, is a ValueError.
+    With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before
+    anything is rounded) are stored as their kept codes; one that is not 2:4, or compressed already, is a ValueError.
 
     Raises ValueError where the filter or a pattern matches nothing, where nothing can be changed, where a kernel does not take
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
@@ -194,7 +195,8 @@ def quantize_weight(
 
 
 def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
-    """The quantized weight in 2:4 storage, its mask that of the dense one; ValueError, with the layer's name, where it is not 2:4."""
+    """The quantized weight in 2:4 storage, its mask that of the dense one; ValueError, with the layer's name, where it is not
+    2:4."""
     reason = unstorable(dense, change.recipe, change.axis) or not_sparse(dense, change.recipe)
     try:
         if reason is not None:

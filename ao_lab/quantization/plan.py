@@ -219,7 +219,9 @@ def _check_sparse(
     dense = dense.transpose(-2, -1) if transposed else dense
     why = reason or unstorable(dense, recipe, axis) or not_sparse(dense, recipe)
     if why is not None:
-        raise ValueError(f"{full}: {why}. quantize_ changed nothing; leave sparsity out, or this layer by filter_fn")
+        raise ValueError(
+            f"{full}: {why}. quantize_ changed nothing; leave sparsity out, or this layer by filter_fn"
+        )
 
 
 def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor) -> int:

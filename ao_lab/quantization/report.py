@@ -97,7 +97,9 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     for path, module, name, parameter in quantizable_parameters(model):
         layer = described_layer(path, module, name, parameter, reasons)
         storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
-        layers.append(replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage))
+        layers.append(
+            replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage)
+        )
     return Report(tuple(layers))
 
 

@@ -39,11 +39,11 @@ def sparsify_(
     """Prune linear layers of `model` as `config` says; the report lists each layer, pruned or left, with its reason.
 
     Weights stay dense tensors, with zeros where they are pruned; parameters, names and hooks stay what they are. With
-    SparsityConfig(storage="compressed") they become frozen parameters in 2:4 storage, for inference (weights that are 2:4 already are
-    compressed as they are by score "magnitude"); to quantize as well, prune dense and give quantize_'s configuration sparsity="2:4".
-    filter_fn(module, name) says which linear layers; without it those are all nn.Linear (and transformers' Conv1D) inside the
-    model's lists of blocks, or of the whole model where it has none; routers of experts stay dense. A weight that a layer
-    shares with one that is not pruned becomes its own.
+    SparsityConfig(storage="compressed") they become frozen parameters in 2:4 storage, for inference (weights that are 2:4
+    already are compressed as they are by score "magnitude"); to quantize as well, prune dense and give quantize_'s
+    configuration sparsity="2:4". filter_fn(module, name) says which linear layers; without it those are all nn.Linear (and
+    transformers' Conv1D) inside the model's lists of blocks, or of the whole model where it has none; routers of experts stay
+    dense. A weight that a layer shares with one that is not pruned becomes its own.
 
     calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of arguments, or a mapping of
     keywords of a call of the model). The blocks are walked in their order, and each is pruned by the inputs that the pruned

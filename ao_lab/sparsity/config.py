@@ -24,8 +24,8 @@ class SparsityConfig:
     transposable: masks whose transpose is 2:4 as well, for training; pattern "2:4", not with "sparsegpt".
     damping, block: of `reference.sparsegpt`: the share of the Hessian's mean diagonal that is added to it, 0 to 1, and how many
     columns are updated at once, a multiple of M (None: 128, or the multiple of M above). Other scores ignore them.
-    storage: "dense", zeros in dense weights, to be trained further or quantized; "compressed", for inference: kept elements and their
-    places (`ao_lab.SparseQuantizedTensor`), pattern "2:4", weights of bfloat16 or float16.
+    storage: "dense", zeros in dense weights, to be trained further or quantized; "compressed", for inference: kept elements and
+    their places (`ao_lab.SparseQuantizedTensor`), pattern "2:4", weights of bfloat16 or float16.
 
     Raises ValueError for values outside of these, TypeError for a pattern that is no string.
     """
@@ -54,7 +54,8 @@ class SparsityConfig:
         choice(self.storage, STORAGES, "SparsityConfig: storage")
         if self.storage == "compressed" and self.pattern != "2:4":
             raise ValueError(
-                f"SparsityConfig: compressed storage exists for the pattern '2:4' only, got {self.pattern!r}; use storage='dense'"
+                f"SparsityConfig: compressed storage exists for the pattern '2:4' only, got {self.pattern!r}; use "
+                f"storage='dense'"
             )
         self._check_sparsegpt(group)
 
@@ -91,7 +92,10 @@ class SparsityConfig:
         return -(-MOST_BLOCK // group) * group if self.block is None else self.block
 
     def __str__(self) -> str:
-        return f"{self.pattern} by {self.score}{', transposable' if self.transposable else ''}{', compressed' if self.storage == 'compressed' else ''}"
+        more = (", transposable" if self.transposable else "") + (
+            ", compressed" if self.storage == "compressed" else ""
+        )
+        return f"{self.pattern} by {self.score}{more}"
 
 
 __all__ = ["SCORES", "STORAGES", "SparsityConfig"]

@@ -217,7 +217,10 @@ def _shape_reason(target: Target, config: SparsityConfig) -> str | None:
     if length % group:
         return f"{config.pattern} needs a {axis} axis that is a multiple of {group}, got shape {shape}"
     if config.storage == "compressed" and target.parameter.dtype not in COMPRESSED_DTYPES:
-        return f"compressed storage holds bfloat16 and float16, got {target.parameter.dtype}; convert the model, or use quantize_"
+        dtype = target.parameter.dtype
+        return (
+            f"compressed storage holds bfloat16 and float16, got {dtype}; convert the model, or use quantize_"
+        )
     if config.transposable and rows % 4:
         return f"transposable masks need rows and columns in multiples of 4, got shape {shape}"
     return None

@@ -2,8 +2,8 @@
 
 2:4 storage holds the codes of the kept elements alone, so what was pruned must come back as the code that `quantize` gives a
 zero, whatever the scale of its block. `zero_code` is that code. Schemes with an integer zero point have it in the block: their
-zero is stored there (`FROM_ZERO_POINT`). Where zero has no code (two levels, zero points that are floats), or another one in each
-block, there is no such storage: `unsupported_reason`.
+zero is stored there (`FROM_ZERO_POINT`). Where zero has no code (two levels, zero points that are floats), or another one in
+each block, there is no such storage: `unsupported_reason`.
 
 `PLAIN_ELEMENTS` are bfloat16 and float16 themselves under one scale of 1. Their scale is given, never found.
 
@@ -37,7 +37,11 @@ PLAIN_ELEMENTS = {element: _plain(element) for element in ("bfloat16", "float16"
 def is_plain(scheme: Scheme) -> bool:
     """Whether a scheme stores 16-bit elements as they are, whatever it is called."""
     plain = PLAIN_ELEMENTS.get(scheme.element)
-    return plain is not None and (plain.scale, plain.outer, plain.zero) == (scheme.scale, scheme.outer, scheme.zero)
+    return plain is not None and (plain.scale, plain.outer, plain.zero) == (
+        scheme.scale,
+        scheme.outer,
+        scheme.zero,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -60,7 +64,9 @@ def unsupported_reason(scheme: Scheme) -> str | None:
 def zero_code(scheme: Scheme) -> int:
     """The code of 0, or `FROM_ZERO_POINT`; ValueError for schemes that 2:4 storage does not hold."""
     if (reason := unsupported_reason(scheme)) is not None:
-        raise ValueError(f"2:4 storage does not hold {scheme.name}: {reason}; take symmetric integers or floats, as int8_rowwise")
+        raise ValueError(
+            f"2:4 storage does not hold {scheme.name}: {reason}; take symmetric integers or floats, as int8_rowwise"
+        )
     if is_plain(scheme):
         return 0
     if scheme.zero is not None:
@@ -79,15 +85,22 @@ def _keeps_zero(scheme: Scheme) -> bool:
         zeros[..., 0] = False
         values, codes = dequantize(q)[zeros], q.codes[zeros]
         found.append(bool((values == 0).all()) and len(np.unique(codes)) == 1)
-        found.append(scheme.zero is not None or codes[0] == quantize(_sample(scheme), scheme).codes.reshape(-1)[-1])
+        found.append(
+            scheme.zero is not None or codes[0] == quantize(_sample(scheme), scheme).codes.reshape(-1)[-1]
+        )
     return all(found)
 
 
 def _sample(scheme: Scheme) -> np.ndarray:
     """Zeros that make one whole block, and its outer block."""
     block = scheme.scale.block
-    rows, columns = block if isinstance(block, tuple) else (1, block if isinstance(block, int) and block > 0 else 4)
-    return np.zeros((rows, columns * (scheme.outer.block if scheme.outer and isinstance(scheme.outer.block, int) else 1)), np.float32)
+    rows, columns = (
+        block if isinstance(block, tuple) else (1, block if isinstance(block, int) and block > 0 else 4)
+    )
+    return np.zeros(
+        (rows, columns * (scheme.outer.block if scheme.outer and isinstance(scheme.outer.block, int) else 1)),
+        np.float32,
+    )
 
 
 def unit_scales() -> Scales:

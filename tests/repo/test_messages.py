@@ -56,6 +56,7 @@ OTHERS = {
     "precompute_float8_dynamic_scale_for_fsdp": ((), "model is a torch.nn.Module"),
     "quantize_": ((INT8,), "model is a torch.nn.Module"),
     "quantized": (("int8_rowwise",), "takes a torch tensor"),
+    "quantized_compressed": (("int8_rowwise",), "takes a torch tensor"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
     "sparsify_": ((ao_lab.SparsityConfig(),), "model is a torch.nn.Module"),
     "to_native": ((), "takes a Quantized of torch tensors"),

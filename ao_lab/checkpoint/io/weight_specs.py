@@ -48,11 +48,14 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
 
 
 def _sparse_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...]) -> Specs:
-    """2:4 storage: half of the codes and a byte of metadata for 8 columns, along the last stored axis; scales of the dense weight."""
+    """2:4 storage: half of the codes and a byte of metadata for 8 columns, along the last stored axis; scales of the dense
+    weight."""
     stored = shape if meta.flat is None else meta.flat
     stored = stored if meta.axis == -1 else swapped(stored)
     if len(stored) < 2 or stored[-1] % 4 or meta.axis not in (-1, -2) or meta.transposed:
-        raise ValueError(f"2:4 storage holds matrices with groups of four along their blocks' axis, got shape {stored}")
+        raise ValueError(
+            f"2:4 storage holds matrices with groups of four along their blocks' axis, got shape {stored}"
+        )
     scheme = meta.recipe.weight
     dense = own_specs(replace(meta, layout="plain", axis=-1, flat=None), stored, static)
     codes = packed_shape((*stored[:-1], stored[-1] // 2), scheme.format)

@@ -37,7 +37,9 @@ def _other_axis(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
 
 @sparse_operation(functional.broadcast.default)
 def _broadcast(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
-    return args[0].mapped(lambda part: received(func(sent(part), *args[1:], **kwargs), part).reshape(part.shape))  # type: ignore[no-any-return]
+    return args[0].mapped(
+        lambda part: received(func(sent(part), *args[1:], **kwargs), part).reshape(part.shape)
+    )  # type: ignore[no-any-return]
 
 
 @sparse_operation(c10d.broadcast_.default, c10d.scatter_.default, c10d.allgather_.default)
@@ -71,7 +73,9 @@ def _everywhere(t: SparseQuantizedTensor, ranks: int, group: Any) -> list[Sparse
             continue
         gathered = functional.wait_tensor(functional.all_gather_into_tensor(sent(part), ranks, group))
         known[name] = [received(piece, part).reshape(part.shape) for piece in gathered.chunk(ranks)]
-    return [t.remade({**t.parts, **{name: found[rank] for name, found in known.items()}}) for rank in range(ranks)]
+    return [
+        t.remade({**t.parts, **{name: found[rank] for name, found in known.items()}}) for rank in range(ranks)
+    ]
 
 
 def _sent_as(t: SparseQuantizedTensor) -> tuple[Any, ...]:
@@ -83,7 +87,9 @@ def _flat(values: Any) -> list[Any]:
     """The tensors in nested lists."""
     if isinstance(values, torch.Tensor):
         return [values]
-    return [tensor for value in values for tensor in _flat(value)] if isinstance(values, (list, tuple)) else []
+    return (
+        [tensor for value in values for tensor in _flat(value)] if isinstance(values, (list, tuple)) else []
+    )
 
 
 def _parts_of(value: Any, name: str, moved: dict[int, torch.Tensor]) -> Any:

@@ -29,13 +29,13 @@ def quantized_compressed(
 ) -> SparseQuantizedTensor:
     """A 2:4 tensor x (..., K) in the scheme of a recipe (or a scheme, by name or record), stored as its kept elements.
 
-    x: float32, bfloat16, float16 or float64, at most two of each four consecutive elements of the last axis not zero (-0 is zero
-    and comes back as +0), K a multiple of 4. Schemes "bfloat16" and "float16" store the elements of x as they are. Scales are those
-    of the dense scheme, `reference.quantize` of x; `input_scales` static ones of the layer's input.
+    x: float32, bfloat16, float16 or float64, at most two of each four consecutive elements of the last axis not zero (-0 is
+    zero and comes back as +0), K a multiple of 4. Schemes "bfloat16" and "float16" store the elements of x as they are. Scales
+    are those of the dense scheme, `reference.quantize` of x; `input_scales` static ones of the layer's input.
 
-    Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis or dtype;
-    what is quantized already; a scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`), or a kernel
-    that reads dense codes. TypeError for what is no torch tensor.
+    Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis or
+    dtype; what is quantized already; a scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`),
+    or a kernel that reads dense codes. TypeError for what is no torch tensor.
     """
     recipe = sparse_recipe(as_recipe(recipe))
     if (reason := unstorable(x, recipe, axis) or not_sparse(x, recipe)) is not None:
@@ -69,7 +69,8 @@ def compressed(dense: QuantizedTensor, metadata: torch.Tensor) -> SparseQuantize
 
 
 def check_stored(t: SparseQuantizedTensor) -> None:
-    """ValueError where parts that came from a file are no 2:4 weight: metadata that names no two places, a scale of plain elements."""
+    """ValueError where parts that came from a file are no 2:4 weight: metadata that names no two places, a scale of plain
+    elements."""
     if (reason := unstorable_recipe(dense_recipe(t.recipe))) is not None:
         raise ValueError(reason)
     if not t.scheme.name.endswith(SUFFIX):
@@ -78,7 +79,9 @@ def check_stored(t: SparseQuantizedTensor) -> None:
     groups = torch.stack([wide & 15, wide >> 4], -1).flatten(-2)[..., : t.stored_shape[-1] // 4]
     wrong = int(((groups & 3) >= (groups >> 2)).sum())
     if wrong:
-        raise ValueError(f"{wrong} groups of its metadata name no two places in order; it is not what reference.compress writes")
+        raise ValueError(
+            f"{wrong} groups of its metadata name no two places in order; it is not what reference.compress writes"
+        )
     if is_plain(dense_scheme(t.scheme)) and float(t.scale) != 1:
         raise ValueError(f"elements that are stored as they are have a scale of 1, got {float(t.scale)}")
 
@@ -122,7 +125,8 @@ def not_sparse(x: torch.Tensor, recipe: Recipe) -> str | None:
     crowded = int((groups > 2).sum())
     if crowded:
         return (
-            f"2:4 storage holds at most two elements of every four, and {crowded} of {len(groups)} groups have more that are not "
+            f"2:4 storage holds at most two elements of every four, and {crowded} of {len(groups)} groups have more that are "
+            f"not "
             f"zero; prune first: ao_lab.sparsify_(model, SparsityConfig('2:4'))"
         )
     return None

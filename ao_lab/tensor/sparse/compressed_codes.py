@@ -32,12 +32,18 @@ def kept_metadata(x: torch.Tensor) -> torch.Tensor:
 
 def stored_codes(codes: torch.Tensor, metadata: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The kept ones of codes (..., K), one code an element: (..., K/2), packed below 8 bits."""
-    kept = _by_rows(lambda piece, data: fast.compress(piece, is_kept(data, piece.shape[-1])).values, codes, metadata)
+    kept = _by_rows(
+        lambda piece, data: fast.compress(piece, is_kept(data, piece.shape[-1])).values, codes, metadata
+    )
     return fast.pack(kept, scheme.format) if scheme.format.bits < 8 else kept
 
 
 def dense_codes(
-    stored: torch.Tensor, metadata: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, shape: tuple[int, ...]
+    stored: torch.Tensor,
+    metadata: torch.Tensor,
+    zero: torch.Tensor | None,
+    scheme: Scheme,
+    shape: tuple[int, ...],
 ) -> torch.Tensor:
     """Codes of every element of `shape` (..., K), one code an element, from the kept ones and the block's zero points."""
     half = (*shape[:-1], shape[-1] // 2)

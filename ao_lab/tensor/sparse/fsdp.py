@@ -1,7 +1,8 @@
 """`SparseQuantizedTensor` under FSDP2: as `ao_lab.tensor.fsdp` has it of dense weights, metadata gathered beside codes.
 
-A shard is rows of the weight with its codes, metadata and the scales of its rows. Ranks have to divide the rows: a byte of metadata
-is of eight columns of one row, so that rows can be cut anywhere, but padded shards would need scales of rows that are not there.
+A shard is rows of the weight with its codes, metadata and the scales of its rows. Ranks have to divide the rows: a byte of
+metadata is of eight columns of one row, so that rows can be cut anywhere, but padded shards would need scales of rows that are
+not there.
 """
 
 from __future__ import annotations
@@ -25,14 +26,23 @@ def fsdp_pre_all_gather(
     """What FSDP2 gathers of a shard; ValueError, on every rank, where rows of the weight are not rows of its parts."""
     whole = tuple(outer_size)
     if self.turned:
-        raise ValueError(f"FSDP2 cuts the rows of {self!r}, which is stored transposed; quantize it as (rows, columns)")
+        raise ValueError(
+            f"FSDP2 cuts the rows of {self!r}, which is stored transposed; quantize it as (rows, columns)"
+        )
     if whole[0] % mesh.size():
         raise ValueError(
-            f"FSDP2 over {mesh.size()} ranks cuts {whole[0]} rows of a 2:4 weight into unequal shards; choose a number of ranks "
+            f"FSDP2 over {mesh.size()} ranks cuts {whole[0]} rows of a 2:4 weight into unequal shards; choose a number of "
+            f"ranks "
             f"that divides them, or leave this layer out of fully_shard"
         )
-    names = tuple(name for name, part in self.parts.items() if part is not None and part.dim() and differs(self, name, 0))
-    names = names if mesh.size() > 1 else ("codes",)  # FSDP2 hands back the first alone; the others lie in the shard
+    names = tuple(
+        name
+        for name, part in self.parts.items()
+        if part is not None and part.dim() and differs(self, name, 0)
+    )
+    names = (
+        names if mesh.size() > 1 else ("codes",)
+    )  # FSDP2 hands back the first alone; the others lie in the shard
     return tuple(sent(part) for name in names if (part := self.parts[name]) is not None), (names, whole)
 
 

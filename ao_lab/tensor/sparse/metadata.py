@@ -1,7 +1,7 @@
 """What a weight in 2:4 storage has beside a dense one: the name of its layout, a part, and the name of its scheme.
 
-The scheme is the dense one under a name of its own ("int8_rowwise_2:4"): its numbers are the same, but what was tuned for a dense
-weight of this shape does not hold for it, and reports say at once how it is stored.
+The scheme is the dense one under a name of its own ("int8_rowwise_2:4"): its numbers are the same, but what was tuned for a
+dense weight of this shape does not hold for it, and reports say at once how it is stored.
 """
 
 from __future__ import annotations

@@ -26,10 +26,14 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, SparseQuantizedTensor):
         if isinstance(target, QuantizedTensor):
-            raise ValueError(f"copy_ of {source!r} into {target!r}: 2:4 storage into a dense one; to_layout('plain') it first")
+            raise ValueError(
+                f"copy_ of {source!r} into {target!r}: 2:4 storage into a dense one; to_layout('plain') it first"
+            )
         return target.copy_(source.dequantize(target.dtype))
     if isinstance(source, QuantizedTensor) and not isinstance(source, SparseQuantizedTensor):
-        raise ValueError(f"copy_ of {source!r} into {target!r}: a dense one into 2:4 storage; dequantize() it first")
+        raise ValueError(
+            f"copy_ of {source!r} into {target!r}: a dense one into 2:4 storage; dequantize() it first"
+        )
     if not isinstance(source, SparseQuantizedTensor):
         source = like(target, source)
     if stored_as(source) != stored_as(target):
@@ -83,7 +87,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 @sparse_operation(aten.constant_pad_nd.default)
 def _pad(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
-    """Zeros behind the last element of one axis, as DTensor makes shards equally long; they share the scales that hold for all."""
+    """Zeros behind the last element of one axis, as DTensor makes shards equally long; they share the scales that hold for
+    all."""
     t, added, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
     places = [place for place, count in enumerate(added) if count]
     if not places:
@@ -122,7 +127,9 @@ def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
     """By a power of two, which changes scales; elements that have none would have to be rounded."""
     t = args[0]
     if isinstance(t, SparseQuantizedTensor) and is_plain(t.scheme):
-        raise ValueError(f"{t!r} has no scales that a factor could change; change the weight before it is compressed")
+        raise ValueError(
+            f"{t!r} has no scales that a factor could change; change the weight before it is compressed"
+        )
     return OPERATIONS[func](func, args, kwargs)
 
 
@@ -131,9 +138,15 @@ def _zeros(t: SparseQuantizedTensor, shape: Any, options: dict[str, Any]) -> Spa
     device, dtype = options.get("device") or t.device, options.get("dtype") or t.dtype
     shape = (*shape[:-2], shape[-1], shape[-2]) if t.turned else tuple(shape)
     plain = getattr(torch, t.scheme.element) if is_plain(t.scheme) else dtype
-    made = quantized_compressed(torch.zeros(shape, dtype=plain, device=device), t.recipe, input_scales=t.input_scales)
+    made = quantized_compressed(
+        torch.zeros(shape, dtype=plain, device=device), t.recipe, input_scales=t.input_scales
+    )
     held = {name: t.parts[name] for name in ("scale", "outer", "zero")}
-    copies = {name: part.to(device, copy=True) for name, part in held.items() if part is not None and part.dim() == 0}
+    copies = {
+        name: part.to(device, copy=True)
+        for name, part in held.items()
+        if part is not None and part.dim() == 0
+    }
     made = made.remade({**made.parts, **copies}, dtype=dtype)
     return made.transposed() if t.turned else made
 

@@ -1,8 +1,9 @@
 """Pieces of a `SparseQuantizedTensor`, and pieces put together, as `ao_lab.tensor.slicing` has them of dense ones.
 
-A piece keeps its codes, its metadata and the scales of its blocks, so it stands for the same bits as the same piece of the dense
-tensor. Rows may be cut anywhere, blocks of several rows between them; columns where no byte of metadata (8 columns), no byte of
-packed codes and no block is cut. Functions here take tensors in the stored orientation; `in_stored` brings one there and back.
+A piece keeps its codes, its metadata and the scales of its blocks, so it stands for the same bits as the same piece of the
+dense tensor. Rows may be cut anywhere, blocks of several rows between them; columns where no byte of metadata (8 columns), no
+byte of packed codes and no block is cut. Functions here take tensors in the stored orientation; `in_stored` brings one there
+and back.
 """
 
 from __future__ import annotations
@@ -81,14 +82,17 @@ def concatenate(tensors: Sequence[SparseQuantizedTensor], dim: int) -> SparseQua
     """Tensors of one recipe put together along a logical axis; ValueError where bytes, blocks or scales do not go together."""
     first = tensors[0]
     if any(t.meta != first.meta for t in tensors):
-        raise ValueError("cat of 2:4 tensors of different recipes, orientations or dtypes; dequantize() them first")
+        raise ValueError(
+            "cat of 2:4 tensors of different recipes, orientations or dtypes; dequantize() them first"
+        )
     stored = [in_stored(t, dim)[0] for t in tensors]
     _, place, turned = in_stored(first, dim)
     last = place == len(first.shape) - 1
     step = column_step(stored[0]) if last else block_sizes(stored[0])[place]
     if any(t.shape[place] % step for t in stored[:-1]):
         raise ValueError(
-            f"cat along axis {dim} in {first.scheme.name} cuts blocks or bytes: pieces of multiples of {step}; dequantize() first"
+            f"cat along axis {dim} in {first.scheme.name} cuts blocks or bytes: pieces of multiples of {step}; dequantize() "
+            f"first"
         )
     parts = {name: _joined(stored, name, place) for name in stored[0].parts}
     shape = stored[0].shape
@@ -96,9 +100,14 @@ def concatenate(tensors: Sequence[SparseQuantizedTensor], dim: int) -> SparseQua
     return made.transposed() if turned else made
 
 
-def with_parts(t: SparseQuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]) -> SparseQuantizedTensor:
+def with_parts(
+    t: SparseQuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]
+) -> SparseQuantizedTensor:
     """`change` of every part that has entries for places, under another shape."""
-    parts = {name: change(part) if part is not None and is_piece(part, name) else part for name, part in t.parts.items()}
+    parts = {
+        name: change(part) if part is not None and is_piece(part, name) else part
+        for name, part in t.parts.items()
+    }
     return t.remade(parts, shape)
 
 
@@ -115,9 +124,15 @@ def view(t: SparseQuantizedTensor, shape: Sequence[int]) -> SparseQuantizedTenso
         return t.remade(t.parts, wanted, flat=None)
     if len(wanted) == 1:
         return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
-    if t.turned or t.meta.flat is not None or wanted[-1] != t.shape[-1] or isinstance(t.scheme.scale.block, tuple):
+    if (
+        t.turned
+        or t.meta.flat is not None
+        or wanted[-1] != t.shape[-1]
+        or isinstance(t.scheme.scale.block, tuple)
+    ):
         raise ValueError(
-            f"view of shape {tuple(t.shape)} in {t.scheme.name} as {wanted}: the last axis must stay, and hold groups and blocks; "
+            f"view of shape {tuple(t.shape)} in {t.scheme.name} as {wanted}: the last axis must stay, and hold groups and "
+            f"blocks; "
             f"dequantize() first"
         )
     return with_parts(t, lambda part: part.reshape(*wanted[:-1], part.shape[-1]), wanted)
@@ -185,4 +200,15 @@ def _clamped(place: int, length: int) -> int:
     return min(max(place + length if place < 0 else place, 0), length)
 
 
-__all__ = ["column_step", "concatenate", "differs", "in_stored", "is_piece", "select", "select_rows", "slice_axis", "view", "with_parts"]
+__all__ = [
+    "column_step",
+    "concatenate",
+    "differs",
+    "in_stored",
+    "is_piece",
+    "select",
+    "select_rows",
+    "slice_axis",
+    "view",
+    "with_parts",
+]

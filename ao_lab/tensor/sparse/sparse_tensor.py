@@ -1,13 +1,14 @@
 """`SparseQuantizedTensor`: a `QuantizedTensor` whose weight is 2:4, stored as the codes of its kept elements.
 
-Its parts are those of the dense tensor, but `codes` (..., N, K/2) holds the kept two of every four along the contraction axis, packed
-below 8 bits along that axis, and `metadata` uint8 (..., N, ceil(K/8)) their places, in the canonical layout of
+Its parts are those of the dense tensor, but `codes` (..., N, K/2) holds the kept two of every four along the contraction axis,
+packed below 8 bits along that axis, and `metadata` uint8 (..., N, ceil(K/8)) their places, in the canonical layout of
 `reference.compress`. Scales and zero points are those of the dense scheme: a group of g columns has g/2 stored codes. So
 
     dense equivalent = codes at their places, the code of zero elsewhere, dequantized
 
-has the bits of quantizing the pruned dense weight (`reference.sparsity.stored_codes`); every product may compute with it. Groups lie
-along the last stored axis always; `meta.axis` -1 or -2 says which way round the tensor is read, and `t()` moves nothing.
+has the bits of quantizing the pruned dense weight (`reference.sparsity.stored_codes`); every product may compute with it.
+Groups lie along the last stored axis always; `meta.axis` -1 or -2 says which way round the tensor is read, and `t()` moves
+nothing.
 
 Elements of 16 bits are stored as they are (schemes bfloat16 and float16): the dense equivalent is the pruned weight itself, NaN
 payloads included.
@@ -15,7 +16,8 @@ payloads included.
 To modules, files and `explain` it is a `QuantizedTensor`. Its operations are a table of their own in front of the common one
 (`ao_lab.tensor.sparse.registry`); rows may be cut anywhere, columns where bytes of metadata and codes, and blocks, stay whole.
 
-Sources: Mishra et al. (arXiv 2104.08378), section 3.1; storage as in `torch.sparse.to_sparse_semi_structured` before reordering.
+Sources: Mishra et al. (arXiv 2104.08378), section 3.1; storage as in `torch.sparse.to_sparse_semi_structured` before
+reordering.
 """
 
 from __future__ import annotations
@@ -140,7 +142,9 @@ class SparseQuantizedTensor(QuantizedTensor):
     def adopt(self, other: torch.Tensor) -> None:
         """Another one's parts and description, for `t.data = other`; TypeError for a tensor that is not stored as this one."""
         if not isinstance(other, SparseQuantizedTensor):
-            raise TypeError(f"data of {self!r} is a SparseQuantizedTensor, not {type(other).__name__}; copy_ compresses")
+            raise TypeError(
+                f"data of {self!r} is a SparseQuantizedTensor, not {type(other).__name__}; copy_ compresses"
+            )
         super().adopt(other)
 
     def transposed(self) -> SparseQuantizedTensor:
@@ -197,7 +201,8 @@ def _turned(q: Quantized) -> Quantized:
     q = unpacked(q)
     parts = {name: getattr(q, name) for name in ("codes", "scale", "zero")}
     turned = {
-        name: part if part is None or part.dim() < 2 else part.transpose(-2, -1) for name, part in parts.items()
+        name: part if part is None or part.dim() < 2 else part.transpose(-2, -1)
+        for name, part in parts.items()
     }
     return replace(q, **turned, shape=swapped(q.shape), axis=q.axis - 1)
 

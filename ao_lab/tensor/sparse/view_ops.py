@@ -43,7 +43,9 @@ def _slice(
 @sparse_view(aten.split.Tensor)
 def _split(t: SparseQuantizedTensor, size: int, dim: int = 0) -> list[SparseQuantizedTensor]:
     length = t.shape[dim]
-    return [slicing.slice_axis(t, dim, first, last) for first, last in pairwise([*range(0, length, size), length])]
+    return [
+        slicing.slice_axis(t, dim, first, last) for first, last in pairwise([*range(0, length, size), length])
+    ]
 
 
 @sparse_view(aten.split_with_sizes.default)
@@ -69,7 +71,9 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
     t, dim, index = args
     found = slicing.select_rows(t, index) if dim % len(t.shape) == 0 else None
     if found is None:
-        raise ValueError(f"index_select along axis {dim} of {t!r}: groups or blocks span it; dequantize() first")
+        raise ValueError(
+            f"index_select along axis {dim} of {t!r}: groups or blocks span it; dequantize() first"
+        )
     return found
 
 

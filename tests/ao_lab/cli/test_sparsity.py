@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 
-from ao_lab import Int8WeightOnlyConfig, SparseQuantizedTensor, SparsityConfig, load_pretrained, quantize_, sparsify_
+from ao_lab import (
+    Int8WeightOnlyConfig,
+    SparseQuantizedTensor,
+    SparsityConfig,
+    load_pretrained,
+    quantize_,
+    sparsify_,
+)
 from ao_lab.cli.app import main
 from tests.ao_lab.cli.test_quantize import complaint, folder
 
@@ -20,7 +27,16 @@ def is_block(module, path):
 
 def test_a_folder_with_compressed_weights(capsys, folder, tmp_path):
     target = tmp_path / "out"
-    command = ["quantize", str(folder), str(target), "--config", "Int8WeightOnlyConfig", "--sparsity", "2:4", "--json"]
+    command = [
+        "quantize",
+        str(folder),
+        str(target),
+        "--config",
+        "Int8WeightOnlyConfig",
+        "--sparsity",
+        "2:4",
+        "--json",
+    ]
     assert main(command) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["layout"] == "ao_lab"
@@ -44,7 +60,10 @@ def test_a_folder_with_compressed_weights(capsys, folder, tmp_path):
     [
         (["--config", "int8_rowwise", "--sparsity", "1:4"], "sparsity"),
         (["--config", "nf4", "--sparsity", "2:4"], "flattened"),
-        (["--config", "int8_rowwise", "--sparsity", "2:4", "--layout", "compressed-tensors"], "no format of 2:4 weights"),
+        (
+            ["--config", "int8_rowwise", "--sparsity", "2:4", "--layout", "compressed-tensors"],
+            "no format of 2:4 weights",
+        ),
         (["--config", "int8_rowwise", "--option", "sparsity=2:4"], "--sparsity 2:4 prunes them too"),
     ],
 )

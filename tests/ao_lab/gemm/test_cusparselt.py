@@ -1,5 +1,5 @@
-"""cuSPARSELt's product: what it takes, what it is called with, and which algorithms are used. A stand-in plays the library here;
-`tests/gpu/sparsity/validate_tensor.py` has the library itself."""
+"""cuSPARSELt's product: what it takes, what it is called with, and which algorithms are used. A stand-in plays the library
+here; `tests/gpu/sparsity/validate_tensor.py` has the library itself."""
 
 import json
 
@@ -13,12 +13,12 @@ from ao_lab.gemm.cusparselt_algorithms import Algorithm, Probe, is_repeatable, k
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.tuning import api
 from reference import SCHEMES
-from tests.support.quantized_weights import same
-from tests.support.sparse_weights import pruned
+from tests.support.quantized_weights import pruned, same
 
 CPU = torch.device("cpu")
 #: Weight, input and the dtype of inputs for which it multiplies.
-TAKEN = [("bfloat16", None), ("int8_rowwise", "int8_rowwise"), ("int8_rowwise", "int8_rowwise_asymmetric"), ("fp8_rowwise", "fp8_rowwise"),
+TAKEN = [("bfloat16", None), ("int8_rowwise", "int8_rowwise"), ("int8_rowwise", "int8_rowwise_asymmetric"), ("fp8_rowwise",
+"fp8_rowwise"),
          ("fp8_tensorwise", "fp8_tensorwise")]  # fmt: skip
 
 
@@ -33,12 +33,25 @@ class Library:
         self.compressed += 1
         return dense.clone()
 
-    def mm(self, packed, b, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1, split_k_mode=-1):
+    def mm(
+        self,
+        packed,
+        b,
+        bias=None,
+        alpha=None,
+        out_dtype=None,
+        transpose_result=False,
+        alg_id=0,
+        split_k=1,
+        split_k_mode=-1,
+    ):
         assert transpose_result
         assert b.t().is_contiguous()
         assert b.shape[1] % (16 if b.dtype.itemsize == 1 else 8) == 0
         assert (out_dtype is None) == (b.dtype.itemsize == 2)
-        assert alpha is None or (alpha.dtype == torch.float32 and alpha.shape == (packed.shape[0],) and alpha.is_contiguous())
+        assert alpha is None or (
+            alpha.dtype == torch.float32 and alpha.shape == (packed.shape[0],) and alpha.is_contiguous()
+        )
         self.calls.append(alg_id)
         if alg_id == 1:
             raise RuntimeError("CUDA error: operation not supported when calling `cusparseLtMatmul`")
@@ -165,7 +178,9 @@ def test_none_is_right(library, monkeypatch):
     assert content["found"] == {"64x128, rows <= 8, bfloat16": None}
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 9, "found": {}}', '{"format": 1, "found": {"a": ["b"]}}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["{", '{"format": 9, "found": {}}', '{"format": 1, "found": {"a": ["b"]}}', "[]"]
+)
 def test_files_that_cannot_be_read_are_searched_again(text, library):
     path = cusparselt_algorithms.file_of(CPU)
     path.parent.mkdir(parents=True)

@@ -28,8 +28,8 @@ from ao_lab import (
     sparsify_,
     weight_size,
 )
-from ao_lab.quantization.streamed import StreamedWeights
 from ao_lab.quantization.plan import planned
+from ao_lab.quantization.streamed import StreamedWeights
 from tests.support.quantized_weights import same
 
 CONFIGS = {
@@ -69,7 +69,10 @@ def test_layers_are_those_of_dense_storage(name):
         assert layer.scheme.startswith(f"{a.weight.scheme.name}_2:4")
     assert "compressed" in str(explain(ours))
     x = torch.randn(5, 64, dtype=torch.bfloat16)
-    quantize_(reference := model(), CONFIGS[name].__class__(**{**CONFIGS[name].__getstate__(), "kernel": "dequantize"}))
+    quantize_(
+        reference := model(),
+        CONFIGS[name].__class__(**{**CONFIGS[name].__getstate__(), "kernel": "dequantize"}),
+    )
     with torch.no_grad():
         assert same(ours(x), reference(x))
 
@@ -93,7 +96,9 @@ def test_a_dense_layer_among_them_changes_nothing():
     with torch.no_grad():
         made[2].weight[0, :4] = 1
     before = copy.deepcopy(made.state_dict())
-    with pytest.raises(ValueError, match=r"2\.weight: .*1 of 768 groups.*sparsify_.*changed nothing.*filter_fn"):
+    with pytest.raises(
+        ValueError, match=r"2\.weight: .*1 of 768 groups.*sparsify_.*changed nothing.*filter_fn"
+    ):
         quantize_(made, Int8WeightOnlyConfig(sparsity="2:4"))
     assert not any(isinstance(p, QuantizedTensor) for p in made.parameters())
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
@@ -138,7 +143,10 @@ def test_what_is_compressed_already():
         (lambda: Int8WeightOnlyConfig(sparsity="4:8"), "sparsity"),
         (lambda: Int8DynamicActivationInt8WeightConfig(kernel="int8", sparsity="2:4"), "_int_mm"),
         (lambda: Float8DynamicActivationFloat8WeightConfig(kernel="scaled_mm", sparsity="2:4"), "_scaled_mm"),
-        (lambda: Int4WeightOnlyConfig(scheme="int4_g32", kernel="fused", sparsity="2:4"), "decode every code"),
+        (
+            lambda: Int4WeightOnlyConfig(scheme="int4_g32", kernel="fused", sparsity="2:4"),
+            "decode every code",
+        ),
     ],
 )
 def test_configurations_that_cannot_be_stored(make, message):

@@ -87,7 +87,7 @@ def test_configurations(change, message):
 def test_what_is_refused_changes_nothing():
     made = model(torch.float32)
     before = made[0].weight.detach().clone()
-    with pytest.raises(ValueError, match="holds bfloat16 and float16, got torch.float32"):
+    with pytest.raises(ValueError, match=r"holds bfloat16 and float16, got torch\.float32"):
         sparsify_(made, SparsityConfig(storage="compressed"))
     assert torch.equal(made[0].weight, before)
     made = model(torch.bfloat16)

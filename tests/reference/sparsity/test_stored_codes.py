@@ -38,7 +38,15 @@ def test_schemes_that_refill_zeros_are_refused(name, reason):
 
 
 def test_what_is_stored():
-    assert {"int8_rowwise", "int4_g128", "int4_g128_asymmetric", "fp8_rowwise", "mxfp4", "nvfp4", "ternary_g32"} <= set(STORED)
+    assert {
+        "int8_rowwise",
+        "int4_g128",
+        "int4_g128_asymmetric",
+        "fp8_rowwise",
+        "mxfp4",
+        "nvfp4",
+        "ternary_g32",
+    } <= set(STORED)
     assert zero_code(SCHEMES["int4_g32_asymmetric"]) == FROM_ZERO_POINT
 
 

@@ -1,6 +1,6 @@
 """What each rank of tests/ao_lab/tensor/sparse/test_collectives.py does: collectives, DTensor and FSDP2 of 2:4 weights.
 
-    python tests/support/distributed/sparse_ranks.py RANKS
+python tests/support/distributed/sparse_ranks.py RANKS
 """
 
 import sys
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from ao_lab import SparseQuantizedTensor
 from tests.support.distributed.ranks import start_ranks
-from tests.support.sparse_weights import pair
+from tests.support.quantized_weights import pair
 
 
 def check_gathered(scheme):

@@ -13,8 +13,7 @@ from ao_lab.tensor.sparse.compressed_codes import kept_metadata
 from ao_lab.tensor.sparse.metadata import dense_scheme, sparse_scheme
 from reference import SCHEMES
 from reference.sparsity.stored_codes import unsupported_reason
-from tests.support.quantized_weights import same
-from tests.support.sparse_weights import SPARSE_KINDS, pair, pruned
+from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
 
 STORED = [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme) is None]
 
@@ -24,14 +23,21 @@ def sparse_matrices(draw):
     """2:4 matrices of any magnitudes, with groups of two, one and no elements, rows of zeros, and -0."""
     rows, groups = draw(st.integers(1, 3)), draw(st.sampled_from([32, 64, 96]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    w = torch.randn((rows * 128, groups * 8), generator=generator)[: rows * 16] * 2.0 ** draw(st.integers(-20, 12))
-    keep = torch.rand((w.shape[0], w.shape[1] // 4, 4), generator=generator).argsort(-1) < draw(st.integers(0, 2))
+    w = torch.randn((rows * 128, groups * 8), generator=generator)[: rows * 16] * 2.0 ** draw(
+        st.integers(-20, 12)
+    )
+    keep = torch.rand((w.shape[0], w.shape[1] // 4, 4), generator=generator).argsort(-1) < draw(
+        st.integers(0, 2)
+    )
     w = w * keep.reshape(w.shape)  # negative zeros among what was pruned
     w[draw(st.integers(0, rows * 16 - 1))] = 0
     return w.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
 
 
-@given(sparse_matrices(), st.sampled_from([name for name in STORED if not isinstance(SCHEMES[name].scale.block, tuple)]))
+@given(
+    sparse_matrices(),
+    st.sampled_from([name for name in STORED if not isinstance(SCHEMES[name].scale.block, tuple)]),
+)
 def test_codes_are_those_of_the_pruned_weight(w, name):
     shape = (w.shape[0], w.shape[1] // 256 * 256)
     w = w[:, : shape[1]]
@@ -119,8 +125,16 @@ def test_large_weights_are_compressed_in_pieces(monkeypatch):
         (torch.zeros(4, 32), "torchao.int4_g32_tinygemm", "floating-point numbers"),
         (torch.full((4, 8), torch.nan), "int8_rowwise", "NaN or infinity"),
         (torch.zeros(4, 8), "bfloat16", "not stored as bfloat16"),
-        (torch.zeros(4, 8), Recipe(weight=SCHEMES["int8_rowwise"], kernel="int8"), "_int_mm reads every code"),
-        (torch.zeros(4, 8), Recipe(weight=SCHEMES["fp8_rowwise"], kernel="scaled_mm"), "_scaled_mm reads every code"),
+        (
+            torch.zeros(4, 8),
+            Recipe(weight=SCHEMES["int8_rowwise"], kernel="int8"),
+            "_int_mm reads every code",
+        ),
+        (
+            torch.zeros(4, 8),
+            Recipe(weight=SCHEMES["fp8_rowwise"], kernel="scaled_mm"),
+            "_scaled_mm reads every code",
+        ),
         (torch.zeros(4, 8), Recipe(weight=SCHEMES["fp8_rowwise"], kernel="fused"), "decode every code"),
         (torch.zeros(4, 8, dtype=torch.int32), "int8_rowwise", "got torch.int32"),
     ],

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.quantized_weights import same
-from tests.support.sparse_weights import SPARSE_KINDS, pair
+from tests.support.quantized_weights import SPARSE_KINDS, pair, same
 
 RANKS = 2
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from ao_lab import SparseQuantizedTensor, quantized_compressed
 from ao_lab.tensor.sparse.slicing import column_step
-from tests.support.quantized_weights import same
-from tests.support.sparse_weights import SPARSE_KINDS, pair, pruned
+from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
 
 aten = torch.ops.aten
 
@@ -30,8 +29,13 @@ def test_transposed(scheme):
 def test_slices_are_those_of_the_dense_tensor(scheme, turned, data):
     t, dense = pair(scheme, 256, 512)
     rows, columns = (128 if scheme == "fp8_128x128" else 1), column_step(t)
-    cuts = [sorted(data.draw(st.tuples(*[st.integers(0, n // step)] * 2))) for n, step in ((256, rows), (512, columns))]
-    (a, b), (c, d) = ((first * step, last * step) for (first, last), step in zip(cuts, (rows, columns), strict=True))
+    cuts = [
+        sorted(data.draw(st.tuples(*[st.integers(0, n // step)] * 2)))
+        for n, step in ((256, rows), (512, columns))
+    ]
+    (a, b), (c, d) = (
+        (first * step, last * step) for (first, last), step in zip(cuts, (rows, columns), strict=True)
+    )
     piece = t.t()[c:d, a:b].t() if turned else t[a:b, c:d]
     assert isinstance(piece, SparseQuantizedTensor)
     assert same(piece.dequantize(), dense[a:b, c:d])
@@ -40,7 +44,9 @@ def test_slices_are_those_of_the_dense_tensor(scheme, turned, data):
     assert piece.metadata.shape == (b - a, (d - c) // 8)
 
 
-@pytest.mark.parametrize(("scheme", "step"), [("int8_rowwise", 8), ("int4_g32", 32), ("int3_g32", 32), ("bfloat16", 8)])
+@pytest.mark.parametrize(
+    ("scheme", "step"), [("int8_rowwise", 8), ("int4_g32", 32), ("int3_g32", 32), ("bfloat16", 8)]
+)
 def test_cuts_through_bytes_and_blocks_are_refused(scheme, step):
     t, _ = pair(scheme, 64, 256)
     assert column_step(t) == step
@@ -66,7 +72,10 @@ def test_split_and_cat(scheme):
     t, dense = pair(scheme, 256, 512)
     for dim, sizes in ((0, 128), (1, 256), (0, [128, 128]), (1, [384, 128])):
         pieces = t.split(sizes, dim)
-        assert [same(piece.dequantize(), other) for piece, other in zip(pieces, dense.split(sizes, dim), strict=True)]
+        assert [
+            same(piece.dequantize(), other)
+            for piece, other in zip(pieces, dense.split(sizes, dim), strict=True)
+        ]
         assert all(isinstance(piece, SparseQuantizedTensor) for piece in pieces)
         whole = dim == 1 and t.scheme.scale.block in (-1, "tensor")
         assert torch.equal(torch.cat(pieces, dim), t) or whole
@@ -110,7 +119,9 @@ def test_views(scheme):
         assert same(t.view(4, 32, 256).dequantize(), dense.view(4, 32, 256))
 
 
-@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32_asymmetric", "fp8_128x128", "bfloat16", "nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["int8_rowwise", "int4_g32_asymmetric", "fp8_128x128", "bfloat16", "nvfp4"]
+)
 def test_batches(scheme):
     t, dense = pair(scheme, 128, 256)
     batch = t.expand(3, 128, 256)
