@@ -37,9 +37,12 @@ def _other_axis(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
 
 @sparse_operation(functional.broadcast.default)
 def _broadcast(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
-    return args[0].mapped(
-        lambda part: received(func(sent(part), *args[1:], **kwargs), part).reshape(part.shape)
-    )  # type: ignore[no-any-return]
+    t: SparseQuantizedTensor = args[0]
+
+    def everywhere(part: torch.Tensor) -> torch.Tensor:
+        return received(func(sent(part), *args[1:], **kwargs), part).reshape(part.shape)
+
+    return t.remade({name: None if part is None else everywhere(part) for name, part in t.parts.items()})
 
 
 @sparse_operation(c10d.broadcast_.default, c10d.scatter_.default, c10d.allgather_.default)

@@ -83,7 +83,7 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
         return function(*tensors)
     lead = first.shape[:-1]
     rows = max(PIECE // max(first.shape[-1], 1), 1)
-    flat = [tensor.reshape(prod(lead), tensor.shape[-1]).split(rows) for tensor in tensors]
+    flat = [torch.split(tensor.reshape(prod(lead), tensor.shape[-1]), rows) for tensor in tensors]
     made = torch.cat([function(*pieces) for pieces in zip(*flat, strict=True)])
     return made.reshape(*lead, made.shape[-1])
 

@@ -43,8 +43,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         if (ours is None) != (theirs is None):
             raise ValueError(f"copy_ of {source!r} into {target!r}: only one of them has {name}")
     for name, ours in target.parts.items():
-        if ours is not None:
-            ours.copy_(source.parts[name])
+        theirs = source.parts[name]
+        if ours is not None and theirs is not None:
+            ours.copy_(theirs)
     forget_arranged(target.codes)
     return target
 

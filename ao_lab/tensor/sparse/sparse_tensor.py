@@ -170,6 +170,11 @@ class SparseQuantizedTensor(QuantizedTensor):
         function = SPARSE_OPERATIONS.get(func)
         if function is not None:
             return function(func, args, kwargs or {})
+        if func.namespace == "ao_lab":
+            raise NotImplementedError(
+                f"{func} takes the parts of a dense weight, not 2:4 storage: run it outside of torch.compile, or give it "
+                f"to_layout('plain')"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -28,7 +28,8 @@ COMMON = {
 
 def test_every_operation_is_decided():
     """An operation that is added to the common table is looked at here: it cuts parts, or takes them whole."""
-    assert set(OPERATIONS) == COMMON | set(SPARSE_OPERATIONS)
+    of_torch = {one for one in OPERATIONS if one.namespace != "ao_lab"}
+    assert of_torch == COMMON | set(SPARSE_OPERATIONS)
     assert not COMMON & set(SPARSE_OPERATIONS)
     assert set(SPARSE_OPERATIONS) >= COLLECTIVES - COMMON
 
@@ -221,3 +222,17 @@ def test_kernels_of_dense_codes_do_not_take_it(kernel):
         ValueError, match=f"kernel '{kernel}' does not take.*stored as .out, in.*dequantize, reference"
     ):
         torch.nn.functional.linear(torch.randn(3, 64, dtype=torch.bfloat16), t.with_recipe(kernel=kernel))
+
+
+def test_adapters_multiply_it_outside_of_compiled_programs():
+    """Their operator of traced programs has places for the parts of a dense weight alone."""
+    from ao_lab.qat.lora import autograd
+
+    t, dense = pair("int8_rowwise", 16, 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = autograd.FrozenLinear.apply(x, t, None)
+    assert same(y, torch.nn.functional.linear(x, dense))
+    y.sum().backward()
+    assert same(x.grad, torch.ones(3, 16, dtype=torch.bfloat16) @ dense)
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.compile"):
+        torch.ops.ao_lab.frozen_linear(x.detach(), t, None)

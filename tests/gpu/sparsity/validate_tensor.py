@@ -1,0 +1,226 @@
+"""On a GPU: weights in 2:4 storage and cuSPARSELt's product of them, against the dense layer.
+
+    PYTHONPATH=. python tests/gpu/sparsity/validate_tensor.py [--shapes 4096x4096]
+
+Parts made on the GPU are those of the CPU, bit for bit, and come back as the dense equivalent. Algorithms are compared on
+integers, whose sums are exact, and products of int8 layers with kernel "int8" of the dense layer, bit for bit. Products of
+random data lie within one rounding to bfloat16 (2**-8) and the error of the sum: K additions, each within 2**-24 of the sum of
+magnitudes in float32; float8 products and the sum before them are cut to 13 bits below the largest of each 32
+(`reference.matmul`, tier "hopper_fp8"), so 33/32 K times 2**-13 of it, which is loose. Then files, torch.compile, CUDA graphs,
+and `ao_lab.tune`, whose choices and algorithms are printed. Exits with 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import fast
+from ao_lab import Recipe, SparseQuantizedTensor, quantized_compressed, tune
+from ao_lab.gemm import cusparselt
+from ao_lab.gemm.choices import forget
+from ao_lab.gemm.cusparselt_algorithms import Algorithm, Probe, known
+from ao_lab.gemm.cusparselt_algorithms import forget as forget_algorithms
+from ao_lab.gemm.select import PRODUCTS
+from reference import SCHEMES
+from reference.sparsity.stored_codes import PLAIN_ELEMENTS
+
+DTYPE = torch.bfloat16
+SCHEMES_OF_PARTS = (
+    "int8_rowwise", "int8_rowwise_asymmetric", "int4_g128", "int4_g128_asymmetric", "int3_g64", "fp8_tensorwise", "fp8_rowwise",
+    "fp8_128x128", "mxfp8_e4m3", "mxfp4", "nvfp4", "bfloat16",
+)  # fmt: skip
+RECIPES = {
+    "bfloat16": Recipe(weight=PLAIN_ELEMENTS["bfloat16"]),
+    "int8": Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"]),
+    "int8, asymmetric inputs": Recipe(
+        weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise_asymmetric"]
+    ),
+    "fp8 rows": Recipe(weight=SCHEMES["fp8_rowwise"], activation=SCHEMES["fp8_rowwise"]),
+    "fp8 tensors": Recipe(weight=SCHEMES["fp8_tensorwise"], activation=SCHEMES["fp8_tensorwise"]),
+}
+ROWS = (1, 5, 16, 100, 128, 512)
+#: Differences found.
+WRONG: list[str] = []
+
+
+def check(label: str, good: bool) -> None:
+    """Count and print."""
+    print(("ok    " if good else "WRONG ") + label, flush=True)
+    if not good:
+        WRONG.append(label)
+
+
+def pruned(n: int, k: int, *, integers: bool = False, seed: int = 0) -> torch.Tensor:
+    """A 2:4 weight on the CPU, of small integers or normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    w = (
+        torch.randint(-3, 4, (n, k), generator=generator).float()
+        if integers
+        else torch.randn((n, k), generator=generator)
+    )
+    return w.masked_fill(~fast.prune(w), 0).to(DTYPE)
+
+
+def parts(n: int, k: int) -> None:
+    """Parts made on the GPU and on the CPU, and both dense equivalents."""
+    w = pruned(n, k)
+    for scheme in SCHEMES_OF_PARTS:
+        host, device = quantized_compressed(w, scheme), quantized_compressed(w.cuda(), scheme)
+        check(f"parts of {scheme}, {n}x{k}", torch.equal(host, device.cpu()))
+        check(
+            f"dense equivalent of {scheme}, {n}x{k}",
+            torch.equal(device.dequantize().cpu(), host.dequantize()),
+        )
+        rows = device[128:256]
+        check(f"rows of {scheme}", torch.equal(rows.dequantize(), device.dequantize()[128:256]))
+        check(f"copy of {scheme}", torch.equal(torch.zeros_like(device).copy_(device), device))
+
+
+def weight(name: str, n: int, k: int, *, integers: bool = False) -> SparseQuantizedTensor:
+    return quantized_compressed(pruned(n, k, integers=integers).cuda(), RECIPES[name])
+
+
+def inputs(rows: int, k: int, *, integers: bool = False) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1)
+    if integers:
+        return torch.randint(-3, 4, (rows, k), device="cuda", generator=generator).to(DTYPE)
+    return torch.randn((rows, k), device="cuda", generator=generator).to(DTYPE)
+
+
+def verified(name: str, w: SparseQuantizedTensor) -> list[Algorithm]:
+    """The algorithms that compute integers of this shape exactly, the library's choice first."""
+    element = cusparselt.ELEMENTS[w.scheme.element]
+    probe = Probe(w.shape[0], w.shape[1], 128, element, w.device)
+    every = list(probe.algorithms())
+    found = [one for one in every if probe.is_exact(one)]
+    print(
+        f"      {name}: {len(found)} of {len(every)} algorithms are exact; the search said {every[0]}",
+        flush=True,
+    )
+    check(f"an exact algorithm for {name}", bool(found))
+    return found
+
+
+def products(name: str, n: int, k: int) -> None:
+    """One algorithm's products of every number of rows, beside the dense layer."""
+    w, exact = weight(name, n, k), weight(name, n, k, integers=True)
+    reason = cusparselt.unsupported_reason(w.t(), DTYPE)
+    check(f"cuSPARSELt takes {name}: {reason}", reason is None)
+    found = [] if reason is not None else verified(name, w)
+    for algorithm in found[:1]:
+        bias = torch.randn(n, device="cuda").to(DTYPE)
+        for rows in ROWS:
+            run(name, w, exact, rows, algorithm, bias)
+
+
+def run(
+    name: str,
+    w: SparseQuantizedTensor,
+    exact: SparseQuantizedTensor,
+    rows: int,
+    algorithm: Algorithm,
+    bias: torch.Tensor,
+) -> None:
+    """Random data within the bound, integers exactly."""
+    n, k = w.shape
+    x = inputs(rows, k)
+    y = cusparselt._multiplied(x, w.t(), bias, algorithm)
+    label = f"{name}, {n}x{k}, {rows} rows"
+    if name.startswith("int8"):
+        dense = w.to_layout("plain")
+        check(
+            f"{label}: the bits of the dense int8 product",
+            torch.equal(y, PRODUCTS["int8"].run(x, dense.t(), bias)),
+        )
+    a, b = cusparselt.quantized_input(x, w.t(), w.recipe.activation) if w.recipe.activation else None, w
+    left = x if a is None else fast.dequantize(a, torch.float32)
+    right = b.dequantize(torch.float32)
+    sums = left.double() @ right.double().t() + bias.double()
+    magnitudes = left.double().abs() @ right.double().abs().t() + bias.double().abs()
+    unit = 33 / 32 * 2.0**-13 if name.startswith("fp8") else 2.0**-24
+    bound = 2.0**-8 * sums.abs() + (k + 8) * unit * magnitudes
+    check(f"{label}: random data within the bound", bool(((y.double() - sums).abs() <= bound).all()))
+    xi = inputs(rows, k, integers=True)
+    if w.recipe.activation is None:
+        whole = cusparselt._multiplied(xi, exact.t(), None, algorithm)
+        expected = (xi.double() @ exact.dequantize(torch.float32).double().t()).float().to(DTYPE)
+        check(f"{label}: integers exactly", torch.equal(whole, expected))
+
+
+def layer_of(name: str, n: int, k: int) -> nn.Linear:
+    layer = nn.Linear(k, n, bias=True, dtype=DTYPE, device="cuda")
+    layer.weight = nn.Parameter(weight(name, n, k), requires_grad=False)
+    return layer.requires_grad_(False)
+
+
+@torch.no_grad()
+def tuned(name: str, n: int, k: int) -> None:
+    """tune finds, verifies and keeps an algorithm; eager, compiled and captured layers follow."""
+    layer, x = layer_of(name, n, k), inputs(512, k)
+    made = tune(layer, x)
+    print(f"      {made}", flush=True)
+    found = known(str(x.device), n, k, 512, str(cusparselt.ELEMENTS[layer.weight.scheme.element]))
+    check(f"{name}: an algorithm was found and kept: {found}", found is not None)
+    y = layer(x)
+    forget()
+    forget_algorithms()
+    check(f"{name}: the same bits after a restart", torch.equal(layer(x), y))
+    check(f"{name}: the same bits ten times", all(torch.equal(layer(x), y) for _ in range(10)))
+    torch._dynamo.reset()
+    check(f"{name}: the same bits compiled", torch.equal(torch.compile(layer, fullgraph=True)(x), y))
+    check(f"{name}: the same bits in a CUDA graph", torch.equal(captured(lambda: layer(x)), y))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(layer)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    check(f"{name}: the same bits from a file", torch.equal(other(x), y))
+
+
+def captured(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of a replayed graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return y
+
+
+def main() -> int:
+    """All of it; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="*", default=["256x512", "1024x4096", "4096x4096"])
+    shapes = [tuple(map(int, shape.split("x"))) for shape in parser.parse_args().shapes]
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuSPARSELt {torch.backends.cusparselt.version()}"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["AO_LAB_CACHE"] = cache
+        for n, k in shapes:
+            parts(n, k)
+            for name in RECIPES:
+                products(name, n, k)
+        for name in RECIPES:
+            tuned(name, *shapes[-1])
+    print(f"{len(WRONG)} differences")
+    return int(bool(WRONG))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
