@@ -27,6 +27,8 @@ import fast
 from ao_lab.gemm.cusparselt_algorithms import Algorithm, Call, known, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
+from ao_lab.gemm.sparse import enter
+from fast.device import is_traced
 from fast.matmul.weights import LONGEST_INT8, one_scale
 
 NAME = "cusparselt"
@@ -156,7 +158,8 @@ def _(b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str
 
 def product_of(*args: Any) -> torch.Tensor:
     """b (M, K) times the 2:4 codes (N, K/2), padded rows below: (M', N). An operator for what traces programs."""
-    result: torch.Tensor = (_operator if torch.compiler.is_compiling() else _product)(*args)
+    traced = torch.compiler.is_compiling() or is_traced(args[0]) or is_traced(args[1])
+    result: torch.Tensor = (_operator if traced else _product)(*args)
     return result
 
 
@@ -205,6 +208,6 @@ def forget_arranged(codes: torch.Tensor) -> None:
     codes.__dict__.pop("_cusparselt", None)
 
 
-PRODUCTS.setdefault(NAME, Kernel(run, unsupported_reason))
+enter(NAME, Kernel(run, unsupported_reason))
 
 __all__ = ["NAME", "arranged", "forget_arranged", "product_of", "run", "unsupported_reason"]

@@ -161,7 +161,11 @@ def test_algorithms_that_change_are_not_taken(library, monkeypatch):
     call = cusparselt._call(x, w, None)
     assert is_repeatable(call, Algorithm(0))
     assert not is_repeatable(call, Algorithm(3))
-    monkeypatch.setattr(cusparselt_algorithms, "seconds", lambda call, algorithm, device: -algorithm.alg_id)
+    # The one that changes would be the quickest.
+    times = {3: 0.0, 5: 0.5}
+    monkeypatch.setattr(
+        cusparselt_algorithms, "seconds", lambda call, one, device: times.get(one.alg_id, 1.0)
+    )
     assert search(call, (64, 128, 8), torch.bfloat16, CPU) == Algorithm(5)
     assert known("cpu", 64, 128, 7, "torch.bfloat16") == Algorithm(5)
     assert known("cpu", 64, 128, 9, "torch.bfloat16") is None

@@ -214,3 +214,15 @@ def test_on_the_meta_device():
     quantize_(whole := nn.Sequential(model()[0]), Int8WeightOnlyConfig(sparsity="2:4"))
     made.load_state_dict(whole.state_dict(), assign=True)
     assert torch.equal(made[0].weight, whole[0].weight)
+
+
+def test_weights_that_were_multiplied_by_a_mask():
+    """Negative zeros among what was pruned, which float8 has codes for: 2:4 storage has one zero."""
+    ours, dense = model(pruned=False), model()
+    with torch.no_grad():
+        for layer in (0, 2):
+            ours[layer].weight.mul_(dense[layer].weight != 0)
+    assert ((ours[0].weight == 0) & ours[0].weight.signbit()).any()
+    quantize_(ours, Float8WeightOnlyConfig(sparsity="2:4"))
+    quantize_(dense, Float8WeightOnlyConfig())
+    assert same(ours[0].weight.dequantize(), dense[0].weight.dequantize())
