@@ -1,0 +1,86 @@
+"""What of the CUDA driver the kernel needs, by ctypes: modules, tensor maps, launches on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+#: Of `cuda.h`: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_TENSOR_MAP_DATA_TYPE_UINT8, SWIZZLE_64B and _128B by their bytes,
+#: L2_PROMOTION_L2_256B.
+MAX_SHARED, UINT8, L2_256 = 8, 0, 3
+SWIZZLES = {64: 2, 128: 3}
+#: INTERLEAVE_NONE and FLOAT_OOB_FILL_NONE, which fills with zeros.
+PLAIN, ZEROS = 0, 0
+#: Bytes of a `CUtensorMap`, and their alignment.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+#: What addresses of tensor maps, and bytes of their rows, are multiples of.
+STEP = 16
+#: Tensor maps that are kept.
+MOST = 4096
+
+Launch = Callable[[int, int, bytes, Any], None]
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The CUDA driver's library; OSError where there is none."""
+    found = ctypes.CDLL("libcuda.so.1")
+    found.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return found
+
+
+def check(status: int, what: str) -> None:
+    """Raise RuntimeError for a status of the driver that is no success."""
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
+
+
+def function_of(cubin: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
+    """A kernel of a cubin on a device, which may have as many bytes of dynamic shared memory. Its module stays loaded."""
+    module, found = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # from here on the device's context is current
+        check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+        check(driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
+        check(driver().cuFuncSetAttribute(found, MAX_SHARED, shared), f"{shared} bytes of shared memory for {name}")
+    return found
+
+
+def launcher(function: ctypes.c_void_p, threads: int, shared: int) -> Launch:
+    """What launches a kernel of two arguments: (programs, stream, bytes of the first, ctypes structure of the second)."""
+    launch, kernel = driver().cuLaunchKernel, function.value
+
+    def run(programs: int, stream: int, maps: bytes, problem: Any) -> None:
+        places = (ctypes.c_void_p * 2)(
+            ctypes.cast(maps, ctypes.c_void_p).value, ctypes.addressof(problem)
+        )
+        status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, places, None)
+        if status:
+            check(status, "launching a sparse product")
+
+    return run
+
+
+@lru_cache(maxsize=MOST)
+def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> bytes:
+    """How the tensor copy engine copies a box (rows, bytes) of a matrix of bytes (rows, length), zeros outside of it.
+
+    length: a multiple of STEP. A box has 64 or 128 bytes of at most 256 rows and is swizzled by as many, as wgmma reads it.
+    """
+    memory = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
+    made = (ctypes.c_char * MAP_BYTES).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+    status = driver().cuTensorMapEncodeTiled(
+        made, UINT8, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(length, rows), (ctypes.c_uint64 * 1)(length),
+        (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1), PLAIN, SWIZZLES[box[1]], L2_256, ZEROS,
+    )  # fmt: skip
+    check(status, f"a tensor map of {rows} rows of {length} bytes at {address:#x}, boxes {box}")
+    return bytes(made)
+
+
+__all__ = ["STEP", "Launch", "check", "driver", "function_of", "launcher", "tensor_map"]

@@ -1,0 +1,134 @@
+"""CUDA C++ to a cubin by NVRTC, which comes with torch's wheels for CUDA; and the cubins that are kept on disk.
+
+NVRTC needs no GPU and no CUDA headers of an installation. A cubin's name has a digest of all that it depends on: source, headers,
+options and version of NVRTC. Files are in `cubins` of AO_LAB_CACHE, else of the user's cache; where nothing can be written there,
+each process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+#: Versions of CUDA whose library is looked for, and the oldest that knows sparse wgmma and `-arch=sm_90a` well.
+MAJORS = (13, 12)
+OLDEST = (12, 4)
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """NVRTC; RuntimeError that says what to install where there is none, or too old a one."""
+    for candidate in _candidates():
+        with contextlib.suppress(OSError):
+            found = ctypes.CDLL(str(candidate))
+            found.nvrtcGetErrorString.restype = ctypes.c_char_p
+            if version_of(found) < OLDEST:
+                raise RuntimeError(
+                    f"NVRTC {'.'.join(map(str, version_of(found)))} ({candidate}) is older than {OLDEST[0]}.{OLDEST[1]}; "
+                    f"pip install -U nvidia-cuda-nvrtc"
+                )
+            return found
+    raise RuntimeError(
+        "sparse products on a GPU are compiled at first use by NVRTC, which was not found: pip install nvidia-cuda-nvrtc, "
+        "or install torch with CUDA, which brings it"
+    )
+
+
+def _candidates() -> Iterator[Path | str]:
+    """Files of Python packages first, then names that the system's loader knows."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for major in MAJORS:
+            yield from sorted(Path(folder).glob(f"cu{major}/lib/libnvrtc.so.{major}"))
+            yield from sorted(Path(folder).glob(f"cuda_nvrtc/lib/libnvrtc.so.{major}"))
+    for major in MAJORS:
+        yield f"libnvrtc.so.{major}"
+
+
+def version_of(nvrtc: Any) -> tuple[int, int]:
+    """(major, minor)."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def compile_source(
+    source: str, headers: Mapping[str, str], options: Sequence[str], ptx: bool = False
+) -> tuple[bytes, str]:
+    """(cubin, log) of a source; ptx: its PTX in place of the cubin. CompileError where NVRTC refuses it."""
+    nvrtc, program = library(), ctypes.c_void_p()
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    _check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"sparse_mm.cu", len(headers), texts, names
+        )
+    )
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), given)
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        text = log.rstrip(b"\0").decode(errors="replace")
+        if status:
+            raise CompileError(f"NVRTC does not compile sparse_mm.cu with {' '.join(options)}:\n{text}")
+        get = (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        return _read(*get, program), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of: Any, get: Any, program: Any) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(get(program, buffer))
+    return buffer.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"NVRTC: {library().nvrtcGetErrorString(status).decode()}")
+
+
+def cached_cubin(source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
+    """The cubin of a source, from disk where it is there."""
+    parts = (source, *(part for item in headers.items() for part in item), *options, str(version_of(library())))
+    path = folder() / f"sparse_mm-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        kept = path.read_bytes()
+        if kept.startswith(b"\x7fELF"):
+            return kept
+    cubin, _ = compile_source(source, headers, options)
+    with contextlib.suppress(OSError):
+        _write(path, cubin)
+    return cubin
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """All or nothing: other processes may read and write the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(cubin)
+    os.replace(file.name, path)
+
+
+def folder() -> Path:
+    """Where cubins are kept."""
+    own = os.environ.get("AO_LAB_CACHE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(own) if own else cache / "ao_lab") / "cubins"
+
+
+__all__ = ["CompileError", "cached_cubin", "compile_source", "folder", "library", "version_of"]

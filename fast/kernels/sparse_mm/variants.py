@@ -1,0 +1,99 @@
+"""The variants of the kernel: how large its tiles are, what is defined for its source, and which one a shape gets."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fast.kernels.sparse_mm.products import Elements, header
+
+SOURCE = Path(__file__).with_name("sparse_mm.cu")
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+#: Names of dtypes by the numbers that the source gives them.
+KINDS = ("float32", "bfloat16", "float16", "int32")
+#: Bytes of shared memory that a program may have, bytes of a row of x in a panel, and words of a token in an outgoing tile.
+MOST_SHARED, PANEL, PITCH = 232448, 128, 68
+
+#: Elements of the weight and of x, by the names of their dtypes.
+ELEMENTS = {
+    ("bfloat16", "bfloat16"): Elements("bf16", "bf16", 16),
+    ("float16", "float16"): Elements("f16", "f16", 16),
+    ("int8", "int8"): Elements("s8", "s8", 8),
+    ("float8_e4m3fn", "float8_e4m3fn"): Elements("e4m3", "e4m3", 8),
+    ("float8_e4m3fn", "float8_e5m2"): Elements("e4m3", "e5m2", 8),
+    ("float8_e5m2", "float8_e4m3fn"): Elements("e5m2", "e4m3", 8),
+    ("float8_e5m2", "float8_e5m2"): Elements("e5m2", "e5m2", 8),
+}
+
+
+class Variant(NamedTuple):
+    """tokens: of a tile. groups: warpgroups that multiply, 64 features each. panels: of 128 bytes of x in a stage of the ring.
+
+    stages: of the ring. pair: programs of a cluster along the features, which share tokens. splits: programs along K. promote:
+    whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for the
+    one before, which no result may depend on.
+    """
+
+    tokens: int
+    groups: int
+    panels: int
+    stages: int
+    pair: int
+    splits: int
+    promote: bool = False
+    serial: bool = False
+
+    @property
+    def features(self) -> int:
+        """Features of a tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program, those that load included."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return self.pair * self.splits
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a warpgroup's outgoing tile."""
+        return self.tokens if self.splits > 1 else min(self.tokens, 16 if self.tokens == 256 else 32)
+
+    @property
+    def name(self) -> str:
+        """Such as t128g2p1s6c2k1."""
+        sizes = f"t{self.tokens}g{self.groups}p{self.panels}s{self.stages}c{self.pair}k{self.splits}"
+        return sizes + "_promoted" * self.promote + "_serial" * self.serial
+
+    def ring(self, bits: int) -> int:
+        """Bytes of the ring for elements of as many bits."""
+        metadata = 1024 if bits == 8 else 512
+        panel = self.tokens * PANEL + self.features * PANEL // 2 + self.groups * metadata
+        return self.stages * self.panels * panel
+
+    def shared(self, bits: int) -> int:
+        """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), barriers, alignment."""
+        outgoing = 0 if self.splits > 1 else self.groups * self.chunk * PITCH * 4
+        return self.ring(bits) + outgoing + 16 * self.stages + 1024
+
+
+def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Source, headers and options for NVRTC. out: the name of the output's dtype."""
+    defined = {
+        "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
+        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote), "LATER": int(not variant.serial), "OUT": KINDS.index(out),
+        "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+    }  # fmt: skip
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+    return source(), {"products.h": header(elements, variant.tokens)}, options
+
+
+@lru_cache(maxsize=1)
+def source() -> str:
+    """The text of the kernel."""
+    return SOURCE.read_text()

@@ -1,0 +1,126 @@
+"""Runs the clusters of a kernel, thread by thread, in an order drawn by a seed: barriers, copies and tensor cores as a GPU may do them.
+
+What the hardware may do at any time is done at the worst: products of the tensor core read shared memory when somebody waits for
+them; copies arrive at once (`early`) or when no thread can go on. So a stage that is handed back or read too soon shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.emulator.device.memory import BASE, Memory, Shared
+from tests.emulator.device.opcodes import Operands, compiled
+from tests.emulator.device.program import parsed
+from tests.emulator.device.shared_opcodes import special
+
+
+
+class Thread:
+    """Registers, the next instruction, and who it is."""
+
+    def __init__(self, cta: Cta, index: int, registers: int) -> None:
+        self.cta, self.tid_x, self.registers = cta, index, [None] * registers
+        self.ctaid_x, self.nctaid_x, self.cluster_ctarank = cta.index, cta.cluster.programs, cta.rank
+        self.pc, self.done = 0, False
+        self.arrived: Any = None  # at which barrier, until it opens
+
+
+class Cta:
+    """A program: its shared memory and those of its threads that meet somewhere."""
+
+    def __init__(self, cluster: Cluster, index: int, rank: int, shared: int) -> None:
+        self.cluster, self.index, self.rank = cluster, index, rank
+        self.shared = Shared(shared)
+        self.meetings: dict[Any, list[Thread]] = {}
+        # Products of each warpgroup: groups of products, the last not committed yet.
+        self.products: dict[int, list[list[Callable[[], None]]]] = {}
+        self.threads: list[Thread] = []
+
+
+class Cluster:
+    """The programs of a cluster, copies on their way, and arrivals at the cluster's barrier."""
+
+    def __init__(self, machine: Machine, first: int, size: int) -> None:
+        self.machine, self.programs = machine, machine.programs
+        self.copies: list[Callable[[], None]] = []
+        self.arrivals, self.generation = 0, 0
+        self.ctas = [Cta(self, first + rank, rank, machine.shared) for rank in range(size)]
+        for cta in self.ctas:
+            cta.threads = [Thread(cta, i, machine.registers) for i in range(machine.threads)]
+
+    def copy(self, make: Callable[[], None]) -> None:
+        """Begin a copy."""
+        if self.machine.early:
+            make()
+        else:
+            self.copies.append(make)
+
+    def run(self) -> None:
+        """To the end of all threads; RuntimeError where none can go on."""
+        threads = [thread for cta in self.ctas for thread in cta.threads]
+        while threads:
+            self.machine.random.shuffle(threads)
+            moved = sum(self.machine.advance(thread) for thread in threads)
+            threads = [thread for thread in threads if not thread.done]
+            if not moved and threads:
+                if not self.copies:
+                    at = sorted({self.machine.listing[thread.pc] for thread in threads})
+                    raise RuntimeError(f"no thread can go on: {at}")
+                self.copies.pop(self.machine.random.randrange(len(self.copies)))()
+        if self.copies:
+            raise RuntimeError("programs ended before their copies")
+
+
+class Machine:
+    """A kernel with its arguments. arguments: bytes of each parameter; maps: tensor maps by their address in the parameters."""
+
+    def __init__(
+        self, ptx: str, memory: Memory, arguments: list[np.ndarray], maps: dict[tuple[int, int], Any], *, threads: int,
+        shared: int, early: bool, seed: int = 0,
+    ) -> None:  # fmt: skip
+        program = parsed(ptx)
+        self.memory, self.threads, self.shared, self.early = memory, threads, shared, early
+        self.random, self.programs = random.Random(seed), 0
+        addresses = [memory.give(data) for data in arguments]
+        symbols = {**dict(zip(program.parameters, addresses, strict=True)), "memory": BASE}
+        self.maps = {addresses[argument] + offset: one for (argument, offset), one in maps.items()}
+        operands = Operands(program.labels, symbols)
+        self.listing = [f"{one.opcode} {one.operands}" for one in program.instructions]
+        self.code = [self._step(one, operands, at) for at, one in enumerate(program.instructions)]
+        self.registers = len(operands.numbers)
+
+    def _step(self, one: Any, operands: Operands, at: int) -> Callable[[Thread], Any]:
+        step = compiled(one.opcode, one.operands, operands) or special(one.opcode, one.operands, operands, at)
+        if step is None:
+            raise NotImplementedError(f"PTX instruction {one.opcode} {one.operands}")
+        if one.guard is None:
+            return step
+        place, wanted = operands.at(one.guard.lstrip("!")), not one.guard.startswith("!")
+        return lambda th: step(th) if th.registers[place] == wanted else None
+
+    def advance(self, thread: Thread) -> int:
+        """Run a thread until it waits; the number of instructions."""
+        code, count = self.code, 0
+        while not thread.done:
+            result = code[thread.pc](thread)
+            if result is None:
+                thread.pc += 1
+            elif result == "waits":
+                break
+            else:
+                thread.pc = result
+            count += 1
+        return count
+
+    def run(self, programs: int, cluster: int) -> None:
+        """All clusters, one after the other."""
+        self.programs = programs
+        for first in range(0, programs, cluster):
+            Cluster(self, first, cluster).run()
+
+
+__all__ = ["Cluster", "Cta", "Machine", "Thread"]

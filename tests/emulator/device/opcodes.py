@@ -1,0 +1,215 @@
+"""Instructions of one thread alone, as functions of its registers; see the PTX ISA for the definitions.
+
+Registers hold patterns: unsigned integers of their width, predicates bool. `compiled` makes of an instruction a function that
+reads and writes them; it gives the number of the next instruction where that is not the following one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Step = Callable[[Any], Any]
+WIDTHS = {"b16": 16, "u16": 16, "s16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64}
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+}  # fmt: skip
+
+
+def signed(value: int, width: int) -> int:
+    """Two's complement."""
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+def number(value: int, kind: str) -> int:
+    """A pattern as an integer of a type."""
+    return signed(value, WIDTHS[kind]) if kind[0] == "s" else value
+
+
+def real(value: int) -> np.float32:
+    """A float32 of its pattern."""
+    return np.float32(struct.unpack("<f", struct.pack("<I", value))[0])
+
+
+def pattern(value: Any) -> int:
+    """The pattern of a float32."""
+    made: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return made
+
+
+def truncated(a: int, b: int) -> int:
+    """Integer division toward zero."""
+    quotient = abs(a) // abs(b)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
+ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b, "mad.lo": lambda a, b, c: a * b + c,
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "min": min, "max": max,
+    "shl": lambda a, b: a << b if b < 64 else 0, "shr": lambda a, b: a >> b, "div": truncated,
+    "rem": lambda a, b: a - truncated(a, b) * b, "neg": lambda a: -a, "not": lambda a: ~a,
+}  # fmt: skip
+
+
+def narrow(kind: Any) -> Callable[[int], int]:
+    """Rounding of a float32 to 16 bits."""
+    return lambda v: int(np.array(real(v)).astype(kind).view(np.uint16))
+
+
+UNARY: dict[str, Callable[[int], int]] = {
+    "cvt.rn.bf16.f32": narrow(ml_dtypes.bfloat16),
+    "cvt.rn.f16.f32": narrow(np.float16),
+    "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
+    "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
+}
+FLOATS: dict[str, Callable[[Any, Any], Any]] = {
+    "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
+}  # fmt: skip
+
+
+class Operands:
+    """What reads and writes operands of a program's threads."""
+
+    def __init__(self, labels: dict[str, int], symbols: dict[str, int]) -> None:
+        self.labels, self.symbols = labels, symbols
+        self.numbers: dict[str, int] = {}
+
+    def at(self, name: str) -> int:
+        """The place of a register."""
+        return self.numbers.setdefault(name, len(self.numbers))
+
+    def reader(self, text: str) -> Step:
+        """A register, special register, symbol or immediate."""
+        if text.startswith("%") and text.split(".")[0] in ("%tid", "%ctaid", "%nctaid", "%cluster_ctarank"):
+            special = text[1:].replace(".", "_")
+            return lambda th: getattr(th, special)
+        if text in self.symbols:
+            constant = self.symbols[text]
+        elif text[:2] in ("0f", "0F"):
+            constant = int(text[2:], 16)
+        elif text.lstrip("-").isdigit() or text.startswith("0x"):
+            constant = int(text, 0) & ((1 << 64) - 1)
+        else:
+            place = self.at(text)
+            return lambda th: th.registers[place]
+        return lambda th: constant
+
+    def address(self, text: str) -> Step:
+        """[register+offset], or a symbol with an offset."""
+        base, _, offset = text.strip("[]").partition("+")
+        read, plus = self.reader(base), int(offset or 0)
+        return lambda th: read(th) + plus
+
+    def list(self, text: str) -> list[str]:
+        """The names in braces, or the one without."""
+        return [part.strip() for part in text.strip("{}").split(",")]
+
+
+def compiled(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:
+    """The function of an instruction; None for those of several threads or of the memory."""
+    parts = opcode.split(".")
+    if opcode in ("bra", "bra.uni"):
+        target = o.labels[operands[0]]
+        return lambda th: target
+    if opcode in ("mov.b64", "mov.b32") and "{" in "".join(operands):
+        return _pair(opcode, operands, o)
+    if parts[0] == "setp":
+        return _setp(parts, operands, o)
+    target, reads = o.at(operands[0]) if operands else 0, [o.reader(text) for text in operands[1:]]
+    make = _value(opcode, parts, reads)
+    if make is None:
+        return None
+
+    def step(th: Any) -> None:
+        th.registers[target] = make(th)
+
+    return step
+
+
+def _pair(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:
+    """mov between a register and its halves."""
+    half = int(opcode[-2:]) // 2
+    if operands[0].startswith("{"):
+        names, read = [o.at(name) for name in o.list(operands[0])], o.reader(operands[1])
+
+        def split(th: Any) -> None:
+            for at, place in enumerate(names):
+                th.registers[place] = read(th) >> at * half & ((1 << half) - 1)
+
+        return split
+    target, reads = o.at(operands[0]), [o.reader(name) for name in o.list(operands[1])]
+
+    def join(th: Any) -> None:
+        th.registers[target] = reads[0](th) | reads[1](th) << half
+
+    return join
+
+
+def _setp(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
+    compare, kind = COMPARISONS[parts[1]], parts[2]
+    target, a, b = o.at(operands[0]), o.reader(operands[1]), o.reader(operands[2])
+    mask = (1 << WIDTHS[kind]) - 1
+
+    def step(th: Any) -> None:
+        th.registers[target] = compare(number(a(th) & mask, kind), number(b(th) & mask, kind))
+
+    return step
+
+
+def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
+    """What an instruction with one result makes."""
+    kind = parts[-1]
+    if opcode in UNARY:
+        return lambda th: UNARY[opcode](reads[0](th))
+    if opcode in FLOATS:
+        return lambda th: pattern(FLOATS[opcode](real(reads[0](th)), real(reads[1](th))))
+    if kind == "pred":
+        names: dict[str, Step] = {
+            "and": lambda th: reads[0](th) and reads[1](th), "or": lambda th: reads[0](th) or reads[1](th),
+            "not": lambda th: not reads[0](th), "mov": lambda th: bool(reads[0](th)),
+            "xor": lambda th: reads[0](th) != reads[1](th),
+        }  # fmt: skip
+        return names[parts[0]]
+    if parts[0] in ("mov", "cvta"):
+        mask = (1 << WIDTHS.get(kind, 64)) - 1
+        return lambda th: reads[0](th) & mask
+    if opcode == "bfi.b32":
+        return lambda th: _inserted(*(read(th) for read in reads))
+    if parts[0] == "selp":
+        return lambda th: reads[0](th) if reads[2](th) else reads[1](th)
+    if parts[0] == "cvt" and len(parts) == 3 and parts[1] in WIDTHS and kind in WIDTHS and "f32" not in parts:
+        into, source = (1 << WIDTHS[parts[1]]) - 1, (1 << WIDTHS[kind]) - 1
+        return lambda th: number(reads[0](th) & source, kind) & into
+    if parts[:2] == ["mul", "wide"]:
+        mask, wide = (1 << WIDTHS[kind]) - 1, (1 << 2 * WIDTHS[kind]) - 1
+        return lambda th: number(reads[0](th) & mask, kind) * number(reads[1](th) & mask, kind) & wide
+    name = ".".join(parts[:-1])
+    if name in ARITHMETIC and kind in WIDTHS and kind[0] != "f":
+        return _integer(ARITHMETIC[name], kind, reads, shift=parts[0] in ("shl", "shr"))
+    return None
+
+
+def _inserted(field: int, into: int, place: int, length: int) -> int:
+    """`length` low bits of a field put into a word at a place."""
+    mask = (1 << length) - 1 << place
+    return (into & ~mask | field << place & mask) & 0xFFFFFFFF
+
+
+def _integer(make: Callable[..., int], kind: str, reads: list[Step], shift: bool) -> Step:
+    mask = (1 << WIDTHS[kind]) - 1
+
+    def value(th: Any) -> int:
+        given = [number(read(th) & mask, kind) for read in reads]
+        if shift:
+            given[1] &= 0xFFFFFFFF
+        return make(*given) & mask
+
+    return value
+
+
+__all__ = ["Operands", "compiled", "pattern", "real", "signed"]

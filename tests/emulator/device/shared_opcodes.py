@@ -1,0 +1,270 @@
+"""Instructions of memory, barriers, copies and tensor cores; see the PTX ISA. "waits" as a result: try again later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.emulator.device.memory import RANK, Barrier
+from tests.emulator.device.opcodes import WIDTHS, Operands, Step, pattern, real, signed
+from tests.emulator.device.tensor_core import places, product, swizzled
+
+LOW = (1 << RANK) - 1
+
+
+def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step | None:
+    """The function of an instruction, or None where it is not known. at: its number."""
+    parts = opcode.split(".")
+    if parts[0] in ("ld", "st"):
+        return _access(parts, operands, o)
+    if opcode.startswith("mbarrier"):
+        return _mbarrier(opcode, operands, o)
+    if opcode.startswith("cp.async.bulk"):
+        return _copy(opcode, operands, o)
+    if opcode.startswith("wgmma"):
+        return _wgmma(opcode, operands, o, at)
+    if opcode.startswith("barrier.cluster"):
+        return _cluster_arrive if "arrive" in opcode else _cluster_wait
+    if opcode == "mapa.shared::cluster.u32":
+        target, address, rank = o.at(operands[0]), o.reader(operands[1]), o.reader(operands[2])
+
+        def mapa(th: Any) -> None:
+            th.registers[target] = address(th) & LOW | rank(th) << RANK | 1 << 31
+
+        return mapa
+    if opcode == "shfl.sync.idx.b32":
+        return _shuffle(operands, o, at)
+    if opcode == "bar.sync":
+        return _bar(operands, o, at)
+    if opcode == "bar.warp.sync":
+        return lambda th: _meet(th, ("warp", at, th.tid_x // 32), 32, lambda group: None)
+    if opcode.startswith(("setmaxnreg", "fence.mbarrier_init")):
+        return lambda th: None
+    if opcode == "ret":
+        return _ret
+    return None
+
+
+def _ret(th: Any) -> int:
+    th.done = True
+    return int(th.pc)
+
+
+def _meet(th: Any, where: Any, count: int, together: Callable[[list[Any]], None]) -> str | None:
+    """Wait for `count` threads of the program; the last one does what they do together."""
+    if th.arrived is not None:
+        opened, th.arrived = th.arrived[0], th.arrived if not th.arrived[0] else None
+        return None if opened else "waits"
+    meeting = th.cta.meetings.setdefault(where, [])
+    th.arrived = [False]
+    meeting.append(th)
+    if len(meeting) == count:
+        del th.cta.meetings[where]
+        together(sorted(meeting, key=lambda one: one.tid_x))
+        for one in meeting:
+            one.arrived[0] = True
+        th.arrived = None
+        return None
+    return "waits"
+
+
+def _bar(operands: tuple[str, ...], o: Operands, at: int) -> Step:
+    which, count = o.reader(operands[0]), o.reader(operands[1]) if len(operands) > 1 else None
+    return lambda th: _meet(
+        th, ("bar", which(th)), count(th) if count else len(th.cta.threads), lambda group: None
+    )
+
+
+def _shuffle(operands: tuple[str, ...], o: Operands, at: int) -> Step:
+    names = [o.at(name) for name in operands[0].split("|")]
+    value, lane = o.reader(operands[1]), o.reader(operands[2])
+
+    def step(th: Any) -> str | None:
+        def together(group: list[Any]) -> None:
+            given = [value(one) for one in group]
+            for one in group:
+                one.registers[names[0]] = given[lane(one)]
+                for rest in names[1:]:
+                    one.registers[rest] = True
+
+        return _meet(th, ("shuffle", at, th.tid_x // 32), 32, together)
+
+    return step
+
+
+def _cluster_arrive(th: Any) -> None:
+    cluster = th.cta.cluster
+    th.generation = cluster.generation
+    cluster.arrivals += 1
+    if cluster.arrivals == sum(len(cta.threads) for cta in cluster.ctas):
+        cluster.arrivals, cluster.generation = 0, cluster.generation + 1
+
+
+def _cluster_wait(th: Any) -> str | None:
+    return None if th.cta.cluster.generation > th.generation else "waits"
+
+
+def _owner(th: Any, address: int) -> tuple[Any, int]:
+    """The program whose shared memory an address names, and the address in it."""
+    if address >> 31:
+        return th.cta.cluster.ctas[address >> RANK & 0x7F], address & LOW
+    return th.cta, address
+
+
+def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
+    """Loads and stores of 16 to 64 bits and of vectors."""
+    size, count = WIDTHS[parts[-1]] // 8, next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
+    where, load = parts[1], parts[0] == "ld"
+    text, registers = (operands[1], operands[0]) if load else (operands[0], operands[1])
+    address = o.address(text)
+    names, reads = [o.at(n) for n in o.list(registers)] if load else [], [o.reader(n) for n in o.list(registers)]
+
+    def view(th: Any) -> Any:
+        if where.startswith("shared"):
+            cta, place = _owner(th, address(th))
+            return cta.shared.view(place, size * count)
+        return th.cta.cluster.machine.memory.view(address(th), size * count)
+
+    def step(th: Any) -> None:
+        data = view(th)
+        for i in range(count):
+            part = data[i * size : (i + 1) * size]
+            if load:
+                th.registers[names[i]] = int.from_bytes(part.tobytes(), "little")
+            else:
+                mask = (1 << 8 * size) - 1
+                part[:] = np.frombuffer((reads[i](th) & mask).to_bytes(size, "little"), np.uint8)
+
+    return step
+
+
+def _mbarrier(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:
+    if ".try_wait" in opcode:
+        target, address, parity = o.at(operands[0]), o.address(operands[1]), o.reader(operands[2])
+
+        def wait(th: Any) -> str | None:
+            cta, place = _owner(th, address(th))
+            if not cta.shared.barriers[place].passed(parity(th)):
+                return "waits"
+            th.registers[target] = True
+            return None
+
+        return wait
+    if ".init" in opcode:
+        address, number = o.address(operands[0]), o.reader(operands[1])
+
+        def init(th: Any) -> None:
+            cta, place = _owner(th, address(th))
+            cta.shared.view(place, 8)
+            cta.shared.barriers[place] = Barrier(number(th))
+
+        return init
+    address, size = o.address(operands[1]), o.reader(operands[2]) if "expect_tx" in opcode else lambda th: 0
+
+    def arrive(th: Any) -> None:
+        cta, place = _owner(th, address(th))
+        cta.shared.barriers[place].change(1, size(th))
+
+    return arrive
+
+
+def _copy(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:
+    """Bulk copies, of bytes or of a box of a tensor map, to one program or several."""
+    tensor = ".tensor.2d" in opcode
+    to, bar = o.address(operands[0]), o.address(operands[2 if tensor else 3])
+    many = o.reader(operands[3]) if "multicast" in opcode else None
+    if tensor:
+        base, _, coordinates = operands[1].strip("[]").partition(",")
+        source, (x, y) = o.reader(base.strip()), [o.reader(part) for part in o.list(coordinates.strip())]
+    else:
+        source, length = o.address(operands[1]), o.reader(operands[2])
+
+    def step(th: Any) -> None:
+        cluster = th.cta.cluster
+        if tensor:
+            one = cluster.machine.maps[source(th)]
+            data = one.read(signed(x(th), 32), signed(y(th), 32))
+            width = one.box[1]
+        else:
+            data, width = _aligned(cluster.machine.memory.view(source(th), length(th)), source(th)), 0
+        targets = [th.cta] if many is None else [c for c in cluster.ctas if many(th) >> c.rank & 1]
+        for cta in targets:
+            place, barrier = to(th) & LOW, cta.shared.barriers[bar(th) & LOW]
+            cluster.copy(lambda c=cta, p=place, b=barrier: _arrives(c, p, b, data.reshape(-1).copy(), width))
+
+    return step
+
+
+def _aligned(data: Any, address: int) -> Any:
+    if address % 16 or len(data) % 16:
+        raise ValueError(f"a bulk copy of {len(data)} bytes from {address:#x} is not aligned")
+    return data
+
+
+def _arrives(cta: Any, place: int, barrier: Barrier, data: Any, width: int) -> None:
+    """Bytes into shared memory, swizzled where the box has a width."""
+    if place % (8 * width or 16):
+        raise ValueError(f"a copy to {place:#x} does not begin at a repetition of its swizzle")
+    cta.shared.view(place, len(data))
+    at = place + np.arange(len(data))
+    cta.shared.data[swizzled(at, width) if width else at] = data
+    barrier.change(0, -len(data))
+
+
+def _wgmma(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step:
+    """Products wait for `wait_group`, which does the oldest first."""
+    if ".mma_async" in opcode:
+        together = _multiply(opcode, operands, o)
+    elif ".commit_group" in opcode:
+        together = lambda group: _products(group).append([])  # noqa: E731
+    elif ".wait_group" in opcode:
+        last = int(operands[0])
+
+        def together(group: list[Any]) -> None:
+            waiting = _products(group)
+            while len(waiting) > last + 1:
+                for one in waiting.pop(0):
+                    one()
+
+    else:
+        return lambda th: None
+    return lambda th: _meet(th, ("wgmma", at, th.tid_x // 128), 128, together)
+
+
+def _products(group: list[Any]) -> list[list[Callable[[], None]]]:
+    made: list[list[Callable[[], None]]] = group[0].cta.products.setdefault(group[0].tid_x // 128, [[]])
+    return made
+
+
+def _multiply(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[list[Any]], None]:
+    names = [o.at(name) for name in o.list(operands[0])]
+    a, b, metadata = (o.reader(name) for name in operands[1:4])
+    integer, row_column = ".s32." in opcode, places(len(names))
+    if operands[4:6] != ("0", "1") or set(operands[6:8]) - {"1"} or set(operands[8:]) - {"0"}:
+        raise NotImplementedError(f"{opcode} with {operands[4:]}")
+
+    def together(group: list[Any]) -> None:
+        descriptors = {(a(th), b(th)) for th in group}
+        if len(descriptors) != 1:
+            raise ValueError("threads of a warpgroup disagree about the operands")
+        words = np.array([metadata(th) for th in group], np.int64)
+        first, second = descriptors.pop()
+
+        def multiply() -> None:
+            made = product(group[0].cta.shared.data, opcode, first, second, words)[row_column]
+            for th, own in zip(group, made, strict=True):
+                for place, value in zip(names, own, strict=True):
+                    old = th.registers[place]
+                    if integer:
+                        th.registers[place] = (old + int(value)) & 0xFFFFFFFF
+                    else:
+                        th.registers[place] = pattern(np.float32(float(real(old)) + float(value)))
+
+        _products(group)[-1].append(multiply)
+
+    return together
+
+
+__all__ = ["special"]
