@@ -17,10 +17,12 @@ from fast.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from fast.quantize.rowwise_colwise import quantize_both
 from fast.sparsity.compress import compress, decompress
+from fast.sparsity.linear_sparse import arrange_sparse_metadata, linear_sparse
 from fast.sparsity.prune import prune
 from fast.sparsity.quantize_compressed import quantize_compressed
 
 __all__ = [
+    "arrange_sparse_metadata",
     "choose_scales",
     "compress",
     "decode",
@@ -32,6 +34,7 @@ __all__ = [
     "linear",
     "linear_of_codes",
     "linear_pair",
+    "linear_sparse",
     "linear_swiglu",
     "matmul",
     "matmul_error_bound",

@@ -27,6 +27,7 @@ from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
 from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
+from reference.sparsity.linear_sparse import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.prune import prune
 from reference.sparsity.quantize_compressed import quantize_compressed
 from reference.sparsity.scores import magnitude_scores, ria_scores, square_sums, wanda_scores
@@ -72,6 +73,8 @@ __all__ = [
     "grouped_linear_vjp",
     "linear",
     "linear_error_bound",
+    "linear_sparse",
+    "linear_sparse_error_bound",
     "magnitude_scores",
     "matmul",
     "matmul_error_bound",

@@ -20,6 +20,7 @@ LARGER: dict[str, int] = {}
 
 #: Public functions of fast without a reference of that name, each with its reason.
 FAST_ALONE = {
+    "arrange_sparse_metadata": "the order of `linear_sparse`'s kernel; other layouts: `reference.arrange_metadata`",
     "linear_of_codes": "the integer product that a layer with dynamic activations runs; `linear` states its value",
     "linear_pair": "two calls of `linear` in one launch",
     "linear_swiglu": "`linear` twice and `swiglu` in one launch",

@@ -1,8 +1,9 @@
 """2:4 metadata in the order in which threads of the kernel read it: a permutation of the canonical bytes, and its inverse.
 
-Canonical: row r, byte b, as `reference.compress` writes it. Here (blocks, panels, bytes): blocks of 64 rows; panels of 128 elements of
-8 bits or 64 of 16, an even number of them; in a block and panel the two 32-bit words of each thread, one for each instruction, side
-by side, threads in order. With warp w, quad g (lane / 4), t = lane % 4, instruction s, byte b of the word, row r = 16 w + g + 8 h:
+Canonical: row r, byte b, as `reference.compress` writes it. Here (blocks, panels, bytes): blocks of 64 rows; panels of 128
+elements of 8 bits or 64 of 16, an even number of them; in a block and panel the two 32-bit words of each thread, one for each
+instruction, side by side, threads in order. With warp w, quad g (lane / 4), t = lane % 4, instruction s, byte b of the word,
+row r = 16 w + g + 8 h:
 
 * 8 bits (1024 bytes): byte ((32 w + 4 g + t) 2 + s) 4 + b is canonical byte 16 p + 8 s + 4 (t / 2) + b of row h = t % 2.
 * 16 bits (512 bytes): threads t and t + 2 read the same; byte ((16 w + 2 g + t % 2) 2 + s) 4 + b is canonical byte
@@ -43,10 +44,8 @@ def arrange(metadata: torch.Tensor, bits: int) -> torch.Tensor:
 def restore(arranged: torch.Tensor, bits: int, shape: tuple[int, int]) -> torch.Tensor:
     """Canonical metadata of `shape` (N, bytes) from what `arrange` made."""
     blocks, panels, _ = arranged.shape
-    column = PANEL_BYTES[bits] // 4
-    inner = (4, 8, 2, 2, 2, column) if bits == 8 else (4, 8, 2, 2, 2, column)
     rows, stored = shape
-    back = arranged.view(blocks, panels, *inner).permute(INVERSE[bits])
+    back = arranged.view(blocks, panels, 4, 8, 2, 2, 2, PANEL_BYTES[bits] // 4).permute(INVERSE[bits])
     return back.reshape(blocks * ROWS, panels * PANEL_BYTES[bits])[:rows, :stored].contiguous()
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-#: Of `cuda.h`: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_TENSOR_MAP_DATA_TYPE_UINT8, SWIZZLE_64B and _128B by their bytes,
-#: L2_PROMOTION_L2_256B.
+#: Of `cuda.h`: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_TENSOR_MAP_DATA_TYPE_UINT8, SWIZZLE_64B and _128B by their
+#: bytes, L2_PROMOTION_L2_256B.
 MAX_SHARED, UINT8, L2_256 = 8, 0, 3
+#: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
+CLUSTER_DIMENSION = 4
 SWIZZLES = {64: 2, 128: 3}
 #: INTERLEAVE_NONE and FLOAT_OOB_FILL_NONE, which fills with zeros.
 PLAIN, ZEROS = 0, 0
@@ -48,8 +50,39 @@ def function_of(cubin: bytes, name: str, shared: int, device: int) -> ctypes.c_v
         torch.cuda.current_stream().query()  # from here on the device's context is current
         check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
         check(driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
-        check(driver().cuFuncSetAttribute(found, MAX_SHARED, shared), f"{shared} bytes of shared memory for {name}")
+        check(
+            driver().cuFuncSetAttribute(found, MAX_SHARED, shared),
+            f"{shared} bytes of shared memory for {name}",
+        )
     return found
+
+
+class _Attribute(ctypes.Structure):
+    """A `CUlaunchAttribute`: its number, and of 64 bytes of value the three first words."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """A `CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shared: int, device: int) -> int:
+    """How many clusters of a kernel the device runs at once: those that fit into its groups of multiprocessors."""
+    attribute = _Attribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+    config = _Config(
+        (cluster, 1, 1), (threads, 1, 1), shared, None, ctypes.addressof(attribute), 1
+    )  # fmt: skip
+    found = ctypes.c_int()
+    with torch.cuda.device(device):
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
+    check(status, f"asking how many clusters of {cluster} programs run at once")
+    return found.value
 
 
 def launcher(function: ctypes.c_void_p, threads: int, shared: int) -> Launch:
@@ -57,9 +90,7 @@ def launcher(function: ctypes.c_void_p, threads: int, shared: int) -> Launch:
     launch, kernel = driver().cuLaunchKernel, function.value
 
     def run(programs: int, stream: int, maps: bytes, problem: Any) -> None:
-        places = (ctypes.c_void_p * 2)(
-            ctypes.cast(maps, ctypes.c_void_p).value, ctypes.addressof(problem)
-        )
+        places = (ctypes.c_void_p * 2)(ctypes.cast(maps, ctypes.c_void_p).value, ctypes.addressof(problem))
         status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, places, None)
         if status:
             check(status, "launching a sparse product")
@@ -83,4 +114,4 @@ def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> by
     return bytes(made)
 
 
-__all__ = ["STEP", "Launch", "check", "driver", "function_of", "launcher", "tensor_map"]
+__all__ = ["STEP", "Launch", "check", "clusters_at_once", "driver", "function_of", "launcher", "tensor_map"]

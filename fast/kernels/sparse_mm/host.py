@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from fast.kernels.launch import cache
 from fast.kernels.launch.direct import current_device, current_stream
-from fast.kernels.sparse_mm.driver import STEP, function_of, launcher, tensor_map
+from fast.kernels.sparse_mm.arrange import arrange
+from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
+from fast.kernels.sparse_mm.select import choose
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, PANEL, Variant, sources
-from functools import lru_cache
 
 #: Tiles of tokens that share their features' values in the L2 cache.
 GROUP = 8
+Operands = Sequence[Any]
 
 
 class Problem(ctypes.Structure):
@@ -29,6 +34,27 @@ class Problem(ctypes.Structure):
     )  # fmt: skip
 
 
+def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor:
+    """The product of checked operands, by the variant for their shape. name: of the output's dtype; key: see `launch.cache`."""
+    call = product(name, fast_sums, operands)
+    y = call(*operands)
+    cache.remember(key, call, None)
+    return y
+
+
+def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | None = None) -> Product:
+    """The call for operands of these shapes, dtypes and device. variant: by default that of `select.choose`."""
+    x, values = operands[0], operands[1]
+    elements = ELEMENTS[_name(values), _name(x)]
+    bits, features = elements.bits, values.shape[0]
+    tokens, length = x.numel() // x.shape[-1], x.shape[-1] * bits // 8
+    if variant is None:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        promote = not fast_sums and bits == 8 and not elements.integer
+        variant = choose(tokens, features, length, bits, promote, processors)
+    return Product(variant, elements.values, elements.x, bits, name, operands)
+
+
 def boxes(variant: Variant) -> tuple[tuple[int, int], tuple[int, int]]:
     """Boxes (rows, bytes) of values and of x that a copy of the kernel takes."""
     return (variant.features, PANEL // 2 * variant.panels), (variant.tokens // variant.pair, PANEL)
@@ -40,5 +66,85 @@ def steps_of(variant: Variant, length: int) -> int:
 
 
 def tiles_of(variant: Variant, tokens: int, features: int) -> int:
-    """Clusters' tiles: with splits as many clusters as this, else at most."""
+    """Tiles of clusters."""
     return -(-tokens // variant.tokens) * -(-features // (variant.features * variant.pair))
+
+
+def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> int:
+    """Programs to launch: with splits a cluster for each tile, else at most the clusters that run at once, which persist."""
+    tiles = tiles_of(variant, tokens, features)
+    return (tiles if variant.splits > 1 else min(tiles, max(1, at_once))) * variant.cluster
+
+
+class Product:
+    """A call: all that shapes and dtypes say, so that a repetition allocates, looks two tensor maps up and launches."""
+
+    def __init__(
+        self, variant: Variant, values: str, x: str, bits: int, name: str, operands: Operands
+    ) -> None:
+        tokens_like, stored, metadata, bias, x_scale, scale = operands
+        self.variant, self.bits, self.index = variant, bits, tokens_like.get_device()
+        self.device, self.dtype = tokens_like.device, getattr(torch, name)
+        self.features, k = stored.shape[0], tokens_like.shape[-1]
+        self.tokens, self.shape = tokens_like.numel() // k, (*tokens_like.shape[:-1], stored.shape[0])
+        self.length, self.arranged = k * bits // 8, metadata.dim() == 3
+        self.boxes = boxes(variant)
+        self.launch, at_once = _launch(variant, values, x, bits, name, self.index)
+        self.programs = programs_of(variant, self.tokens, self.features, at_once)
+        shape = metadata.shape if self.arranged else arrange(metadata[:1], bits).shape
+        blocks = -(-self.features // 64)
+        self.rest = (
+            self.tokens, self.features, steps_of(variant, self.length), shape[1], blocks,
+            int(x_scale is not None and x_scale.numel() > 1), int(scale is not None and scale.numel() > 1),
+            0 if bias is None else KINDS.index(_name(bias)), GROUP,
+        )  # fmt: skip
+
+    def __call__(
+        self, x: Any, values: Any, metadata: Any, bias: Any = None, x_scale: Any = None, scale: Any = None
+    ) -> torch.Tensor | None:
+        """The product of operands with the same key."""
+        if current_device() != self.index:  # type: ignore[misc]
+            with torch.cuda.device(self.index):
+                return self(x, values, metadata, bias, x_scale, scale)
+        if not self.arranged:
+            metadata = arrange(metadata, self.bits)
+        x, values, metadata = _placed(x), _placed(values), _placed(metadata)
+        bias, x_scale, scale = (None if one is None else _placed(one) for one in (bias, x_scale, scale))
+        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        first, second = self.boxes
+        maps = tensor_map(values.data_ptr(), self.features, self.length // 2, first) + tensor_map(
+            x.data_ptr(), self.tokens, self.length, second
+        )
+        problem = Problem(
+            metadata.data_ptr(), _address(x_scale), _address(scale), _address(bias), y.data_ptr(), *self.rest
+        )
+        self.launch(self.programs, current_stream(self.index), maps, problem)  # type: ignore[misc]
+        return y
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is contiguous and begins at a multiple of STEP bytes."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % STEP else tensor
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _launch(variant: Variant, values: str, x: str, bits: int, name: str, device: int) -> tuple[Launch, int]:
+    """What launches a variant, compiled at first use, and how many of its clusters run at once."""
+    elements = next(one for one in ELEMENTS.values() if (one.values, one.x) == (values, x))
+    shared = variant.shared(bits)
+    function = function_of(cached_cubin(*sources(variant, elements, name)), "sparse_mm", shared, device)
+    at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
+    return launcher(function, variant.threads, shared), at_once
+
+
+__all__ = ["GROUP", "Problem", "Product", "boxes", "linear_sparse", "product", "programs_of", "steps_of"]

@@ -1,8 +1,8 @@
 """CUDA C++ to a cubin by NVRTC, which comes with torch's wheels for CUDA; and the cubins that are kept on disk.
 
-NVRTC needs no GPU and no CUDA headers of an installation. A cubin's name has a digest of all that it depends on: source, headers,
-options and version of NVRTC. Files are in `cubins` of AO_LAB_CACHE, else of the user's cache; where nothing can be written there,
-each process compiles for itself.
+NVRTC needs no GPU and no CUDA headers of an installation. A cubin's name has a digest of all that it depends on: source,
+headers, options and version of NVRTC. Files are in `cubins` of AO_LAB_CACHE, else of the user's cache; where nothing can be
+written there, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def compile_source(
         text = log.rstrip(b"\0").decode(errors="replace")
         if status:
             raise CompileError(f"NVRTC does not compile sparse_mm.cu with {' '.join(options)}:\n{text}")
-        get = (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        get = (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+            if ptx
+            else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        )
         return _read(*get, program), text
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -104,7 +108,12 @@ def _check(status: int) -> None:
 
 def cached_cubin(source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
     """The cubin of a source, from disk where it is there."""
-    parts = (source, *(part for item in headers.items() for part in item), *options, str(version_of(library())))
+    parts = (
+        source,
+        *(part for item in headers.items() for part in item),
+        *options,
+        str(version_of(library())),
+    )
     path = folder() / f"sparse_mm-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
         kept = path.read_bytes()

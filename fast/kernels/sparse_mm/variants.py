@@ -14,6 +14,7 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 KINDS = ("float32", "bfloat16", "float16", "int32")
 #: Bytes of shared memory that a program may have, bytes of a row of x in a panel, and words of a token in an outgoing tile.
 MOST_SHARED, PANEL, PITCH = 232448, 128, 68
+MOST_STAGES = 12
 
 #: Elements of the weight and of x, by the names of their dtypes.
 ELEMENTS = {
@@ -31,8 +32,8 @@ class Variant(NamedTuple):
     """tokens: of a tile. groups: warpgroups that multiply, 64 features each. panels: of 128 bytes of x in a stage of the ring.
 
     stages: of the ring. pair: programs of a cluster along the features, which share tokens. splits: programs along K. promote:
-    whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for the
-    one before, which no result may depend on.
+    whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for
+    the one before, which no result may depend on.
     """
 
     tokens: int
@@ -86,8 +87,8 @@ def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[s
     """Source, headers and options for NVRTC. out: the name of the output's dtype."""
     defined = {
         "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
-        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote), "LATER": int(not variant.serial), "OUT": KINDS.index(out),
-        "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote), "LATER":
+        int(not variant.serial), "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
     }  # fmt: skip
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return source(), {"products.h": header(elements, variant.tokens)}, options
@@ -97,3 +98,14 @@ def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[s
 def source() -> str:
     """The text of the kernel."""
     return SOURCE.read_text()
+
+
+def fitted(
+    tokens: int, groups: int, panels: int, pair: int, splits: int, bits: int, *, promote: bool = False
+) -> Variant:
+    """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
+    one = Variant(tokens, groups, panels, 1, pair, splits, promote)
+    two = one._replace(stages=2)
+    each = two.shared(bits) - one.shared(bits)
+    fixed = one.shared(bits) - each
+    return one._replace(stages=min(MOST_STAGES, (MOST_SHARED - fixed) // each))

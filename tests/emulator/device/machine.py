@@ -1,7 +1,8 @@
-"""Runs the clusters of a kernel, thread by thread, in an order drawn by a seed: barriers, copies and tensor cores as a GPU may do them.
+"""Runs the clusters of a kernel, thread by thread, in an order drawn by a seed: barriers, copies and tensor cores as a GPU may
+do them.
 
-What the hardware may do at any time is done at the worst: products of the tensor core read shared memory when somebody waits for
-them; copies arrive at once (`early`) or when no thread can go on. So a stage that is handed back or read too soon shows.
+What the hardware may do at any time is done at the worst: products of the tensor core read shared memory when somebody waits
+for them; copies arrive at once (`early`) or when no thread can go on. So a stage that is handed back or read too soon shows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from tests.emulator.device.memory import BASE, Memory, Shared
 from tests.emulator.device.opcodes import Operands, compiled
 from tests.emulator.device.program import parsed
 from tests.emulator.device.shared_opcodes import special
-
 
 
 class Thread:

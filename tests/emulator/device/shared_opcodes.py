@@ -119,7 +119,10 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
     where, load = parts[1], parts[0] == "ld"
     text, registers = (operands[1], operands[0]) if load else (operands[0], operands[1])
     address = o.address(text)
-    names, reads = [o.at(n) for n in o.list(registers)] if load else [], [o.reader(n) for n in o.list(registers)]
+    names, reads = (
+        [o.at(n) for n in o.list(registers)] if load else [],
+        [o.reader(n) for n in o.list(registers)],
+    )
 
     def view(th: Any) -> Any:
         if where.startswith("shared"):

@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 ELEMENTS = {
-    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "s8": np.int8,
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "s8":
+    np.int8,
 }  # fmt: skip
 SHAPE = re.compile(r"m64n(\d+)k(\d+)\.(f32|s32)\.(\w+)\.(\w+)")
 WIDTHS = {1: 128, 2: 64}

@@ -1,0 +1,113 @@
+"""Whether variants compute what they should: bit for bit on integers, within the bound on others, the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+import reference
+from fast.kernels.sparse_mm import host
+from fast.kernels.sparse_mm.select import CLUSTERS, TILES
+from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, fitted
+from tests.gpu.sparsity.products.inputs import Case, case, wanted
+
+#: Odd and whole sizes: (tokens above a tile's, features, K in groups of 32 elements of 8 bits or 16 of 16).
+SHAPES = ((-3, 72, 5), (0, 256, 32), (1, 331, 17), (70, 640, 64))
+REPEATS = 20
+GUARD = 1024
+POISON = 0xA5
+
+
+class Outputs:
+    """`torch.empty` whose tensors are poisoned and lie between guards."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[torch.Tensor, int]] = []
+        self.empty = torch.empty
+
+    def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        memory = self.empty(size + 2 * GUARD, dtype=torch.uint8, device=device).fill_(POISON)
+        self.made.append((memory, size))
+        return memory[GUARD : GUARD + size].view(dtype).view(shape)
+
+    def intact(self) -> bool:
+        """Whether nothing was written beyond an output."""
+        return all(
+            bool((memory[:GUARD] == POISON).all() and (memory[GUARD + size :] == POISON).all())
+            for memory, size in self.made
+        )
+
+
+def run(
+    variant: Variant, one: Case, out: torch.dtype, scaled: bool, arranged: bool = True
+) -> tuple[torch.Tensor, bool]:
+    """The result of a variant, and whether it wrote only that."""
+    extra = (one.bias, one.x_scale, one.scale) if scaled else (None, None, None)
+    operands = (one.x, one.values, one.arranged if arranged else one.metadata, *extra)
+    call, outputs = host.product(str(out).removeprefix("torch."), True, operands, variant), Outputs()
+    with mock.patch.object(host.torch, "empty", outputs):
+        made = call(*operands)
+    torch.cuda.synchronize()
+    assert made is not None
+    return made, outputs.intact()
+
+
+def variants(bits: int, promote: bool) -> Iterator[Variant]:
+    """Every tile with every cluster."""
+    for tokens, groups, panels in TILES:
+        for pair, splits in CLUSTERS:
+            if tokens // pair >= 8 and not (tokens == 256 and (splits > 1 or promote)):
+                yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
+
+
+def complaint(variant: Variant, dtypes: tuple[str, str]) -> str | None:
+    """What is wrong with a variant for a pair of dtypes of values and x, or None."""
+    bits = ELEMENTS[dtypes].bits
+    kinds = tuple(getattr(torch, name) for name in dtypes)
+    for more, features, groups in SHAPES:
+        tokens = max(1, variant.tokens + more)
+        one = case(tokens, features, groups * (32 if bits == 8 else 16), kinds, whole=True)
+        for out in (torch.bfloat16, torch.int32 if dtypes[0] == "int8" else torch.float32):
+            scaled = out != torch.int32
+            got, intact = run(variant, one, out, scaled)
+            right = wanted(one, out, scaled)
+            if not intact:
+                return f"writes outside of y ({tokens}, {features}), {out}"
+            bad = int((got != right).sum())
+            if bad:
+                at = (got != right).nonzero()[0].tolist()
+                return (
+                    f"{bad} of {got.numel()} differ, x {tuple(one.x.shape)}, {features} features, {out}, first at {at}: "
+                    f"{got[tuple(at)].item()} instead of {right[tuple(at)].item()}"
+                )
+    return None
+
+
+def unstable(variant: Variant, dtypes: tuple[str, str]) -> str | None:
+    """Bits that differ between calls, or errors beyond the bound, on random numbers; None where there are none."""
+    kinds = tuple(getattr(torch, name) for name in dtypes)
+    one = case(96, 200, 2048, kinds, whole=False)
+    first, _ = run(variant, one, torch.float32, True)
+    for _ in range(REPEATS):
+        again, _ = run(variant, one, torch.float32, True)
+        if not torch.equal(again.view(torch.int32), first.view(torch.int32)):
+            return "two calls gave different bits"
+    if not torch.equal(run(variant, one, torch.float32, True, arranged=False)[0], first):
+        return "canonical metadata gave other bits than arranged"
+    given = [part.cpu() for part in (one.x, one.values, one.metadata, one.bias)]
+    scales = {"x_scale": one.x_scale.cpu(), "scale": one.scale.cpu()}
+    bound = reference.linear_sparse_error_bound(*given, **scales, fast_sums=not variant.promote)
+    weight = one.dense.double().cpu()
+    truth = (one.x.double().cpu() @ weight.T) * scales["x_scale"].double() * scales[
+        "scale"
+    ].double().T + given[3].double()
+    share = float(((first.double().cpu() - truth).abs() / bound).max())
+    return None if share <= 1 else f"error {share:.2f} times the bound"
+
+
+__all__ = ["complaint", "run", "unstable", "variants"]
