@@ -1,0 +1,92 @@
+"""The kernel's PTX in the emulator, against the reference bit for bit: order of metadata, swizzles, barriers, what is written where.
+
+Products of integers are exact, so what the emulator does not know, how the tensor core rounds, does not enter.
+"""
+
+import pytest
+import torch
+
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.sparse_mm.arrange import arrange
+from fast.kernels.sparse_mm.variants import Variant
+from tests.emulator.device.stand_in import StandIn
+from tests.fast.kernels.sparse_mm.examples import expected, operands, require_nvrtc
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+#: Variant, dtypes of values and x, shape (M, N, K), output, bias, scales.
+CASES = {
+    "fp8": (Variant(16, 1, 1, 3, 1, 1), (E4M3, E4M3), (19, 72, 416), "bfloat16", "float32", True),
+    "bf16 split in two": (Variant(16, 1, 2, 3, 1, 2), ("bfloat16",) * 2, (13, 70, 336), "bfloat16", "bfloat16", True),
+    "int8 split in four": (Variant(16, 2, 2, 3, 1, 4), ("int8",) * 2, (5, 130, 1056), "int32", None, False),
+    "int8 scaled": (Variant(16, 1, 2, 3, 1, 1), ("int8",) * 2, (9, 65, 544), "float16", "float16", True),
+    "fp16 in pairs": (Variant(32, 2, 1, 3, 2, 1), ("float16",) * 2, (37, 196, 144), "float16", "float16", True),
+    "mixed fp8": (Variant(32, 1, 2, 2, 1, 1), (E4M3, E5M2), (33, 8, 96), "float32", None, True),
+    "e5m2, pairs, splits": (Variant(64, 2, 1, 3, 2, 2), (E5M2, E4M3), (66, 200, 416), "bfloat16", None, True),
+    "promoted": (Variant(64, 1, 1, 3, 1, 2, True), (E4M3, E4M3), (65, 72, 672), "float32", "float32", True),
+    "splits without steps": (Variant(16, 1, 2, 3, 1, 8), (E4M3, E4M3), (3, 64, 64), "float32", "float32", True),
+    "wide tile": (Variant(128, 2, 1, 3, 2, 1), (E4M3, E4M3), (130, 136, 288), "bfloat16", "float32", True),
+    "widest tile": (Variant(256, 2, 1, 4, 2, 1), ("bfloat16",) * 2, (40, 264, 144), "bfloat16", None, False),
+    "four neighbours": (Variant(32, 1, 1, 3, 4, 1), (E4M3, E4M3), (40, 330, 160), "bfloat16", None, True),
+    "serial": (Variant(16, 2, 1, 3, 1, 1, False, True), (E4M3, E4M3), (16, 128, 544), "bfloat16", None, True),
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_variants_give_the_bits_of_the_reference(name, early):
+    require_nvrtc()
+    variant, kinds, shape, out, bias, scaled = CASES[name]
+    given = operands(*shape, kinds, bias=bias, scaled=scaled)
+    bits = 16 if given[1].itemsize == 2 else 8
+    arranged = [given[0], given[1], arrange(given[2], bits), *given[3:]]
+    assert_same_bits(StandIn(early=early, seed=1).product(variant, out, *arranged), expected(given, out))
+
+
+@pytest.mark.parametrize("one", ["x", "weight", "canonical"])
+def test_one_scale_and_canonical_metadata(one):
+    require_nvrtc()
+    given = operands(17, 72, 96, (E4M3, E4M3))
+    if one != "canonical":
+        at = 4 if one == "x" else 5
+        given[at] = given[at][:1].clone().reshape(())
+    got = StandIn(early=True).product(Variant(16, 1, 2, 3, 1, 2), "bfloat16", *given)
+    assert_same_bits(got, expected(given, "bfloat16"))
+
+
+def replaced(old, new):
+    def change(text):
+        assert old in text, old
+        return text.replace(old, new)
+
+    return change
+
+
+#: A fault of the kernel that no test of one variant on a quiet GPU need find: what is changed.
+FAULTS = {
+    "a stage is handed back while it is read": ("else if (step > first) release(before);", "else release(at.stage);"),
+    "nobody waits for the copies": ("      wait_for(ring.full + 8 * at.stage, at.parity);\n", ""),
+    "a tile is taken before it is put": ("    put<FIRST>(sum, tile, thread);\n    sync_group(group);", "    put<FIRST>(sum, tile, thread);"),
+    "metadata of another instruction": ("words[panel].y);", "words[panel].x);"),
+    "values of another instruction": ("a + 4 * panel + 2,", "a + 4 * panel,"),
+    "sums in other rows": ("i / 2 % 2 * 8", "i % 2 * 8"),
+    "scales of another token": ("p.x_scale[p.x_scale_step * i64(token)]", "p.x_scale[0]"),
+    "features beyond the last": ("if (feature + i < p.features) y[i]", "y[i]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees_faults(fault):
+    """Else the tests above would say nothing."""
+    require_nvrtc()
+    given = operands(19, 70, 1056, (E4M3, E4M3))
+    arranged = [given[0], given[1], arrange(given[2], 8), *given[3:]]
+    right = expected(given, "bfloat16")
+    seen = []
+    for early in (True, False):
+        stand_in = StandIn(early=early, change=replaced(*FAULTS[fault]))
+        try:
+            made = stand_in.product(Variant(16, 1, 1, 3, 1, 1), "bfloat16", *arranged)
+            seen.append(not torch.equal(made, right))
+        except (ValueError, TypeError, RuntimeError):
+            seen.append(True)
+    assert any(seen)
