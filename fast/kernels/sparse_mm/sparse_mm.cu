@@ -38,6 +38,7 @@ constexpr int PANEL = 128;                             // bytes of a row of x
 constexpr int WIDTH = 64 * PANELS;                     // bytes of a row of values in a stage
 constexpr int META = WIDE ? 512 : 1024;                // bytes of metadata of 64 rows and a panel
 constexpr int X_BYTES = PANELS * TOKENS * PANEL, VALUES_BYTES = FEATURES * WIDTH, META_BYTES = GROUPS * PANELS * META;
+constexpr int SIDE = TOKENS + 128;                     // words of a warpgroup's scales and biases
 constexpr int STAGE_BYTES = X_BYTES + VALUES_BYTES + META_BYTES;  // CHUNK: tokens of an outgoing tile
 constexpr int PITCH = 68;                              // words of a token in the outgoing tile: 64 features, 16-byte rows, no conflicts
 
@@ -120,6 +121,23 @@ __device__ __forceinline__ void store_word(u32 address, Sum value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(INTEGER ? u32(value) : __float_as_uint(value)) : "memory");
 }
 
+__device__ __forceinline__ void store_float(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ float load_float(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void load_floats(float (&v)[8], u32 address) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4)
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[i]), "=f"(v[i + 1]), "=f"(v[i + 2]), "=f"(v[i + 3])
+        : "r"(address + 4 * i) : "memory");
+}
+
 // Eight neighbouring sums, of this program or of another one of the cluster.
 __device__ __forceinline__ void load_sums(Sum (&v)[8], u32 address) {
 #pragma unroll
@@ -153,39 +171,62 @@ __device__ __forceinline__ float bias_at(const Problem& p, int feature) {
   return v;
 }
 
-// What eight features of a thread are multiplied by, and what is added. Adding -0 changes nothing.
+// The scales and biases of a tile, which threads read before they multiply and leave in shared memory after it, where the loads of
+// others would wait: words [0, TOKENS) for tokens, 64 scales and 64 biases of features. Adding -0 changes nothing.
+struct Factors {
+  static constexpr int EACH = (TOKENS + 127) / 128;
+  float tokens[EACH], feature;
+
+  __device__ __forceinline__ Factors(const Problem& p, int thread, int token, int first) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int at = token + thread + 128 * i;
+      tokens[i] = p.x_scale != nullptr && at < p.tokens ? p.x_scale[p.x_scale_step * i64(at)] : 1.f;
+    }
+    const int at = first + thread % 64;
+    if (thread < 64) feature = p.scale != nullptr && at < p.features ? p.scale[p.scale_step * i64(at)] : 1.f;
+    else feature = p.bias != nullptr && at < p.features ? bias_at(p, at) : __uint_as_float(0x80000000u);
+  }
+
+  __device__ __forceinline__ void leave(u32 side, int thread) const {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (thread + 128 * i < TOKENS) store_float(side + 4 * (thread + 128 * i), tokens[i]);
+    store_float(side + 4 * (TOKENS + thread), feature);
+  }
+};
+
+// What eight features of a thread are multiplied by, and what is added.
 struct Epilogue {
   float scale[8], bias[8];
+  u32 side;
 
-  __device__ __forceinline__ Epilogue(const Problem& p, int feature) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const bool inside = feature + i < p.features;
-      scale[i] = p.scale != nullptr && inside ? p.scale[p.scale_step * (feature + i)] : 1.f;
-      bias[i] = p.bias != nullptr && inside ? bias_at(p, feature + i) : __uint_as_float(0x80000000u);
-    }
+  __device__ __forceinline__ Epilogue(u32 side, int thread) : side(side) {
+    load_floats(scale, side + 4 * (TOKENS + thread % 8 * 8));
+    load_floats(bias, side + 4 * (TOKENS + 64 + thread % 8 * 8));
   }
 
   // Sums times the token's scale, times the feature's, plus the bias, each rounded to float32; then one rounding, and stores.
-  __device__ __forceinline__ void store(const Problem& p, const Sum (&sum)[8], int token, int feature) const {
-    const float x_scale = p.x_scale != nullptr ? p.x_scale[p.x_scale_step * i64(token)] : 1.f;
+  // at: of the token in the tile.
+  __device__ __forceinline__ void store(const Problem& p, const Sum (&sum)[8], int at, int token, int feature) const {
+    const float x_scale = load_float(side + 4 * at);
     u32 out[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float v = __fadd_rn(__fmul_rn(__fmul_rn(float(sum[i]), x_scale), scale[i]), bias[i]);
       out[i] = OUT == INT32 ? u32(sum[i]) : rounded(v);
     }
-    const i64 at = i64(token) * p.features + feature;
+    const i64 place = i64(token) * p.features + feature;
     const bool whole = p.features % 8 == 0;
     if constexpr (OUT == BFLOAT16 || OUT == FLOAT16) {
-      unsigned short* y = static_cast<unsigned short*>(p.y) + at;
+      unsigned short* y = static_cast<unsigned short*>(p.y) + place;
       if (whole)
         *reinterpret_cast<uint4*>(y) = make_uint4(out[0] | out[1] << 16, out[2] | out[3] << 16, out[4] | out[5] << 16, out[6] | out[7] << 16);
       else
 #pragma unroll
         for (int i = 0; i < 8; i++) if (feature + i < p.features) y[i] = static_cast<unsigned short>(out[i]);
     } else {
-      u32* y = static_cast<u32*>(p.y) + at;
+      u32* y = static_cast<u32*>(p.y) + place;
       if (whole) {
         *reinterpret_cast<uint4*>(y) = make_uint4(out[0], out[1], out[2], out[3]);
         *reinterpret_cast<uint4*>(y + 4) = make_uint4(out[4], out[5], out[6], out[7]);
@@ -207,12 +248,13 @@ __device__ __forceinline__ void put(const Sum (&sum)[SUMS], u32 tile, int thread
   }
 }
 
-// Finish tokens of an outgoing tile, eight features a thread: every SPLITS-th pass of 16 tokens, from `pass` on.
+// Finish tokens of an outgoing tile, eight features a thread: every SPLITS-th pass of 16 tokens, from `pass` on. FIRST: of the chunk.
+template <int FIRST>
 __device__ __forceinline__ void take(const Problem& p, const Epilogue& e, u32 tile, int thread, int token, int feature, int pass) {
 #pragma unroll 1
   for (; pass < CHUNK / 16; pass += SPLITS) {
     const int at = pass * 16 + thread / 8;
-    if (token + at >= p.tokens || feature >= p.features) continue;
+    if (token + FIRST + at >= p.tokens || feature >= p.features) continue;
     const u32 address = tile + 4 * (at * PITCH + thread % 8 * 8);
     Sum total[8];
     if constexpr (SPLITS == 1) {
@@ -230,7 +272,7 @@ __device__ __forceinline__ void take(const Problem& p, const Epilogue& e, u32 ti
         for (int i = 0; i < 8; i++) total[i] += part[i];
       }
     }
-    e.store(p, total, token + at, feature);
+    e.store(p, total, FIRST + at, token + FIRST + at, feature);
   }
 }
 
@@ -240,7 +282,7 @@ __device__ __forceinline__ void write(const Problem& p, const Epilogue& e, const
     sync_group(group);  // the chunk before has left
     put<FIRST>(sum, tile, thread);
     sync_group(group);
-    take(p, e, tile, thread, token + FIRST, feature, 0);
+    take<FIRST>(p, e, tile, thread, token, feature, 0);
     write<FIRST + CHUNK>(p, e, sum, tile, group, thread, token, feature);
   }
 }
@@ -274,11 +316,12 @@ struct Place {
 };
 
 struct Ring {
-  u32 x, values, metadata, tiles, full, empty;
+  u32 x, values, metadata, tiles, side, full, empty;
   __device__ __forceinline__ Ring(u32 base)
       : x(base), values(base + STAGES * X_BYTES), metadata(values + STAGES * VALUES_BYTES),
         tiles(SPLITS > 1 ? base : metadata + STAGES * META_BYTES),
-        full(metadata + STAGES * META_BYTES + (SPLITS > 1 ? 0 : GROUPS * CHUNK * PITCH * 4)), empty(full + 8 * STAGES) {}
+        side(metadata + STAGES * META_BYTES + (SPLITS > 1 ? 0 : GROUPS * CHUNK * PITCH * 4)),
+        full(side + GROUPS * SIDE * 4), empty(full + 8 * STAGES) {}
 };
 
 // One thread: load what this program's part of K has of every tile.
@@ -321,7 +364,9 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
   auto release = [&](int stage) {
     if (lane < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + lane);
   };
+  const u32 side = ring.side + group * SIDE * 4;
   while (tiles.take(neighbour)) {
+    const Factors factors(p, thread, tiles.token, tiles.feature + 64 * group);
     Sum sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0;
@@ -371,14 +416,18 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
     if (LATER == 1 && last > first) release(before);
 #endif
     const int feature = tiles.feature + 64 * group + thread % 8 * 8;
-    const Epilogue e(p, feature);
+    sync_group(group);  // nobody needs the factors of the tile before
+    factors.leave(side, thread);
     if constexpr (SPLITS == 1) {
+      sync_group(group);
+      const Epilogue e(side, thread);
       write<0>(p, e, sum, tile, group, thread, tiles.token, feature);
     } else {
       sync_groups();  // the ring becomes the outgoing tile
       put<0>(sum, tile, thread);
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      take(p, e, tile, thread, tiles.token, feature, split);
+      const Epilogue e(side, thread);
+      take<0>(p, e, tile, thread, tiles.token, feature, split);
     }
   }
 }

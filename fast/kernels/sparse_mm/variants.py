@@ -78,9 +78,10 @@ class Variant(NamedTuple):
         return self.stages * self.panels * panel
 
     def shared(self, bits: int) -> int:
-        """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), barriers, alignment."""
+        """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), scales and biases, barriers,
+        alignment."""
         outgoing = 0 if self.splits > 1 else self.groups * self.chunk * PITCH * 4
-        return self.ring(bits) + outgoing + 16 * self.stages + 1024
+        return self.ring(bits) + outgoing + self.groups * (self.tokens + 128) * 4 + 16 * self.stages + 1024
 
 
 def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:

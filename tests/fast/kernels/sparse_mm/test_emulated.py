@@ -69,7 +69,8 @@ FAULTS = {
     "metadata of another instruction": ("words[panel].y);", "words[panel].x);"),
     "values of another instruction": ("a + 4 * panel + 2,", "a + 4 * panel,"),
     "sums in other rows": ("i / 2 % 2 * 8", "i % 2 * 8"),
-    "scales of another token": ("p.x_scale[p.x_scale_step * i64(token)]", "p.x_scale[0]"),
+    "scales of another token": ("load_float(side + 4 * at)", "load_float(side)"),
+    "scales are read before they are there": ("      sync_group(group);\n      const Epilogue e", "      const Epilogue e"),
     "features beyond the last": ("if (feature + i < p.features) y[i]", "y[i]"),
 }  # fmt: skip
 
