@@ -10,10 +10,10 @@ formula without any rounding, u = 2**-24 and gamma as in `error_bound`, a kernel
 
 * int8: E = 0 until S is rounded to float32, which is one more factor 1 + d below.
 * bfloat16, float16, float8: the tensor core cuts what it adds (`error_bound`, "Truncating tensor core"), F = 13 fraction bits
-  for float8 and 24 for 16 bits, in chains over K or, where sums are not `fast`, over 128 elements; parts of K of different
-  programs and chains are added in float32. The instruction adds the 32 (16) kept products of 64 (32) elements, of which the
-  formula of the dense instruction counts all: its E, with PARTS more additions, is not too small. That a sparse instruction
-  cuts as the dense one does is an assumption; a test on a GPU tries to break it.
+  for float8 and 24 for 16 bits, in chains over K or, where float8 is not summed `fast`, over 128 elements. An instruction adds
+  the 32 (16) kept products of 64 (32) elements, half as many products and steps as the dense one: half of its E, and the
+  float32 additions of at most PARTS parts of K and of the chains. That a sparse instruction cuts as the dense one does is an
+  assumption that a test on a GPU tries to break.
 
 Then |got - T| <= E s + gamma(4) (|T| + E s + |bias|) + 4 * 2**-150 max(1, |scale|), s = |x_scale scale|, plus half a unit of
 the output's dtype: three or four roundings follow, and what underflows in the first product is scaled by the second.
@@ -47,8 +47,8 @@ PAIRS = (
     ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"),
     ("float8_e5m2", "float8_e4m3fn"), ("float8_e5m2", "float8_e5m2"),
 )  # fmt: skip
-#: Most parts of K that a kernel adds.
-PARTS = 8
+#: Most parts of K that a kernel adds, and elements of a chain where sums are not fast.
+PARTS, CHAIN = 8, 128
 
 
 def linear_sparse(
@@ -132,15 +132,20 @@ def _sums_error(rows: F64, columns: F64, x: Array, values: Array, fast_sums: boo
         return np.zeros((rows.shape[0], columns.shape[1]))
     wide = not kinds[0].startswith("float8")
     core: dict[str, Any] = {"k_step": 16, "frac_bits": 24} if wide else {"k_step": 32, "frac_bits": 13}
-    bound = matmul_error_bound(
-        rows.astype(np.float32), columns.astype(np.float32), accumulation="hopper_fp8", order="any",
-        promote=None if wide or fast_sums else 128, operand_formats=(kinds[0], kinds[1]), **core,
-    )  # fmt: skip
+    promote = None if wide or fast_sums else CHAIN
+    # Whole chains, so that half of the products and of the steps of the dense instruction are those of the sparse one.
+    more = -rows.shape[1] % CHAIN
     left, right = (
-        operand_of(rows.astype(np.float32), -1, "x"),
-        operand_of(columns.astype(np.float32), -2, "w"),
+        x.astype(np.float32)
+        for x in (np.pad(rows, ((0, 0), (0, more))), np.pad(columns, ((0, more), (0, 0))))
     )
-    return np.asarray(bound) + float32_error(left, right, None, PARTS)
+    bound = matmul_error_bound(
+        left, right, accumulation="hopper_fp8", promote=promote, operand_formats=(kinds[0], kinds[1]), **core
+    )
+    added = PARTS + (1 if promote is None else left.shape[1] // CHAIN)
+    return np.asarray(bound) / 2 + float32_error(
+        operand_of(left, -1, "x"), operand_of(right, -2, "w"), None, added
+    )
 
 
 def _operands(x: Array, values: Array, metadata: Array) -> tuple[F64, F64]:

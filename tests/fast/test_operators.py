@@ -15,6 +15,7 @@ CODES = (torch.arange(8 * 64, dtype=torch.int32) % 100).to(torch.uint8).view(8, 
 SCALE = torch.ones(())
 STORED = fast.quantize(normals(64, "cpu"), "int4_g32", packed=True)
 WEIGHT, ONE_ROW = (STORED.codes, STORED.scale, None, None), WIDE[:1].clone().requires_grad_()
+MARKS = torch.full((len(WIDE), 8), 0x44, dtype=torch.uint8)
 CALLS = {
     "choose_scales": (X, "nvfp4", -1),
     "encode": (X, "float8_e4m3fn", "nearest_even", "saturate", None),
@@ -38,6 +39,7 @@ CALLS = {
     "prune": (X, None, "2:4"),
     "compress": (X, None, "2:4"),
     "quantize_compressed": (X, None, torch.ones(8, 1), None, None, "fp8_rowwise", "2:4"),
+    "linear_sparse": (WIDE, WIDE[:, :32].contiguous(), MARKS, None, SCALE, None, torch.float32, True),
     "decompress": (X[:, :32].contiguous(), torch.full((8, 8), 0x44, dtype=torch.uint8)),
 }
 

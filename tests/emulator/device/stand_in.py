@@ -1,4 +1,5 @@
-"""`fast.kernels.sparse_mm.host` on CPU tensors: its launches run in the emulator, outputs are poisoned and lie between guards."""
+"""`fast.kernels.sparse_mm.host` on CPU tensors: its launches run in the emulator, outputs are poisoned and lie between
+guards."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ GUARD, MAP = 64, 128
 class StandIn:
     """A device: its memory is that of the tensors that it was given, and of outputs.
 
-    early: when copies arrive; see `machine`. at_once: clusters that it runs at once, so that persistent programs have several tiles.
-    change: what is done with the kernel's source, to plant faults.
+    early: when copies arrive; see `machine`. at_once: clusters that it runs at once, so that persistent programs have several
+    tiles. change: what is done with the kernel's source, to plant faults.
     """
 
     def __init__(
-        self, *, early: bool, seed: int = 0, at_once: int = 1, change: Callable[[str], str] = lambda text: text
+        self,
+        *,
+        early: bool,
+        seed: int = 0,
+        at_once: int = 1,
+        change: Callable[[str], str] = lambda text: text,
     ) -> None:
         self.memory, self.early, self.seed, self.at_once, self.change = Memory(), early, seed, at_once, change
         self.outputs: list[torch.Tensor] = []
@@ -72,8 +78,8 @@ class StandIn:
     def installed(self) -> Iterator[None]:
         """Take the place of the GPU."""
         replaced = {
-            "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1, "current_stream": lambda index: 0,
-            "arrange": lambda metadata, bits: self.add(arrange(metadata, bits)),
+            "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1, "current_stream": lambda
+            index: 0, "arrange": lambda metadata, bits: self.add(arrange(metadata, bits)),
         }  # fmt: skip
         with mock.patch.multiple(host, **replaced), mock.patch.object(host.torch, "empty", self.empty):
             yield

@@ -20,7 +20,14 @@ def require_nvrtc() -> None:
 
 
 def operands(
-    m: int, n: int, k: int, kinds: tuple[str, str], *, seed: int = 0, scaled: bool = True, bias: str | None = "float32"
+    m: int,
+    n: int,
+    k: int,
+    kinds: tuple[str, str],
+    *,
+    seed: int = 0,
+    scaled: bool = True,
+    bias: str | None = "float32",
 ) -> list[Any]:
     """x, values, metadata, bias, x_scale, scale; kinds: of values and x."""
     g = torch.Generator().manual_seed(seed)

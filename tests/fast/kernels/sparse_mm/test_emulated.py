@@ -1,4 +1,5 @@
-"""The kernel's PTX in the emulator, against the reference bit for bit: order of metadata, swizzles, barriers, what is written where.
+"""The kernel's PTX in the emulator, against the reference bit for bit: order of metadata, swizzles, barriers, what is written
+where.
 
 Products of integers are exact, so what the emulator does not know, how the tensor core rounds, does not enter.
 """
@@ -16,14 +17,35 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 #: Variant, dtypes of values and x, shape (M, N, K), output, bias, scales.
 CASES = {
     "fp8": (Variant(16, 1, 1, 3, 1, 1), (E4M3, E4M3), (19, 72, 416), "bfloat16", "float32", True),
-    "bf16 split in two": (Variant(16, 1, 2, 3, 1, 2), ("bfloat16",) * 2, (13, 70, 336), "bfloat16", "bfloat16", True),
+    "bf16 split in two": (
+        Variant(16, 1, 2, 3, 1, 2),
+        ("bfloat16",) * 2,
+        (13, 70, 336),
+        "bfloat16",
+        "bfloat16",
+        True,
+    ),
     "int8 split in four": (Variant(16, 2, 2, 3, 1, 4), ("int8",) * 2, (5, 130, 1056), "int32", None, False),
     "int8 scaled": (Variant(16, 1, 2, 3, 1, 1), ("int8",) * 2, (9, 65, 544), "float16", "float16", True),
-    "fp16 in pairs": (Variant(32, 2, 1, 3, 2, 1), ("float16",) * 2, (37, 196, 144), "float16", "float16", True),
+    "fp16 in pairs": (
+        Variant(32, 2, 1, 3, 2, 1),
+        ("float16",) * 2,
+        (37, 196, 144),
+        "float16",
+        "float16",
+        True,
+    ),
     "mixed fp8": (Variant(32, 1, 2, 2, 1, 1), (E4M3, E5M2), (33, 8, 96), "float32", None, True),
     "e5m2, pairs, splits": (Variant(64, 2, 1, 3, 2, 2), (E5M2, E4M3), (66, 200, 416), "bfloat16", None, True),
     "promoted": (Variant(64, 1, 1, 3, 1, 2, True), (E4M3, E4M3), (65, 72, 672), "float32", "float32", True),
-    "splits without steps": (Variant(16, 1, 2, 3, 1, 8), (E4M3, E4M3), (3, 64, 64), "float32", "float32", True),
+    "splits without steps": (
+        Variant(16, 1, 2, 3, 1, 8),
+        (E4M3, E4M3),
+        (3, 64, 64),
+        "float32",
+        "float32",
+        True,
+    ),
     "wide tile": (Variant(128, 2, 1, 3, 2, 1), (E4M3, E4M3), (130, 136, 288), "bfloat16", "float32", True),
     "widest tile": (Variant(256, 2, 1, 4, 2, 1), ("bfloat16",) * 2, (40, 264, 144), "bfloat16", None, False),
     "four neighbours": (Variant(32, 1, 1, 3, 4, 1), (E4M3, E4M3), (40, 330, 160), "bfloat16", None, True),
@@ -61,16 +83,18 @@ def replaced(old, new):
     return change
 
 
+PUT = "    put<FIRST>(sum, tile, thread);\n"
+GROUP = "    sync_group(group);"
 #: A fault of the kernel that no test of one variant on a quiet GPU need find: what is changed.
 FAULTS = {
     "a stage is handed back while it is read": ("else if (step > first) release(before);", "else release(at.stage);"),
     "nobody waits for the copies": ("      wait_for(ring.full + 8 * at.stage, at.parity);\n", ""),
-    "a tile is taken before it is put": ("    put<FIRST>(sum, tile, thread);\n    sync_group(group);", "    put<FIRST>(sum, tile, thread);"),
+    "a tile is taken before it is put": (PUT + GROUP, PUT),
     "metadata of another instruction": ("words[panel].y);", "words[panel].x);"),
     "values of another instruction": ("a + 4 * panel + 2,", "a + 4 * panel,"),
     "sums in other rows": ("i / 2 % 2 * 8", "i % 2 * 8"),
     "scales of another token": ("load_float(side + 4 * at)", "load_float(side)"),
-    "scales are read before they are there": ("      sync_group(group);\n      const Epilogue e", "      const Epilogue e"),
+    "scales are read before they are there": (f"  {GROUP}\n      const Epilogue e", "      const Epilogue e"),
     "features beyond the last": ("if (feature + i < p.features) y[i]", "y[i]"),
 }  # fmt: skip
 

@@ -1,0 +1,123 @@
+"""Variants compile for sm_90a without a GPU: no spills, no serialized wgmma, within registers and shared memory."""
+
+import re
+
+import pytest
+
+from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.sparse_mm.host import Problem
+from fast.kernels.sparse_mm.select import CLUSTERS, TILES
+from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources
+from tests.emulator.device.program import parsed
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+
+E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+#: Each tile with a cluster of its own, so that all clusters occur, too.
+VARIANTS = [(tile, CLUSTERS[at % 4 + (4 if at < 5 else 0)]) for at, tile in enumerate(TILES)]
+VARIANTS[-1] = (TILES[-1], (2, 1))
+
+
+def report(variant, kinds, out):
+    """The assembler's report of a variant."""
+    require_nvrtc()
+    source, headers, options = sources(variant, ELEMENTS[kinds], out)
+    cubin, log = nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v"))
+    assert cubin.startswith(b"\x7fELF")
+    return log
+
+
+def complaints(log, threads):
+    """What of a report makes a kernel slow or impossible."""
+    spilled = [found.group() for found in SPILLS.finditer(log) if any(map(int, found.groups()))]
+    registers = int(REGISTERS.search(log)[1])
+    crowded = [] if registers * threads <= 65536 else [f"{registers} registers of {threads} threads"]
+    return spilled + crowded + [line for line in log.splitlines() if "(C75" in line or "warning" in line]
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(("tile", "cluster"), VARIANTS)
+def test_tiles_compile(tile, cluster, promote):
+    tokens, groups, panels = tile
+    if promote and tokens == 256:
+        pytest.skip("two sets of sums do not fit the registers, and no such variant is chosen")
+    one = fitted(tokens, groups, 1 if promote else panels, *cluster, 8, promote=promote)
+    assert complaints(report(one, E4M3, "bfloat16"), one.threads) == []
+
+
+@pytest.mark.parametrize("kinds", ELEMENTS)
+def test_elements_compile(kinds):
+    one = fitted(64, 2, 2, 1, 4, ELEMENTS[kinds].bits)
+    assert complaints(report(one, kinds, "float16"), one.threads) == []
+
+
+@pytest.mark.parametrize("out", KINDS)
+def test_outputs_compile(out):
+    one = fitted(16, 1, 2, 1, 2, 8)
+    assert complaints(report(one, INT8, out), one.threads) == []
+
+
+def test_reports_are_read():
+    good = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 168 registers"
+    assert complaints(good, 384) == []
+    assert complaints(good, 512) == ["168 registers of 512 threads"]
+    bad = good.replace("0 bytes spill loads", "4 bytes spill loads") + "\nptxas info : (C7511) serialized"
+    assert len(complaints(bad, 384)) == 2
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("tile", TILES)
+def test_shared_memory_suffices(tile, cluster, bits):
+    """For at least three stages, and with splits for the sums that take the ring's place."""
+    tokens, groups, panels = tile
+    one = fitted(tokens, groups, panels, *cluster, bits)
+    assert one.shared(bits) <= MOST_SHARED
+    assert one.stages >= 3
+    assert one.cluster <= 8
+    if one.splits > 1 and tokens < 256:
+        assert groups * tokens * PITCH * 4 <= one.ring(bits)
+
+
+def test_arguments_are_those_of_the_kernel():
+    import ctypes
+
+    require_nvrtc()
+    one = fitted(16, 1, 2, 1, 2, 8)
+    source, headers, options = sources(one, ELEMENTS[E4M3], "bfloat16")
+    ptx, _ = nvrtc.compile_source(source, headers, options, ptx=True)
+    assert list(parsed(ptx.decode().rstrip("\0")).parameters.values()) == [256, ctypes.sizeof(Problem)]
+
+
+def test_what_nvrtc_refuses_is_said():
+    require_nvrtc()
+    with pytest.raises(nvrtc.CompileError, match="identifier"):
+        nvrtc.compile_source("nonsense", {}, ())
+
+
+def test_cubins_are_kept(tmp_path, monkeypatch):
+    """By all that they depend on; what is no cubin is made again."""
+    require_nvrtc()
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    text = 'extern "C" __global__ void f(int* x) { *x = %d; }'
+    options = ("--gpu-architecture=sm_90a",)
+    first = nvrtc.cached_cubin(text % 1, {}, options)
+    (path,) = nvrtc.folder().iterdir()
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *given: pytest.fail("compiled again"))
+    assert nvrtc.cached_cubin(text % 1, {}, options) == first
+    monkeypatch.undo()
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    path.write_bytes(b"broken")
+    assert nvrtc.cached_cubin(text % 1, {}, options) == first
+    assert nvrtc.cached_cubin(text % 2, {}, options) != first
+    nvrtc.cached_cubin(text % 1, {}, (*options, "--std=c++17"))
+    assert len(list(nvrtc.folder().iterdir())) == 3
+
+
+def test_a_machine_without_nvrtc_is_told_what_to_install(monkeypatch):
+    nvrtc.library.cache_clear()
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["no such library"]))
+    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvrtc"):
+        nvrtc.library()
+    nvrtc.library.cache_clear()

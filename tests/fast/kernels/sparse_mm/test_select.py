@@ -1,0 +1,41 @@
+"""Which variant a shape gets, and what is launched of it."""
+
+import pytest
+
+from fast.kernels.sparse_mm.host import programs_of, steps_of, tiles_of
+from fast.kernels.sparse_mm.select import candidates, choose, cycles
+from fast.kernels.sparse_mm.variants import Variant
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 128, 129, 5000])
+def test_choices_can_be_launched(tokens, promote, bits):
+    one = choose(tokens, 4096, 14336, bits, promote)
+    assert one in set(candidates(tokens, bits, promote))
+    assert one.cluster <= 8
+    assert one.tokens // one.pair >= 8
+    assert one.promote == promote
+    # A promoted stage is one panel: 128 elements of 8 bits.
+    assert not promote or one.panels == 1
+
+
+def test_few_tokens_are_split_along_k_and_many_are_not():
+    assert choose(16, 4096, 14336, 8, False).splits > 1
+    assert choose(8192, 8192, 8192, 8, False)[:2] == (256, 2)
+    assert choose(8192, 8192, 8192, 8, False).splits == 1
+    assert choose(16, 4096, 14336, 8, False).tokens == 16
+
+
+def test_twice_the_work_takes_longer():
+    for one in candidates(128, 8, False):
+        assert cycles(one, 128, 8192, 14336, 8, 132) < cycles(one, 128, 16384, 28672, 8, 132)
+
+
+def test_programs_cover_the_product():
+    split, whole = Variant(16, 1, 2, 4, 1, 4), Variant(128, 2, 1, 4, 2, 1)
+    assert tiles_of(split, 17, 65) == 4
+    assert programs_of(split, 17, 65, 2) == 16
+    assert tiles_of(whole, 129, 257) == 4
+    assert (programs_of(whole, 129, 257, 66), programs_of(whole, 129, 257, 3)) == (8, 6)
+    assert (steps_of(split, 14336), steps_of(whole, 14337)) == (56, 113)
