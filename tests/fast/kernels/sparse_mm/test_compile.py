@@ -1,5 +1,6 @@
 """Variants compile for sm_90a without a GPU: no spills, no serialized wgmma, within registers and shared memory."""
 
+import ctypes
 import re
 
 import pytest
@@ -36,12 +37,13 @@ def complaints(log, threads):
     return spilled + crowded + [line for line in log.splitlines() if "(C75" in line or "warning" in line]
 
 
-@pytest.mark.parametrize("promote", [False, True])
-@pytest.mark.parametrize(("tile", "cluster"), VARIANTS)
+# Two sets of sums of 256 tokens do not fit the registers: there is no such variant.
+@pytest.mark.parametrize(
+    ("tile", "cluster", "promote"),
+    [(*one, promote) for one in VARIANTS for promote in (False, True) if not promote or one[0][0] < 256],
+)
 def test_tiles_compile(tile, cluster, promote):
     tokens, groups, panels = tile
-    if promote and tokens == 256:
-        pytest.skip("two sets of sums do not fit the registers, and no such variant is chosen")
     one = fitted(tokens, groups, 1 if promote else panels, *cluster, 8, promote=promote)
     assert complaints(report(one, E4M3, "bfloat16"), one.threads) == []
 
@@ -81,8 +83,6 @@ def test_shared_memory_suffices(tile, cluster, bits):
 
 
 def test_arguments_are_those_of_the_kernel():
-    import ctypes
-
     require_nvrtc()
     one = fitted(16, 1, 2, 1, 2, 8)
     source, headers, options = sources(one, ELEMENTS[E4M3], "bfloat16")
@@ -92,7 +92,7 @@ def test_arguments_are_those_of_the_kernel():
 
 def test_what_nvrtc_refuses_is_said():
     require_nvrtc()
-    with pytest.raises(nvrtc.CompileError, match="identifier"):
+    with pytest.raises(nvrtc.CompileError, match="no storage class"):
         nvrtc.compile_source("nonsense", {}, ())
 
 
