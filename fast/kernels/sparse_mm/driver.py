@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,10 +23,8 @@ PLAIN, ZEROS = 0, 0
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 #: What addresses of tensor maps, and bytes of their rows, are multiples of.
 STEP = 16
-#: Tensor maps that are kept.
-MOST = 4096
 
-Launch = Callable[[int, int, bytes, Any], None]
+Launch = Callable[..., None]
 
 
 @lru_cache(maxsize=1)
@@ -85,20 +85,34 @@ def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shar
     return found.value
 
 
-def launcher(function: ctypes.c_void_p, threads: int, shared: int) -> Launch:
-    """What launches a kernel of two arguments: (programs, stream, bytes of the first, ctypes structure of the second)."""
-    launch, kernel = driver().cuLaunchKernel, function.value
+class _Arguments(threading.local):
+    """The memory of a kernel's arguments, which each thread has for itself: others may launch meanwhile."""
 
-    def run(programs: int, stream: int, maps: bytes, problem: Any) -> None:
-        places = (ctypes.c_void_p * 2)(ctypes.cast(maps, ctypes.c_void_p).value, ctypes.addressof(problem))
-        status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, places, None)
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.memory = ctypes.create_string_buffer(sum(sizes))
+        first = ctypes.addressof(self.memory)
+        self.places = (ctypes.c_void_p * len(sizes))(*(first + sum(sizes[:at]) for at in range(len(sizes))))
+
+
+def launcher(
+    function: ctypes.c_void_p, threads: int, shared: int, layout: struct.Struct, first: int
+) -> Launch:
+    """What launches a kernel: (programs, stream, values of its arguments as `layout` packs them).
+
+    Two arguments: `first` bytes, and the rest.
+    """
+    launch, kernel, pack = driver().cuLaunchKernel, function.value, layout.pack_into
+    arguments = _Arguments((first, layout.size - first))
+
+    def run(programs: int, stream: int, *values: Any) -> None:
+        pack(arguments.memory, 0, *values)
+        status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, arguments.places, None)
         if status:
             check(status, "launching a sparse product")
 
     return run
 
 
-@lru_cache(maxsize=MOST)
 def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> bytes:
     """How the tensor copy engine copies a box (rows, bytes) of a matrix of bytes (rows, length), zeros outside of it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fast.kernels.launch import cache
-from fast.kernels.launch.direct import current_device, current_stream
+from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.sparse_mm.arrange import arrange
 from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
@@ -22,16 +22,11 @@ GROUP = 8
 Operands = Sequence[Any]
 
 
-class Problem(ctypes.Structure):
-    """The kernel's second argument; the first are the tensor maps of values and x."""
-
-    _fields_ = (
-        ("metadata", ctypes.c_void_p), ("x_scale", ctypes.c_void_p), ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p),
-        ("tokens", ctypes.c_int), ("features", ctypes.c_int), ("steps", ctypes.c_int),
-        ("panels", ctypes.c_int), ("blocks", ctypes.c_int),
-        ("x_scale_step", ctypes.c_int), ("scale_step", ctypes.c_int), ("bias_kind", ctypes.c_int), ("group", ctypes.c_int),
-    )  # fmt: skip
+#: The kernel's arguments: the tensor maps of values and x; then metadata, x_scale, scale, bias, y as addresses, and tokens,
+#: features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
+ARGUMENTS, MAPS = struct.Struct("=256s5Q9i4x"), 256
+#: Pairs of addresses whose tensor maps a call keeps.
+MOST = 1024
 
 
 def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor:
@@ -88,7 +83,8 @@ class Product:
         self.features, k = stored.shape[0], tokens_like.shape[-1]
         self.tokens, self.shape = tokens_like.numel() // k, (*tokens_like.shape[:-1], stored.shape[0])
         self.length, self.arranged = k * bits // 8, metadata.dim() == 3
-        self.boxes = boxes(variant)
+        self.boxes, self.maps = boxes(variant), dict[tuple[int, int], bytes]()
+        self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, values, x, bits, name, self.index)
         self.programs = programs_of(variant, self.tokens, self.features, at_once)
         shape = metadata.shape if self.arranged else arrange(metadata[:1], bits).shape
@@ -102,35 +98,39 @@ class Product:
     def __call__(
         self, x: Any, values: Any, metadata: Any, bias: Any = None, x_scale: Any = None, scale: Any = None
     ) -> torch.Tensor | None:
-        """The product of operands with the same key."""
+        """The product of operands with the same key; None for a negative view, which has to be resolved."""
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
                 return self(x, values, metadata, bias, x_scale, scale)
         if not self.arranged:
             metadata = arrange(metadata, self.bits)
-        x, values, metadata = _placed(x), _placed(values), _placed(metadata)
-        bias, x_scale, scale = (None if one is None else _placed(one) for one in (bias, x_scale, scale))
-        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        first, second = self.boxes
-        maps = tensor_map(values.data_ptr(), self.features, self.length // 2, first) + tensor_map(
-            x.data_ptr(), self.tokens, self.length, second
-        )
-        problem = Problem(
-            metadata.data_ptr(), _address(x_scale), _address(scale), _address(bias), y.data_ptr(), *self.rest
-        )
-        self.launch(self.programs, current_stream(self.index), maps, problem)  # type: ignore[misc]
+        addresses, kept = [], []
+        for tensor in (values, x, metadata, x_scale, scale, bias):
+            if tensor is None:
+                addresses.append(0)
+                continue
+            address = tensor.data_ptr()
+            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
+                if tensor.is_neg():
+                    return None
+                kept.append(tensor.clone(memory_format=torch.contiguous_format))
+                address = kept[-1].data_ptr()
+            addresses.append(address)
+        y = self.allocate(self.shape, self.strides, self.dtype)
+        maps = self.maps.get((addresses[0], addresses[1])) or self._describe(addresses[0], addresses[1])
+        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], y.data_ptr(), *self.rest)  # type: ignore[misc]
         return y
 
-
-def _placed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is contiguous and begins at a multiple of STEP bytes."""
-    if not tensor.is_contiguous():
-        return tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % STEP else tensor
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    def _describe(self, values: int, x: int) -> bytes:
+        """The tensor maps at two addresses; the oldest pair is forgotten."""
+        first, second = self.boxes
+        made = tensor_map(values, self.features, self.length // 2, first) + tensor_map(
+            x, self.tokens, self.length, second
+        )
+        while len(self.maps) >= MOST:
+            self.maps.pop(next(iter(self.maps)), None)
+        self.maps[values, x] = made
+        return made
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -144,7 +144,17 @@ def _launch(variant: Variant, values: str, x: str, bits: int, name: str, device:
     shared = variant.shared(bits)
     function = function_of(cached_cubin(*sources(variant, elements, name)), "sparse_mm", shared, device)
     at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
-    return launcher(function, variant.threads, shared), at_once
+    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
 
 
-__all__ = ["GROUP", "Problem", "Product", "boxes", "linear_sparse", "product", "programs_of", "steps_of"]
+__all__ = [
+    "ARGUMENTS",
+    "GROUP",
+    "MAPS",
+    "Product",
+    "boxes",
+    "linear_sparse",
+    "product",
+    "programs_of",
+    "steps_of",
+]

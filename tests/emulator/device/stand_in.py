@@ -39,17 +39,16 @@ class StandIn:
     ) -> None:
         self.memory, self.early, self.seed, self.at_once, self.change = Memory(), early, seed, at_once, change
         self.outputs: list[torch.Tensor] = []
-        self.make_empty = torch.empty
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let kernels see a tensor."""
         self.memory.regions[tensor.data_ptr()] = _bytes(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
-    def empty(self, shape: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """An output."""
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        """An output, as `direct.allocator` makes it."""
         size = int(np.prod(shape)) * dtype.itemsize
-        whole = self.make_empty(size + 2 * GUARD, dtype=torch.uint8).fill_(POISON)
+        whole = torch.empty(size + 2 * GUARD, dtype=torch.uint8).fill_(POISON)
         self.outputs.append(whole)
         return self.add(whole[GUARD : GUARD + size].view(dtype).view(shape))
 
@@ -63,9 +62,11 @@ class StandIn:
         source, headers, options = sources(variant, elements, name)
         ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
 
-        def launch(programs: int, stream: Any, maps: bytes, problem: Any) -> None:
-            found = {(0, at): _tensor_map(maps[at : at + MAP]) for at in (0, MAP)}
-            arguments = [np.frombuffer(part, np.uint8).copy() for part in (maps, bytes(problem))]
+        def launch(programs: int, stream: Any, *values: Any) -> None:
+            packed = host.ARGUMENTS.pack(*values)
+            found = {(0, at): _tensor_map(packed[at : at + MAP]) for at in (0, MAP)}
+            parts = packed[: host.MAPS], packed[host.MAPS :]
+            arguments = [np.frombuffer(part, np.uint8).copy() for part in parts]
             machine = Machine(
                 ptx, self.memory, arguments, found, threads=variant.threads, shared=variant.shared(bits),
                 early=self.early, seed=self.seed,
@@ -81,7 +82,7 @@ class StandIn:
             "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1, "current_stream": lambda
             index: 0, "arrange": lambda metadata, bits: self.add(arrange(metadata, bits)),
         }  # fmt: skip
-        with mock.patch.multiple(host, **replaced), mock.patch.object(host.torch, "empty", self.empty):
+        with mock.patch.multiple(host, allocator=lambda device: self.empty, **replaced):
             yield
 
     def product(self, variant: Variant, name: str, *operands: Any) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 
@@ -21,17 +20,17 @@ POISON = 0xA5
 
 
 class Outputs:
-    """`torch.empty` whose tensors are poisoned and lie between guards."""
+    """Makes outputs that are poisoned and lie between guards, as `direct.allocator` would."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.made: list[tuple[torch.Tensor, int]] = []
-        self.empty = torch.empty
 
-    def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = dtype.itemsize
         for length in shape:
             size *= length
-        memory = self.empty(size + 2 * GUARD, dtype=torch.uint8, device=device).fill_(POISON)
+        memory = torch.empty(size + 2 * GUARD, dtype=torch.uint8, device=self.device).fill_(POISON)
         self.made.append((memory, size))
         return memory[GUARD : GUARD + size].view(dtype).view(shape)
 
@@ -49,9 +48,10 @@ def run(
     """The result of a variant, and whether it wrote only that."""
     extra = (one.bias, one.x_scale, one.scale) if scaled else (None, None, None)
     operands = (one.x, one.values, one.arranged if arranged else one.metadata, *extra)
-    call, outputs = host.product(str(out).removeprefix("torch."), True, operands, variant), Outputs()
-    with mock.patch.object(host.torch, "empty", outputs):
-        made = call(*operands)
+    outputs = Outputs(one.x.device)
+    call = host.product(str(out).removeprefix("torch."), True, operands, variant)
+    call.allocate = outputs
+    made = call(*operands)
     torch.cuda.synchronize()
     assert made is not None
     return made, outputs.intact()
