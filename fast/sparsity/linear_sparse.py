@@ -1,13 +1,11 @@
-"""`linear_sparse`: inputs times a compressed 2:4 weight, for torch tensors; and metadata in the order in which its kernel reads
-it."""
+"""`linear_sparse`: inputs times a compressed 2:4 weight, for torch tensors; and metadata as its kernel reads it."""
 
 from __future__ import annotations
 
 import torch
 
-from fast.dispatch import require_tensor, run
-from fast.kernels.sparse_mm.arrange import arrange, count_undefined
-from fast.sparsity.linear_sparse_ops import BITS, LINEAR_SPARSE
+from fast.dispatch import run
+from fast.sparsity.linear_sparse_ops import ARRANGE_SPARSE_METADATA, LINEAR_SPARSE
 
 
 def linear_sparse(
@@ -36,7 +34,6 @@ def linear_sparse(
     the tensor copy engine being multiples of 16 bytes: multiply by the decompressed weight there. RuntimeError where NVRTC,
     which compiles the kernel at first use, is missing. No gradient: NotImplementedError where one is asked for.
     """
-    require_tensor(x, "linear_sparse")
     operands = (x, values, metadata, bias, x_scale, scale)
     y: torch.Tensor = run(LINEAR_SPARSE, None, (out_dtype, fast_sums), operands)
     return y
@@ -50,22 +47,8 @@ def arrange_sparse_metadata(metadata: torch.Tensor, dtype: torch.dtype) -> torch
     host waits for one number. ValueError for 4 bits that name no two elements in order, and for other shapes; TypeError for
     other dtypes.
     """
-    require_tensor(metadata, "arrange_sparse_metadata")
-    if metadata.dtype != torch.uint8 or dtype not in BITS:
-        raise TypeError(
-            f"arrange_sparse_metadata takes uint8 metadata of values in {', '.join(map(str, BITS))}; got {metadata.dtype} and "
-            f"{dtype}"
-        )
-    if metadata.dim() != 2:
-        raise ValueError(
-            f"arrange_sparse_metadata takes metadata (N, ceil(K/8)) of compress, got shape {tuple(metadata.shape)}"
-        )
-    bad = count_undefined(metadata)
-    if bad:
-        raise ValueError(
-            f"{bad} bytes of metadata name no two elements in order; pass what compress returned (uint8, two groups a byte)"
-        )
-    return arrange(metadata, BITS[dtype])
+    made: torch.Tensor = run(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
+    return made
 
 
 __all__ = ["arrange_sparse_metadata", "linear_sparse"]

@@ -1,4 +1,4 @@
-"""`linear_sparse` below its signature: kernel, reference and operator; see `fast.dispatch`.
+"""`linear_sparse` and `arrange_sparse_metadata` below their signatures: kernel, reference and operator; see `fast.dispatch`.
 
 Operands are x, values, metadata (canonical or arranged), bias, x_scale and scale; values the output's dtype and fast_sums.
 """
@@ -12,7 +12,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.kernels.sparse_mm.arrange import restore, shape_of
+from fast.kernels.sparse_mm.arrange import arrange, count_undefined, restore, shape_of
 from fast.ops import no_gradient, register
 from reference.sparsity.linear_sparse import check
 
@@ -122,11 +122,52 @@ def _reference(record: Any, values: Values, operands: Operands) -> Any:
 
 LINEAR_SPARSE = Function(
     "linear_sparse", ("x", "values", "metadata", "bias", "x_scale", "scale"), _reference,
-    lambda r, v, o: torch.ops.ao_lab.linear_sparse(*o, *v), _kernel, differentiable=True,
+    lambda r, v, o: LINEAR_SPARSE_OP(*o, *v), _kernel, differentiable=True,
 )  # fmt: skip
-register(
+LINEAR_SPARSE_OP = register(
     "linear_sparse", linear_sparse_op, _fake,
     no_gradient("linear_sparse", "multiply by the decompressed weight where x or the weight is trained"),
 )  # fmt: skip
 
-__all__ = ["BITS", "LINEAR_SPARSE", "checked"]
+
+def arrange_op(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Metadata in the kernel's order."""
+    made: torch.Tensor = execute(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
+    return made
+
+
+def _arrange_fake(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check_arrangeable(metadata, dtype)
+    return metadata.new_empty(shape_of(*metadata.shape, BITS[dtype]))
+
+
+def _check_arrangeable(metadata: torch.Tensor, dtype: Any) -> None:
+    if metadata.dtype != torch.uint8 or dtype not in BITS:
+        raise TypeError(
+            f"arrange_sparse_metadata takes uint8 metadata of values in {', '.join(map(str, BITS))}; got {metadata.dtype} and "
+            f"{dtype}"
+        )
+    if metadata.dim() != 2:
+        raise ValueError(
+            f"arrange_sparse_metadata takes metadata (N, ceil(K/8)) of compress, got shape {tuple(metadata.shape)}"
+        )
+
+
+def _arrange(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check_arrangeable(metadata, dtype)
+    bad = count_undefined(metadata)
+    if bad:
+        raise ValueError(
+            f"{bad} bytes of metadata name no two elements in order; pass what compress returned (uint8, two groups a byte)"
+        )
+    return arrange(metadata, BITS[dtype])
+
+
+# The same torch operations on every device.
+ARRANGE_SPARSE_METADATA = Function(
+    "arrange_sparse_metadata", ("metadata",), lambda r, v, o: _arrange(*o, *v),
+    lambda r, v, o: torch.ops.ao_lab.arrange_sparse_metadata(*o, *v),
+)  # fmt: skip
+register("arrange_sparse_metadata", arrange_op, _arrange_fake)
+
+__all__ = ["ARRANGE_SPARSE_METADATA", "BITS", "LINEAR_SPARSE", "checked"]

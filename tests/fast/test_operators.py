@@ -39,6 +39,7 @@ CALLS = {
     "prune": (X, None, "2:4"),
     "compress": (X, None, "2:4"),
     "quantize_compressed": (X, None, torch.ones(8, 1), None, None, "fp8_rowwise", "2:4"),
+    "arrange_sparse_metadata": (MARKS, torch.int8),
     "linear_sparse": (WIDE, WIDE[:, :32].contiguous(), MARKS, None, SCALE, None, torch.float32, True),
     "decompress": (X[:, :32].contiguous(), torch.full((8, 8), 0x44, dtype=torch.uint8)),
 }

@@ -210,6 +210,19 @@ EXAMPLES: dict[str, Example] = {
         lambda n, d: {"values": normals(n, d)[:, ::2], "metadata": torch.full((n, K // 8), 0x44, dtype=torch.uint8, device=d)},
         lambda f, t: f.decompress(t["values"], t["metadata"]),
     ),
+    "linear_sparse": Example(
+        lambda n, d: {
+            "x": bf16(n, d), "values": bf16(32, d, 1)[:, ::2],
+            "metadata": torch.full((32, K // 8), 0x8D, dtype=torch.uint8, device=d),
+            "bias": normals(1, d, 5, length=32)[0], "scale": row_scales(32, d),
+        },
+        lambda f, t: f.linear_sparse(t["x"], t["values"], t["metadata"], t["bias"], scale=t["scale"]),
+        exact=False,
+    ),
+    "arrange_sparse_metadata": Example(
+        lambda n, d: {"metadata": torch.full((n, K), 0x4E, dtype=torch.uint8, device=d)},
+        lambda f, t: f.arrange_sparse_metadata(t["metadata"], torch.int8),
+    ),
 }  # fmt: skip
 
 __all__ = ["EXAMPLES", "MANY", "Example", "Tensors"]

@@ -30,6 +30,8 @@ ANSWERS: dict[tuple[str, str], Error] = {
     # The specification has no gradient.
     ("matmul", "autograd"): (NotImplementedError, "has no gradient"),
     ("matmul_error_bound", "autograd"): (NotImplementedError, "has no gradient"),
+    ("linear_sparse", "autograd"): (NotImplementedError, "has no gradient"),
+    ("linear_sparse", "torch.func.grad"): (NotImplementedError, "has no gradient"),
     ("matmul", "torch.func.grad"): (NotImplementedError, "has no gradient"),
     ("matmul_error_bound", "torch.func.grad"): (NotImplementedError, "has no gradient"),
 }
