@@ -29,7 +29,7 @@ ARGUMENTS, MAPS = struct.Struct("=256s5Q9i4x"), 256
 MOST = 1024
 
 
-def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor:
+def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor | None:
     """The product of checked operands, by the variant for their shape. name: of the output's dtype; key: see `launch.cache`."""
     call = product(name, fast_sums, operands)
     y = call(*operands)

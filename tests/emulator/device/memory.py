@@ -37,9 +37,7 @@ class Memory:
         if address % min(size, 16):
             raise ValueError(f"{size} bytes at {address:#x} are not aligned")
         for first, data in self.regions.items():
-            if first <= address < first + len(data):
-                if address + size > first + len(data):
-                    break
+            if first <= address and address + size <= first + len(data):
                 return data[address - first : address - first + size]
         raise ValueError(f"{size} bytes at {address:#x} are outside of what was given")
 
