@@ -11,13 +11,15 @@ from fast.kernels.sparse_mm.variants import Variant
 @pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 128, 129, 5000])
 def test_choices_can_be_launched(tokens, promote, bits):
-    one = choose(tokens, 4096, 14336, bits, promote)
-    assert one in set(candidates(tokens, bits, promote))
-    assert one.cluster <= 8
-    assert one.tokens // one.pair >= 8
-    assert one.promote == promote
-    # A promoted stage is one panel: 128 elements of 8 bits.
-    assert not promote or one.panels == 1
+    found = list(candidates(tokens, bits, promote))
+    assert choose(tokens, 4096, 14336, bits, promote) in found
+    for one in found:
+        assert one.cluster <= 8
+        # A share of tokens begins where the swizzle does.
+        assert one.tokens // one.pair >= 8
+        assert one.promote == promote
+        # A promoted stage is one panel: 128 elements of 8 bits.
+        assert not promote or one.panels == 1
 
 
 def test_few_tokens_are_split_along_k_and_many_are_not():
