@@ -26,6 +26,7 @@ from reference.schemes.all_schemes import load_schemes
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
+from reference.sparsity.linear_sparse_int4 import linear_sparse_int4
 from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.linear_sparse import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.prune import prune
@@ -75,6 +76,7 @@ __all__ = [
     "linear_error_bound",
     "linear_sparse",
     "linear_sparse_error_bound",
+    "linear_sparse_int4",
     "magnitude_scores",
     "matmul",
     "matmul_error_bound",

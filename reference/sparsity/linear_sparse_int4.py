@@ -1,0 +1,112 @@
+"""`linear_sparse_int4`: inputs times a weight of 4-bit integers of which 2:4 storage keeps half.
+
+The weight (N, K) is stored in three arrays, in the order of `reference.compress` and `reference.pack`:
+
+* `codes` (N, K/4) uint8: two's complement of the K/2 kept elements of a row, two a byte, the first in the low half. A byte is a
+  group of four columns.
+* `metadata` (N, K/8) uint8: 4 bits a group, the two indices of its kept columns, as `compress` writes them.
+* `scale` (N, K/g) float32 or bfloat16, g = 32, 64, 128 or 256 columns of the dense weight, zeros counted: that of the scheme
+  "int4_g<g>". bfloat16 may come as its patterns, uint16.
+
+Order of roundings of the value: codes are integers, a weight is code times scale and rounded to float32, products and their sum
+with the bias are exact, and the result is rounded once to the dtype of x. A kernel adds in another order and may be as far from
+the exact product as `linear_error_bound` of `sparse_int4_weight` says; zeros add nothing to that bound but their count.
+
+Source: the pattern, Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378); both together, Frantar et al.,
+"MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language Models" (arXiv 2408.11743), section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
+from reference.formats.pack import unpack
+from reference.matmul.linear import linear
+from reference.quantize.stored import Quantized
+from reference.schemes.schemes import SCHEMES, Scheme
+from reference.sparsity.compress import decompress
+
+#: Columns of the dense weight that may share a scale, and the dtypes of scales with the one that the scheme stores.
+GROUPS = (32, 64, 128, 256)
+STORED_SCALES = {"float32": "float32", "bfloat16": "bfloat16", "uint16": "bfloat16"}
+INPUTS = ("bfloat16", "float16")
+
+
+def linear_sparse_int4(
+    x: Array, codes: Array, metadata: Array, scale: Array, bias: Array | None = None
+) -> Array:
+    """x (..., K) times the transpose of the dense weight (N, K), plus bias (N): (..., N) in the dtype of x.
+
+    x: bfloat16 or float16. codes, metadata and scale: see the module text. The sum of exact products and the bias is rounded once.
+    Raises ValueError where shapes do not go together or g is no group of the scheme, TypeError for other dtypes.
+    """
+    x = as_array(x)
+    weight = sparse_int4_weight(codes, metadata, scale)
+    check_inputs(x)
+    return linear(x, weight, bias)
+
+
+def sparse_int4_weight(codes: Array, metadata: Array, scale: Array) -> Quantized:
+    """The dense weight (N, K) with its zeros, one code a byte: a `Quantized` of `scheme_of_scales`."""
+    codes, metadata, scale = as_array(codes), as_array(metadata), as_array(scale)
+    rows, length, group = check_sparse_int4(codes, metadata, scale)
+    kept = unpack(codes, "int4", (rows, length // 2))
+    scheme = scheme_of_scales(group, STORED_SCALES[namespace_of(scale).dtype_name(scale)])
+    stored = _patterns(namespace_of(scale), scale)
+    return Quantized(decompress(kept, metadata), stored, None, None, (rows, length), 1, scheme)
+
+
+def check_sparse_int4(codes: Array, metadata: Array, scale: Array) -> tuple[int, int, int]:
+    """(N, K, g) of a stored weight; TypeError or ValueError where its arrays are not those of one."""
+    for name, array, dtypes in (
+        ("codes", codes, ("uint8",)), ("metadata", metadata, ("uint8",)), ("scale", scale, tuple(STORED_SCALES)),
+    ):  # fmt: skip
+        found = namespace_of(array).dtype_name(array)
+        if found not in dtypes:
+            raise TypeError(f"linear_sparse_int4 takes {name} of dtype {' or '.join(dtypes)}, got {found}; cast it")
+        if len(array.shape) != 2:
+            raise ValueError(
+                f"linear_sparse_int4 takes {name} of a matrix, got shape {tuple(array.shape)}; give one weight (N, K)"
+            )
+    rows, length = int(codes.shape[0]), 4 * int(codes.shape[1])
+    blocks = int(scale.shape[1])
+    group = length // blocks if blocks else 0
+    if group not in GROUPS or group * blocks != length or scale.shape[0] != rows:
+        raise ValueError(
+            f"linear_sparse_int4: scales of shape {tuple(scale.shape)} do not belong to {rows} rows of {length} columns "
+            f"(four a byte of codes); give (N, K/g) with g one of {', '.join(map(str, GROUPS))}"
+        )
+    if tuple(metadata.shape) != (rows, length // 8):
+        raise ValueError(
+            f"linear_sparse_int4: codes of shape {tuple(codes.shape)} go with metadata of shape {(rows, length // 8)}, got "
+            f"{tuple(metadata.shape)}; pass both as compress returned them, codes packed"
+        )
+    return rows, length, group
+
+
+def check_inputs(x: Any) -> None:
+    """TypeError for inputs of another dtype than kernels take."""
+    found = namespace_of(x).dtype_name(x)
+    if found not in INPUTS:
+        raise TypeError(f"linear_sparse_int4 takes x of dtype {' or '.join(INPUTS)}, got {found}; cast it")
+
+
+@lru_cache(maxsize=16)
+def scheme_of_scales(group: int, storage: str) -> Scheme:
+    """The scheme "int4_g<group>" with scales stored in this dtype: float32, as it is, or bfloat16."""
+    scheme = SCHEMES[f"int4_g{group}"]
+    if storage == "float32":
+        return scheme
+    scale = replace(scheme.scale, storage=storage, floor=None)
+    return replace(scheme, name=f"{scheme.name} {storage}", scale=scale)
+
+
+def _patterns(ns: Namespace, scale: Array) -> Array:
+    """Scales as a `Quantized` holds them."""
+    return ns.bitcast(scale, "uint16") if ns.dtype_name(scale) == "bfloat16" else scale
+
+
+__all__ = ["check_inputs", "check_sparse_int4", "linear_sparse_int4", "scheme_of_scales", "sparse_int4_weight"]
