@@ -18,6 +18,7 @@ from fast.quantize.quantize import choose_scales, dequantize, quantize
 from fast.quantize.rowwise_colwise import quantize_both
 from fast.sparsity.compress import compress, decompress
 from fast.sparsity.linear_sparse import arrange_sparse_metadata, linear_sparse
+from fast.sparsity.linear_sparse_int4 import linear_sparse_int4
 from fast.sparsity.prune import prune
 from fast.sparsity.quantize_compressed import quantize_compressed
 
@@ -35,6 +36,7 @@ __all__ = [
     "linear_of_codes",
     "linear_pair",
     "linear_sparse",
+    "linear_sparse_int4",
     "linear_swiglu",
     "matmul",
     "matmul_error_bound",

@@ -43,10 +43,9 @@ def linear_sparse_int4(
     x: bfloat16 or float16. codes, metadata and scale: see the module text. The sum of exact products and the bias is rounded once.
     Raises ValueError where shapes do not go together or g is no group of the scheme, TypeError for other dtypes.
     """
-    x = as_array(x)
-    weight = sparse_int4_weight(codes, metadata, scale)
-    check_inputs(x)
-    return linear(x, weight, bias)
+    x, codes, metadata, scale = (as_array(array) for array in (x, codes, metadata, scale))
+    check_operands(x, codes, metadata, scale, bias)
+    return linear(x, sparse_int4_weight(codes, metadata, scale), bias)
 
 
 def sparse_int4_weight(codes: Array, metadata: Array, scale: Array) -> Quantized:
@@ -87,11 +86,21 @@ def check_sparse_int4(codes: Array, metadata: Array, scale: Array) -> tuple[int,
     return rows, length, group
 
 
-def check_inputs(x: Any) -> None:
-    """TypeError for inputs of another dtype than kernels take."""
+def check_operands(x: Any, codes: Any, metadata: Any, scale: Any, bias: Any) -> tuple[int, int, int]:
+    """(N, K, g) of the weight; TypeError or ValueError as `linear_sparse_int4` raises."""
+    rows, length, group = check_sparse_int4(codes, metadata, scale)
     found = namespace_of(x).dtype_name(x)
     if found not in INPUTS:
         raise TypeError(f"linear_sparse_int4 takes x of dtype {' or '.join(INPUTS)}, got {found}; cast it")
+    if not len(x.shape) or x.shape[-1] != length:
+        raise ValueError(
+            f"linear_sparse_int4 of inputs {tuple(x.shape)} and a weight {(rows, length)}: the last axes must be the same"
+        )
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(
+            f"linear_sparse_int4: bias has shape {tuple(bias.shape)}, the weight asks for {(rows,)}; give one number a row"
+        )
+    return rows, length, group
 
 
 @lru_cache(maxsize=16)
@@ -109,4 +118,4 @@ def _patterns(ns: Namespace, scale: Array) -> Array:
     return ns.bitcast(scale, "uint16") if ns.dtype_name(scale) == "bfloat16" else scale
 
 
-__all__ = ["check_inputs", "check_sparse_int4", "linear_sparse_int4", "scheme_of_scales", "sparse_int4_weight"]
+__all__ = ["check_operands", "check_sparse_int4", "linear_sparse_int4", "scheme_of_scales", "sparse_int4_weight"]

@@ -198,12 +198,6 @@ def shift_signed(a: Words, by: Words) -> Words:
     return (a.view(np.int32) >> np.minimum(by, 31).astype(np.int32)).view(np.uint32)
 
 
-def shift_wrapped(a: Words, b: Words, by: Words) -> Words:
-    """The low 32 bits of b:a moved right by as many places modulo 32."""
-    wide = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    return (wide >> (by & np.uint32(31)).astype(np.uint64)).astype(np.uint32)
-
-
 def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     """Bit 4 a + 2 b + c of a table, for each bit."""
     parts = []
@@ -273,8 +267,7 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a, "mov.f32": lambda a: a,
     "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor,
     "shl.b32": shift_left, "shr.u32": shift_right, "shr.s32": shift_signed,
-    "shf.r.wrap.b32": shift_wrapped,
-    "add.u32": np.add, "sub.u32": np.subtract, "lop3.b32": lop3, "prmt.b32": prmt,
+    "add.u32": np.add, "sub.u32": np.subtract, "mul.lo.u32": np.multiply, "lop3.b32": lop3, "prmt.b32": prmt,
     "dp4a.s32.s32": dot4,
     "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "add.rp.f32": add_upwards, "mul.rn.f32": multiply, "fma.rn.f32": fma,
     "mul.rz.f32": multiply_towards_zero,

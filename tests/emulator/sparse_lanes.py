@@ -78,10 +78,16 @@ def assembly(text, constraints, given, dtype, is_pure, pack):
     return results if isinstance(dtype, tuple) else results[0]
 
 
+def where(which, one, other):
+    """Two numbers are int32 on a GPU."""
+    made = gluon_lanes.where(which, one, other)
+    return made.astype(np.int32) if made.dtype == np.int64 else made
+
+
 def body(module, kernel, *program):
     """`gluon_lanes.body` of one program, by its places on the axes of the grid."""
     made = gluon_lanes.body(module, kernel, None)
     gl: SimpleNamespace = made.__globals__["gl"]
     gl.program_id = lambda axis: np.asarray(program[axis]).view(Tensor)
-    gl.inline_asm_elementwise = assembly
+    gl.inline_asm_elementwise, gl.where = assembly, where
     return made

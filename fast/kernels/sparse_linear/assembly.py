@@ -21,30 +21,25 @@ t + 4. So codes never leave their lane:
     instruction 2 u + h, group t of its first half = columns 32 t + 16 u + 8 h + (0 .. 3), of its second half + (4 .. 7)
 
 Its indices come from the words of four lanes: word t of a row's 128 columns has the 16 bits of word u in half u. Lane t' of
-four makes the ones of place t' in those 16 bits: rotated by 4 (t' - t) bits, the place of word t is t, and three selections put
-four words together, both halves at once. This is what the lanes 4 g + t' have to offer: instructions 2 u take places 0 and 1 by
-selector 0, instructions 2 u + 1 places 2 and 3 by selector 1.
+four makes the ones of place t' in those 16 bits: it takes the byte that has them, of both halves and both rows (prmt), moves
+them to one half of the byte, and puts those of word 1 beside those of word 0, of word 3 beside those of word 2. This is what the
+lanes 4 g + t' have to offer: instructions 2 u take places 0 and 1 by selector 0, instructions 2 u + 1 places 2 and 3 by
+selector 1.
 
 Codes in the fraction of a power of two are exact 16-bit floats, more by a number that one addition takes off: the low half of a
 byte becomes 128 + 8 + c (bfloat16) or 1024 + 8 + c (float16), the high half, where its bits lie, 16 + 8 + c or 64 + 8 + c.
 
-Instructions for a turn of 16 rows, 64 elements of the weight a lane (gemv_w4a16 has 2 an element of its dense weight):
-
-    codes: 16 registers of prmt, lop3, add                       48   (+ 4 shifts for bfloat16)
-    indices: (4 rotations, 3 selections) x 2 rows, 2 prmt        16
-    products                                                      4   for eight columns
-    reads: codes 2, indices 2, inputs 16 (once for all rows of the warp), scales 2 and what they cost
-
-1.1 an element and what is read, 1.4 in all for 32 rows and one column tile; at the copy rate of an H200 (4.2 TB/s, 0.41 bytes an
-element) there is room for 2.8.
-"""
+COUNTS"""
 
 #: Selectors of `prmt` that put byte q of the first word in the low half and that of the second one in the high half.
 HALVES = tuple(f"0x{4 + q}{4 + q}{q}{q}" for q in range(4))
 #: By dtype: mask of the two codes, what they are beside 8 + c, with the sign bit of two's complement flipped, and that negated.
 CODES = {"bf16": (0x0078000F, 0x41C04308, 0xC1C0C308), "f16": (0x00F0000F, 0x54806408, 0xD480E408)}
-#: Masks of selections: places 0 of 0 and 1, 2 of 2 and 3, both of four.
-PLACES = (0x000F000F, 0x0F000F00, 0x00FF00FF)
+#: Of bytes, the half that a selection takes from its first operand.
+LOW_HALVES = 0x0F0F0F0F
+#: What a lane has to know of its place t': selector of its bytes by t' // 2; how far its half of a byte is moved down, by t' % 2,
+#: and the factor that moves the other word's half up.
+BYTES, DOWN, UP = (0x6420, 0x7531), (0, 4), (16, 1)
 GROUPS_OF_WORD, WORDS, TERMS = 4, 2, 4
 
 
@@ -52,10 +47,10 @@ def decode_asm(kind: str) -> str:
     """Assembly: the first operands of the four instructions of a turn, and their indices.
 
     Out, four registers each: A of instructions 0, 1, 2, 3; indices of the four. In, four each: codes (words 0 and 1 of row g, of
-    row g + 8); metadata of row g; of row g + 8; 4 (t' - t) modulo 32, t from 0 to 3.
+    row g + 8); metadata of row g; of row g + 8; BYTES, DOWN and UP of the lane, and anything.
     """
     mask, magic, less = CODES[kind]
-    text = "{ .reg .b32 s, v, less, p, q, z<4>, e<2>; " + f"mov.b32 less, 0x{less:08X}; "
+    text = "{ .reg .b32 s, v, less, m<4>, p<2>; " + f"mov.b32 less, 0x{less:08X}; "
     for row in range(2):
         for u in range(WORDS):
             word = f"${20 + 2 * row + u}"
@@ -65,25 +60,17 @@ def decode_asm(kind: str) -> str:
                 out = 4 * (2 * u + q // 2) + row + 2 * (q % 2)
                 text += f"prmt.b32 v, {word}, s, {HALVES[q]}; lop3.b32 v, v, 0x{mask:08X}, 0x{magic:08X}, 0x6A; "
                 text += f"add.rn.{kind}x2 ${out}, v, less; "
-    return text + _indices(0) + _indices(1) + _paired_rows() + "}"
+    return text + _indices() + "}"
 
 
-def _indices(row: int) -> str:
-    """Assembly: e<row>, in each half the places t' of that half of four words."""
-    text = ""
-    for t in range(4):
-        word = f"${24 + 4 * row + t}"
-        text += f"shf.r.wrap.b32 z{t}, {word}, {word}, ${32 + t}; "
-    pairs = (("p", "z0", "z1"), ("q", "z2", "z3"), (f"e{row}", "p", "q"))
-    for mask, (out, chosen, other) in zip(PLACES, pairs, strict=True):
-        text += f"lop3.b32 {out}, {chosen}, {other}, 0x{mask:08X}, 0xE4; "
-    return text
-
-
-def _paired_rows() -> str:
-    """Assembly: the halves of word 0, and of word 1, of both rows; each serves two instructions."""
-    halves = ("0x5410", "0x7632")
-    return "".join(f"prmt.b32 ${16 + at}, e0, e1, {halves[at // 2]}; " for at in range(4))
+def _indices() -> str:
+    """Assembly: the indices of a lane's place for word 0, and for word 1; each serves two instructions."""
+    text = "".join(f"prmt.b32 m{t}, ${24 + t}, ${28 + t}, $32; " for t in range(4))
+    for pair in range(2):
+        low, high = f"m{2 * pair}", f"m{2 * pair + 1}"
+        text += f"shr.u32 {low}, {low}, $33; mul.lo.u32 {high}, {high}, $34; "
+        text += f"lop3.b32 p{pair}, {low}, {high}, 0x{LOW_HALVES:08X}, 0xE4; "
+    return text + "".join(f"prmt.b32 ${16 + at}, p0, p1, {('0x6240', '0x7351')[at // 2]}; " for at in range(4))
 
 
 def products_asm(kind: str) -> str:

@@ -19,6 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from fast.kernels.linear.gluon import as_words, axis_range, narrowed, wait_for_previous
+from fast.kernels.sparse_linear import assembly
 from fast.kernels.sparse_linear.assembly import DECODE_OPERANDS, PRODUCT_OPERANDS, decode_asm, products_asm
 
 #: Columns of a turn of one warp, of a lane in it, and rows of an instruction; columns of it.
@@ -27,6 +28,8 @@ TURN, PART, ROWS, COLUMNS = gl.constexpr(128), gl.constexpr(32), gl.constexpr(16
 DECODE = gl.constexpr([decode_asm(kind) for kind in ("f16", "bf16")])
 PRODUCTS = gl.constexpr([products_asm(kind) for kind in ("f16", "bf16")])
 DECODED, MULTIPLIED = gl.constexpr(DECODE_OPERANDS), gl.constexpr(PRODUCT_OPERANDS)
+#: What a lane has to know.
+BYTES, DOWN, UP = gl.constexpr(assembly.BYTES), gl.constexpr(assembly.DOWN), gl.constexpr(assembly.UP)
 #: Indices 2, 3 in every group.
 NOTHING_KEPT = gl.constexpr(-286331154)
 
@@ -34,41 +37,71 @@ NOTHING_KEPT = gl.constexpr(-286331154)
 @gluon.jit
 def mma_sparse_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr,
-    SUMS: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, TILES: gl.constexpr,
+    SUMS: gl.constexpr, FEW: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
-    scale, 32, 64 or a multiple of 128; WARPS_K: warps along K; USE_PDL: launched before the kernel in front of it has
-    ended."""
+    scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether a
+    step's codes are read one step before; FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; STORAGE:
+    of scales, float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
     PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK
     SPAN: gl.constexpr = TURN * CHUNKS
-    WHOLE: gl.constexpr = LENGTH % (SPAN * WARPS_K) == 0
+    STEP: gl.constexpr = SPAN * WARPS_K
+    STEPS: gl.constexpr = (LENGTH + STEP - 1) // STEP
+    WHOLE: gl.constexpr = LENGTH % STEP == 0
     IS_BF16: gl.constexpr = DTYPE == "bfloat16"
+    # The last program takes rows again where they are no multiple of its own.
     first = gl.program_id(0) * (ROWS * TILES)
+    first = first if FEW else gl.minimum(first, rows - ROWS * TILES)
+    if STORAGE == "bfloat16":
+        scale = scale.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     begun = gl.program_id(1) * (SUMS * COLUMNS // PARTS)
-    lane, place = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
-    k = axis_range(WARPS_K, 0, 3, TILE) * SPAN + lane * 0
-    turned = (4 * (lane % 4 - place) + axis_range(WARPS_K, 0, 3, TILE) * 0) & 31
+    k = axis_range(WARPS_K, 0, 3, TILE) * SPAN
+    words, one, other = _stored(codes, metadata, first, k, rows, LENGTH, FEW, TILE)
+    pairs = ()
+    for column in gl.static_range(SUMS):
+        pairs = pairs + (_pairs(x, begun, column, k, count, LENGTH, PARTS, TILE),)  # noqa: RUF005, Gluon has no unpacking
+    place = _place(WARPS_K, TILE)
     total = ()
     for _ in gl.static_range(TILES * SUMS):
-        total = total + (gl.zeros(SHAPE, gl.float32, TILE),)  # noqa: RUF005, Gluon has no unpacking
+        total = total + (gl.zeros(SHAPE, gl.float32, TILE),)  # noqa: RUF005
     wait_for_previous(USE_PDL)
-    for at in range(0, LENGTH, SPAN * WARPS_K):
+    following = ()
+    if AHEAD:
+        following = _read(
+            words, one, other, scale, first, rows, k, 0, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE, FEW, TILE
+        )  # fmt: skip
+    for step in range(0, STEPS):
+        stored = following
+        if AHEAD:
+            following = _read(
+                words, one, other, scale, first, rows, k, step + 1, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE,
+                False, FEW, TILE,
+            )  # fmt: skip
+        else:
+            stored = _read(
+                words, one, other, scale, first, rows, k, step, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE,
+                FEW, TILE,
+            )  # fmt: skip
+        _keep_order()
         for chunk in gl.static_range(CHUNKS):
-            now = k + (at + TURN * chunk)
+            beyond = LENGTH - TURN * chunk - step * STEP - k
             inputs = ()
             for column in gl.static_range(SUMS):
                 for register in gl.static_range(4):
-                    v = _inputs(x, begun, column, register, now, count, LENGTH, PARTS, WHOLE, TILE)
+                    p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
+                    v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)
                     inputs = inputs + (v,)  # noqa: RUF005
             made = ()
             for tile in gl.static_range(TILES):
-                c, m0, m1 = _stored(codes, metadata, first + ROWS * tile, now, rows, LENGTH, WHOLE, TILE)
-                s = _scales(scale, first + ROWS * tile, at + TURN * chunk, rows, LENGTH, BLOCK, PARTS, WARPS_K, SPAN, WHOLE, TILE)
                 a0, a1, a2, a3, e = gl.inline_asm_elementwise(
-                    DECODE[IS_BF16], DECODED, [c, m0, m1, turned],
+                    DECODE[IS_BF16], DECODED,
+                    [
+                        stored[4 * (TILES * chunk + tile)], stored[4 * (TILES * chunk + tile) + 1],
+                        stored[4 * (TILES * chunk + tile) + 2], place,
+                    ],
                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
                 )  # fmt: skip
                 for column in gl.static_range(SUMS):
@@ -80,6 +113,7 @@ def mma_sparse_kernel(
                         ],
                         dtype=gl.float32, is_pure=True, pack=4,
                     )  # fmt: skip
+                    s = stored[4 * (TILES * chunk + tile) + 3]
                     made = made + (gl.fma(added, s, total[tile * SUMS + column]),)  # noqa: RUF005
             total = made
     for tile in gl.static_range(TILES):
@@ -91,64 +125,131 @@ def mma_sparse_kernel(
 
 
 @gluon.jit
+def _keep_order():
+    """Memory is read before this where the program says so: the assembler moves reads down to where their values are needed, and
+    a warp waited for each of them then."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _place(WARPS_K: gl.constexpr, TILE: gl.constexpr):
+    """What `assembly` has to know of a lane: selector, shift and factor by its place among four."""
+    lane, which = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE) + axis_range(WARPS_K, 0, 3, TILE) * 0
+    selector = gl.where(lane % 4 < 2, BYTES[0], BYTES[1])
+    down, up = gl.where(lane % 2 == 0, DOWN[0], DOWN[1]), gl.where(lane % 2 == 0, UP[0], UP[1])
+    return gl.where(which == 0, selector, gl.where(which == 1, down, up))
+
+
+@gluon.jit
 def _stored(
-    codes, metadata, first, k, rows, LENGTH: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr
+    codes, metadata, first, k, rows, LENGTH: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Words of codes (0 and 1 of row g, of row g + 8), and the four words of metadata of either row."""
-    lane, place = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
-    last, begun = rows - 1 - first, first.to(gl.int64)
-    row = gl.minimum(lane // 4 + place // 2 * 8, last)
-    words = as_words(codes) + begun * (LENGTH // 16) + (row * (LENGTH // 16) + (k // 16 + lane % 4 * 2 + place % 2))
-    one, other = gl.minimum(lane // 4, last), gl.minimum(lane // 4 + 8, last)
-    indices = as_words(metadata) + begun * (LENGTH // 32)
-    one, other = indices + (one * (LENGTH // 32) + (k // 32 + place)), indices + (other * (LENGTH // 32) + (k // 32 + place))
-    if WHOLE:
+    """Pointers to words of codes (0 and 1 of row g, of row g + 8), and to the four words of metadata of either row."""
+    lane, which = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+    row, one, other = lane // 4 + which // 2 * 8, lane // 4, lane // 4 + 8
+    if FEW:
+        row, one, other = gl.minimum(row, rows - 1), gl.minimum(one, rows - 1), gl.minimum(other, rows - 1)
+    words = as_words(codes) + first.to(gl.int64) * (LENGTH // 16)
+    indices = as_words(metadata) + first.to(gl.int64) * (LENGTH // 32)
+    words += row * (LENGTH // 16) + (k // 16 + (lane % 4 * 2 + which % 2))
+    at = k // 32 + which
+    return words, indices + (one * (LENGTH // 32) + at), indices + (other * (LENGTH // 32) + at)
+
+
+@gluon.jit
+def _read(
+    words, one, other, scale, first, rows, k, step, LENGTH: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr,
+    WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, WHOLE: gl.constexpr, EXISTS: gl.constexpr,
+    FEW: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Codes, metadata of rows g and g + 8, and scales of a step, for each turn and row tile, all reads before anything else.
+    EXISTS: the step and all of its columns do; WHOLE: all of them do if the step does."""
+    STEP: gl.constexpr = TURN * CHUNKS * WARPS_K
+    read = ()
+    for chunk in gl.static_range(CHUNKS):
+        beyond = LENGTH - TURN * chunk - step * STEP - k
+        for tile in gl.static_range(TILES):
+            w = step * (STEP // 16) + (TURN // 16 * chunk + ROWS * tile * (LENGTH // 16))
+            m = step * (STEP // 32) + (TURN // 32 * chunk + ROWS * tile * (LENGTH // 32))
+            c, m0, m1 = _loaded(words + w, one + m, other + m, beyond, WHOLE, EXISTS, TILE)
+            s = _scales(
+                scale, first, rows, step, TURN * chunk, ROWS * tile, LENGTH, BLOCK, PARTS, WARPS_K, TURN * CHUNKS, WHOLE,
+                EXISTS, FEW, TILE,
+            )  # fmt: skip
+            read = read + (c, m0, m1, s)  # noqa: RUF005
+    return read
+
+
+@gluon.jit
+def _loaded(words, one, other, beyond, WHOLE: gl.constexpr, EXISTS: gl.constexpr, TILE: gl.constexpr):
+    """What `_stored` points to. beyond: how far the turn is from the end of a row."""
+    if EXISTS:
         c = gl.load(words, eviction_policy="evict_first")
         return c, gl.load(one, eviction_policy="evict_first"), gl.load(other, eviction_policy="evict_first")
     else:
-        inside = k + PART * place < LENGTH
-        c = gl.load(words, mask=k + PART * (lane % 4) + place * 0 < LENGTH, other=0)
-        return c, gl.load(one, mask=inside, other=NOTHING_KEPT), gl.load(other, mask=inside, other=NOTHING_KEPT)
+        lane, which = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+        has_codes = (0 if WHOLE else PART * (lane % 4)) + (lane + which) * 0 < beyond
+        has_indices = (0 if WHOLE else PART * which) + (lane + which) * 0 < beyond
+        c = gl.load(words, mask=has_codes, other=0, eviction_policy="evict_first")
+        m0 = gl.load(one, mask=has_indices, other=NOTHING_KEPT, eviction_policy="evict_first")
+        return c, m0, gl.load(other, mask=has_indices, other=NOTHING_KEPT, eviction_policy="evict_first")
+
+
+@gluon.jit
+def _pairs(
+    x, begun, COLUMN: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Pointers to the pairs of inputs of column 8 COLUMN + g that a lane has in b0 of the four instructions."""
+    lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+    row = gl.minimum(begun + (COLUMNS * COLUMN + lane // 4) // PARTS, count - 1)
+    return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (PART // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
 
 
 @gluon.jit
 def _inputs(
-    x, begun, COLUMN: gl.constexpr, REGISTER: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr,
-    WHOLE: gl.constexpr, TILE: gl.constexpr,
+    pairs, COLUMN: gl.constexpr, REGISTER: gl.constexpr, beyond, PARTS: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Register REGISTER of B, of the four instructions of a turn: pairs of inputs of column 8 COLUMN + g."""
-    lane, place = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
-    column = COLUMNS * COLUMN + lane // 4
-    # The lane whose codes the register meets, of its groups the one in the half that the register has, and a half of that.
-    reader = lane % 4 // 2 + REGISTER % 2 * 2
-    row = gl.minimum(begun + column // PARTS, count - 1)
-    begin = k + (PART * reader + 4 * (REGISTER // 2) + 2 * (lane % 2)) + 8 * place
-    pairs = as_words(x) + (row * (LENGTH // 2) + begin // 2)
+    """Register REGISTER of B, of the four instructions of a turn: the codes that it meets are those of lane t' // 2, or two
+    lanes further, of the first or the second half of their groups."""
+    pairs += PART * (REGISTER % 2) + 2 * (REGISTER // 2)
     if PARTS == 1 and WHOLE:
         return gl.load(pairs)
     else:
-        own = reader // (4 // PARTS) == column % PARTS
-        return gl.load(pairs, mask=own & (begin < LENGTH), other=0)
+        lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+        reader = lane % 4 // 2 + REGISTER % 2 * 2
+        own = reader // (4 // PARTS) == (COLUMNS * COLUMN + lane // 4) % PARTS
+        return gl.load(pairs, mask=own & (PART * reader + at * 0 < beyond), other=0)
 
 
 @gluon.jit
 def _scales(
-    scale, first, at, rows, LENGTH: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, WARPS_K: gl.constexpr,
-    SPAN: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr,
+    scale, first, rows, step, AT: gl.constexpr, ROW: gl.constexpr, LENGTH: gl.constexpr, BLOCK: gl.constexpr,
+    PARTS: gl.constexpr, WARPS_K: gl.constexpr, SPAN: gl.constexpr, WHOLE: gl.constexpr, EXISTS: gl.constexpr,
+    FEW: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """The scale of each sum of a lane: rows g and g + 8, columns 2 t and 2 t + 1."""
+    """The scale of each sum of a lane: rows g and g + 8 from ROW on, columns 2 t and 2 t + 1."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [1, 32, 1, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
-    # Columns of a lane that have a scale each.
+    # Columns of a lane that have a scale each; blocks of a row.
     APART: gl.constexpr = 1 if PARTS == 1 else 2
+    BLOCKS: gl.constexpr = LENGTH // BLOCK
+    STEP: gl.constexpr = SPAN * WARPS_K
     lane, half = axis_range(32, 1, 4, LAYOUT), axis_range(2, 2, 4, LAYOUT)
-    row = gl.minimum(lane // 4 + half * 8, rows - 1 - first)
+    row = lane // 4 + half * 8
+    if FEW:
+        row = gl.minimum(row, rows - 1)
     part = (lane % 4 * 2 + axis_range(APART, 3, 4, LAYOUT)) % PARTS
-    begin = axis_range(WARPS_K, 0, 4, LAYOUT) * SPAN + (at + TURN // PARTS * part)
-    blocks = scale + first.to(gl.int64) * (LENGTH // BLOCK) + (row * (LENGTH // BLOCK) + begin // BLOCK)
-    if WHOLE:
+    begin = axis_range(WARPS_K, 0, 4, LAYOUT) * SPAN + (TURN // PARTS * part + AT)
+    blocks = scale + first.to(gl.int64) * BLOCKS
+    if STEP % BLOCK == 0:
+        blocks = blocks + (row * BLOCKS + begin // BLOCK) + (step * (STEP // BLOCK) + ROW * BLOCKS)
+    else:
+        blocks = blocks + (row * BLOCKS + (begin + step * STEP) // BLOCK + ROW * BLOCKS)
+    if EXISTS:
         s = gl.load(blocks)
     else:
-        s = gl.load(blocks, mask=begin + row * 0 < LENGTH, other=0.0)
+        s = gl.load(blocks, mask=begin + step * STEP + row * 0 < LENGTH, other=0.0)
     s = gl.broadcast(s.to(gl.float32), gl.zeros([WARPS_K, 32, 2, 2], gl.int32, LAYOUT))[0]
     return gl.convert_layout(gl.reshape(s, [WARPS_K, 32, 4]), TILE, assert_trivial=True)
 

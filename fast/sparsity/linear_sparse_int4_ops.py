@@ -1,0 +1,103 @@
+"""`linear_sparse_int4` below its signature: kernel, reference, operator and gradient; see `fast.dispatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import reference
+from fast.dispatch import Function, execute
+from fast.matmul.stored_weight_ops import refuse_scale_gradients, sum_of_rows
+from fast.ops import register
+from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
+
+Values = tuple[Any, ...]
+Operands = Sequence[Any]
+STORED = ("codes", "metadata", "scale")
+
+
+def linear_sparse_int4_op(
+    x: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The product."""
+    y: torch.Tensor = execute(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias))
+    return y
+
+
+def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
+    check_operands(*operands)
+    y: torch.Tensor = LINEAR_SPARSE_INT4_OP(*operands)
+    return y
+
+
+def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By the kernel, or torch's product with the dense weight; the reference where the bias is none of its floats."""
+    from fast.kernels.sparse_linear import host
+
+    x, codes, metadata, scale, bias = operands
+    group = check_operands(*operands)[2]
+    y = host.linear_sparse_int4(x, codes, metadata, scale, bias, group, key)
+    if y is not None or (bias is not None and not bias.is_floating_point()):
+        return y
+    w = execute(SPARSE_INT4_DENSE, None, (x.dtype,), (codes, metadata, scale))
+    return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
+
+
+def _fake(x: torch.Tensor, codes: torch.Tensor, *others: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The stored weight, and the dtypes of the gradients."""
+    refuse_scale_gradients(ctx, "linear_sparse_int4", 3)
+    x, *stored, bias = inputs
+    ctx.save_for_backward(*stored)
+    ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of x and bias."""
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = g @ torch.ops.ao_lab.sparse_int4_dense(*ctx.saved_tensors, ctx.dtype)
+    db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[4] else None
+    return dx, None, None, None, db
+
+
+LINEAR_SPARSE_INT4 = Function(
+    "linear_sparse_int4", ("x", *STORED, "bias"), lambda r, v, o: reference.linear_sparse_int4(*o), _operate, _kernel,
+    differentiable=True,
+)  # fmt: skip
+LINEAR_SPARSE_INT4_OP = register("linear_sparse_int4", linear_sparse_int4_op, _fake, _backward, _save)
+
+
+def sparse_int4_dense_op(
+    codes: torch.Tensor, metadata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The dense weight."""
+    w: torch.Tensor = execute(SPARSE_INT4_DENSE, None, (dtype,), (codes, metadata, scale))
+    return w
+
+
+def _dense_reference(record: Any, values: Values, operands: Operands) -> Any:
+    return reference.dequantize(sparse_int4_weight(*operands), str(values[0]).removeprefix("torch."))
+
+
+def _dense_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.sparse_linear import host
+
+    return host.sparse_int4_dense(*operands, *values, check_sparse_int4(*operands)[2], key)
+
+
+def _dense_fake(codes: torch.Tensor, metadata: Any, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    return codes.new_empty((codes.shape[0], 4 * codes.shape[1]), dtype=dtype)
+
+
+SPARSE_INT4_DENSE = Function(
+    "sparse_int4_dense", STORED, _dense_reference, lambda r, v, o: torch.ops.ao_lab.sparse_int4_dense(*o, *v), _dense_kernel
+)  # fmt: skip
+register("sparse_int4_dense", sparse_int4_dense_op, _dense_fake)
+
+__all__ = ["LINEAR_SPARSE_INT4", "SPARSE_INT4_DENSE"]

@@ -1,0 +1,60 @@
+"""`mma_sparse_kernel`, lane by lane: every kept code meets the input that its index names, and its scale.
+
+Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.sparse_lanes`.
+"""
+
+import itertools
+import platform
+
+import numpy as np
+import pytest
+
+import reference
+from tests.support.sparse_int4_cases import exact_case
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from fast.kernels.sparse_linear import host, mma_sparse
+from fast.kernels.sparse_linear.host import Tiling
+from tests.emulator.gluon_lanes import Pointer
+from tests.emulator.sparse_lanes import body
+
+#: Rows of inputs, rows and columns of the weight, columns of a scale, and tiles: whole and cut, one and several of each.
+CASES = [
+    ((1, 16, 128, 128), Tiling(1, 1, 1, 1)), ((3, 37, 512, 128), Tiling(2, 1, 2, 1)), ((8, 48, 1024, 128), Tiling(2, 1, 2, 2)),
+    ((3, 16, 256, 64), Tiling(1, 1, 2, 1)), ((5, 17, 320, 64), Tiling(1, 2, 1, 1)), ((9, 33, 256, 64), Tiling(2, 2, 1, 2)),
+    ((2, 20, 256, 32), Tiling(1, 1, 2, 1)), ((3, 16, 256, 32), Tiling(1, 2, 1, 1)), ((2, 17, 96, 32), Tiling(1, 1, 1, 1)),
+    ((16, 40, 512, 256), Tiling(2, 2, 2, 1)), ((18, 64, 256, 256), Tiling(4, 1, 1, 1)), ((2, 5, 256, 128), Tiling(2, 1, 1, 1)),
+    ((33, 16, 128, 128), Tiling(1, 4, 1, 1)), ((1, 32, 1536, 256), Tiling(2, 1, 4, 2)), ((1, 31, 64, 64), Tiling(1, 1, 4, 2)),
+]  # fmt: skip
+
+
+def multiplied(case, tiling, storage="float32"):
+    """What all programs of a launch write, over numbers that no result is."""
+    (count, length), rows = case.x.shape, len(case.codes)
+    group = length // case.scale.shape[1]
+    launch = host.launch_of(rows, length, group, count, storage, str(case.x.dtype), tiling)
+    y = np.full((count, rows), 30000, case.x.dtype)
+    pointers = [None if part is None else Pointer(part.ravel()) for part in case]
+    for program in itertools.product(*map(range, launch.grid[:2])):
+        body(mma_sparse, "mma_sparse_kernel", *program)(*pointers, Pointer(y.reshape(-1)), *launch.tail)
+    return y
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("shape", "tiling"), CASES, ids=str)
+def test_every_code_meets_its_input_and_its_scale(shape, tiling, ahead):
+    tiling = Tiling(tiling.tiles, tiling.sums, tiling.warps_k, tiling.chunks, ahead)
+    for dtype in ("bfloat16", "float16"):
+        case = exact_case(*shape, dtype)
+        assert (multiplied(case, tiling) == reference.linear_sparse_int4(*case)).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 48, 512, 128), (16, 32, 256, 64), (40, 16, 128, 32)], ids=str)
+def test_chosen_tiles_bfloat16_scales_and_no_bias(shape):
+    count, rows, length, group = shape
+    case = exact_case(*shape, storage="bfloat16")._replace(bias=None)
+    wanted = reference.linear_sparse_int4(*case)
+    for given in (case, case._replace(scale=case.scale.view(np.uint16))):
+        assert (multiplied(given, host.tiling_of(rows, length, group, count), "bfloat16") == wanted).all()

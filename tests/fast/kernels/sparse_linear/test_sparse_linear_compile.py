@@ -1,0 +1,108 @@
+"""The kernels of `linear_sparse_int4` compile for Hopper as they are meant to: in registers, wide reads before all else, the
+sparse tensor core; and the dense weight has the reference's bits."""
+
+import platform
+
+import pytest
+import torch
+
+from tests.emulator.interpreter_process import lines_of
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+import fast
+from fast import dispatch
+from fast.kernels.launch import cache
+from fast.kernels.sparse_linear import host
+from tests.fast.kernels.compiling.kernel_compiler import launched
+
+BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
+UP, DOWN, SQUARE, KEYS = (14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)
+
+
+def operands(count, shape, group, dtype=BF16, storage=FLOAT, bias=False):
+    """Memory that nobody writes or reads."""
+    rows, length = shape
+    return (
+        torch.empty((count, length), dtype=dtype), torch.empty((rows, length // 4), dtype=torch.uint8),
+        torch.empty((rows, length // 8), dtype=torch.uint8), torch.empty((rows, length // group), dtype=storage),
+        torch.empty(rows, dtype=dtype) if bias else None,
+    )  # fmt: skip
+
+
+#: Calls, and the most instructions of an element of a turn, the whole kernel counted, where the loop is most of it.
+CALLS = {
+    "one row up": ((1, UP, 128), 2.4), "one row down": ((1, DOWN, 128, F16, BF16), 3.3), "one row g64": ((1, SQUARE, 64), 3.4),
+    "one row g32": ((1, UP, 32), 3.1), "one row g256": ((1, KEYS, 256, BF16, torch.uint16), 3.0),
+    "two rows": ((2, UP, 128, BF16, BF16, True), 2.7), "eight rows": ((8, UP, 128), 2.7), "sixteen rows": ((16, UP, 128), 5.2),
+    "sixteen rows g32": ((16, SQUARE, 32, F16), 10.7), "64 rows": ((64, UP, 128, BF16, BF16, True), 8.5),
+    "cut": ((3, (37, 352), 32), 8.6), "few": ((3, (5, 128), 128), 3.6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_product(name):
+    """No detour of the weight: each register of codes is read once, 8 bytes at a time, indices 16; four products of the sparse
+    tensor core for sixteen rows, 128 columns and eight columns of sums."""
+    given, most = CALLS[name]
+    call = operands(*given)
+    rows, length, group = *given[1], given[2]
+    (machine,) = launched(lambda: host.linear_sparse_int4(*call, group))
+    assert (machine.kernel, machine.local, machine.stack) == ("mma_sparse_kernel", 0, 0)
+    tiling = host.tiling_of(rows, length, group, given[0])
+    tiles = tiling.chunks * (1 if rows < 16 * tiling.tiles else tiling.tiles)
+    sparse = sum(n for name, n in machine.instructions.items() if name.startswith("HMMA.SP.16832.F32"))
+    assert sparse == machine.named("HMMA", "HGMMA") == 4 * tiles * tiling.sums
+    read = machine.accesses("LDG")
+    assert read[8] == 2 * tiles
+    assert length % 128 or read[16] == 2 * tiles
+    assert machine.count() <= most * 64 * tiles
+    # Three programs of four warps at least; of the kernel in front all has been written before anything is read.
+    assert machine.registers * 32 * tiling.warps_k * max(1, 12 // tiling.warps_k) <= 65536
+    assert machine.order.index("ACQBULK") < min(at for at, one in enumerate(machine.order) if one.startswith("LDG"))
+
+
+@pytest.mark.parametrize("name", ["one row up", "one row down", "eight rows", "sixteen rows"])
+def test_reads_come_first(name):
+    """What a step reads from the memory is under way before its first product."""
+    given, _ = CALLS[name]
+    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(*given), given[2]))
+    order = [one for one in machine.order if one.startswith(("LDG.E.EF", "HMMA"))]
+    reads = sum(one.startswith("LDG") for one in order)
+    assert all(one.startswith("LDG") for one in order[:reads])
+
+
+def test_what_other_paths_take():
+    """More rows, no rows, other floats."""
+    x, *weight = operands(65, (64, 256), 64)
+    assert host.linear_sparse_int4(x, *weight, 64) is None
+    assert host.linear_sparse_int4(x[:0], *weight, 64) is None
+    assert host.linear_sparse_int4(x[:1].float(), *weight, 64) is None
+
+
+def test_calls_are_remembered(monkeypatch):
+    """The public function reaches the kernels, the dense weight for many rows."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+    few, many = operands(2, (64, 256), 64), operands(65, (64, 256), 64, bias=True)
+
+    def both():
+        y = fast.linear_sparse_int4(*few)
+        assert (y.shape, y.dtype, len(cache.CALLS)) == ((2, 64), BF16, 1)
+        assert fast.linear_sparse_int4(*many).shape == (65, 64)
+        assert len(cache.CALLS) == 2
+        return y
+
+    assert [machine.kernel for machine in launched(both)] == ["mma_sparse_kernel", "dense_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, FLOAT])
+def test_the_dense_weight(dtype):
+    _, *weight, _ = operands(1, (64, 1024), 128)
+    (machine,) = launched(lambda: host.sparse_int4_dense(*weight, dtype, 128))
+    assert (machine.kernel, machine.local, machine.stack) == ("dense_kernel", 0, 0)
+    assert set(machine.accesses("STG")) == {4 * dtype.itemsize}
+
+
+def test_the_dense_weight_has_the_bits_of_the_reference():
+    assert len(lines_of("tests/emulator/programs/sparsity/int4_dense.py")) == 6
