@@ -19,7 +19,11 @@ STORED = ("codes", "metadata", "scale")
 
 
 def linear_sparse_int4_op(
-    x: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """The product."""
     y: torch.Tensor = execute(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias))

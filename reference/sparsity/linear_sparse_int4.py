@@ -12,8 +12,8 @@ Order of roundings of the value: codes are integers, a weight is code times scal
 with the bias are exact, and the result is rounded once to the dtype of x. A kernel adds in another order and may be as far from
 the exact product as `linear_error_bound` of `sparse_int4_weight` says; zeros add nothing to that bound but their count.
 
-Source: the pattern, Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378); both together, Frantar et al.,
-"MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language Models" (arXiv 2408.11743), section 5.
+Source: the pattern, Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv 2104.08378); both together, Frantar et
+al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language Models" (arXiv 2408.11743).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def linear_sparse_int4(
 ) -> Array:
     """x (..., K) times the transpose of the dense weight (N, K), plus bias (N): (..., N) in the dtype of x.
 
-    x: bfloat16 or float16. codes, metadata and scale: see the module text. The sum of exact products and the bias is rounded once.
-    Raises ValueError where shapes do not go together or g is no group of the scheme, TypeError for other dtypes.
+    x: bfloat16 or float16. codes, metadata and scale: see the module text. The sum of exact products and the bias is rounded
+    once. Raises ValueError where shapes do not go together or g is no group of the scheme, TypeError for other dtypes.
     """
     x, codes, metadata, scale = (as_array(array) for array in (x, codes, metadata, scale))
     check_operands(x, codes, metadata, scale, bias)
@@ -65,7 +65,9 @@ def check_sparse_int4(codes: Array, metadata: Array, scale: Array) -> tuple[int,
     ):  # fmt: skip
         found = namespace_of(array).dtype_name(array)
         if found not in dtypes:
-            raise TypeError(f"linear_sparse_int4 takes {name} of dtype {' or '.join(dtypes)}, got {found}; cast it")
+            raise TypeError(
+                f"linear_sparse_int4 takes {name} of dtype {' or '.join(dtypes)}, got {found}; cast it"
+            )
         if len(array.shape) != 2:
             raise ValueError(
                 f"linear_sparse_int4 takes {name} of a matrix, got shape {tuple(array.shape)}; give one weight (N, K)"
@@ -118,4 +120,10 @@ def _patterns(ns: Namespace, scale: Array) -> Array:
     return ns.bitcast(scale, "uint16") if ns.dtype_name(scale) == "bfloat16" else scale
 
 
-__all__ = ["check_operands", "check_sparse_int4", "linear_sparse_int4", "scheme_of_scales", "sparse_int4_weight"]
+__all__ = [
+    "check_operands",
+    "check_sparse_int4",
+    "linear_sparse_int4",
+    "scheme_of_scales",
+    "sparse_int4_weight",
+]

@@ -29,7 +29,9 @@ def dense(a, e, selector, dtype):
             assert (low < high).all(), "the instruction knows no other pairs"
             for index, element in ((low, 0), (high, 1)):
                 group = made[:, 8 * row : 8 * row + 8, 16 * second + 4 * t : 16 * second + 4 * t + 4]
-                np.put_along_axis(group, index[..., None].astype(int), halves(words, dtype)[:, :, t, element, None], 2)
+                np.put_along_axis(
+                    group, index[..., None].astype(int), halves(words, dtype)[:, :, t, element, None], 2
+                )
     return made
 
 

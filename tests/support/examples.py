@@ -206,6 +206,15 @@ EXAMPLES: dict[str, Example] = {
     "compress, sparse already": Example(
         lambda n, d: {"w": normals(n, d) * fast.prune(normals(n, d))}, lambda f, t: f.compress(t["w"])
     ),
+    "linear_sparse_int4": Example(
+        lambda n, d: {
+            "x": bf16(n, d), "codes": codes(16, d)[:, : K // 4].contiguous(),
+            "metadata": torch.full((16, K // 8), 0xE4, dtype=torch.uint8, device=d), "scale": row_scales(16, d),
+            "bias": bf16(1, d)[0, :16],
+        },
+        lambda f, t: f.linear_sparse_int4(t["x"], t["codes"], t["metadata"], t["scale"], t["bias"]),
+        gradients=("x", "bias"), exact=False,
+    ),
     "decompress": Example(
         lambda n, d: {"values": normals(n, d)[:, ::2], "metadata": torch.full((n, K // 8), 0x44, dtype=torch.uint8, device=d)},
         lambda f, t: f.decompress(t["values"], t["metadata"]),

@@ -1,4 +1,4 @@
-"""The dense weight of 4-bit integers in 2:4 storage, as `reference.dequantize` makes it: for products of many rows, and gradients.
+"""The dense weight of 4-bit integers in 2:4 storage, as `reference.dequantize` makes it: for many rows, and for gradients.
 
 A program writes TILE groups of four columns. One pass; bound by what it writes, 2 bytes an element against 0.4 that it reads.
 """
@@ -13,7 +13,8 @@ WARPS, TILE = 4, 1024
 
 @triton.jit
 def dense_kernel(
-    codes, metadata, scale, w, count, GROUPS_OF_BLOCK: tl.constexpr, STORAGE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr
+    codes, metadata, scale, w, count, GROUPS_OF_BLOCK: tl.constexpr, STORAGE: tl.constexpr, DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """w of `count` groups; GROUPS_OF_BLOCK: those of a scale; STORAGE: of scales, bfloat16 perhaps as patterns."""
     if STORAGE == "bfloat16":

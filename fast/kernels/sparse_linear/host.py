@@ -80,7 +80,9 @@ def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
     chunks = 2 if length % (2 * TURN.value) == 0 and sums == 1 else 1
     programs = ceil_div(rows, ROWS.value * tiles) * ceil_div(count * parts, COLUMNS.value * sums)
     warps_k = 1
-    while warps_k < MOST_WARPS_K and programs * warps_k < BUSY and 2 * warps_k * chunks * TURN.value <= length:
+    while (
+        warps_k < MOST_WARPS_K and programs * warps_k < BUSY and 2 * warps_k * chunks * TURN.value <= length
+    ):
         warps_k *= 2
     return Tiling(tiles, sums, warps_k, chunks)
 
@@ -94,7 +96,8 @@ def launch_of(
     columns = tiling.sums * COLUMNS.value // max(1, TURN.value // group)
     grid = (ceil_div(rows, ROWS.value * tiles), ceil_div(count, columns), 1)
     tail = (
-        count, rows, length, group, tiling.warps_k, tiling.chunks, tiling.ahead, tiles, tiling.sums, rows < ROWS.value, storage, dtype, True,
+        count, rows, length, group, tiling.warps_k, tiling.chunks, tiling.ahead, tiles, tiling.sums, rows < ROWS.value, storage,
+        dtype, True,
     )  # fmt: skip
     return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True)
 

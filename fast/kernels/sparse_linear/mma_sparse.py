@@ -1,9 +1,9 @@
 """Y = X W' + bias for a weight W (N, K) of 4-bit integers in 2:4 storage and a few rows X (M, K), on the sparse tensor core.
 
-A warp takes TILES times 16 rows of the weight and, of every turn along K, CHUNKS times 128 columns. Codes and metadata go from
-memory, as they are stored, to the instructions of `assembly` in the lane that read them. Its eight columns are rows of X, and
-where a scale covers fewer than 128 columns also the parts of those: column c is row c // PARTS with the inputs of part c % PARTS
-and zeros in place of others, so that each sum has one scale.
+A warp takes TILES times 16 rows of the weight and, of every turn along K, CHUNKS times 128 columns. Codes and metadata go
+from memory, as they are stored, to the instructions of `assembly` in the lane that read them. Its eight columns are rows of
+X, and where a scale covers fewer than 128 columns also the parts of those: column c is row c // PARTS with the inputs of part
+c % PARTS and zeros in place of others, so that each sum has one scale.
 
     PARTS = max(1, 128 / g); lanes of four that read a part: 4 / PARTS
 
@@ -37,8 +37,9 @@ NOTHING_KEPT = gl.constexpr(-286331154)
 @gluon.jit
 def mma_sparse_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
-    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, TILES: gl.constexpr,
-    SUMS: gl.constexpr, FEW: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
+    LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr,
+    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether a
@@ -126,8 +127,8 @@ def mma_sparse_kernel(
 
 @gluon.jit
 def _keep_order():
-    """Memory is read before this where the program says so: the assembler moves reads down to where their values are needed, and
-    a warp waited for each of them then."""
+    """What is read before this in the program is read before it: the assembler moves reads down to where their values are
+    needed, and a warp waited for each of them then."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from fast.kernels.sparse_linear.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
 from tests.emulator.ptx import run
-from tests.support.sparse_int4_cases import metadata_of
+from tests.gpu.sparsity.int4_cases import metadata_of
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 #: Lanes of four, and random words.
@@ -32,7 +32,12 @@ def test_all_codes_in_all_places(kind):
     for u, h, i, r in itertools.product(range(2), repeat=4):
         byte = words[r, u] >> np.uint32(8 * (2 * h + i)) & np.uint32(255)
         assert len(set(byte)) == 256
-        halves = np.ascontiguousarray(made[2 * u + h, 2 * i + r]).astype(np.uint32).view(KINDS[kind]).reshape(-1, 2)
+        halves = (
+            np.ascontiguousarray(made[2 * u + h, 2 * i + r])
+            .astype(np.uint32)
+            .view(KINDS[kind])
+            .reshape(-1, 2)
+        )
         wanted = np.stack([(byte & 15 ^ 8).astype(int) - 8, (byte >> 4 ^ 8).astype(int) - 8], -1)
         assert (halves.astype(int) == wanted).all()
         assert not np.signbit(halves[wanted == 0]).any()

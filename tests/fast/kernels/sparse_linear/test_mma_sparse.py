@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reference
-from tests.support.sparse_int4_cases import exact_case
+from tests.gpu.sparsity.int4_cases import exact_case
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)

@@ -60,7 +60,9 @@ def test_the_product(name):
     assert machine.count() <= most * 64 * tiles
     # Three programs of four warps at least; of the kernel in front all has been written before anything is read.
     assert machine.registers * 32 * tiling.warps_k * max(1, 12 // tiling.warps_k) <= 65536
-    assert machine.order.index("ACQBULK") < min(at for at, one in enumerate(machine.order) if one.startswith("LDG"))
+    assert machine.order.index("ACQBULK") < min(
+        at for at, one in enumerate(machine.order) if one.startswith("LDG")
+    )
 
 
 @pytest.mark.parametrize("name", ["one row up", "one row down", "eight rows", "sixteen rows"])

@@ -31,7 +31,13 @@ def metadata_of(rng: np.random.Generator, rows: int, length: int) -> npt.NDArray
 
 
 def exact_case(
-    count: int, rows: int, length: int, group: int, dtype: str = "bfloat16", storage: str = "float32", seed: int = 0
+    count: int,
+    rows: int,
+    length: int,
+    group: int,
+    dtype: str = "bfloat16",
+    storage: str = "float32",
+    seed: int = 0,
 ) -> Case:
     """All sixteen codes, scales that are powers of two, small integers as inputs and bias: NumPy arrays."""
     rng = np.random.default_rng(seed)
@@ -44,7 +50,13 @@ def exact_case(
 
 
 def random_case(
-    count: int, rows: int, length: int, group: int, dtype: str = "bfloat16", storage: str = "float32", seed: int = 0
+    count: int,
+    rows: int,
+    length: int,
+    group: int,
+    dtype: str = "bfloat16",
+    storage: str = "float32",
+    seed: int = 0,
 ) -> Case:
     """Normal inputs, all codes, scales that differ by powers of two."""
     rng = np.random.default_rng(seed)

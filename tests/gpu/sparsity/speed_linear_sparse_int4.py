@@ -1,0 +1,144 @@
+"""Times of `linear_sparse_int4` beside `linear` with int4 weights and torch in bfloat16, as CUDA graphs, in turn.
+
+A graph calls a function once with each of so many weights that together they exceed the second-level cache several times, so
+every weight comes from the memory. Rounds of all functions follow each other, so that a slow spell of the clock hits all; a
+time is the median of rounds, divided by the calls of a graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import fast
+from fast.kernels.sparse_linear import host
+from fast.kernels.sparse_linear.host import Tiling
+from reference.quantize.stored import Quantized
+from reference.schemes.schemes import SCHEMES
+
+#: (N, K) of the linears of an 8-billion-parameter model, and rows of inputs.
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+#: Columns of a scale; bytes that weights in turn have together at least; rounds.
+GROUP, COLD, ROUNDS = 128, 1 << 28, 20
+#: Indices of the six pairs of a group.
+PAIRS = (0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110)
+#: Tiles to try: row tiles, column tiles, warps along K, turns at once, one step before.
+TILINGS = (
+    (1, 1, 4, 2, 0), (1, 1, 8, 1, 0), (1, 1, 8, 2, 0), (1, 1, 4, 4, 0), (2, 1, 4, 1, 0), (2, 1, 4, 2, 0), (2, 1, 8, 1, 0),
+    (2, 1, 8, 2, 0), (2, 1, 4, 1, 1), (1, 1, 4, 2, 1), (1, 1, 8, 2, 1), (1, 1, 16, 1, 0), (4, 1, 4, 1, 0),
+)  # fmt: skip
+TILINGS_16 = (
+    (1, 2, 4, 1, 0), (1, 2, 8, 1, 0), (2, 2, 4, 1, 0), (2, 2, 4, 2, 0), (2, 2, 8, 1, 0), (4, 2, 4, 1, 0), (1, 1, 8, 1, 0),
+    (2, 1, 4, 2, 0), (2, 2, 4, 1, 1),
+)  # fmt: skip
+Call = Callable[[], Any]
+
+
+def bytes_of(shape: tuple[int, int]) -> torch.Tensor:
+    """Random bytes."""
+    return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+
+
+def sparse_weight(shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Codes, metadata and scales."""
+    rows, length = shape
+    pairs = torch.tensor(PAIRS, device="cuda", dtype=torch.uint8)
+    low, high = (pairs[torch.randint(0, 6, (rows, length // 8), device="cuda")] for _ in range(2))
+    scale = torch.rand(rows, length // GROUP, device="cuda") * 0.01
+    return bytes_of((rows, length // 4)), low | high << 4, scale
+
+
+def int4_weight(shape: tuple[int, int]) -> Quantized:
+    """A weight of `linear`."""
+    rows, length = shape
+    scale = torch.rand(rows, length // GROUP, device="cuda") * 0.01
+    return Quantized(
+        bytes_of((rows, length // 2)), scale, None, None, shape, 1, SCHEMES[f"int4_g{GROUP}"], packed=True
+    )
+
+
+def dense_weight(shape: tuple[int, int]) -> torch.Tensor:
+    """A weight of torch."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def several(make: Callable[[tuple[int, int]], Any], shape: tuple[int, int], size: float) -> list[Any]:
+    """Weights in turn; size: bytes of an element."""
+    return [make(shape) for _ in range(max(2, int(COLD / (size * shape[0] * shape[1])) + 1))]
+
+
+def captured(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """All calls in one graph, and how many they are; each ran before."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    return graph, len(calls)
+
+
+def in_turn(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
+    """Median microseconds of a call, by name."""
+    took: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, (graph, count) in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            took[name].append(start.elapsed_time(end) * 1e3 / count)
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def products(
+    x: torch.Tensor, sparse: list[Any], stored: list[Any], dense: list[Any]
+) -> dict[str, list[Call]]:
+    """The functions that are compared."""
+    return {
+        "sparse int4": [lambda w=w: fast.linear_sparse_int4(x, *w) for w in sparse],  # type: ignore[misc]
+        "int4": [lambda w=w: fast.linear(x, w) for w in stored],  # type: ignore[misc]
+        "bf16": [lambda w=w: torch.nn.functional.linear(x, w) for w in dense],  # type: ignore[misc]
+    }
+
+
+def tried(x: torch.Tensor, sparse: list[Any], shape: tuple[int, int]) -> dict[str, list[Call]]:
+    """The product by each of the tiles."""
+    chosen = TILINGS if len(x) <= 8 else TILINGS_16
+    own = host.tiling_of(*shape, GROUP, len(x))
+    calls = {}
+    for tiling in {own, *(Tiling(*numbers[:4], ahead=bool(numbers[4])) for numbers in chosen)}:
+        name = f"{tiling.tiles},{tiling.sums},{tiling.warps_k},{tiling.chunks},{int(tiling.ahead)}"
+        name += " (chosen)" if tiling == own else ""
+        calls[name] = [
+            lambda w=w, t=tiling: host.linear_sparse_int4(x, *w, None, GROUP, None, t)  # type: ignore[misc]
+            for w in sparse
+        ]
+    return calls
+
+
+def measure(shapes: Sequence[tuple[int, int]], counts: Sequence[int], tune: bool) -> list[dict[str, Any]]:
+    """A row for each shape, count and function."""
+    rows = []
+    for shape in shapes:
+        sparse = several(sparse_weight, shape, 0.41)
+        stored, dense = (
+            ([], []) if tune else (several(int4_weight, shape, 0.53), several(dense_weight, shape, 2.0))
+        )
+        for count in counts:
+            x = torch.randn(count, shape[1], device="cuda", dtype=torch.bfloat16)
+            calls = tried(x, sparse, shape) if tune else products(x, sparse, stored, dense)
+            times = in_turn({name: captured(each) for name, each in calls.items()})
+            rows += [{"shape": shape, "rows": count, "name": name, "us": us} for name, us in times.items()]
+            told = sorted(times.items(), key=lambda item: item[1]) if tune else times.items()
+            print(
+                f"{shape} {count:2} rows: " + "  ".join(f"{name} {us:.2f}" for name, us in told), flush=True
+            )
+    return rows

@@ -1,0 +1,143 @@
+"""On a GPU: `linear_sparse_int4` exact on integers, within its bound on others, the same bits fifty times; then its times.
+
+    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune] [--rows 1 16] [--shapes 0 1]
+
+Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
+each of several tiles is compared and timed, in place of all that. --rows, --shapes: what is timed, shapes by their numbers.
+Writes what it found to $OUT/linear_sparse_int4.json. Exits with 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import fast
+import reference
+from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
+from tests.gpu.sparsity import speed_linear_sparse_int4 as speed
+from tests.gpu.sparsity.int4_cases import Case, as_tensors, exact_case, random_case
+from tests.support.linear_cases import exact_result
+
+#: Rows of inputs, rows and columns of the weight, columns of a scale.
+EXACT = (
+    (1, 64, 512, 128), (1, 37, 4096, 128), (2, 16, 1024, 64), (3, 5, 256, 32), (4, 100, 352, 32), (8, 48, 14336, 256),
+    (5, 33, 192, 64), (16, 80, 640, 128), (17, 64, 256, 64), (33, 47, 512, 32), (64, 96, 1024, 128), (65, 32, 256, 128),
+    (1, 4112, 1024, 128), (16, 1001, 256, 128),
+)  # fmt: skip
+BOUND = ((1, 64, 4096, 128), (2, 48, 1024, 32), (16, 64, 1024, 64), (64, 32, 2048, 128))
+REPEATS = 50
+
+
+def cases(make: Any, shapes: Any) -> Iterator[tuple[str, Case]]:
+    """Operands on the CPU, with labels; both dtypes, and scales in both with each of them by turns."""
+    for seed, shape in enumerate(shapes):
+        for at, dtype in enumerate(("bfloat16", "float16")):
+            storage = ("float32", "bfloat16")[(seed // 2 + at) % 2]
+            case = as_tensors(make(*shape, dtype, storage, seed))
+            yield f"{shape} {dtype} scales {storage}", case if seed % 2 else case._replace(bias=None)
+
+
+def placed(case: Case, device: str) -> list[Any]:
+    """The operands on a device."""
+    return [None if part is None else part.to(device) for part in case]
+
+
+def exact(case: Case) -> torch.Tensor:
+    """The result where all sums are exact."""
+    return exact_result(case.x, sparse_int4_weight(*case[1:4]), case.bias)
+
+
+def exact_results(device: str) -> Iterator[str]:
+    """Results that are not the rounded product, where all sums are exact."""
+    for label, case in cases(exact_case, EXACT):
+        wanted, on_device = exact(case), placed(case, device)
+        for call in ("first", "again"):
+            different = int((fast.linear_sparse_int4(*on_device).cpu() != wanted).sum())
+            if different:
+                yield f"exact {label} {call}: {different} of {wanted.numel()} differ"
+
+
+def tiles(device: str) -> Iterator[str]:
+    """The same of every tile, cut and whole."""
+    if device == "cpu":
+        return
+    from fast.kernels.sparse_linear import host
+    from fast.kernels.sparse_linear.host import Tiling
+
+    for count, rows, length in ((1, 4104, 1024), (16, 144, 1152)):
+        case = as_tensors(exact_case(count, rows, length, speed.GROUP))
+        wanted, on_device = exact(case), placed(case, device)
+        for numbers in {*speed.TILINGS, *speed.TILINGS_16}:
+            tiling = Tiling(*numbers[:4], ahead=bool(numbers[4]))
+            y = host.linear_sparse_int4(*on_device, speed.GROUP, None, tiling)
+            different = -1 if y is None else int((y.cpu() != wanted).sum())
+            if different:
+                yield f"{tiling} of {(count, rows, length)}: {different} differ"
+
+
+def bounded_results(device: str) -> Iterator[str]:
+    """Results that are farther from the exact product than allowed, or another time others."""
+    for label, case in cases(random_case, BOUND):
+        w = sparse_int4_weight(*case[1:4])
+        truth = case.x.double() @ fast.dequantize(w).double().t()
+        truth = truth if case.bias is None else truth + case.bias.double()
+        allowed: Any = reference.linear_error_bound(case.x, w, case.bias)
+        on_device = placed(case, device)
+        got = fast.linear_sparse_int4(*on_device)
+        outside = int((~((got.cpu().double() - truth).abs() <= allowed)).sum())
+        if outside:
+            yield f"bound {label}: {outside} of {truth.numel()} outside"
+        others = sum(not torch.equal(fast.linear_sparse_int4(*on_device), got) for _ in range(REPEATS))
+        if others:
+            yield f"repeats {label}: {others} of {REPEATS} differ"
+
+
+def gradients(device: str) -> Iterator[str]:
+    """Gradients that are not products with the dense weight."""
+    case = as_tensors(exact_case(3, 64, 256, 64))
+    x, *weight, bias = placed(case, device)
+    x, bias = x.requires_grad_(), bias.requires_grad_()
+    fast.linear_sparse_int4(x, *weight, bias).sum().backward()
+    wanted = fast.dequantize(sparse_int4_weight(*case[1:4])).sum(0).expand(3, -1).to(x.dtype)
+    if not torch.equal(x.grad.cpu(), wanted) or not bool((bias.grad == 3).all()):
+        yield "gradients differ"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare, then time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="*", default=speed.COUNTS)
+    parser.add_argument(
+        "--shapes", type=int, nargs="*", default=range(len(speed.SHAPES)), help="their numbers"
+    )
+    options = parser.parse_args(arguments)
+    checks = (tiles,) if options.tune else (exact_results, bounded_results, gradients)
+    wrong = [line for find in checks for line in find(options.device)]
+    print("\n".join([*wrong[:40], f"{len(wrong)} wrong" if wrong else "agreed"]), flush=True)
+    found: dict[str, Any] = {"wrong": wrong}
+    if options.device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+        found["times"] = speed.measure(
+            [speed.SHAPES[at] for at in options.shapes], options.rows, options.tune
+        )
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "linear_sparse_int4.json").write_text(json.dumps(found, indent=1))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
