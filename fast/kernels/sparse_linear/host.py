@@ -10,7 +10,7 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import INT32, ceil_div
-from fast.kernels.sparse_linear.dense import TILE, WARPS, dense_kernel
+from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, ROWS, TURN, mma_sparse_kernel
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
@@ -110,15 +110,16 @@ def sparse_int4_dense(
     group: int,
     key: Any = None,
 ) -> torch.Tensor | None:
-    """The dense weight in a dtype; None where the kernel does not take the tensors."""
-    if dtype not in FLOAT_NAMES or not codes.numel() or not same_device(codes, metadata, scale):
+    """The dense weight in a 16-bit dtype; None for others and where the kernel does not take the tensors."""
+    if dtype not in INPUTS or not codes.numel() or not same_device(codes, metadata, scale):
         return None
-    call = Call({"codes": codes, "metadata": metadata, "scale": scale})
+    call = Call({"codes": codes, "metadata": metadata, "scale": scale}, words=("metadata",))
     call.allocate("w", (codes.shape[0], 4 * codes.shape[1]), dtype)
     storage = "float32" if scale.dtype == torch.float32 else "bfloat16"
-    tail = (codes.numel(), group // 4, storage, FLOAT_NAMES[dtype], TILE)
+    octets = codes.numel() // GROUPS
+    tail = (octets, group // (4 * GROUPS), storage, FLOAT_NAMES[dtype], TILE)
     call.launch(
-        CompiledLaunch(dense_kernel, ceil_div(codes.numel(), TILE), tail, WARPS),
+        CompiledLaunch(dense_kernel, ceil_div(octets, TILE), tail, WARPS),
         ("codes", "metadata", "scale", "w"),
     )
     w: torch.Tensor = call.result("w", key)

@@ -11,6 +11,11 @@ Order of additions, in float32: the tensor core's over four instructions of 128 
 the scale to the sum of before, warps in a tree, parts in a tree, the bias, and one rounding. Codes are exact, and so are
 products: nothing is added to them, unlike in `gemv_w4a16`, whose offsets are the same for all rows.
 
+That is within `reference.linear_error_bound`, which counts 2 K roundings of 2**-24 of a sum's magnitudes: an instruction cuts a
+product that is not zero, and the accumulator, by one of them, the delivered sum by two, so that 128 columns lose
+4 (16 + 3) = 76 (where the instruction is two of half its depth, 88) of 256, and fewer columns, down to 32, 4 (K / 8 + 6) of
+2 K. Multiply-adds, at most K / 128 of them for a warp, and trees, at most 6 more, have the rest.
+
 Rows of X beyond the last are the last one again, rows of W too; neither is stored. What lies beyond K reads as zeros, with
 indices that exist.
 """
@@ -42,9 +47,9 @@ def mma_sparse_kernel(
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
-    scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether a
-    step's codes are read one step before; FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; STORAGE:
-    of scales, float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
+    scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; STORAGE: of scales, float32 or bfloat16, which may come as
+    patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
     PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK

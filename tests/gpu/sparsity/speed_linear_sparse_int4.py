@@ -103,9 +103,9 @@ def products(
 ) -> dict[str, list[Call]]:
     """The functions that are compared."""
     return {
-        "sparse int4": [lambda w=w: fast.linear_sparse_int4(x, *w) for w in sparse],  # type: ignore[misc]
-        "int4": [lambda w=w: fast.linear(x, w) for w in stored],  # type: ignore[misc]
-        "bf16": [lambda w=w: torch.nn.functional.linear(x, w) for w in dense],  # type: ignore[misc]
+        "sparse int4": [lambda w=w: fast.linear_sparse_int4(x, *w) for w in sparse],
+        "int4": [lambda w=w: fast.linear(x, w) for w in stored],
+        "bf16": [lambda w=w: torch.nn.functional.linear(x, w) for w in dense],
     }
 
 
@@ -118,8 +118,7 @@ def tried(x: torch.Tensor, sparse: list[Any], shape: tuple[int, int]) -> dict[st
         name = f"{tiling.tiles},{tiling.sums},{tiling.warps_k},{tiling.chunks},{int(tiling.ahead)}"
         name += " (chosen)" if tiling == own else ""
         calls[name] = [
-            lambda w=w, t=tiling: host.linear_sparse_int4(x, *w, None, GROUP, None, t)  # type: ignore[misc]
-            for w in sparse
+            lambda w=w, t=tiling: host.linear_sparse_int4(x, *w, None, GROUP, None, t) for w in sparse
         ]
     return calls
 

@@ -45,7 +45,7 @@ def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
     with np.errstate(all="ignore"):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in host.INPUTS:
             for storage in ("float32", "bfloat16"):
                 compare(dtype, storage)
                 print(dtype, storage, flush=True)

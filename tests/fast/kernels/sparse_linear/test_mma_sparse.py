@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import reference
-from tests.gpu.sparsity.int4_cases import exact_case
+from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
+from tests.gpu.sparsity.int4_cases import exact_case, random_case
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
@@ -58,3 +59,16 @@ def test_chosen_tiles_bfloat16_scales_and_no_bias(shape):
     wanted = reference.linear_sparse_int4(*case)
     for given in (case, case._replace(scale=case.scale.view(np.uint16))):
         assert (multiplied(given, host.tiling_of(rows, length, group, count), "bfloat16") == wanted).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 512, 128), (1, 16, 32, 32), (9, 16, 256, 64)], ids=str)
+def test_sums_of_other_numbers_are_within_the_bound(shape):
+    """Of the model here, whose instructions round once; and not by far: a thousandth of the bound is too little."""
+    count, rows, length, group = shape
+    case = random_case(*shape)
+    w = sparse_int4_weight(*case[1:4])
+    made = multiplied(case, host.tiling_of(rows, length, group, count)).astype(float)
+    wanted = case.x.astype(float) @ reference.dequantize(w).astype(float).T + case.bias.astype(float)
+    allowed = reference.linear_error_bound(case.x, w, case.bias)
+    assert (abs(made - wanted) <= allowed).all()
+    assert (abs(made - wanted) > allowed / 1000).any()
