@@ -86,6 +86,12 @@ from ao_lab.sparsity.api import sparsify_ as sparsify_
 from ao_lab.sparsity.config import SparsityConfig as SparsityConfig
 from ao_lab.sparsity.report import SparseLayer as SparseLayer
 from ao_lab.sparsity.report import SparsityReport as SparsityReport
+from ao_lab.sparsity.training.activation import SparseSquaredReLU as SparseSquaredReLU
+from ao_lab.sparsity.training.activation import sparse_squared_relu as sparse_squared_relu
+from ao_lab.sparsity.training.api import SparsityStep as SparsityStep
+from ao_lab.sparsity.training.api import finish_sparsity_ as finish_sparsity_
+from ao_lab.sparsity.training.api import step_sparsity_ as step_sparsity_
+from ao_lab.sparsity.training.config import SparseTrainingConfig as SparseTrainingConfig
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from ao_lab.tensor.quantized_tensor import quantized as quantized
 from ao_lab.tensor.sparse.compress import quantized_compressed as quantized_compressed

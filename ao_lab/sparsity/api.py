@@ -21,6 +21,7 @@ from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.sparsity.plan import Plan, Target, block_of, planned
 from ao_lab.sparsity.prune_layer import prune_weight
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
+from ao_lab.sparsity.transforms import Registered, transformed
 
 #: Told of each weight when it is pruned: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -28,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 
 def sparsify_(
     model: nn.Module,
-    config: SparsityConfig,
+    config: SparsityConfig | Registered,
     filter_fn: Filter | None = None,
     *,
     calibration: Iterable[Any] | None = None,
@@ -59,6 +60,9 @@ def sparsify_(
     mends, an interruption) each weight is as it was or pruned; a note at the error says which.
     """
     check_model(model)
+    if isinstance(config, Registered):
+        given = {"calibration": calibration is not None, "blocks": blocks is not None, "offload": offload}
+        return transformed(model, config, filter_fn, **given, progress=progress)
     needed = isinstance(config, SparsityConfig) and config.calibrates
     _check_calibration(config, calibration, needed, blocks)
     found = find_blocks(model, blocks) if needed else None

@@ -1,0 +1,192 @@
+"""`sparsify_` for a `SparseTrainingConfig`, `step_sparsity_` after each step of the optimizer, and `finish_sparsity_`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ao_lab.quantization.modules import check_model, quantizable_parameters
+from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
+from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.training.layers import CLASSES, SparseLinear, plain_again, train_sparse
+from ao_lab.sparsity.training.masks import find_mask, zero_pruned_
+from ao_lab.sparsity.training.plan import Group, planned
+from ao_lab.sparsity.training.schedule import SPARSE, WARMUP, finds_masks, phase
+from ao_lab.sparsity.transforms import Call, transform
+
+
+@transform(SparseTrainingConfig)
+def train(call: Call) -> SparsityReport:
+    """Convert linear layers to train sparse, from step 0 on. `zeros` in the report are what products take as zero.
+
+    Raises ValueError for keywords of one-shot pruning, and as `ao_lab.sparsity.training.plan` says; nothing has changed then.
+    """
+    model, config = call.model, call.config
+    if not isinstance(config, SparseTrainingConfig):
+        raise TypeError(f"a SparseTrainingConfig, got {type(config).__name__}")
+    if call.further:
+        raise ValueError(
+            f"SparseTrainingConfig finds masks by magnitude, without data; leave {', '.join(call.further)} out (prune once by "
+            f"SparsityConfig first: fixed masks are the zeros that are there)"
+        )
+    plan = planned(model, config, call.filter_fn)
+    masks = {key: _first_mask(group, config) for key, group in plan.groups.items()}
+    for key, group in plan.groups.items():
+        step = torch.zeros((), dtype=torch.int64, device=group.weight.device)
+        for layer in group.layers.values():
+            train_sparse(layer, config, masks[key], step).settle(0)
+    names = {name: config.pattern for group in plan.groups.values() for name in group.layers}
+    for name in names:
+        remember(model, name, f"{config.pattern} in training")
+    return _report(model, names, plan.reasons)
+
+
+def _first_mask(group: Group, config: SparseTrainingConfig) -> torch.Tensor:
+    """The mask of a weight before the first step."""
+    if phase(config, 0) == SPARSE:
+        return find_mask(group.weight, config)
+    return torch.ones_like(group.weight, dtype=torch.bool)
+
+
+class SparsityStep(NamedTuple):
+    """What `step_sparsity_` says. step: how many steps have been done; phase: "warm-up", "sparse" or "cool-down", of the step
+    that comes now ("mixed" where layers have several configurations and differ); renewed: weights whose mask was found anew."""
+
+    step: int
+    phase: str
+    renewed: int
+
+
+def step_sparsity_(model: nn.Module) -> SparsityStep:
+    """Count one step of the layers that train sparse; call it after each optimizer.step(), on every rank.
+
+    Finds masks where they are due (when the sparse phase begins, and every `every` steps where they are recomputed), from the
+    weights as the step left them; lets go of them when the cool-down begins; sets pruned weights to zero where masks are fixed,
+    so that an optimizer's momentum and weight decay cannot move them. The optimizer's moments stay as they are: those of
+    weights that a new mask drops fade ("masked" gives them no gradients), or go on ("straight-through", "sr-ste"). Weight decay
+    of an optimizer shrinks dropped weights of recomputed masks too; "sr-ste" beside it pulls twice. Layers that share a weight
+    have one count.
+
+    Training that forgets this call raises RuntimeError in the next optimizer.step(), before that changes anything
+    (`ao_lab.sparsity.training.pending`).
+
+    Raises TypeError for anything but a model, ValueError where no layer trains sparse.
+    """
+    check_model(model)
+    layers = sparse_layers(model)
+    if not layers:
+        raise ValueError(
+            "step_sparsity_: no layer trains sparse; call ao_lab.sparsify_(model, SparseTrainingConfig(...)) first"
+        )
+    steps = _count(layers.values())
+    renewed, phases = 0, set()
+    for places, done in zip(_by_weight(layers.values()), steps, strict=True):
+        renewed += _step(places, done)
+        phases.add(phase(places[0].sparse, done))
+    return SparsityStep(max(steps), phases.pop() if len(phases) == 1 else "mixed", renewed)
+
+
+def _step(places: list[SparseLinear], done: int) -> bool:
+    """One step of the layers that share a weight; whether a mask was found."""
+    config = places[0].sparse
+    finds = finds_masks(config, done)
+    if finds or phase(config, done) != phase(config, done - 1):
+        mask = places[0].new_mask(done)
+        for layer in places:
+            layer.sparse_mask.copy_(mask)
+    for layer in places:
+        layer.settle(done)
+    return finds
+
+
+def _by_weight(layers: Iterable[SparseLinear]) -> list[list[SparseLinear]]:
+    """Layers by the weight that they share."""
+    groups: dict[int, list[SparseLinear]] = {}
+    for layer in layers:
+        groups.setdefault(id(layer.weight), []).append(layer)
+    return list(groups.values())
+
+
+def _count(layers: Iterable[SparseLinear]) -> list[int]:
+    """Add one to every count, once where layers share it or its memory; the counts of each weight, read at once."""
+    groups = _by_weight(layers)
+    counts = {
+        (step.device, step.data_ptr() or id(step)): step
+        for places in groups
+        for step in (layer.sparse_step for layer in places)
+    }
+    for step in counts.values():
+        step.add_(1)
+    device = groups[0][0].sparse_step.device
+    return [int(n) for n in torch.stack([g[0].sparse_step.to(device) for g in groups]).tolist()]
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
+    """The layers of a model that train sparse, by name, each once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+
+
+def finish_sparsity_(model: nn.Module) -> SparsityReport:
+    """End sparse training: layers are nn.Linear again, their weights exactly N:M, +0 where the last mask drops them.
+
+    Layers that were prepared for QAT are QAT layers again.
+    In the cool-down weights are dense, and stay so; the report lists them as left. Hooks, names and parameters stay; afterwards
+    `sparsify_` stores weights compressed, `quantize_` quantizes them. Under FSDP2 each rank sets its own shard.
+
+    Raises TypeError for anything but a model, and for layers that fully_shard was given by themselves (their class is its own);
+    ValueError where no layer trains sparse, and in the warm-up, before masks were found. Nothing has changed then.
+    """
+    check_model(model)
+    layers = sparse_layers(model)
+    _check_finished(layers)
+    patterns, reasons = {}, {}
+    for path, layer in layers.items():
+        config, name = layer.sparse, f"{path}.weight" if path else "weight"
+        sparse = phase(config, int(layer.sparse_step)) == SPARSE
+        if sparse:
+            zero_pruned_(layer.weight, layer.sparse_mask)
+        patterns[name] = config.pattern if sparse else ""
+        reasons[name] = f"trained sparse, masks {config.masks}" if sparse else "dense in its cool-down"
+        remember(model, name, f"{config.pattern} by training" if sparse else "")
+    report = _report(model, patterns, reasons)
+    for layer in layers.values():
+        plain_again(layer)
+    return report
+
+
+def _check_finished(layers: dict[str, SparseLinear]) -> None:
+    """The errors of `finish_sparsity_`."""
+    if not layers:
+        raise ValueError("finish_sparsity_: no layer trains sparse")
+    for name, layer in layers.items():
+        if type(layer) not in CLASSES.values():
+            raise TypeError(
+                f"{name} was given to fully_shard by itself, which made it a {type(layer).__name__}: load its full weights and "
+                f"masks into a model on one rank, and finish that"
+            )
+        if phase(layer.sparse, int(layer.sparse_step)) == WARMUP:
+            raise ValueError(
+                f"{name} has not begun to train sparse: step {int(layer.sparse_step)} of warmup={layer.sparse.warmup}; call "
+                f"ao_lab.step_sparsity_(model) after each optimizer step"
+            )
+
+
+def _report(model: nn.Module, patterns: dict[str, str], reasons: dict[str, str]) -> SparsityReport:
+    """What was done to every parameter, while layers have their masks."""
+    layers = []
+    for path, module, name, parameter in quantizable_parameters(model):
+        full = f"{path}.{name}" if path else name
+        pattern, shape = patterns.get(full, ""), tuple(parameter.shape)
+        kind = (module.plain if isinstance(module, SparseLinear) else type(module)).__name__
+        line = SparseLayer(full, kind, shape, reasons.get(full, "it does not train sparse"))
+        if pattern and isinstance(module, SparseLinear):
+            zeros = 1 - float(module.sparse_mask.float().mean())
+            line = SparseLayer(full, kind, shape, line.reason, pattern, "magnitude", zeros)
+        layers.append(line)
+    return SparsityReport(tuple(layers))
+
+
+__all__ = ["SparsityStep", "finish_sparsity_", "sparse_layers", "step_sparsity_", "train"]

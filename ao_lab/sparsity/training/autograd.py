@@ -1,0 +1,148 @@
+"""The linear layer with a masked weight, in autograd: y = x (W * m)^T + b and its gradients.
+
+Kept for backward are x, W and the mask, never a masked copy of W, which would double what FSDP2 gathers: it is masked again.
+W * m is W where m is True and +0 elsewhere: the mask decides, so what was dropped may be anything, and finite weights give no
+NaN. With dense products outputs and gradients are those of torch's own linear layer of the masked weight, bit for bit: the same
+operators with the same operands.
+
+Under autocast operands are cast to its dtype, W before it is masked; the gradient of W is cast back before the rule of
+`gradient` sees it, so that this works on the master weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ao_lab.sparsity.training.products import PRODUCTS, masked
+
+Grad = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a layer's backward needs of its configuration. product: a name of `products.PRODUCTS`."""
+
+    gradient: str
+    decay: float
+    product: str
+    transposable: bool
+
+
+class MaskedLinear(torch.autograd.Function):
+    """y of x (..., K), W (N, K), its mask and a bias (N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        mask: torch.Tensor,
+        bias: torch.Tensor | None,
+        rule: Rule,
+    ) -> torch.Tensor:
+        """The output; x is kept where the weight's gradient is wanted."""
+        wants_x, wants_w = ctx.needs_input_grad[:2]
+        # SR-STE reads W for its own gradient too.
+        keeps_w = wants_x or (wants_w and rule.gradient == "sr-ste")
+        keeps_mask = keeps_w or (wants_w and rule.gradient == "masked")
+        ctx.save_for_backward(x if wants_w else None, w if keeps_w else None, mask if keeps_mask else None)
+        ctx.rule, ctx.shape, ctx.dtype, ctx.own = rule, x.shape, x.dtype, w.dtype
+        return PRODUCTS[rule.product].output(x, w.to(x.dtype), mask, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, None, Grad, None]:
+        """Gradients of x, W and bias."""
+        x, w, mask = ctx.saved_tensors
+        rule, (wants_x, wants_w, _, wants_bias, _) = ctx.rule, ctx.needs_input_grad
+        rows, dx, dw = g.reshape(-1, g.shape[-1]), None, None
+        if wants_x:
+            product = PRODUCTS[rule.product]
+            dx = product.input_grad(rows, w.to(ctx.dtype), mask, rule.transposable).reshape(ctx.shape)
+        if wants_w:
+            dense = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.own)
+            dw = weight_gradient(dense, w, mask, rule)
+        return dx, dw, None, rows.sum(0) if wants_bias else None, None
+
+
+def weight_gradient(
+    g: torch.Tensor, w: torch.Tensor | None, mask: torch.Tensor | None, rule: Rule
+) -> torch.Tensor:
+    """What W gets of the gradient g of the masked weight; w and mask are read where the rule needs them."""
+    if rule.gradient == "straight-through" or mask is None:
+        return g
+    if rule.gradient == "masked":
+        return torch.where(mask, g, torch.zeros((), dtype=g.dtype, device=g.device))
+    if w is None or rule.decay == 0:
+        return g
+    made: torch.Tensor = torch.ops.ao_lab.sr_ste_gradient(g, w, mask, rule.decay)
+    return made
+
+
+class MaskWeight(torch.autograd.Function):
+    """W * m for layers whose product is another's."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+        """The masked weight."""
+        ctx.save_for_backward(w if rule.gradient == "sr-ste" else None, mask)
+        ctx.rule = rule
+        return masked(w, mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, None, None]:
+        """`weight_gradient`."""
+        w, mask = ctx.saved_tensors
+        return weight_gradient(g, w, mask, ctx.rule), None, None
+
+
+def mask_weight(w: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """w where the bool mask of its shape is True, +0 elsewhere, in autograd: what w gets is the rule's."""
+    made: torch.Tensor = MaskWeight.apply(w, mask, rule)  # type: ignore[no-untyped-call]
+    return made
+
+
+@torch.library.custom_op("ao_lab::sr_ste_gradient", mutates_args=())
+def sr_ste_gradient(g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, decay: float) -> torch.Tensor:
+    """`reference.sr_ste_gradient` in torch's operations, the same bits.
+
+    An operator, as compilers would contract the product and the sum into one rounding.
+    """
+    pull = w.float().mul(decay)  # a factor of float32: torch rounds it to that first
+    return torch.where(mask, g, pull.add_(g.float()).to(g.dtype))
+
+
+@sr_ste_gradient.register_fake
+def _fake(g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, decay: float) -> torch.Tensor:
+    return torch.empty_like(g)
+
+
+def masked_linear(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, rule: Rule
+) -> torch.Tensor:
+    """x (..., K) times (w * mask)^T plus bias, in autograd; see the module text. w: (N, K), mask: bool of its shape.
+
+    Raises TypeError where x and w differ in dtype outside of autocast, ValueError where K is another.
+    """
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+        bias = None if bias is None else bias.to(x.dtype)
+    elif x.dtype != w.dtype:
+        raise TypeError(
+            f"SparseLinear: inputs are {x.dtype} and the weight is {w.dtype}; cast one, or use torch.autocast"
+        )
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"SparseLinear: the last axis of inputs has {w.shape[1]} elements, got shape {tuple(x.shape)}"
+        )
+    y: torch.Tensor = MaskedLinear.apply(x, w, mask, bias, rule)  # type: ignore[no-untyped-call]
+    return y
+
+
+__all__ = ["MaskWeight", "MaskedLinear", "Rule", "mask_weight", "masked_linear", "weight_gradient"]

@@ -1,0 +1,124 @@
+"""`SparseTrainingConfig`: how the layers that `ao_lab.sparsify_` converts train with N:M sparse weights.
+
+    sparsify_(model, SparseTrainingConfig(...))
+    for batch in batches:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_sparsity_(model)
+    finish_sparsity_(model)
+
+A layer computes y = x (W * m)^T + b: its weight W stays a dense parameter, m is its mask. The gradient of x is that of the
+masked weight, the gradient g of the masked weight is dense, and `gradient` says what of it W gets:
+
+* "masked": g where m keeps a weight, +0 elsewhere;
+* "straight-through": g everywhere;
+* "sr-ste": `reference.sr_ste_gradient`, g and, where m drops a weight, `decay` times it (arXiv 2102.04010; the masked decay of
+  arXiv 2404.01847).
+
+Under autocast the rule sees the parameter and its gradient. Under FSDP2's mixed precision it sees the weight that was gathered,
+and its gradient before that is reduced.
+
+Masks are those of `reference.prune` (or `prune_transposable`) by magnitude, of the parameter itself: the master weight where
+products run in another dtype. Under FSDP2 each rank finds the mask of the whole weight, so that all have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.transforms import Registered
+from reference.arrays.errors import choice
+from reference.sparsity.sr_ste import LARGEST_DECAY
+
+MASKS = ("fixed", "recomputed")
+GRADIENTS = ("masked", "straight-through", "sr-ste")
+PRODUCTS = ("dense", "cusparselt")
+
+
+@dataclass(frozen=True)
+class SparseTrainingConfig(Registered):
+    """How sparse layers train; see the module text.
+
+    pattern: "N:M", N of every M consecutive weights along the contraction axis stay. transposable: 2:4 masks whose transpose is
+    2:4 too, so that the product of the inputs' gradient is one of a 2:4 matrix as well.
+    masks: "fixed" are found once, when the sparse phase begins (in the call of `sparsify_` without warm-up): the zeros of a
+    weight that has the pattern already, else by magnitude. Pruned weights are set to zero then and after each step.
+    "recomputed" are found when the sparse phase begins and after every `every`-th of its steps; pruned weights keep their
+    values.
+    gradient, decay: see the module text. decay is 0 to 2**127; it is read by "sr-ste" alone.
+    weight_gradient: "dense", the product of whole matrices; there is no other.
+    warmup, cooldown: numbers of steps at the beginning and at the end in which layers are dense; cooldown needs `steps`, the
+    number of all of them. Afterwards the model stays as it ended: dense with a cool-down, sparse without.
+    products: "dense" multiplies matrices with zeros, on any device; "cusparselt" compresses weights and multiplies by
+    cuSPARSELt (CUDA, float16 or bfloat16 inputs, multiples of 16; the inputs' gradient where masks are transposable).
+
+    Raises ValueError for values outside of these, TypeError for a pattern that is no string or a flag that is no bool.
+    """
+
+    pattern: str = "2:4"
+    masks: str = "fixed"
+    every: int = 1
+    transposable: bool = False
+    gradient: str = "masked"
+    decay: float = 2e-4
+    weight_gradient: str = "dense"
+    warmup: int = 0
+    cooldown: int = 0
+    steps: int | None = None
+    products: str = "dense"
+
+    def __post_init__(self) -> None:
+        choice(self.masks, MASKS, "SparseTrainingConfig: masks")
+        choice(self.gradient, GRADIENTS, "SparseTrainingConfig: gradient")
+        choice(self.weight_gradient, ("dense",), "SparseTrainingConfig: weight_gradient")
+        choice(self.products, PRODUCTS, "SparseTrainingConfig: products")
+        self.scoring()
+        if self.products == "cusparselt" and self.pattern != "2:4":
+            raise ValueError(
+                f"SparseTrainingConfig: cuSPARSELt multiplies 2:4 matrices, got pattern {self.pattern!r}; products='dense' "
+                f"takes every pattern"
+            )
+        if isinstance(self.decay, bool) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
+            raise ValueError(
+                f"SparseTrainingConfig: decay is a number from 0 to 2**127, got {self.decay!r}; 2e-4 is usual"
+            )
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Whole numbers that fit into each other."""
+        for name, least in (("every", 1), ("warmup", 0), ("cooldown", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"SparseTrainingConfig: {name} is a number of steps, {least} or more, got {value!r}"
+                )
+        if self.every != 1 and self.masks == "fixed":
+            raise ValueError(
+                f"SparseTrainingConfig: fixed masks are found once, got every={self.every}; masks='recomputed' renews them"
+            )
+        if self.steps is None and self.cooldown:
+            raise ValueError(
+                f"SparseTrainingConfig: cooldown={self.cooldown} ends the training; give steps, the number of all steps"
+            )
+        if self.steps is not None and (
+            type(self.steps) is not int or self.steps < self.warmup + self.cooldown
+        ):
+            raise ValueError(
+                f"SparseTrainingConfig: steps is the number of all steps, warmup={self.warmup} and cooldown={self.cooldown} "
+                f"among them, got {self.steps!r}"
+            )
+
+    def scoring(self) -> SparsityConfig:
+        """The configuration of one-shot pruning that finds the same masks."""
+        return SparsityConfig(self.pattern, "magnitude", self.transposable)
+
+    def __str__(self) -> str:
+        renewed = "" if self.masks == "fixed" or self.every == 1 else f" every {self.every} steps"
+        turned = ", transposable" if self.transposable else ""
+        return f"{self.pattern}, masks {self.masks}{renewed}{turned}, gradient {self.gradient}"
+
+
+__all__ = ["GRADIENTS", "MASKS", "PRODUCTS", "SparseTrainingConfig"]

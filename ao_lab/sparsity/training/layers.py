@@ -1,0 +1,149 @@
+"""Layers that train sparse: nn.Linear whose forward masks its weight.
+
+`sparsify_(model, SparseTrainingConfig(...))` gives a module this class, in place: the module, its weight, its hooks and the
+names in its state_dict stay what they were, and isinstance(module, nn.Linear) stays true. What was added is `module.sparse` and
+two buffers: `sparse_mask`, bool of the weight's shape (all True in dense phases), a byte a weight on every rank, and
+`sparse_step`, how many steps have been done (`step_sparsity_`). Layers that share a weight share both. Saved training goes on
+from them, with the same bits; checkpoints of the dense model load too, strictly: the mask is found again from what was loaded,
+and the count stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from ao_lab.sparsity.training import pending
+from ao_lab.sparsity.training.autograd import Rule, masked_linear
+from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.training.masks import find_mask, is_distributed, zero_pruned_
+from ao_lab.sparsity.training.schedule import SPARSE, phase
+
+MASK, STEP = "sparse_mask", "sparse_step"
+ADDED = (MASK, STEP)
+
+
+class SparseLinear(nn.Linear):
+    """nn.Linear that trains with an N:M sparse weight; see the module text."""
+
+    sparse: SparseTrainingConfig
+    sparse_mask: torch.Tensor
+    sparse_step: torch.Tensor
+    #: Backward's part of the configuration, in the phase that the layer is in.
+    sparse_rule: Rule
+    #: What the module was before.
+    plain: ClassVar[type[nn.Linear]] = nn.Linear
+
+    @classmethod
+    def unsupported_config(cls, config: SparseTrainingConfig) -> str | None:
+        """Why layers of this class do not train by a configuration; None where they do."""
+        return None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input (..., K) times the masked weight (N, K) transposed, plus bias; see `ao_lab.sparsity.training.autograd`.
+
+        Raises TypeError for a weight that is split between ranks, and as `masked_linear` does.
+        """
+        if is_distributed(self.weight):
+            raise TypeError(
+                "SparseLinear: the weight is a DTensor; shard layers by fully_shard, and call the module that was sharded. "
+                "Tensor parallelism has no sparse layers"
+            )
+        return self.product(input)
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the masked weight."""
+        return masked_linear(input, self.weight, self.sparse_mask, self.bias, self.sparse_rule)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies: their steps are counted for themselves."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        pending.watch(self)
+
+    def new_mask(self, done: int) -> torch.Tensor:
+        """The mask of the weight as it is, after `done` steps; all True in dense phases."""
+        if phase(self.sparse, done) != SPARSE:
+            return torch.ones_like(self.sparse_mask)
+        return find_mask(self.weight, self.sparse)
+
+    def settle(self, done: int) -> None:
+        """After `done` steps or loaded values: products of the phase, zeros where masks are fixed."""
+        self.sparse_rule = rule(self.sparse, done)
+        if self.sparse.masks == "fixed" and phase(self.sparse, done) == SPARSE:
+            zero_pruned_(self.weight, self.sparse_mask)
+        pending.settle(self)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *rest: Any,
+    ) -> None:
+        """What is missing of the buffers is no error: a dense checkpoint has none. Without a mask it is found again."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        missing = [name for name in ADDED if prefix + name not in state_dict]
+        missing_keys[:] = [key for key in missing_keys if key not in [prefix + name for name in missing]]
+        if self.weight.is_meta or self.sparse_mask.is_meta:
+            return
+        done = int(self.sparse_step)
+        if MASK in missing and prefix + "weight" in state_dict:
+            self.sparse_mask.copy_(self.new_mask(done))
+        self.settle(done)
+
+    def unsupported_reason(self) -> str | None:
+        """Why `quantize_` leaves the layer as it is."""
+        return (
+            f"it trains {self.sparse.pattern} sparse; ao_lab.finish_sparsity_(model) makes it an nn.Linear again (for both at "
+            f"once, quantize_ with a QATConfig comes before sparsify_)"
+        )
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        return f"trains {self.sparse}" if name == "weight" else None
+
+    def extra_repr(self) -> str:
+        """torch's own, and the configuration."""
+        return f"{super().extra_repr()}, {self.sparse}"
+
+
+#: By the class of a layer, the one as which it trains sparse.
+CLASSES: dict[type[nn.Module], type[SparseLinear]] = {nn.Linear: SparseLinear}
+
+
+def rule(config: SparseTrainingConfig, done: int) -> Rule:
+    """What backward needs after `done` steps: dense phases have dense products."""
+    product = config.products if phase(config, done) == SPARSE else "dense"
+    return Rule(config.gradient, config.decay, product, config.transposable)
+
+
+def train_sparse(
+    module: nn.Linear, config: SparseTrainingConfig, mask: torch.Tensor, step: torch.Tensor
+) -> SparseLinear:
+    """Make an nn.Linear train sparse; mask and step are those of all layers with its weight."""
+    module.register_buffer(MASK, mask)
+    module.register_buffer(STEP, step)
+    module.__class__ = CLASSES[type(module)]
+    layer = cast(SparseLinear, module)
+    layer.sparse, layer.sparse_rule = config, rule(config, 0)
+    pending.watch(layer)
+    return layer
+
+
+def plain_again(module: SparseLinear) -> None:
+    """Undo `train_sparse`; the weight stays as it is."""
+    for name in ADDED:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+    pending.forget(module)
+    for name in ("sparse", "sparse_rule"):
+        module.__dict__.pop(name, None)
+    module.__class__ = module.plain  # type: ignore[assignment]
+
+
+__all__ = ["ADDED", "CLASSES", "SparseLinear", "plain_again", "rule", "train_sparse"]

@@ -1,0 +1,64 @@
+"""Masks of weights in training, and weights that are set to zero by them; whole weights and shards of FSDP2.
+
+A mask is found from the whole weight, gathered where ranks have a shard each: rows of a shard would do for N:M along the last
+axis, but not for tiles of a transposable mask, and with the whole weight no rank can have another mask than the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ao_lab.sparsity.prune_layer import mask_of
+from ao_lab.sparsity.training.config import SparseTrainingConfig
+
+
+def is_distributed(w: torch.Tensor) -> bool:
+    """Whether each rank has a part of it: a DTensor."""
+    return hasattr(w, "device_mesh")
+
+
+def whole(w: torch.Tensor) -> torch.Tensor:
+    """The values of a weight, without history; of a DTensor gathered, which every rank has to call."""
+    gathered: Any = w.detach()
+    values: torch.Tensor = gathered.full_tensor() if is_distributed(w) else gathered
+    # On a CPU a copy: the reference reads NumPy arrays, and memory that NumPy has seen torch does not give back.
+    return values.clone() if values.device.type == "cpu" else values
+
+
+@torch.no_grad()
+def find_mask(w: torch.Tensor, config: SparseTrainingConfig) -> torch.Tensor:
+    """Bool (out, in), True where a weight (out, in) stays.
+
+    Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether).
+    """
+    values = whole(w)
+    own = values != 0
+    if config.masks == "fixed" and has_pattern(own, config):
+        return own
+    return mask_of(values, config.scoring(), None)
+
+
+def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:
+    """Whether a bool matrix keeps at most N of every M, in rows (of columns too where masks are transposable), not nothing."""
+    most, group = config.scoring().kept_of
+    sides = (kept, kept.T) if config.transposable else (kept,)
+    counts = [int(side.reshape(-1, group).sum(-1).max()) for side in sides]
+    return counts[0] > 0 and max(counts) <= most
+
+
+@torch.no_grad()
+def zero_pruned_(w: torch.Tensor, mask: torch.Tensor) -> None:
+    """Set what a mask (of the whole weight) drops to +0, in place; of a DTensor the part that this rank has."""
+    part: Any = w
+    if is_distributed(w):
+        from torch.distributed.tensor import distribute_tensor
+
+        # No rank is asked for it: each has the whole mask.
+        split: Any = distribute_tensor(mask, part.device_mesh, part.placements, src_data_rank=None)
+        part, mask = part.to_local(), split.to_local()
+    part.masked_fill_(~mask, 0)
+
+
+__all__ = ["find_mask", "has_pattern", "is_distributed", "whole", "zero_pruned_"]

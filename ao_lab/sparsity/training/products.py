@@ -1,0 +1,121 @@
+"""The products of a sparse layer that its masked weight is an operand of: output and inputs' gradient, by name.
+
+"dense" multiplies the masked weight as it is. "cusparselt" masks and compresses it in each product and multiplies by
+cuSPARSELt; the inputs' gradient takes the transposed weight, which is 2:4 where masks are transposable, and is a dense product
+else. Kernels of our own take their place here, by another name.
+
+cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
+operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
+padded to a multiple of 8. The result has the dtype of the inputs, sums are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+#: What cuSPARSELt multiplies, what it needs lengths of a 2:4 matrix to be multiples of, and rows of the other operand.
+DTYPES = (torch.float16, torch.bfloat16)
+STEP, ROWS = 16, 8
+#: Compute capability from which there are instructions for 2:4.
+OLDEST = (8, 0)
+
+
+class Product(NamedTuple):
+    """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), and why a weight cannot be taken."""
+
+    output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+    unsupported_reason: Callable[[torch.Tensor], str | None]
+
+
+def masked(w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """w where mask is True, +0 elsewhere."""
+    return torch.where(mask, w, torch.zeros((), dtype=w.dtype, device=w.device))
+
+
+def _dense_output(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.linear(x, masked(w, mask), bias)
+
+
+def _dense_input_grad(
+    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> torch.Tensor:
+    return g.mm(masked(w, mask))
+
+
+def _sparse_output(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    _check(x)
+    y: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(x.reshape(-1, x.shape[-1]), w, mask, bias)
+    # No view: what FSDP2 hangs a hook on may be written to.
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+
+
+def _sparse_input_grad(
+    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> torch.Tensor:
+    if not transposable:
+        return _dense_input_grad(g, w, mask, transposable)
+    made: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(g, w.t(), mask.t(), None)
+    return made
+
+
+@torch.library.custom_op("ao_lab::cusparselt_linear", mutates_args=())
+def cusparselt_linear(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x (M, K) times (w * mask)^T plus bias, w (N, K), by cuSPARSELt; K and N are multiples of 16."""
+    rows, more = x.shape[0], -x.shape[0] % ROWS
+    if rows == 0:
+        return x.new_zeros((0, w.shape[0]))
+    x = F.pad(x, (0, 0, 0, more)) if more else x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype)
+    compressed = torch._cslt_compress(masked(w, mask).contiguous())
+    y = torch._cslt_sparse_mm(compressed, x.t(), bias=bias, transpose_result=True)
+    return y[:rows].clone() if more else y
+
+
+@cusparselt_linear.register_fake
+def _fake(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+def _check(x: torch.Tensor) -> None:
+    """What can differ from call to call."""
+    if x.dtype not in DTYPES or not x.is_cuda:
+        raise TypeError(
+            f"products='cusparselt' takes float16 and bfloat16 inputs on CUDA, got {x.dtype} on {x.device}; use "
+            f"torch.autocast, or products='dense'"
+        )
+
+
+def _sparse_reason(w: torch.Tensor) -> str | None:
+    """Why cuSPARSELt cannot multiply with a weight."""
+    if not w.is_cuda:
+        return f"products='cusparselt' needs weights on CUDA, got {w.device}; move the model first, or take products='dense'"
+    if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
+        return "this torch has no cuSPARSELt; take products='dense'"
+    if torch.cuda.get_device_capability(w.device) < OLDEST:
+        return f"{torch.cuda.get_device_name(w.device)} has no sparse matrix units; take products='dense'"
+    if w.shape[0] % STEP or w.shape[1] % STEP:
+        return f"cuSPARSELt needs lengths in multiples of {STEP}, got shape {tuple(w.shape)}; take products='dense'"
+    return None
+
+
+def _no_reason(w: torch.Tensor) -> str | None:
+    return None
+
+
+PRODUCTS: dict[str, Product] = {
+    "dense": Product(_dense_output, _dense_input_grad, _no_reason),
+    "cusparselt": Product(_sparse_output, _sparse_input_grad, _sparse_reason),
+}
+
+__all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked"]

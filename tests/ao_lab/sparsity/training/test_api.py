@@ -1,0 +1,242 @@
+"""`step_sparsity_` and `finish_sparsity_` over whole trainings, beside the same by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ao_lab
+import reference
+from ao_lab import SparseTrainingConfig, SparsityConfig, finish_sparsity_, sparsify_, step_sparsity_
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    "adam with coupled decay": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.1),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def batch(step):
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(8, 16, generator=random), torch.randn(8, 8, generator=random)
+
+
+def one_step(net, optimizer, step):
+    x, y = batch(step)
+    F.mse_loss(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return step_sparsity_(net)
+
+
+def mask_of(w, transposable=False):
+    find = reference.prune_transposable if transposable else reference.prune
+    return torch.as_tensor(find(w.detach()))
+
+
+@pytest.mark.parametrize("gradient", ["masked", "straight-through", "sr-ste"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pruned_weights_stay_zero_where_masks_are_fixed(name, gradient):
+    """Also with moments from steps before; kept weights move."""
+    net = model()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for step in range(3):
+        F.mse_loss(net(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    mask, start = mask_of(net[0].weight), net[0].weight.detach().clone()
+    sparsify_(net, SparseTrainingConfig(gradient=gradient))
+    for step in range(5):
+        assert one_step(net, optimizer, step).renewed == 0
+        pruned = net[0].weight.detach()[~mask]
+        assert pruned.view(torch.int32).eq(0).all()
+        assert torch.equal(net[0].sparse_mask, mask)
+    assert (net[0].weight.detach()[mask] != start[mask]).all()
+
+
+def test_masked_models_are_tuned_with_their_masks():
+    """A mask of Wanda, which magnitude would not have found."""
+    net = model()
+    sparsify_(
+        net, SparsityConfig(score="wanda"), lambda m, n: n == "0", calibration=[batch(0)[0] ** 3], blocks=""
+    )
+    zeros = net[0].weight == 0
+    assert not torch.equal(~zeros, mask_of(model()[0].weight))
+    sparsify_(net, SparseTrainingConfig())
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    for step in range(3):
+        one_step(net, optimizer, step)
+    assert torch.equal(net[0].weight == 0, zeros)
+
+
+@pytest.mark.parametrize("gradient", ["masked", "straight-through", "sr-ste"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("transposable", [False, True])
+def test_recomputed_masks_by_hand(every, transposable, gradient):
+    """Six steps, two of them warm-up and one cool-down, by torch alone: the same bits."""
+    config = SparseTrainingConfig(
+        "2:4", "recomputed", every, transposable, gradient, 0.05, warmup=2, cooldown=1, steps=7
+    )
+    net, dense = model(), model()
+    sparsify_(net, config)
+    optimizer, other = OPTIMIZERS["adamw"](net.parameters()), OPTIMIZERS["adamw"](dense.parameters())
+    layers = (dense[0], dense[2])
+    masks = [torch.ones_like(layer.weight, dtype=torch.bool) for layer in layers]
+    for step in range(7):
+        if 2 <= step < 6 and (step - 2) % every == 0:
+            masks = [mask_of(layer.weight, transposable) for layer in layers]
+        if step == 6:
+            masks = [torch.ones_like(mask) for mask in masks]
+        assert torch.equal(net[0].sparse_mask, masks[0])
+        said = one_step(net, optimizer, step)
+        _by_hand(layers, masks, other, step, config)
+        assert said.step == step + 1
+        assert said.phase == ["warm-up", *["sparse"] * 4, *["cool-down"] * 2][step]
+        assert said.renewed == (2 if 1 <= step < 5 and (step - 1) % every == 0 else 0)
+        for a, b in zip(net.parameters(), dense.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def _by_hand(layers, masks, optimizer, step, config):
+    (x, y), kept = batch(step), []
+    for layer, mask in zip(layers, masks, strict=True):
+        kept.append(torch.where(mask, layer.weight, 0).detach().requires_grad_())
+    hidden = F.linear(x, kept[0], layers[0].bias).relu()
+    F.mse_loss(F.linear(hidden, kept[1], layers[1].bias), y).backward()
+    for layer, w, mask in zip(layers, kept, masks, strict=True):
+        layer.weight.grad = {
+            "masked": lambda w=w, mask=mask: torch.where(mask, w.grad, 0),
+            "straight-through": lambda w=w: w.grad,
+            "sr-ste": lambda w=w, mask=mask, layer=layer: torch.as_tensor(
+                reference.sr_ste_gradient(w.grad, layer.weight.detach(), mask, decay=config.decay)
+            ),
+        }[config.gradient]()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_fixed_masks_after_a_warm_up():
+    """They are those of the weights that the warm-up leaves; the cool-down lets zeros grow."""
+    net = model()
+    start = net[0].weight.detach().clone()
+    sparsify_(net, SparseTrainingConfig(warmup=2, cooldown=2, steps=6))
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    assert torch.equal(net[0].weight, start)
+    one_step(net, optimizer, 0)
+    assert (net[0].weight != 0).all()
+    one_step(net, optimizer, 1)
+    mask = net[0].sparse_mask.clone()
+    assert torch.equal(net[0].weight != 0, mask)
+    one_step(net, optimizer, 2)
+    assert torch.equal(net[0].weight != 0, mask)
+    assert one_step(net, optimizer, 3).phase == "cool-down"
+    assert net[0].sparse_mask.all()
+    one_step(net, optimizer, 4)
+    assert (net[0].weight != 0).float().mean() > 0.9
+    report = finish_sparsity_(net)
+    assert [one.reason for one in report.left] == ["dense in its cool-down"] * 2
+    assert type(net[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+@pytest.mark.parametrize("masks", ["fixed", "recomputed"])
+def test_finished_models(masks, transposable):
+    net = model()
+    sparsify_(net, SparseTrainingConfig(masks=masks, gradient="sr-ste", transposable=transposable))
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    for step in range(3):
+        one_step(net, optimizer, step)
+    x = batch(9)[0]
+    expected, mask, trained = net(x).detach(), net[0].sparse_mask.clone(), net[0].weight.detach().clone()
+    report = finish_sparsity_(net)
+    assert torch.equal(net(x), expected)
+    assert torch.equal(net[0].weight, torch.where(mask, trained, 0))
+    assert [(one.name, one.pattern, one.zeros) for one in report.changed] == [
+        ("0.weight", "2:4", 0.5),
+        ("2.weight", "2:4", 0.5),
+    ]
+    reference.compress(net[0].weight.detach())  # 2:4, or a ValueError
+    if transposable:
+        reference.compress(net[0].weight.detach().T.contiguous())
+    ao_lab.quantize_(net, ao_lab.Int8WeightOnlyConfig())
+    assert ao_lab.explain(net).layers[0].sparsity == "2:4 by training"
+
+
+def test_several_configurations():
+    net = model()
+    sparsify_(net, SparseTrainingConfig(), lambda m, n: n == "0")
+    sparsify_(net, SparseTrainingConfig(masks="recomputed", warmup=2), lambda m, n: n == "2")
+    assert step_sparsity_(net) == (1, "mixed", 0)
+    with pytest.raises(ValueError, match=r"2 has not begun to train sparse: step 1 of warmup=2"):
+        finish_sparsity_(net)
+    assert type(net[0]) is not nn.Linear
+    assert step_sparsity_(net) == (2, "sparse", 1)
+    finish_sparsity_(net)
+
+
+def test_nothing_to_step_or_finish():
+    for call in (step_sparsity_, finish_sparsity_):
+        with pytest.raises(ValueError, match="no layer trains sparse"):
+            call(model())
+
+
+def test_one_layer_alone():
+    layer = nn.Linear(8, 8)
+    report = sparsify_(layer, SparseTrainingConfig())
+    assert [one.name for one in report.changed] == ["weight"]
+    step_sparsity_(layer)
+    finish_sparsity_(layer)
+    assert type(layer) is nn.Linear
+
+
+def task(step):
+    """Noise through a fixed network, which a wider one learns."""
+    torch.manual_seed(1)
+    teacher = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
+    return x, teacher(x).detach()
+
+
+def loss(net):
+    with torch.no_grad():
+        return float(sum(F.mse_loss(net(x), y) for x, y in map(task, range(1000, 1004))))
+
+
+def fit(net, after=None, steps=200, rate=1e-2):
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        x, y = task(step)
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after is not None:
+            after(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SparseTrainingConfig(),
+        SparseTrainingConfig(masks="recomputed"),
+        SparseTrainingConfig(masks="recomputed", gradient="sr-ste"),
+    ],
+    ids=str,
+)
+def test_what_pruning_loses_training_brings_back(config):
+    """Losses: dense < trained sparse < half of pruned once. The same weights, data and number of steps."""
+    torch.manual_seed(0)
+    dense = fit(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)))
+    pruned, trained = copy.deepcopy(dense), copy.deepcopy(dense)
+    sparsify_(pruned, SparsityConfig())
+    sparsify_(trained, config)
+    fit(trained, step_sparsity_)
+    finish_sparsity_(trained)
+    assert loss(dense) < loss(trained) < 0.5 * loss(pruned)

@@ -1,0 +1,147 @@
+"""Which layers train sparse; what cannot is refused before anything changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import QATConfig, SparseTrainingConfig, SparsityConfig, quantize_, sparsify_
+from ao_lab.sparsity.training.layers import SparseLinear
+
+CONFIG = SparseTrainingConfig()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def refused(net, said, config=CONFIG, filter_fn=None, error=ValueError, **keywords):
+    before = copy.deepcopy(net.state_dict())
+    kinds = [type(module) for module in net.modules()]
+    with pytest.raises(error, match=said):
+        sparsify_(net, config, filter_fn, **keywords)
+    assert kinds == [type(module) for module in net.modules()]
+    after = net.state_dict()
+    assert list(after) == list(before)
+    same = (torch.equal(a, b) for a, b in zip(after.values(), before.values(), strict=True) if not a.is_meta)
+    assert all(same)
+
+
+def test_the_report():
+    net = model()
+    report = sparsify_(net, CONFIG, lambda module, name: name == "0")
+    assert [(one.name, one.kind, one.pattern, one.zeros) for one in report.layers] == [
+        ("0.weight", "Linear", "2:4", 0.5),
+        ("2.weight", "Linear", "", 0.0),
+    ]
+    assert "refused by filter_fn" in str(report)
+    assert type(net[0]) is SparseLinear
+    assert type(net[2]) is nn.Linear
+    assert ao_lab.explain(net).layers[0].reason == "trains 2:4, masks fixed, gradient masked"
+    assert "trains" not in ao_lab.explain(net).layers[1].reason
+
+
+def test_blocks_are_selected_as_for_one_shot_pruning():
+    from experiments.models.language_model import LanguageModel, ModelSettings
+
+    net = LanguageModel(ModelSettings(layers=2, width=32, feed_forward=64))
+    once = sparsify_(copy.deepcopy(net), SparsityConfig())
+    assert [x.name for x in sparsify_(net, CONFIG).changed] == [x.name for x in once.changed]
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.Linear(6, 8), r"multiple of 4, got shape \(8, 6\)"),
+        (nn.Linear(8, 8, dtype=torch.float64), r"torch.float64 is not float32, bfloat16 or float16"),
+        (nn.Linear(8, 8, device="meta"), "load the weights first"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "no linear layer is selected"),
+        (type("Scaled", (nn.Linear,), {})(8, 8), "a Scaled may compute otherwise"),
+        (nn.ReLU(), "no linear layer is selected"),
+    ],
+)
+def test_layers_that_cannot(layer, said):
+    refused(nn.Sequential(layer), said)
+
+
+def test_options_that_a_layer_cannot_take():
+    odd = nn.Sequential(nn.Linear(8, 6))
+    refused(odd, "rows and columns in multiples of 4", SparseTrainingConfig(transposable=True))
+    refused(model(), "needs weights on CUDA, got cpu", SparseTrainingConfig(products="cusparselt"))
+    refused(model(), "nothing would change", filter_fn=lambda module, name: False)
+    refused(model(), "leave calibration, offload out", calibration=[1], offload=True)
+
+
+def test_nothing_changes_where_one_layer_cannot():
+    refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(6, 8)), r"2\.weight: 2:4 needs")
+
+
+def test_states_of_other_training():
+    for change in (
+        lambda net: sparsify_(net, CONFIG),
+        lambda net: quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig(), lora=ao_lab.LoRA(rank=4))),
+        lambda net: ao_lab.convert_to_float8_training(net),
+        lambda net: quantize_(net, ao_lab.Int8WeightOnlyConfig()),
+    ):
+        net = nn.Sequential(nn.Linear(32, 32))
+        change(net)
+        with pytest.raises(
+            ValueError, match=r"sparsify_ changed nothing\. 0\.weight: (it trains|it is|LoRA)"
+        ):
+            sparsify_(net, CONFIG)
+
+
+def test_what_comes_after_says_so():
+    """Recipes, QAT and quantization of layers that train sparse: errors, none of which changes a layer."""
+    net = nn.Sequential(nn.Linear(32, 32))
+    sparsify_(net, CONFIG)
+    with pytest.raises(ValueError, match="a SparseLinear may compute otherwise"):
+        ao_lab.convert_to_float8_training(net)
+    for config in (QATConfig(ao_lab.Int8WeightOnlyConfig()), ao_lab.Int8WeightOnlyConfig()):
+        with pytest.raises(ValueError, match=r"finish_sparsity_\(model\)"):
+            quantize_(net, config)
+    with pytest.raises(ValueError, match=r"sparse already|finish_sparsity_"):
+        sparsify_(net, SparsityConfig())
+    assert type(net[0]) is SparseLinear
+    ao_lab.finish_sparsity_(net)
+    quantize_(net, QATConfig(ao_lab.Int8WeightOnlyConfig()))
+
+
+def test_a_weight_that_something_dense_shares():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    refused(Tied(), r"head.weight: embedding.weight has the same weight")
+
+
+def test_layers_that_share_a_weight_are_selected_together():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight = net[0].weight
+    refused(net, r"1\.weight has the same weight", filter_fn=lambda module, name: name == "0")
+    sparsify_(net, CONFIG)
+    assert net[0].sparse_mask is net[1].sparse_mask is not net[2].sparse_mask
+    assert net[0].sparse_step is net[1].sparse_step
+
+
+def test_torchs_fast_path_of_encoders():
+    def made():
+        return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    recomputed = SparseTrainingConfig(masks="recomputed")
+    refused(made(), "set_fastpath_enabled", recomputed)
+    sparsify_(made(), CONFIG)  # its pruned weights are zeros, for whoever reads them
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        sparsify_(made(), recomputed)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_dtypes_of_configurations():
+    refused(model(), "takes a SparsityConfig, got str", "2:4", error=TypeError)

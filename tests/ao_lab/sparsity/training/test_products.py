@@ -1,0 +1,134 @@
+"""Products by cuSPARSELt: what they ask of a GPU library, with that library's part played on the host."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import reference
+from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
+from ao_lab.sparsity.training import products
+from ao_lab.sparsity.training.autograd import Rule, masked_linear
+from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """torch's two functions as they are documented, strict about what the library reads wrongly; the calls that were made."""
+    calls = []
+
+    def compress(w):
+        assert w.is_contiguous()
+        assert w.shape[0] % 16 == w.shape[1] % 16 == 0
+        assert int((w != 0).reshape(-1, 4).sum(-1).max()) <= 2
+        calls.append(("compress", tuple(w.shape)))
+        return w.clone()
+
+    def multiply(compressed, dense, bias=None, *, transpose_result):
+        assert transpose_result
+        assert dense.t().is_contiguous()
+        assert dense.shape[1] % 8 == 0
+        assert compressed.dtype == dense.dtype
+        assert bias is None or bias.dtype == dense.dtype
+        calls.append(("multiply", tuple(dense.shape)))
+        y = compressed.float() @ dense.float()
+        y = y if bias is None else y + bias.float()[:, None]
+        return y.to(dense.dtype).t().contiguous()
+
+    monkeypatch.setattr(torch, "_cslt_compress", compress)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    monkeypatch.setattr(products, "_check", lambda x: None)
+    monkeypatch.setitem(
+        PRODUCTS, "cusparselt", PRODUCTS["cusparselt"]._replace(unsupported_reason=lambda w: None)
+    )
+    return calls
+
+
+def integers(*shape, seed=0, dtype=torch.bfloat16):
+    """Sums of products of these are exact in float32, in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (3,), (2, 5), (0,)], ids=str)
+def test_outputs_and_gradients_of_integers(library, shape, transposable):
+    x, w, b = integers(*shape, 32).requires_grad_(), integers(48, 32, seed=1), integers(48, seed=2)
+    find = reference.prune_transposable if transposable else reference.prune
+    mask = torch.as_tensor(find(w))
+    w, b = w.requires_grad_(), b.requires_grad_()
+    rule = Rule("masked", 0.0, "cusparselt", transposable)
+    ours, theirs = masked_linear(x, w, mask, b, rule), F.linear(x, torch.where(mask, w, 0), b)
+    g = integers(*shape, 48, seed=3)
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+    made, expected = (torch.autograd.grad(y, (x, w, b), g) for y in (ours, theirs))
+    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
+    rows = torch.Size(shape).numel()
+    padded = rows + -rows % 8
+    forward = [("compress", (48, 32)), ("multiply", (32, padded))]
+    backward = [("compress", (32, 48)), ("multiply", (48, padded))]
+    assert library == (forward + (backward if transposable else []) if rows else [])
+
+
+def test_inputs_that_are_no_plain_matrices(library):
+    """Slices and transposes, which the library would read as something else."""
+    w = integers(16, 32)
+    mask = torch.as_tensor(reference.prune(w))
+    for x in (integers(8, 64)[:, 32:], integers(32, 8).t(), integers(16, 32)[::2]):
+        expected = F.linear(x, torch.where(mask, w, 0))
+        assert torch.equal(cusparselt_linear(x, w, mask, None), expected)
+
+
+def test_dense_phases_have_dense_products(library):
+    net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
+    sparsify_(net, SparseTrainingConfig(products="cusparselt", warmup=1, cooldown=1, steps=3))
+    for expected in ([], ["compress", "multiply"], []):
+        net(integers(8, 16)).sum().backward()
+        assert [name for name, _ in library] == expected
+        library.clear()
+        step_sparsity_(net)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_compiled(library):
+    net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
+    sparsify_(net, SparseTrainingConfig(products="cusparselt", transposable=True))
+    x = integers(3, 16).requires_grad_()
+    expected = torch.autograd.grad(net(x).sum(), (x, net[0].weight))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), net(x))
+    made = torch.autograd.grad(compiled(x).sum(), (x, net[0].weight))
+    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
+    torch.compiler.reset()
+
+
+def test_the_operator(library):
+    w = integers(16, 32)
+    arguments = (integers(3, 32), w, torch.as_tensor(reference.prune(w)), integers(16))
+    torch.library.opcheck(cusparselt_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "cpu")])
+def test_inputs_that_it_does_not_take(dtype, device):
+    w = torch.ones(16, 16, dtype=dtype)
+    with pytest.raises(TypeError, match=rf"float16 and bfloat16 inputs on CUDA, got {dtype} on cpu"):
+        masked_linear(w, w, w > 0, None, Rule("masked", 0.0, "cusparselt", False))
+
+
+def test_weights_that_it_does_not_take(monkeypatch):
+    reason = PRODUCTS["cusparselt"].unsupported_reason
+
+    class OnCuda:
+        is_cuda, device, shape = True, "cuda:0", (24, 32)
+
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    assert "has no cuSPARSELt" in reason(OnCuda)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert reason(OnCuda).startswith("Tesla T4 has no sparse matrix units")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "multiples of 16, got shape (24, 32)" in reason(OnCuda)
+    OnCuda.shape = (32, 32)
+    assert reason(OnCuda) is None
