@@ -19,6 +19,7 @@ from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear
 from ao_lab.quantization.modules import shorten
 from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
@@ -62,6 +63,8 @@ def _unfinished(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, LoRALinear):
         return f"adapters beside a frozen weight; step='convert' merges them: {CONVERT}"
+    if isinstance(module, SparseLinear):
+        return "trains with a sparse weight; call finish_sparsity_(model) first"
     if isinstance(module, QATModule):
         return f"prepared for quantization-aware training; step='convert' quantizes it: {CONVERT}"
     if watches(module):

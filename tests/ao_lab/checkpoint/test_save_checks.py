@@ -48,6 +48,15 @@ def test_layers_in_training(tmp_path):
     assert save_pretrained(model, tmp_path).layout == "compressed-tensors"
 
 
+def test_layers_that_train_sparse(tmp_path):
+    model = net()
+    ao_lab.sparsify_(model, ao_lab.SparseTrainingConfig(masks="recomputed"), only("second"))
+    quantize_(model, CONFIG, only("first"))
+    refused(model, tmp_path, r"second: trains with a sparse weight; call finish_sparsity_")
+    ao_lab.finish_sparsity_(model)
+    assert save_pretrained(model, tmp_path).layout == "compressed-tensors"
+
+
 def test_embeddings_in_training_and_models_without_a_quantized_weight(tmp_path):
     model = net()
     quantize_(model, QATConfig(CONFIG, step="prepare"), only("first", "table"))
