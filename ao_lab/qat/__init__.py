@@ -1,8 +1,9 @@
 """Quantization-aware training. Importing any of it registers what `quantize_` does for a `QATConfig`, and what
-`convert_for_training_` does for prepared layers."""
+`convert_for_training_` and `sparsify_` do for prepared layers."""
 
 from ao_lab.qat import api as api
 from ao_lab.qat import low_precision as low_precision
+from ao_lab.qat import sparse as sparse
 from ao_lab.qat.config import QATConfig
 
 # Files written before this was a package ask for `QATConfig` here.

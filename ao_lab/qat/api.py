@@ -254,6 +254,8 @@ def every_layer(module: nn.Module, name: str) -> bool:
 
 def _check_convertible(name: str, module: QATModule, config: QATConfig) -> None:
     """ValueError where a layer was trained for something else, or not yet."""
+    if (reason := module.conversion_reason()) is not None:
+        raise ValueError(f"{name} {reason}")
     if hasattr(module.weight, "full_tensor"):
         raise TypeError(
             f"{name} is distributed: load its full weights into a prepared model on one rank, and convert that"

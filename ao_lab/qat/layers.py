@@ -113,6 +113,10 @@ class QATModule(nn.Module):
         """Why `quantize_` leaves the layer as it is."""
         return PREPARED
 
+    def conversion_reason(self) -> str | None:
+        """Why step "convert" cannot quantize the layer now; None where it can."""
+        return None
+
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
         if name == "weight":
