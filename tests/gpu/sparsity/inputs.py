@@ -19,9 +19,10 @@ def patterns(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     whole = getattr(torch, f"int{8 * size}")
     low, high = torch.iinfo(whole).min, torch.iinfo(whole).max
     bits = torch.randint(low, high + 1, shape, generator=generator(1), dtype=torch.int64)
-    few = bits.reshape(-1)[:8].clone()
+    # By themselves, so that tensors of no elements have them too.
+    few = torch.randint(low, high + 1, (8,), generator=generator(6), dtype=torch.int64)
     few[:4] = torch.tensor([0, low, high, low + 1])
-    tied = few[torch.randint(0, 8, shape, generator=generator(2)) % len(few)]
+    tied = few[torch.randint(0, 8, shape, generator=generator(2))]
     normal = (torch.randn(shape, generator=generator(3)) * (1 if dtype.is_floating_point else 40)).clamp(
         -100, 100
     )
