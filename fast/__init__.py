@@ -21,11 +21,14 @@ from fast.sparsity.linear_sparse import arrange_sparse_metadata, linear_sparse
 from fast.sparsity.linear_sparse_int4 import linear_sparse_int4
 from fast.sparsity.prune import prune
 from fast.sparsity.quantize_compressed import quantize_compressed
+from fast.sparsity.sparsegpt import sparsegpt
+from fast.sparsity.transposable import compress_transposable, prune_transposable
 
 __all__ = [
     "arrange_sparse_metadata",
     "choose_scales",
     "compress",
+    "compress_transposable",
     "decode",
     "decompress",
     "dequantize",
@@ -42,11 +45,13 @@ __all__ = [
     "matmul_error_bound",
     "pack",
     "prune",
+    "prune_transposable",
     "quantize",
     "quantize_both",
     "quantize_compressed",
     "rms_norm",
     "rms_norm_quantize",
+    "sparsegpt",
     "swiglu",
     "swiglu_quantize",
     "unpack",

@@ -1,8 +1,8 @@
 """One weight, pruned: from its values and what calibration kept of its inputs to the values that it has afterwards.
 
 Masks are those of `reference.prune` and `reference.prune_transposable` by the reference's scores, bit for bit, on any device.
-On the host they are found some rows at a time, since scores are integers of 32 bits there. SparseGPT is `reference.sparsegpt`
-on the host, in float64: minutes for the layers of a large model, until kernels do it.
+On the host they are found some rows at a time, since scores are integers of 32 bits there. SparseGPT runs in float64 where the
+weight is: on the host it takes minutes for the layers of a large model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 import fast
 import reference
 from ao_lab.sparsity.config import SparsityConfig
-from reference.arrays.torch_bridge import to_numpy, to_torch
 
 #: Elements whose mask is found at once on the host; on other devices sixteen times as many.
 PIECE = 2**20
@@ -56,7 +55,7 @@ def scores_of(w: torch.Tensor, score: str, sums: torch.Tensor | None) -> torch.T
 def mask_of(w: torch.Tensor, config: SparsityConfig, scores: torch.Tensor | None) -> torch.Tensor:
     """Bool, True where a weight stays."""
     ranked = w if scores is None else scores
-    rows = max((PIECE if w.device.type == "cpu" else 16 * PIECE) // max(w.shape[1], 1) // 4 * 4, 4)
+    rows = max((PIECE if w.device.type == "cpu" else 16 * PIECE) // max(w.shape[1], 1) // 8 * 8, 8)
     pieces = [_mask(piece, config) for piece in torch.split(ranked, rows)]
     return torch.cat(pieces)
 
@@ -64,22 +63,16 @@ def mask_of(w: torch.Tensor, config: SparsityConfig, scores: torch.Tensor | None
 def _mask(ranked: torch.Tensor, config: SparsityConfig) -> torch.Tensor:
     """The mask of some rows by their scores."""
     if config.transposable:
-        found: Any = reference.prune_transposable(ranked)
-        return torch.as_tensor(found)
+        return fast.prune_transposable(ranked)
     return fast.prune(ranked, pattern=config.pattern)
 
 
 def _by_sparsegpt(w: torch.Tensor, config: SparsityConfig, hessian: torch.Tensor) -> Pruned:
-    result = reference.sparsegpt(
-        to_numpy(w.cpu()),
-        hessian.cpu().numpy(),
-        pattern=config.pattern,
-        block=config.columns,
-        damping=config.damping,
+    result = fast.sparsegpt(
+        w, hessian, pattern=config.pattern, block=config.columns, damping=config.damping
     )
-    weights: torch.Tensor = to_torch(result.weights)
     facts = {"loss": result.loss, "damping": result.damping, "floor": result.floor}
-    return Pruned(weights.to(w.device), "sparsegpt", facts)
+    return Pruned(result.weights, "sparsegpt", facts)
 
 
 __all__ = ["PIECE", "Pruned", "mask_of", "prune_weight", "scores_of"]

@@ -102,7 +102,7 @@ def sparsegpt(
     """
     kept, group = parse_pattern(pattern)
     w, wide = _checked_weights(w, group, pattern)
-    _check_block(block, group, pattern)
+    check_block(block, group, pattern)
     factor = inverse_factor(hessian, damping=damping, size=wide.shape[1])
     scales = None if scheme is None else choose_scales(w, scheme_of(scheme))
     store = _rounding(w, scheme, scales)
@@ -124,7 +124,7 @@ def inverse_factor(hessian: Any, *, damping: float = 0.01, size: int | None = No
     dead = np.diag(h) == 0
     h[dead, dead] = 1
     diagonal = np.diag(h).copy()
-    for share, floor in _attempts(damping):
+    for share, floor in attempts(damping):
         np.fill_diagonal(h, diagonal + share * diagonal.mean() + floor * diagonal.max())
         try:
             lower = np.linalg.cholesky(np.tril(h)[::-1, ::-1].T)
@@ -137,7 +137,7 @@ def inverse_factor(hessian: Any, *, damping: float = 0.01, size: int | None = No
     )
 
 
-def _attempts(damping: float) -> list[tuple[float, float]]:
+def attempts(damping: float) -> list[tuple[float, float]]:
     """(damping, floor) of each try, in order; no step is the sum of steps before it."""
     steps = int((1 - damping) / DAMPING_STEP) + 1
     raised = [min(damping + DAMPING_STEP * step, 1.0) for step in range(steps)]
@@ -278,7 +278,8 @@ def _checked_hessian(hessian: Any, damping: float, size: int | None) -> Matrix:
     return h
 
 
-def _check_block(block: int, group: int, pattern: str) -> None:
+def check_block(block: int, group: int, pattern: str) -> None:
+    """ValueError unless a block is whole groups."""
     if isinstance(block, bool) or not isinstance(block, int) or block < 1 or block % group:
         raise ValueError(
             f"block is a positive multiple of the {group} of {pattern!r}, got {block!r}; 128 is usual, "

@@ -34,6 +34,7 @@ SHARED_PREFIXES = {
     "tests/gpu/kernels/linear_": "the same on a GPU",
     "tests/gpu/validate_": "commands that a person starts",
     "tests/gpu/training/validate_": "the same for training",
+    "tests/gpu/sparsity/validate_": "the same for sparsity",
     "tests/emulator/ptx_": "the parts of one interpreter",
     "tests/fast/kernels/compiling/kernel_": "what compiles kernels, calls them and knows their limits",
 }

@@ -12,7 +12,7 @@ from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sparsity.compress import BYTES_OF_PROGRAM, WARPS, compress_kernel
 from fast.kernels.sparsity.decompress import decompress_kernel
 from fast.kernels.sparsity.marks import NAN_KEYS
-from fast.kernels.sparsity.prune import TILE, mask_kernel, ranks_kernel
+from fast.kernels.sparsity.prune import TILE, groups_kernel, mask_kernel, ranks_kernel
 from reference import Compressed
 from reference.sparsity.prune import parse_pattern
 
@@ -29,6 +29,8 @@ SCORES = (*RANKED, torch.int16, torch.int32)
 OCTET = 8
 #: Patterns of more than this many the reference ranks: a thread reads its whole group.
 LARGEST_GROUP = 16
+#: Groups of which a thread has whole ones.
+COUNTED = (4, 8, 16)
 
 
 def _whole(x: torch.Tensor) -> bool:
@@ -137,12 +139,18 @@ def prune(w: torch.Tensor, scores: torch.Tensor | None, pattern: str, key: Any =
 
 
 def _mask_launch(ranked: torch.Tensor, kept: int, group: int) -> CompiledLaunch:
-    """2:4 of whole octets by `mask_kernel`, anything else by `ranks_kernel`."""
+    """2:4 of whole octets by `mask_kernel`, groups of 4, 8 and 16 in whole units by `groups_kernel`, others by `ranks_kernel`."""
     if (kept, group) == (2, 4) and ranked.dtype in RANKED and _whole(ranked):
         octets, size, kind = ranked.numel() // OCTET, ranked.dtype.itemsize, RANKED[ranked.dtype]
         grid, tile, masked = _tile(octets, size)
         return CompiledLaunch(mask_kernel, grid, (octets, kind, NAN_KEYS[kind], size, masked, tile), WARPS)
     count = ranked.numel()
+    unit = group if ranked.dtype.itemsize == 4 else 2 * group
+    if ranked.dtype in RANKED and group in COUNTED and count % unit == 0:
+        size, kind = ranked.dtype.itemsize, RANKED[ranked.dtype]
+        tile = BYTES_OF_PROGRAM // size
+        tail = (count // unit, kept, group, kind, NAN_KEYS[kind], size, count % tile != 0, tile)
+        return CompiledLaunch(groups_kernel, -(-count // tile), tail, WARPS)
     return CompiledLaunch(ranks_kernel, -(-count // TILE), (count, kept, group, TILE), WARPS)
 
 

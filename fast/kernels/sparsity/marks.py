@@ -47,24 +47,39 @@ def nonzero(w, BITS: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def magnitude_lane(k, KIND: tl.constexpr):
-    """Keys of two lanes of a byte each, which is on top of its lane and repeated below."""
+def magnitude_lanes(a, b, KIND: tl.constexpr):
+    """Keys of the four bytes of two words, each in its lane. Magnitudes are made four at a time: 128 fits a byte."""
     if KIND == "int8":
-        # |x| is the byte, or its complement and one more, 0 to 128.
-        sign = (k >> 7) & 0x00010001
-        return ((k & 0x00FF00FF) ^ (sign * 0xFF)) + sign
-    else:
-        return k & 0x00FF00FF
+        a, b = _magnitudes(a), _magnitudes(b)
+    k0, k1, k2, k3 = byte_lanes(a, b)
+    return k0 & 0x00FF00FF, k1 & 0x00FF00FF, k2 & 0x00FF00FF, k3 & 0x00FF00FF
+
+
+@triton.jit
+def _magnitudes(w):
+    """|x| of four int8: the byte, or its complement and one more, so no byte carries into the next."""
+    one = (w >> 7) & 0x01010101
+    return (w ^ (one * 255)) + one
+
+
+@triton.jit
+def half_key(k, NAN_KEY: tl.constexpr):
+    """Keys of two lanes of 16-bit floats."""
+    return smaller_halves(k & ~TWO, NAN_KEY * 0x10001)
+
+
+@triton.jit
+def word_key(k, NAN_KEY: tl.constexpr):
+    """The key of a float32."""
+    return tl.minimum(k & ~ONE, NAN_KEY)
 
 
 @triton.jit
 def marks_of_bytes(a, b, ma, mb, RULE: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """8-bit elements: words of both groups, words of a mask. Marks of two lanes, words."""
     if RULE == "largest":
-        k0, k1, k2, k3 = byte_lanes(a, b)
-        k0, k1, k2, k3 = two_largest(
-            magnitude_lane(k0, KIND), magnitude_lane(k1, KIND), magnitude_lane(k2, KIND), magnitude_lane(k3, KIND), TWO
-        )  # fmt: skip
+        k0, k1, k2, k3 = magnitude_lanes(a, b, KIND)
+        k0, k1, k2, k3 = two_largest(k0, k1, k2, k3, TWO)
     elif RULE == "nonzero":
         marks_a, a = nonzero(a, 8, SIGNED)
         marks_b, b = nonzero(b, 8, SIGNED)
@@ -80,9 +95,9 @@ def marks_of_halves(a0, a1, b0, b1, ma, mb, RULE: tl.constexpr, SIGNED: tl.const
     """16-bit elements: words of both groups, words of a mask. Marks of two lanes, words."""
     if RULE == "largest":
         k0, k1, k2, k3 = half_lanes(a0, a1, b0, b1)
-        k0, k1 = smaller_halves(k0 & ~TWO, NAN_KEY * 0x10001), smaller_halves(k1 & ~TWO, NAN_KEY * 0x10001)
-        k2, k3 = smaller_halves(k2 & ~TWO, NAN_KEY * 0x10001), smaller_halves(k3 & ~TWO, NAN_KEY * 0x10001)
-        k0, k1, k2, k3 = two_largest(k0, k1, k2, k3, TWO)
+        k0, k1, k2, k3 = two_largest(
+            half_key(k0, NAN_KEY), half_key(k1, NAN_KEY), half_key(k2, NAN_KEY), half_key(k3, NAN_KEY), TWO
+        )
     elif RULE == "nonzero":
         m0, a0 = nonzero(a0, 16, SIGNED)
         m1, a1 = nonzero(a1, 16, SIGNED)
@@ -101,9 +116,9 @@ def marks_of_halves(a0, a1, b0, b1, ma, mb, RULE: tl.constexpr, SIGNED: tl.const
 def marks_of_words(x0, x1, x2, x3, m, RULE: tl.constexpr, SIGNED: tl.constexpr, NAN_KEY: tl.constexpr):
     """32-bit elements of one group, the word of its mask. Marks of one lane, words."""
     if RULE == "largest":
-        k0, k1 = tl.minimum(x0 & ~ONE, NAN_KEY), tl.minimum(x1 & ~ONE, NAN_KEY)
-        k2, k3 = tl.minimum(x2 & ~ONE, NAN_KEY), tl.minimum(x3 & ~ONE, NAN_KEY)
-        k0, k1, k2, k3 = two_largest(k0, k1, k2, k3, ONE)
+        k0, k1, k2, k3 = two_largest(
+            word_key(x0, NAN_KEY), word_key(x1, NAN_KEY), word_key(x2, NAN_KEY), word_key(x3, NAN_KEY), ONE
+        )
     elif RULE == "nonzero":
         k0, x0 = nonzero(x0, 32, SIGNED)
         k1, x1 = nonzero(x1, 32, SIGNED)
@@ -115,4 +130,6 @@ def marks_of_words(x0, x1, x2, x3, m, RULE: tl.constexpr, SIGNED: tl.constexpr, 
     return k0, k1, k2, k3, x0, x1, x2, x3
 
 
-__all__ = ["NAN_KEYS", "marks_of_bytes", "marks_of_halves", "marks_of_words"]
+__all__ = [
+    "NAN_KEYS", "half_key", "half_lanes", "magnitude_lanes", "marks_of_bytes", "marks_of_halves", "marks_of_words", "word_key",
+]  # fmt: skip

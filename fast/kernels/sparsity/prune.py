@@ -1,16 +1,38 @@
-"""Masks of N of every M: of 2:4 by octets as `compress` does it, of others element by element.
+"""Masks of N of every M: of 2:4 by octets as `compress` does it, of others by counting in bits.
 
-Floor of a mask: the scores and one byte an element. Of other patterns a thread has an element, and reads the M scores of its
-group from the first-level cache, which had them from the memory once: M loads and three operations each.
+Floor of a mask: the scores and one byte an element, so of bfloat16 time for ten integer operations an element.
+
+M of 4, 8 and 16: a thread has whole groups, two of 8 and 16 bits at a time, an element of each in a lane. A subtraction tells of
+both which of two elements comes first, in the lane's top bit; full adders on words, two instructions each, count how many come
+before an element, one digit a word; and N is compared digit by digit. Of 4:8 that is seven instructions an element.
+
+Other M, and scores of 16 and 32 bits that are integers: a thread has an element, and reads the M scores of its group from the
+first-level cache, some ten instructions each.
 """
 
 import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, widened
-from fast.kernels.sparsity.groups import bytes_by
-from fast.kernels.sparsity.marks import marks_of_bytes, marks_of_halves, marks_of_words
-from fast.kernels.sparsity.octets import read_fours, read_group, read_pairs, words_at, write_pairs
+from fast.kernels.sparsity.groups import ONE, TWO, bytes_by, majority
+from fast.kernels.sparsity.marks import (
+    half_key,
+    magnitude_lanes,
+    marks_of_bytes,
+    marks_of_halves,
+    marks_of_words,
+    word_key,
+)
+from fast.kernels.sparsity.octets import (
+    joined_fours,
+    read_fours,
+    read_group,
+    read_pairs,
+    split_fours,
+    words_at,
+    write_ones,
+    write_pairs,
+)
 
 #: Elements of a program of other patterns.
 TILE = 2048
@@ -57,8 +79,157 @@ def _mask_of_group(
     """A word of four bytes 0 or 1 for a group of 32-bit elements."""
     x0, x1, x2, x3 = read_group(w, left, GROUP, MASKED, OCTETS)
     k0, k1, k2, k3, x0, x1, x2, x3 = marks_of_words(x0, x1, x2, x3, x0, "largest", False, NAN_KEY)
+    return _byte_of_marks(k0, k1, k2, k3)
+
+
+@triton.jit
+def _byte_of_marks(k0, k1, k2, k3):
+    """A word of four bytes 0 or 1 from marks of one lane."""
     made = ((k0 >> 31) & 0x01) | ((k1 >> 23) & 0x0100)
     return made | ((k2 >> 15) & 0x010000) | ((k3 >> 7) & 0x01000000)
+
+
+@triton.jit
+def groups_kernel(
+    scores, mask, count,
+    KEPT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NAN_KEY: tl.constexpr, BYTES: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The mask of `count` units, which are pairs of groups, or groups of 32-bit scores."""
+    ELEMENTS: tl.constexpr = GROUP if BYTES == 4 else 2 * GROUP
+    UNITS: tl.constexpr = TILE // ELEMENTS
+    first = tl.program_id(0).to(tl.int64) * UNITS
+    left = tl.minimum(count - first, UNITS).to(tl.int32)
+    words = _read_unit(
+        words_at(scores, first * (ELEMENTS * BYTES // 4)), left, ELEMENTS * BYTES // 4, MASKED, UNITS
+    )
+    keys = _keys(words, GROUP, KIND, NAN_KEY, BYTES)
+    marks = _kept(keys, KEPT, GROUP, ONE if BYTES == 4 else TWO)
+    mask = words_at(mask, first * (ELEMENTS // 4))
+    _write_unit(mask, _mask_words(marks, GROUP, BYTES), left, ELEMENTS // 4, MASKED, UNITS)
+
+
+@triton.jit
+def _read_unit(pointer, left, COUNT: tl.constexpr, MASKED: tl.constexpr, UNITS: tl.constexpr):
+    """The COUNT words of each unit: two, or fours."""
+    unit = tl.arange(0, UNITS)[:, None]
+    WIDE: tl.constexpr = min(COUNT, 4)
+    words = ()
+    for part in tl.static_range(COUNT // WIDE):
+        at = unit * COUNT + 4 * part + tl.arange(0, WIDE)[None, :]
+        w = tl.load(pointer + at, mask=unit < left, other=0) if MASKED else tl.load(pointer + at)
+        words = words + (tl.split(w) if WIDE == 2 else split_fours(w, UNITS))
+    return words
+
+
+@triton.jit
+def _keys(words, GROUP: tl.constexpr, KIND: tl.constexpr, NAN_KEY: tl.constexpr, BYTES: tl.constexpr):
+    """A word of keys for each element of a group: one lane of 32-bit scores, else one of each of two groups."""
+    HALF: tl.constexpr = GROUP * BYTES // 4
+    keys = ()
+    if BYTES == 4:
+        for i in tl.static_range(GROUP):
+            keys = keys + (word_key(words[i], NAN_KEY),)
+    elif BYTES == 2:
+        for i in tl.static_range(HALF):
+            even, odd = bytes_by(words[i], words[HALF + i], 0x5410), bytes_by(words[i], words[HALF + i], 0x7632)
+            keys = keys + (half_key(even, NAN_KEY), half_key(odd, NAN_KEY))
+    else:
+        for i in tl.static_range(HALF):
+            keys = keys + magnitude_lanes(words[i], words[HALF + i], KIND)
+    return keys
+
+
+@triton.jit
+def _kept(keys, KEPT: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr):
+    """Marks of elements that less than KEPT others come before; of equal ones the first does. See `groups.two_largest`."""
+    marks = ()
+    for own in tl.static_range(GROUP):
+        before = ()
+        for other in tl.static_range(GROUP):
+            if other < own:
+                before = before + ((keys[other] | TOP) - keys[own],)
+            elif other > own:
+                before = before + (~((keys[own] | TOP) - keys[other]),)
+        if GROUP == 4:
+            digits = _three(before[0], before[1], before[2])
+        elif GROUP == 8:
+            digits = _seven(before)
+        else:
+            digits = _fifteen(before)
+        marks = marks + (_below(digits, KEPT, GROUP),)
+    return marks
+
+
+@triton.jit
+def _three(a, b, c):
+    """Two binary digits of how many of three have each bit, the lower first."""
+    return a ^ b ^ c, majority(a, b, c)
+
+
+@triton.jit
+def _seven(v):
+    """Three digits for seven."""
+    low, twos = _three(v[0], v[1], v[2])
+    next_low, next_twos = _three(v[3], v[4], v[5])
+    ones, last_twos = _three(low, next_low, v[6])
+    second, third = _three(twos, next_twos, last_twos)
+    return ones, second, third
+
+
+@triton.jit
+def _fifteen(v):
+    """Four digits for fifteen."""
+    a, b = _seven(v[0:7]), _seven(v[7:14])
+    ones, carry = _three(a[0], b[0], v[14])
+    second, carry = _three(a[1], b[1], carry)
+    third, fourth = _three(a[2], b[2], carry)
+    return ones, second, third, fourth
+
+
+@triton.jit
+def _below(digits, KEPT: tl.constexpr, GROUP: tl.constexpr):
+    """Where a number of binary digits is below KEPT, which is GROUP at most: then all are."""
+    below = tl.full(digits[0].shape, -1 if KEPT == GROUP else 0, tl.int32)
+    DIGITS: tl.constexpr = 2 if GROUP == 4 else 3 if GROUP == 8 else 4
+    for place in tl.static_range(DIGITS if KEPT < GROUP else 0):
+        if KEPT >> place & 1:
+            below = below | ~digits[place]
+        else:
+            below = below & ~digits[place]
+    return below
+
+
+@triton.jit
+def _mask_words(marks, GROUP: tl.constexpr, BYTES: tl.constexpr):
+    """Words of bytes 0 or 1: those of the first group, then of the second."""
+    first, second = (), ()
+    for i in tl.static_range(GROUP // 4):
+        k0, k1, k2, k3 = marks[4 * i], marks[4 * i + 1], marks[4 * i + 2], marks[4 * i + 3]
+        if BYTES == 4:
+            first = first + (_byte_of_marks(k0, k1, k2, k3),)
+        else:
+            even, odd = _bytes_of_marks(k0, k1, k2, k3)
+            first, second = first + (even,), second + (odd,)
+    return first + second
+
+
+@triton.jit
+def _write_unit(pointer, words, left, COUNT: tl.constexpr, MASKED: tl.constexpr, UNITS: tl.constexpr):
+    """The COUNT words of each unit: one, two, or fours."""
+    if COUNT == 1:
+        write_ones(pointer, words[0], left, 1, MASKED, UNITS)
+    elif COUNT == 2:
+        write_pairs(pointer, words[0], words[1], left, 1, MASKED, UNITS)
+    else:
+        unit = tl.arange(0, UNITS)[:, None]
+        for part in tl.static_range(COUNT // 4):
+            at = unit * COUNT + 4 * part + tl.arange(0, 4)[None, :]
+            a, b, c, d = words[4 * part], words[4 * part + 1], words[4 * part + 2], words[4 * part + 3]
+            if MASKED:
+                tl.store(pointer + at, joined_fours(a, b, c, d, UNITS), mask=unit < left)
+            else:
+                tl.store(pointer + at, joined_fours(a, b, c, d, UNITS))
 
 
 @triton.jit
@@ -87,4 +258,4 @@ def _key(pointers, inside):
         return tl.where(wide > 0, wide - 1, ~wide)
 
 
-__all__ = ["TILE", "mask_kernel", "ranks_kernel"]
+__all__ = ["TILE", "groups_kernel", "mask_kernel", "ranks_kernel"]

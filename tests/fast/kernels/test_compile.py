@@ -263,9 +263,11 @@ ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swi
 ELSEWHERE |= {
     "compress_kernel",
     "decompress_kernel",
+    "groups_kernel",
     "mask_kernel",
     "quantize_compressed_kernel",
     "ranks_kernel",
+    "transposable_kernel",
 }
 
 

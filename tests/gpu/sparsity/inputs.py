@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-#: Programs that are filled and that are not, one octet, several axes; other patterns than 2:4 on the last.
-SHAPES = ((8, 2048), (3, 520), (1, 8), (2, 3, 16))
+#: By octets, by counting in groups of every size with every digit of N, all of a group, and element by element.
+PATTERNS = ("2:4", "1:4", "3:4", "4:4", "1:8", "4:8", "7:8", "5:16", "8:16", "16:16", "1:1", "2:5")
+#: Programs that are filled and that are not, one octet, several axes, rows that five divides.
+SHAPES = ((8, 2048), (3, 520), (1, 8), (2, 3, 16), (2, 80))
 
 
 def generator(seed: int) -> torch.Generator:

@@ -13,12 +13,11 @@ import torch
 import reference
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Run, Settings, outcome
-from tests.gpu.sparsity.inputs import SHAPES, few_of_four, patterns
+from tests.gpu.sparsity.inputs import PATTERNS, SHAPES, few_of_four, patterns
 
 STORED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "int32")
 SCORES = ("float32", "bfloat16", "float16", "int8", "uint8", "int16", "int32")
 CODES = ("fp8_rowwise", "fp8_rowwise_e5m2", "fp8_tensorwise", "fp8_tensorwise_e5m2")
-PATTERNS = ("2:4", "1:4", "3:4", "4:8", "1:1", "16:16")
 #: No rows, hundreds of programs, rows of an odd number of groups, which the reference stores.
 MORE = ((0, 64), (256, 14336), (5, 12))
 

@@ -23,7 +23,7 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparsity import host, quantize_host
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.inputs import SHAPES, few_of_four, patterns
+from tests.gpu.sparsity.inputs import PATTERNS, SHAPES, few_of_four, patterns
 
 #: Of rows: usual, zero, subnormal, below zero, infinite, NaN, so large that its reciprocal is subnormal.
 SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)
@@ -33,7 +33,7 @@ def compare_masks(dtype: torch.dtype) -> None:
     """The mask of 2:4, and of other patterns, of scores with ties, NaN and both zeros."""
     for shape in SHAPES:
         scores = patterns(dtype, shape)
-        for pattern in ("2:4", "1:4", "3:4", "4:8", "1:1", "16:16"):
+        for pattern in PATTERNS:
             if shape[-1] % int(pattern.split(":")[1]) == 0:
                 assert_same_bits(host.prune(scores, None, pattern), reference.prune(scores, pattern=pattern))
     w = torch.zeros(SHAPES[0])
