@@ -68,9 +68,7 @@ def _mask(ranked: torch.Tensor, config: SparsityConfig) -> torch.Tensor:
 
 
 def _by_sparsegpt(w: torch.Tensor, config: SparsityConfig, hessian: torch.Tensor) -> Pruned:
-    result = fast.sparsegpt(
-        w, hessian, pattern=config.pattern, block=config.columns, damping=config.damping
-    )
+    result = fast.sparsegpt(w, hessian, pattern=config.pattern, block=config.columns, damping=config.damping)
     facts = {"loss": result.loss, "damping": result.damping, "floor": result.floor}
     return Pruned(result.weights, "sparsegpt", facts)
 

@@ -84,7 +84,8 @@ def _inverse_factor(h: torch.Tensor, damping: float) -> tuple[torch.Tensor, floa
             one = torch.eye(len(h), dtype=h.dtype, device=h.device)
             return torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True), share, floor, dead
     raise ValueError(
-        "the hessian is not positive definite with all damping that is tried; it is no sum of x x^T: sum it again, in float32 or wider"
+        "the hessian is not positive definite with all damping that is tried; it is no sum of x x^T: sum it again, in "
+        "float32 or wider"
     )
 
 
@@ -168,7 +169,9 @@ def _complaint(h: torch.Tensor) -> str:
         return "the hessian is finite and within float32, got NaN or larger; sum x x^T without infinities"
     if least < 0:
         return "the diagonal of a hessian is a sum of squares, got negative elements; sum x x^T again"
-    return "" if most else "a hessian of zeros: no input was seen; run calibration data, or prune by magnitude"
+    return (
+        "" if most else "a hessian of zeros: no input was seen; run calibration data, or prune by magnitude"
+    )
 
 
 __all__ = ["sparsegpt", "sparsegpt_on_device"]

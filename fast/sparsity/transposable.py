@@ -1,4 +1,4 @@
-"""`prune_transposable` and `compress_transposable` for torch tensors; see `reference.sparsity.transposable` for ties and NaN."""
+"""`prune_transposable` and `compress_transposable` for torch tensors; see those of `reference` for ties and NaN."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.select import FLOAT8
+from experiments.kernels.baselines.sparse_expressions import SPARSE
 from experiments.kernels.cases.case import Case, Inputs
 from experiments.kernels.cases.inputs import EPS
 from reference import FORMATS, SCHEMES, Format, Scheme
@@ -59,8 +60,8 @@ def expression(case: Case) -> tuple[Expression, Callable[[Inputs], tuple[Any, ..
 
 
 def expressible(case: Case) -> bool:
-    """Formats alone; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, with a plain encoding."""
-    if case.operation in STORAGE:
+    """Formats, sparsity; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, with a plain encoding."""
+    if case.operation in STORAGE or case.operation in SPARSE:
         return True
     scheme = SCHEMES.get(case.scheme)
     if scheme is None or case.scheme in CONVENTIONS:
@@ -295,4 +296,5 @@ MAKERS: dict[str, Callable[[Case], Any]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     **dict.fromkeys(STORAGE, _storage),
+    **SPARSE,
 }

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Sequence
 
 from ao_lab.config.recipe import integer_scheme
+from experiments.kernels.cases import sparsity
 from experiments.kernels.cases.case import HUGE, LARGE, Case, at_least, at_most
 from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.cases.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
@@ -62,7 +63,21 @@ def with_target() -> list[Case]:
         swiglu("fp8_rowwise", targets=FUSED),
         swiglu("mxfp8_e4m3", targets=FUSED),
         small("fp8_rowwise", SMALL),
+        *of_sparsity(),
         *convention_cases(),
+    ]
+
+
+def of_sparsity() -> list[Case]:
+    """Cases of 2:4, all with one target."""
+    return [
+        sparsity.prune(target=0.90),
+        sparsity.prune("4:8", target=0.90),
+        sparsity.compress("bfloat16", target=0.90),
+        sparsity.compress("float8_e4m3fn", target=0.90),
+        sparsity.decompress("bfloat16", target=0.90),
+        sparsity.quantize_compressed("fp8_rowwise", target=0.90),
+        sparsity.compress_transposable(target=0.90),
     ]
 
 
@@ -102,6 +117,8 @@ def without_target() -> list[Case]:
         storage("pack", "float6_e2m3fn"),
         storage("unpack", "float4_e2m1fn"),
         storage("unpack", "float6_e2m3fn"),
+        sparsity.prune("1:4"),
+        sparsity.prune_transposable(),
         small("mxfp8_e4m3"),
         small("int4_g32"),
         *(

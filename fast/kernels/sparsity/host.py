@@ -139,7 +139,7 @@ def prune(w: torch.Tensor, scores: torch.Tensor | None, pattern: str, key: Any =
 
 
 def _mask_launch(ranked: torch.Tensor, kept: int, group: int) -> CompiledLaunch:
-    """2:4 of whole octets by `mask_kernel`, groups of 4, 8 and 16 in whole units by `groups_kernel`, others by `ranks_kernel`."""
+    """2:4 of whole octets by `mask_kernel`, M of 4, 8 and 16 in whole units by `groups_kernel`, others by `ranks_kernel`."""
     if (kept, group) == (2, 4) and ranked.dtype in RANKED and _whole(ranked):
         octets, size, kind = ranked.numel() // OCTET, ranked.dtype.itemsize, RANKED[ranked.dtype]
         grid, tile, masked = _tile(octets, size)

@@ -2,9 +2,9 @@
 
 Floor of a mask: the scores and one byte an element, so of bfloat16 time for ten integer operations an element.
 
-M of 4, 8 and 16: a thread has whole groups, two of 8 and 16 bits at a time, an element of each in a lane. A subtraction tells of
-both which of two elements comes first, in the lane's top bit; full adders on words, two instructions each, count how many come
-before an element, one digit a word; and N is compared digit by digit. Of 4:8 that is seven instructions an element.
+M of 4, 8 and 16: a thread has whole groups, two of 8 and 16 bits at a time, an element of each in a lane. A subtraction tells
+of both which of two elements comes first, in the lane's top bit; full adders on words, two instructions each, count how many
+come before an element, one digit a word; and N is compared digit by digit. Of 4:8 that is seven instructions an element.
 
 Other M, and scores of 16 and 32 bits that are integers: a thread has an element, and reads the M scores of its group from the
 first-level cache, some ten instructions each.
@@ -118,7 +118,7 @@ def _read_unit(pointer, left, COUNT: tl.constexpr, MASKED: tl.constexpr, UNITS: 
     for part in tl.static_range(COUNT // WIDE):
         at = unit * COUNT + 4 * part + tl.arange(0, WIDE)[None, :]
         w = tl.load(pointer + at, mask=unit < left, other=0) if MASKED else tl.load(pointer + at)
-        words = words + (tl.split(w) if WIDE == 2 else split_fours(w, UNITS))
+        words += tl.split(w) if WIDE == 2 else split_fours(w, UNITS)
     return words
 
 
@@ -129,14 +129,17 @@ def _keys(words, GROUP: tl.constexpr, KIND: tl.constexpr, NAN_KEY: tl.constexpr,
     keys = ()
     if BYTES == 4:
         for i in tl.static_range(GROUP):
-            keys = keys + (word_key(words[i], NAN_KEY),)
+            keys += (word_key(words[i], NAN_KEY),)
     elif BYTES == 2:
         for i in tl.static_range(HALF):
-            even, odd = bytes_by(words[i], words[HALF + i], 0x5410), bytes_by(words[i], words[HALF + i], 0x7632)
-            keys = keys + (half_key(even, NAN_KEY), half_key(odd, NAN_KEY))
+            even, odd = (
+                bytes_by(words[i], words[HALF + i], 0x5410),
+                bytes_by(words[i], words[HALF + i], 0x7632),
+            )
+            keys += (half_key(even, NAN_KEY), half_key(odd, NAN_KEY))
     else:
         for i in tl.static_range(HALF):
-            keys = keys + magnitude_lanes(words[i], words[HALF + i], KIND)
+            keys += magnitude_lanes(words[i], words[HALF + i], KIND)
     return keys
 
 
@@ -148,16 +151,16 @@ def _kept(keys, KEPT: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr):
         before = ()
         for other in tl.static_range(GROUP):
             if other < own:
-                before = before + ((keys[other] | TOP) - keys[own],)
+                before += ((keys[other] | TOP) - keys[own],)
             elif other > own:
-                before = before + (~((keys[own] | TOP) - keys[other]),)
+                before += (~((keys[own] | TOP) - keys[other]),)
         if GROUP == 4:
             digits = _three(before[0], before[1], before[2])
         elif GROUP == 8:
             digits = _seven(before)
         else:
             digits = _fifteen(before)
-        marks = marks + (_below(digits, KEPT, GROUP),)
+        marks += (_below(digits, KEPT, GROUP),)
     return marks
 
 
@@ -207,10 +210,11 @@ def _mask_words(marks, GROUP: tl.constexpr, BYTES: tl.constexpr):
     for i in tl.static_range(GROUP // 4):
         k0, k1, k2, k3 = marks[4 * i], marks[4 * i + 1], marks[4 * i + 2], marks[4 * i + 3]
         if BYTES == 4:
-            first = first + (_byte_of_marks(k0, k1, k2, k3),)
+            first += (_byte_of_marks(k0, k1, k2, k3),)
         else:
             even, odd = _bytes_of_marks(k0, k1, k2, k3)
-            first, second = first + (even,), second + (odd,)
+            first += (even,)
+            second += (odd,)
     return first + second
 
 

@@ -7,10 +7,10 @@ are numbered as there, and 5 - p is the pair of the other two columns. Of rows 0
 * q = 5 - p: rows 2 and 3 have any r and 5 - r, six masks;
 * else p and q share a column, and rows 2 and 3 have 5 - p and 5 - q, in one order or the other.
 
-Rounded addition does not decrease where an operand grows, so the largest total of p and q is their sum and the largest sum of rows 2
-and 3: 36 sums of four rows in place of 90. Which mask it was is another matter: sums that differ may be equal once they are added
-and rounded, and then the first mask wins. So winners are found by comparing rounded totals with the largest, from row 0 down, and
-never by what was larger before it was added.
+Rounded addition does not decrease where an operand grows, so the largest total of p and q is their sum and the largest sum of
+rows 2 and 3: 36 sums of four rows in place of 90. Which mask it was is another matter: sums that differ may be equal once they
+are added and rounded, and then the first mask wins. So winners are found by comparing rounded totals with the largest, from row 0
+down, and never by what was larger before it was added.
 """
 
 import triton

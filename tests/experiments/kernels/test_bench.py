@@ -9,7 +9,7 @@ import reference
 from experiments.harness.rows import Journal
 from experiments.kernels import run
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.all_cases import CASES, chosen
+from experiments.kernels.cases.all_cases import CASES, chosen, of_sparsity
 from experiments.kernels.cases.case import LARGE, SHAPES, at_least, at_most
 from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.report import case_results
@@ -32,6 +32,14 @@ FRACTIONS = {
     0.90: [
         *(f"quantize.{name}.packed" for name in ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")),
         "both.fp8_tensorwise.given",
+        *(
+            "prune.bfloat16",
+            "prune.bfloat16.4of8",
+            "compress.bfloat16",
+            "compress.float8_e4m3fn",
+            "decompress.bfloat16",
+        ),
+        *("quantize_compressed.fp8_rowwise", "compress_transposable.bfloat16"),
     ],
     0.85: [
         "quantize.nvfp4.packed.given",
@@ -133,6 +141,12 @@ def test_names_are_chosen_by_parts():
         ("pack.float6_e2m3fn", 1.75),
         ("unpack.float4_e2m1fn", 1.5),
         ("decode.float8_e4m3fn", 5),
+        ("prune.bfloat16", 3),
+        ("compress.bfloat16", 2 + 1 + 1 / 8),
+        ("compress.float8_e4m3fn", 1 + 0.5 + 1 / 8),
+        ("decompress.bfloat16", 2 + 1 + 1 / 8),
+        ("quantize_compressed.fp8_rowwise", 2 + 0.5 + 1 / 8 + 4 / 4096),
+        ("compress_transposable.bfloat16", 2 + 2 + 2 / 8),
     ],
 )
 def test_floors_by_hand(name, per_element):
@@ -140,7 +154,7 @@ def test_floors_by_hand(name, per_element):
     assert CASES[name].moved_per_element((16384, 4096)) == pytest.approx(per_element, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("quantize")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("quantize.")])
 def test_floors_are_the_bytes_of_what_is_stored(name):
     case = CASES[name]
     inputs = case.make(reference, SHAPE, "cpu", 0)
@@ -151,6 +165,20 @@ def test_floors_are_the_bytes_of_what_is_stored(name):
     center = 4 if case.scheme.endswith("nf4") else 0  # the mean of the scales, which the floor leaves out
     assert case.moved(SHAPE) == readings * inputs["x"].nbytes + words + stored - center
     assert case.read(SHAPE) == inputs["x"].nbytes
+
+
+@pytest.mark.parametrize("name", [case.name for case in of_sparsity()])
+def test_floors_of_sparsity_are_the_bytes_of_what_is_stored(name):
+    case = CASES[name]
+    inputs = case.make(reference, SHAPE, "cpu", 0)
+    given = [part for value in inputs.values() for part in (value if isinstance(value, tuple) else (value,))]
+    made = case.call(reference, inputs)
+    parts = [
+        part
+        for each in (made if isinstance(made, tuple) else (made,))
+        for part in (each if isinstance(each, tuple) else (each,))
+    ]
+    assert case.moved(SHAPE) == sum(part.nbytes for part in (*given, *parts))
 
 
 def per_tensor(case):

@@ -42,7 +42,9 @@ def tiles(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor
 
 def jobs(settings: Settings) -> list[Job]:
     """Family "sparsity"."""
-    return [Job("sparsity", f"tiles {name}", "prune_transposable", tiles_case, (name,), 3.0) for name in FLOATS]
+    return [
+        Job("sparsity", f"tiles {name}", "prune_transposable", tiles_case, (name,), 3.0) for name in FLOATS
+    ]
 
 
 def inputs(run: Run, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,7 +57,9 @@ def differing(w: torch.Tensor, hessian: torch.Tensor, damping: float, device: st
     made = sparsegpt_on_device(w.to(device), hessian.to(device), damping=damping, **OPTIONS)
     other = (made.weights.cpu() != to_torch(wanted.weights)) | (made.mask.cpu() != to_torch(wanted.mask))
     share = float(other.double().mean())
-    say(f"{tuple(w.shape)} {w.dtype} damping {damping}: {share:.2e} of weights differ, loss {made.loss} {wanted.loss}")
+    say(
+        f"{tuple(w.shape)} {w.dtype} damping {damping}: {share:.2e} of weights differ, loss {made.loss} {wanted.loss}"
+    )
     return share
 
 

@@ -48,7 +48,9 @@ def test_libraries_and_batches():
     w = np.random.default_rng(0).standard_normal((2, 8, 12)).astype(np.float32)
     wanted = compress_transposable(w)
     for single, made in zip(w, zip(*[iter(_flat(wanted, 2))] * 4, strict=True), strict=True):
-        for one, other in zip(made, [part for pair in compress_transposable(single) for part in pair], strict=True):
+        for one, other in zip(
+            made, [part for pair in compress_transposable(single) for part in pair], strict=True
+        ):
             assert_same_bits(one, other)  # fmt: skip
     on_torch = compress_transposable(torch.from_numpy(w).clone())
     jitted = jax.jit(compress_transposable)(jnp.asarray(w))

@@ -1,4 +1,4 @@
-"""Transposable masks and both compressed orientations, inline assembly included, on CPU tensors against `reference`, bit for bit.
+"""Transposable masks and both compressed orientations, inline assembly included, on CPU tensors against `reference`.
 
     TRITON_INTERPRET=1 python tests/emulator/programs/sparsity/transposable.py
 

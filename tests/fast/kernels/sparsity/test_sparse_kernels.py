@@ -107,7 +107,9 @@ def test_other_patterns_are_counted_in_registers(name):
     assert machine.accesses("LDG") == {16: machine.elements * dtype.itemsize / 16}
 
 
-@pytest.mark.parametrize(("dtype", "pattern"), [(torch.float32, "1:2"), (torch.int16, "4:8"), (torch.int32, "16:16")])
+@pytest.mark.parametrize(
+    ("dtype", "pattern"), [(torch.float32, "1:2"), (torch.int16, "4:8"), (torch.int32, "16:16")]
+)
 def test_patterns_element_by_element(dtype, pattern):
     (machine,) = launched(pruned(dtype, pattern))
     assert (machine.kernel, machine.local, machine.stack) == ("ranks_kernel", 0, 0)

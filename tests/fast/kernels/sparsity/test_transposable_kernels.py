@@ -1,4 +1,4 @@
-"""Transposable masks: the bits of the reference under an emulator of their instructions, and what they compile to for Hopper."""
+"""Transposable masks: the reference's bits under an emulator of their instructions, and what they compile to for Hopper."""
 
 import platform
 
