@@ -60,7 +60,7 @@ def expression(case: Case) -> tuple[Expression, Callable[[Inputs], tuple[Any, ..
 
 
 def expressible(case: Case) -> bool:
-    """Formats, sparsity; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, with a plain encoding."""
+    """Formats, sparsity; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, plainly encoded."""
     if case.operation in STORAGE or case.operation in SPARSE:
         return True
     scheme = SCHEMES.get(case.scheme)

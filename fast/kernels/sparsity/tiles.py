@@ -9,8 +9,8 @@ are numbered as there, and 5 - p is the pair of the other two columns. Of rows 0
 
 Rounded addition does not decrease where an operand grows, so the largest total of p and q is their sum and the largest sum of
 rows 2 and 3: 36 sums of four rows in place of 90. Which mask it was is another matter: sums that differ may be equal once they
-are added and rounded, and then the first mask wins. So winners are found by comparing rounded totals with the largest, from row 0
-down, and never by what was larger before it was added.
+are added and rounded, and then the first mask wins. So winners are found by comparing rounded totals with the largest, from
+row 0 down, and never by what was larger before it was added.
 """
 
 import triton

@@ -8,8 +8,8 @@ Floor of 16-bit elements: 2 bytes read and 2.25 written, or one of a mask. At th
 time for 242 integer and 484 instructions in all; the search takes some 350 of these, half of them additions.
 
 NaN and infinities are rare, and only they need `careful_key`: where one of a warp has any, its threads read their tiles again,
-one after the other. Keys take two registers, so nothing is kept meanwhile: what is written is read once more, from the first-level
-cache.
+one after the other. Keys take two registers, so nothing is kept meanwhile: what is written is read once more, from the
+first-level cache.
 """
 
 import triton
