@@ -51,7 +51,7 @@ def sparsify_(
     ones before it make (`ao_lab.calibration.walk`); in eval mode, without gradients and caches. Sums over inputs are made call
     by call, so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
     longest; "" takes the whole model as one. offload: inputs wait in host memory. progress(name, done, total) is called after
-    each weight. "sparsegpt" computes on the host in float64.
+    each weight. "sparsegpt" computes in float64.
 
     Raises ValueError for scores without calibration and calibration without such a score, where no layer is selected, and for
     selected layers that cannot be pruned: lengths that the pattern does not divide, weights that are sparse or quantized

@@ -15,7 +15,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: Length of a block of the kernel, and elements / 8 that are too many: below, seven rows of octets are numbered in 32 bits.
 BLOCK, MOST = 8, 2**31
 #: Of a thread: without a limit the compiler takes so many that eight warps fill a multiprocessor, with it there are twelve.
-REGISTERS = 168
+#: Programs with edges need a few more, so they have none.
+REGISTERS, UNLIMITED = 168, 255
 POINTERS = ("mask", "values", "metadata", "values_t", "metadata_t")
 
 
@@ -66,7 +67,7 @@ def _launch(x: torch.Tensor) -> CompiledLaunch:
     masked = height % DOWN != 0 or width % ACROSS != 0
     tail = (height, width, x.dtype.itemsize, x.dtype == torch.bfloat16, masked, DOWN, ACROSS, TILE)
     programs = -(-height // DOWN) * -(-width // ACROSS)
-    return CompiledLaunch(transposable_kernel, programs, tail, 1, maxnreg=REGISTERS)
+    return CompiledLaunch(transposable_kernel, programs, tail, 1, maxnreg=UNLIMITED if masked else REGISTERS)
 
 
 __all__ = ["compress_transposable", "prune_transposable"]
