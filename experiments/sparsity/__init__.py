@@ -1,0 +1,5 @@
+"""Experiment `sparsity`: what 2:4 sparsity costs in accuracy, and what it gains in time, beside published tables."""
+
+from experiments.harness.registry import Experiment
+
+EXPERIMENT = Experiment(order=58, page="report.page")

@@ -1,0 +1,224 @@
+"""All models of one subject over paired seeds, and how far they lie from the dense one.
+
+Of each seed one model is trained from random weights. From there it is trained on in three ways, on the same data in the same
+order, for as many steps: dense (the base of all comparisons), with fixed 2:4 masks, and by SR-STE. One-shot pruning is of the
+base, so that every method has seen as much data. Every model is evaluated with float weights and quantized. A GPU's trainings
+are not reproducible bit for bit; the model of a seed's start is kept in the cache, so that what goes on from it is paired.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ao_lab
+from experiments.fp8_training.deadline import Deadline
+from experiments.fp8_training.training.gaps import Gap
+from experiments.fp8_training.training.workers import Work, measure_each
+from experiments.harness.outcome import Values
+from experiments.harness.progress import bar
+from experiments.harness.provenance import source_hash
+from experiments.harness.rows import PARTIAL, Journal, Row, library_versions, table_name
+from experiments.harness.workers import measure_all
+from experiments.qat.summary import interval
+from experiments.runs.settings import Settings
+from experiments.sparsity.accuracy.subject import Subject
+from experiments.sparsity.methods import (
+    DENSE,
+    FINE_TUNINGS,
+    SCORES,
+    STORAGES,
+    FineTuning,
+    bits_per_weight,
+    inside_blocks,
+    one_shot,
+    prune,
+    sparse_layers,
+    store,
+    stored_as,
+)
+
+EXPERIMENT = "sparsity"
+#: The method of the model that all others go on from.
+START = "before the compared training"
+BITS_STORED, SPARSE = "bits per weight", "2:4 layers"
+#: What a subject is found by in another process.
+SubjectOf = Callable[[Settings], Subject]
+
+
+def run(settings: Settings, journal: Journal, subject_of: SubjectOf, deadline: Deadline) -> None:
+    """Add the rows of all models that the deadline reaches, and gaps over seeds."""
+    subject = subject_of(settings)
+    for name, methods in works_of(settings, subject_of, subject).items():
+        missing = {
+            f"{name}, seed {seed}": work
+            for (method, seed), work in methods.items()
+            if not is_finished(settings, journal, subject, method, seed)
+        }
+        title = f"{subject.kind}: {name}"
+        if settings.device == "cpu" and settings.workers == 1:
+            in_threads(title, missing, journal, deadline)
+        else:
+            measure_each(title, missing, settings.workers, deadline, lambda _, rows: journal.add(rows))
+    journal.add(gap_rows(settings, subject, journal.rows))
+
+
+def in_threads(title: str, works: Mapping[str, Work], journal: Journal, deadline: Deadline) -> None:
+    """On a CPU one thread a training, as many at once as there are cores: small models are not faster on several, and their
+    weights then do not depend on the number of cores."""
+
+    def work(name: str) -> list[Row]:
+        return [] if deadline.reason() else works[name]()
+
+    with bar(title, len(works)) as step:
+        for name, rows in measure_all(list(works), work, "cpu"):
+            journal.add(rows)
+            step(name)
+
+
+def works_of(
+    settings: Settings, subject_of: SubjectOf, subject: Subject
+) -> dict[str, dict[tuple[str, int], Work]]:
+    """What is measured in turn: starts of all seeds first, as several trainings go on from each."""
+    seeds = range(subject.seeds)
+    found: dict[str, dict[tuple[str, int], Work]] = {
+        START: {(START, seed): partial(measure_start, settings, subject_of, seed) for seed in seeds},
+        DENSE: {(DENSE, seed): partial(measure_dense, settings, subject_of, seed) for seed in seeds},
+    }
+    for one in FINE_TUNINGS:
+        found[one.name] = {
+            (one.name, seed): partial(measure_tuned, settings, subject_of, one, seed) for seed in seeds
+        }
+    return found
+
+
+def is_finished(settings: Settings, journal: Journal, subject: Subject, method: str, seed: int) -> bool:
+    """Whether the rows of a training are there."""
+    table = table_name(subject.kind, settings.scale, subject.data)
+    return journal.finished(table, subject.setting, method, seed)
+
+
+def measure_start(settings: Settings, subject_of: SubjectOf, seed: int) -> list[Row]:
+    """Train a model from random weights; its rows."""
+    subject = subject_of(settings)
+    return rows_of(settings, subject, seed, {START: subject.evaluate(started(settings, subject, seed))})
+
+
+def measure_dense(settings: Settings, subject_of: SubjectOf, seed: int) -> list[Row]:
+    """Train on with dense weights; rows of that model, and of its copies that each score prunes."""
+    subject = subject_of(settings)
+    model = started(settings, subject, seed)
+    subject.go_on(model, seed, lambda model: None)
+    found = evaluations(subject, model, DENSE, sparse=False)
+    for score in SCORES:
+        pruned = copy.deepcopy(model)
+        prune(pruned, score, subject.calibration(seed))
+        found |= evaluations(subject, pruned, one_shot(score), sparse=True)
+    return rows_of(settings, subject, seed, found)
+
+
+def measure_tuned(settings: Settings, subject_of: SubjectOf, tuning: FineTuning, seed: int) -> list[Row]:
+    """Train on with 2:4 weights; its rows."""
+    subject = subject_of(settings)
+    model = started(settings, subject, seed)
+    if tuning.pruned_by:
+        prune(model, tuning.pruned_by, subject.calibration(seed))
+    train_sparse(subject, model, tuning, seed)
+    return rows_of(settings, subject, seed, evaluations(subject, model, tuning.name, sparse=True))
+
+
+def train_sparse(subject: Subject, model: nn.Module, tuning: FineTuning, seed: int) -> None:
+    """Train a model on with 2:4 weights, in place; they are 2:4 at the end."""
+    ao_lab.sparsify_(model, tuning.config(), inside_blocks)
+    subject.go_on(model, seed, ao_lab.step_sparsity_)
+    ao_lab.finish_sparsity_(model)
+
+
+def evaluations(subject: Subject, model: nn.Module, method: str, *, sparse: bool) -> dict[str, Values]:
+    """Values of a model in every storage, by the names of methods."""
+    found = {}
+    for storage in STORAGES:
+        made = copy.deepcopy(model)
+        store(made, storage)
+        values = subject.evaluate(made)
+        count, layers = sparse_layers(made)
+        if sparse and count < layers:
+            raise ValueError(f"{stored_as(method, storage)}: {layers - count} of {layers} layers are not 2:4")
+        values[BITS_STORED] = bits_per_weight(made, sparse=sparse), "bit"
+        values[SPARSE] = float(count), ""
+        found[stored_as(method, storage)] = values
+    return found
+
+
+def started(settings: Settings, subject: Subject, seed: int) -> nn.Module:
+    """The model of a seed after training from random weights: from the cache, or trained now and stored there."""
+    parts = [json.dumps([subject.key, seed], sort_keys=True, default=str), library_versions()]
+    parts += [source_hash(f"experiments.{EXPERIMENT}.accuracy.{subject.kind}.start"), settings.device_name]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = settings.cache / "models" / f"{EXPERIMENT}-{key}.safetensors"
+    if path.exists():
+        model = subject.build(seed)
+        model.load_state_dict(load_file(path))
+        return model.eval().requires_grad_(False)
+    model = subject.start(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_name(f".{path.name}.{seed}{PARTIAL}")
+    save_file({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, partial_path)
+    partial_path.replace(path)
+    return model
+
+
+def rows_of(settings: Settings, subject: Subject, seed: int, found: Mapping[str, Values]) -> list[Row]:
+    """Tidy rows of a seed, by method."""
+    of_seed = replace(settings, seed=seed)
+    return [
+        of_seed.row(EXPERIMENT, subject.kind, subject.data, subject.setting, method, metric, value, unit)
+        for method, values in found.items()
+        for metric, (value, unit) in values.items()
+    ]
+
+
+def gaps_kind(kind: str) -> str:
+    """The kind of table of gaps over seeds."""
+    return f"{kind} gaps"
+
+
+def gap_rows(settings: Settings, subject: Subject, rows: Sequence[Row]) -> list[Row]:
+    """Rows over seeds of every method that has at least two seeds with the dense model's beside them."""
+    table, values = table_name(subject.kind, settings.scale, subject.data), dict[str, dict[int, float]]()
+    for row in rows:
+        if (row.table, row.setting, row.metric) == (table, subject.setting, subject.metric):
+            values.setdefault(row.method, {})[row.seed] = row.value
+    base, made = values.get(DENSE, {}), []
+    for method, mine in values.items():
+        seeds = sorted(base.keys() & mine.keys())
+        if method not in (DENSE, START) and len(seeds) > 1:
+            gap = gap_of(subject, [base[one] for one in seeds], [mine[one] for one in seeds])
+            unit = "%" if subject.relative else "points"
+            facts = ("gap", gap.mean, unit), ("gap, 95% interval", gap.half, unit), ("gap, seeds", gap.seeds, "")
+            where = EXPERIMENT, gaps_kind(subject.kind), subject.data, subject.setting, method
+            made += [settings.row(*where, *fact) for fact in facts]
+    return made
+
+
+def gap_of(subject: Subject, base: Sequence[float], mine: Sequence[float]) -> Gap:
+    """The paired gap to the dense model, positive where a method is worse."""
+    sign = -1 if subject.higher_is_better else 1
+    parts = [
+        sign * (value - dense) * (100 / dense if subject.relative else 1)
+        for dense, value in zip(base, mine, strict=True)
+    ]
+    found = interval(parts)
+    return Gap(found.mean, found.half, len(parts))
+
+
+__all__ = [
+    "BITS_STORED", "EXPERIMENT", "START", "gap_rows", "gaps_kind", "measure_dense", "measure_start", "measure_tuned", "run",
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""The page of experiment `sparsity`: gaps to dense models first, then speed beside published tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.report.content import Section
+from experiments.sparsity.report import accuracy, speed
+from experiments.sparsity.report.published_tables import comparisons
+from experiments.sparsity.run import TITLE
+
+ABOUT = (
+    "Weights of which two of every four are zero: what that costs in accuracy, at once by each score and after sparse "
+    "fine-tuning, alone and with 4-bit integers and FP8; and what it gains in time at the shapes of published tables.",
+    "Accuracy is of stand-ins that are trained here, a vision transformer on real digits and a byte-level language model, over "
+    "five paired seeds; margins were named beforehand. Times are of a GPU alone.",
+)
+FEATURED = ("sparsity-vision-gaps-full", "sparsity-vision-gaps-quick")
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Gaps of the largest runs, and speeds."""
+    return [*accuracy.findings(rows), *speed.findings(rows)]
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Accuracy, then speed."""
+    return [*accuracy.sections(rows), *speed.sections(rows)]
+
+
+__all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]

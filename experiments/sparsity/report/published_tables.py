@@ -1,0 +1,120 @@
+"""What others published about 2:4 sparsity, as tables, and as comparisons with measured rows of the same shape and method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from experiments.harness.rows import Row
+from experiments.models.sam_encoder import VIT_H, VIT_L
+from experiments.report.content import Comparison, Table
+from experiments.report.published import FOLDER, Published, read
+from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.sparsity.speed import encoders, linear
+from experiments.sparsity.speed.sides import DENSE
+
+PUBLISHED = FOLDER / "sparsity.csv"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where our row of a published value is: kind and data of its table, method, metric."""
+
+    kind: str
+    data: str
+    method: str
+    metric: str
+
+
+#: Published methods by ours.
+LINEAR = {"dense": DENSE, "semi-sparse 2:4": linear.SPARSE, "prune + compress only": linear.PRUNING}
+TRAINED = {"dense": DENSE, "MLP 2:4": encoders.MLP}
+ENCODED = {
+    "baseline": DENSE,
+    "int8 dynamic quant (attn+mlp)": encoders.INT8,
+    "2:4 (mlp only)": encoders.MLP,
+    "2:4 (attn+mlp)": encoders.ALL,
+    "int8dq attn; int8dq+2:4 mlp.lin1; 2:4 mlp.lin2": encoders.MIXED,
+}
+#: Published metrics by ours. Memory of SAM is in MiB and of the whole model, mIoU is of its trained weights: not compared.
+METRICS = {
+    ("time", "ms"): "time",
+    ("speedup", "x"): "speed over dense",
+    ("throughput", "img/s"): "images/s",
+    ("memory", "GB"): "peak memory",
+}
+
+
+@lru_cache(maxsize=1)
+def values() -> tuple[Published, ...]:
+    """All rows."""
+    return read(PUBLISHED)
+
+
+def place_of(one: Published) -> Place | None:
+    """Where ours is; None for what is not measured here."""
+    metric = METRICS.get((one.metric, one.unit))
+    if metric is None:
+        return None
+    if one.model == "single linear":
+        shape = one.setting.partition("(m,k,n) = (")[2].rstrip(")").split(",")
+        return Place(linear.KIND, "x".join(shape), LINEAR[one.method], metric)
+    if one.model == "ViT-L":
+        return Place(encoders.TRAINING, VIT_L.name, TRAINED[one.method], metric)
+    if one.model == "SAM ViT-h":
+        return Place(encoders.INFERENCE, VIT_H.name, ENCODED[one.method], metric)
+    return None
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Every published value; ours beside it where a GPU measured the same shape by the same method at full scale."""
+    return [compared(one, measured(rows, place_of(one))) for one in values()]
+
+
+def measured(rows: Sequence[Row], place: Place | None) -> tuple[Where, Results, float] | None:
+    """The value of a place, of the best run."""
+    if place is None:
+        return None
+    runs = {
+        where: found
+        for where, found in by_run(rows, place.kind).items()
+        if where.scale == "full" and where.device != "cpu" and where.data == place.data
+    }
+    best = best_run(runs)
+    if best is None:
+        return None
+    where, results = best
+    found = [row.value for row in results.rows if (row.method, row.metric) == (place.method, place.metric)]
+    return (where, results.of_method(place.method), found[0]) if found else None
+
+
+def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Comparison:
+    """A published value with ours, or alone."""
+    return Comparison(
+        model=f"{one.model}, {one.setting}",
+        method=one.method,
+        metric=one.metric.replace("_", " "),
+        unit=one.unit,
+        published=one.value,
+        published_on=one.hardware,
+        source=f"{one.paper}, {one.source}",
+        measured=None if ours is None else ours[2],
+        measured_on="" if ours is None else f"{ours[0].device}, eager"
+        if ours[1].rows[0].table.startswith(linear.KIND)
+        else ours[0].device,
+        stale=bool(ours and ours[1].stale_methods),
+    )
+
+
+def published_table(model: str, setting: str = "") -> Table:
+    """Published values of a model, those whose setting contains a text."""
+    found = [one for one in values() if one.model == model and setting in one.setting]
+    cells = [
+        [one.method, one.hardware, one.setting, one.metric.replace("_", " "), number(one.value, 3), one.unit]
+        for one in found
+    ]
+    return Table(f"Published: {model}", ["method", "on", "setting", "metric", "value", "unit"], cells)
+
+
+__all__ = ["comparisons", "published_table", "values"]

@@ -1,0 +1,130 @@
+"""Experiment `sparsity`: 2:4 sparsity, its accuracy over paired seeds and its speed at published shapes.
+
+Parts, each a kind of table: "vision" and "language" (dense, pruned at once by each score, after sparse fine-tuning, each with
+float weights, int4 and fp8; over five paired seeds), and on a GPU at full scale "linear" (one layer, forward and backward),
+"vit" (a training step of SAM's ViT-L encoder), "sam" (images a second of its ViT-h encoder), "decode" (Llama-3.1-8B's shapes).
+Published values (`experiments/published/sparsity.csv`) stand beside measured ones of the same shape alone. Stand-ins: models of
+`vision` and `language` are small, at quick scale tiny; without a GPU nothing is timed, and rows of those parts say so.
+
+A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from experiments.fp8_training.deadline import Deadline
+from experiments.harness.libraries import seed_and_libraries
+from experiments.harness.rows import NOT_RUN, Journal, Row
+from experiments.runs.settings import Settings
+from experiments.sparsity.accuracy import language, pairs, vision
+from experiments.sparsity.accuracy.pairs import EXPERIMENT
+from experiments.sparsity.methods import FINE_TUNINGS, parts_of
+from experiments.sparsity.speed import decode, encoders, linear
+from experiments.sparsity.speed.sides import run_tables
+
+TITLE = "2:4 sparsity: accuracy and speed"
+CODE = "experiments.sparsity"
+#: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
+GOES_ON = True
+SUBJECTS = {vision.KIND: vision.subject, language.KIND: language.subject}
+
+
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
+    return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
+
+
+def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
+    """What a row's measurement starts from."""
+    for name in SUBJECTS:
+        measured = (f"{CODE}.accuracy.pairs.{measurement(method)}", f"{CODE}.accuracy.{name}.subject")
+        if kind == name:
+            return measured
+        if kind == pairs.gaps_kind(name):
+            return (f"{CODE}.accuracy.pairs.gap_rows", f"{CODE}.accuracy.pairs.measure_dense", *measured)
+    timed = {
+        linear.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.linear.tables"),
+        encoders.TRAINING: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.training_tables"),
+        encoders.INFERENCE: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.inference_tables"),
+        decode.KIND: (f"{CODE}.speed.decode.measure", f"{CODE}.speed.decode.CONFIGS"),
+    }
+    return timed.get(kind, ())
+
+
+def measurement(method: str) -> str:
+    """The function that measures a method of the accuracy parts."""
+    name, _ = parts_of(method)
+    if name == pairs.START:
+        return "measure_start"
+    return "measure_tuned" if name in {one.name for one in FINE_TUNINGS} else "measure_dense"
+
+
+def about(settings: Settings) -> dict[str, object]:
+    """What the record of a run says beside machine and libraries."""
+    corpus = settings.corpus
+    plans = {
+        vision.KIND: asdict(vision.PLANS[settings.scale]),
+        language.KIND: asdict(language.PLANS[settings.scale]),
+    }
+    return {
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
+        "model": {"trainings": plans},
+    }
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
+    journal = journal if journal is not None else Journal()
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    for name, part in PARTS.items():
+        if not settings.only or name in settings.only:
+            part(settings, journal, failed, deadline)
+    if settings.seconds is not None:
+        # What another run measured stays as it is where this one did not come to it.
+        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
+    return journal.rows + failed
+
+
+Part = Callable[[Settings, Journal, list[Row], Deadline], None]
+
+
+def accuracy_part(
+    kind: str, settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+) -> None:
+    """All models of a subject."""
+    pairs.run(settings, journal, SUBJECTS[kind], deadline)
+
+
+def timed_part(
+    kind: str, settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+) -> None:
+    """All tables of times of a kind."""
+    title, tables = TIMED[kind]
+    run_tables(title, tables(settings.device, settings.seed), settings, journal, failed, deadline)
+
+
+#: Of each kind of times: what progress calls it, and its tables.
+TIMED = {
+    linear.KIND: ("linear layers", linear.tables),
+    encoders.TRAINING: ("training steps", encoders.training_tables),
+    encoders.INFERENCE: ("image encoders", encoders.inference_tables),
+}
+#: By the names that `--only` takes, in the order in which they are measured.
+PARTS: dict[str, Part] = {
+    **{kind: partial(accuracy_part, kind) for kind in SUBJECTS},
+    **{kind: partial(timed_part, kind) for kind in TIMED},
+    decode.KIND: decode.run,
+}
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for a name that is no part."""
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+
+
+__all__ = ["EXPERIMENT", "PARTS", "TITLE", "about", "check_parts", "run", "sources", "subject"]

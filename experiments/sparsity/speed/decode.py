@@ -1,0 +1,95 @@
+"""Llama-3.1-8B's shapes that generate at batch 1 with 4-bit integers and FP8, dense and 2:4, in the loop of `experiments.decode`.
+
+Weights are random, pruned by magnitude: speed does not depend on values. bfloat16 generates before, between and after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import ao_lab
+from experiments.decode import run as decode
+from experiments.decode.configs import BASE, OURS, Config
+from experiments.fp8_training.deadline import Deadline
+from experiments.harness.outcome import Values, Wrong, attempt, keep, status
+from experiments.harness.progress import bar
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.runs.settings import Settings, published_shapes
+from experiments.sparsity.methods import PATTERN, inside_blocks
+from experiments.sparsity.speed.sides import NO_GPU, Table, rows_of
+
+KIND = "decode"
+SETTING = "batch 1, compiled"
+INT4_GROUP = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig(Config):
+    """A configuration of weights that are pruned first."""
+
+    def quantize(self, model: nn.Module) -> None:
+        """Prune the layers of all blocks, then quantize all linear layers; `Wrong` where pruned ones are not stored as 2:4."""
+        ao_lab.sparsify_(model, ao_lab.SparsityConfig(PATTERN), inside_blocks)
+        super().quantize(model)
+        kinds = {type(one.weight) for name, one in model.named_modules() if inside_blocks(one, name)}
+        dense = [kind.__name__ for kind in kinds if not issubclass(kind, ao_lab.SparseQuantizedTensor)]
+        if dense:
+            raise Wrong(f"2:4 weights are stored as {', '.join(dense)}")
+
+
+def int4() -> object:
+    """Symmetric, so that zero stays zero."""
+    return ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(INT4_GROUP))
+
+
+def fp8() -> object:
+    """Scales of rows, inputs too."""
+    return ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow())
+
+
+#: By the method of their rows.
+CONFIGS = {
+    "bfloat16": BASE,
+    "int4": Config(setting=OURS, method="int4", build=int4, dependent=True),
+    "int4 + 2:4": SparseConfig(setting=OURS, method="int4 + 2:4", build=int4, dependent=True),
+    "fp8": Config(setting=OURS, method="fp8", build=fp8, dependent=True),
+    "fp8 + 2:4": SparseConfig(setting=OURS, method="fp8 + 2:4", build=fp8, dependent=True),
+}
+
+
+def missing(config: Config) -> str | None:
+    """Why a configuration cannot be measured with this copy; None where it can."""
+    if isinstance(config, SparseConfig) and not hasattr(ao_lab, "SparseQuantizedTensor"):
+        return "missing: this copy stores 2:4 weights dense, with zeros"
+    return None
+
+
+def run(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+    """Rows of all configurations that have none; nothing is measured without a GPU at full scale."""
+    bench = decode.Bench.of(settings)
+    torch.manual_seed(settings.seed)
+    table = table_name(KIND, settings.scale, bench.shape.name)
+    with bar("decoding", len(CONFIGS)) as step:
+        for name, config in CONFIGS.items():
+            if not journal.finished(table, SETTING, name):
+                reason = None if published_shapes(settings) else NO_GPU
+                reason = reason or missing(config) or deadline.reason()
+                values = status(reason) if reason else attempt(lambda one=config: measure(bench, one))
+                keep(journal, failed, rows_of(settings, table_of(bench), {name: values}))
+            step(name)
+
+
+def table_of(bench: decode.Bench) -> Table:
+    """Where the rows belong."""
+    return Table(KIND, bench.shape.name, SETTING)
+
+
+def measure(bench: decode.Bench, config: Config) -> Values:
+    """All values of one configuration."""
+    return decode.measure_one(bench, config)
+
+
+__all__ = ["CONFIGS", "KIND", "SETTING", "SparseConfig", "missing", "run"]

@@ -1,0 +1,112 @@
+"""SAM's image encoders at their exact shapes with random weights: a training step of ViT-L, images a second of ViT-h.
+
+The published tables call them ViT-L and SAM; "MLP 2:4" is of `lin1` and `lin2` of every block. Published throughput of SAM is of
+the encoder too, on photographs; images here are random. A training step is forward and backward without an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import ao_lab
+from experiments.harness.timing import Call, Plan
+from experiments.models.output_check import SCHEME_LIMIT, relative_change
+from experiments.models.sam_encoder import VIT_H, VIT_L, SamConfig, SamEncoder, is_mlp, random_encoder
+from experiments.sparsity.speed.sides import DENSE, Side, Table
+
+TRAINING, INFERENCE = "vit", "sam"
+MLP, INT8, ALL, MIXED = "MLP 2:4", "int8 dynamic", "attention and MLP 2:4", "int8 dynamic, MLP 2:4 too"
+PLAN = Plan(rounds=7, warmup=1, seconds=20.0, span=0.0, most_calls=1)
+Convert = Callable[[SamEncoder], object]
+
+
+def training_tables(
+    device: str, seed: int, config: SamConfig = VIT_L, batch: int = 8, products: str = "cusparselt", backend: str = "inductor",
+    dtype: torch.dtype = torch.float16,
+) -> list[Table]:  # fmt: skip
+    """Forward and backward, compiled as the published ones are."""
+    base = partial(trained, config, batch, device, seed, dtype, backend)
+    sides = (Side(DENSE, base), Side(MLP, partial(base, products=products)))
+    return [Table(TRAINING, config.name, f"forward + backward, float16, compiled, batch {batch}", sides, PLAN, batch)]
+
+
+def trained(
+    config: SamConfig, batch: int, device: str, seed: int, dtype: torch.dtype, backend: str, products: str = ""
+) -> Call:
+    """A step; with `products` the MLPs are 2:4 and find their masks anew in each step."""
+    model = random_encoder(config, device, dtype, seed).train()
+    if products:
+        sparse = ao_lab.SparseTrainingConfig(
+            masks="recomputed", transposable=True, gradient="straight-through", products=products
+        )
+        ao_lab.sparsify_(model, sparse, is_mlp)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    images = images_of(config, batch, device, seed, dtype).requires_grad_()
+    gradient = torch.ones_like(model(images[:1])).expand(batch, -1, -1, -1).contiguous()
+
+    def step() -> None:
+        model(images).backward(gradient)
+        model.zero_grad(set_to_none=True)
+        images.grad = None
+        if products:
+            ao_lab.step_sparsity_(model)
+
+    return step
+
+
+def images_of(config: SamConfig, batch: int, device: str, seed: int, dtype: torch.dtype) -> Tensor:
+    """Random images, the same for the same seed."""
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    size = batch, 3, config.image, config.image
+    return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+
+def inference_tables(
+    device: str, seed: int, config: SamConfig = VIT_H, batch: int = 32, backend: str = "inductor",
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Table]:  # fmt: skip
+    """Forward passes, compiled, dense and converted in each way."""
+    made = partial(encoded, config, batch, device, seed, dtype, backend)
+    sides = tuple(Side(name, partial(made, convert)) for name, convert in CONVERSIONS.items())
+    return [Table(INFERENCE, config.name, f"forward, bfloat16, compiled, batch {batch}", sides, PLAN, batch)]
+
+
+@torch.no_grad()
+def encoded(
+    config: SamConfig, batch: int, device: str, seed: int, dtype: torch.dtype, backend: str, convert: Convert
+) -> Call:
+    """A forward pass; `Wrong` where the result is not finite or far from that of the same weights before they were stored."""
+    model = random_encoder(config, device, dtype, seed).eval().requires_grad_(False)
+    images = images_of(config, batch, device, seed, dtype)
+    before = convert(model)
+    if isinstance(before, Tensor):
+        relative_change(model(images[:1]).float(), before, SCHEME_LIMIT, "from the weights before they were stored")
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return model(images)
+
+    return forward
+
+
+def in_blocks(module: nn.Module, name: str) -> bool:
+    """All linear layers."""
+    return isinstance(module, nn.Linear)
+
+
+def int8(model: SamEncoder) -> None:
+    """INT8 with dynamic inputs, all linear layers."""
+    ao_lab.quantize_(model, ao_lab.Int8DynamicActivationInt8WeightConfig(), filter_fn=in_blocks)
+
+
+#: By method what is done to a dense model.
+CONVERSIONS: dict[str, Convert] = {DENSE: lambda model: None, INT8: int8}
+
+__all__ = ["INFERENCE", "MLP", "TRAINING", "inference_tables", "training_tables"]

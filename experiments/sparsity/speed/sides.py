@@ -1,0 +1,161 @@
+"""Calls that are timed in turn, the dense one first and once more last, and the rows of a table of them.
+
+Nothing is timed without a GPU at full scale: rows say why then.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from experiments.fp8_training.deadline import Deadline
+from experiments.fp8_training.speed.steady import SETTLE, steady
+from experiments.fp8_training.speed.watch import watch_of
+from experiments.harness.outcome import Values, attempt, free, keep, status
+from experiments.harness.progress import bar
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.timing import AGAIN, Call, Plan, Span, Watch, prepare, summary
+from experiments.runs.settings import Settings, published_shapes
+
+EXPERIMENT = "sparsity"
+DENSE = "dense"
+NO_GPU = "not run: times are of a GPU at full scale"
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Side:
+    """One method. build: makes what is timed, a call, and checks it; it may raise. missing: why it cannot be measured."""
+
+    name: str
+    build: Callable[[], Call]
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Sides that are timed in turn. units: how many images (or nothing: 0) a call is of. plan: how long to look."""
+
+    kind: str
+    data: str
+    setting: str
+    sides: tuple[Side, ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    images: int = 0
+
+
+def run_tables(
+    title: str, tables: Sequence[Table], settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+) -> None:  # fmt: skip
+    """Measure each table whole: where one of its methods is missing, all are timed again, so that ratios are of one run."""
+    with bar(title, len(tables)) as step:
+        for one in tables:
+            if not published_shapes(settings):
+                failed += rows_of(settings, one, {side.name: status(NO_GPU) for side in one.sides})
+            elif deadline.reason():
+                failed += rows_of(settings, one, {side.name: status(deadline.reason() or "") for side in one.sides})
+            elif not all(side.missing or is_finished(settings, journal, one, side) for side in one.sides):
+                found = measure(watch_of(settings.device), one)
+                for side in one.sides:
+                    keep(journal, failed, rows_of(settings, one, {side.name: found[side.name]}))
+            step(f"{one.data}, {one.setting}")
+
+
+def is_finished(settings: Settings, journal: Journal, table: Table, side: Side) -> bool:
+    """Whether a side's rows are there."""
+    return journal.finished(table_name(table.kind, settings.scale, table.data), table.setting, side.name)
+
+
+def rows_of(settings: Settings, table: Table, found: Mapping[str, Values]) -> list[Row]:
+    """Tidy rows by method."""
+    return [
+        settings.row(EXPERIMENT, table.kind, table.data, table.setting, method, metric, value, unit)
+        for method, values in found.items()
+        for metric, (value, unit) in values.items()
+    ]
+
+
+def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Values]:
+    """Values of each side; one that fails has a status instead."""
+    calls: dict[str, Call] = {}
+    found = {
+        side.name: status(side.missing) if side.missing else attempt(partial(built, side, calls))
+        for side in table.sides
+    }
+    if calls:
+        spans = {name: prepare_eager(watch, call, table.plan) for name, call in calls.items()}
+        times = steady(watch, spans, table.plan, settle, graph=False)
+        add_times(table, times, found)
+    calls.clear()
+    free()
+    return found
+
+
+def prepare_eager(watch: Watch, call: Call, plan: Plan) -> Span:
+    """A span of calls one by one: what renews masks looks at the host, so no CUDA graph holds it."""
+    return prepare(_Uncaptured(watch), [call], plan)
+
+
+@dataclass(frozen=True)
+class _Uncaptured:
+    """A watch that captures nothing."""
+
+    watch: Watch
+
+    def sync(self) -> None:
+        """Wait until all work is done."""
+        self.watch.sync()
+
+    def seconds(self, calls: Sequence[Call], *, cold: bool = False) -> list[float]:
+        """Seconds of each call."""
+        return self.watch.seconds(calls, cold=cold)
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """The first call itself."""
+        return calls[0]
+
+
+def built(side: Side, calls: dict[str, Call]) -> Values:
+    """Make the call, run it twice, and note the peak of memory of the second, model and inputs included."""
+    before = in_use()
+    call = side.build()
+    call()
+    values: Values = {}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        values["peak memory"] = ((torch.cuda.max_memory_allocated() - before) / GB, "GB")
+    calls[side.name] = call
+    return values
+
+
+def in_use() -> int:
+    """Bytes that are allocated on the GPU, what earlier sides keep."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[str, Values]) -> None:
+    """Median, quantiles, images a second, speed over dense."""
+    base = summary(times[DENSE]).median if DENSE in times else None
+    for name in times:
+        if name == AGAIN:
+            continue
+        timing, values = summary(times[name]), found[name]
+        values["time"] = (timing.median * 1e3, "ms")
+        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        if table.images:
+            values["images/s"] = (table.images / timing.median, "images/s")
+        if base is not None:
+            values["speed over dense"] = (base / timing.median, "ratio")
+    if base is not None:
+        found[DENSE]["time again over the first"] = (summary(times[AGAIN]).median / base, "ratio")
+
+
+__all__ = ["DENSE", "NO_GPU", "Side", "Table", "measure", "run_tables"]
