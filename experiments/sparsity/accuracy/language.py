@@ -40,7 +40,7 @@ class Plan:
     start: Schedule
     tune: Schedule
     seeds: int = 5
-    calibrated: int = 64
+    calibrated: int = 32
     evaluated: int | None = None
 
     @property
@@ -52,9 +52,9 @@ class Plan:
 PLANS = {
     "quick": Plan(
         model=MICRO,
-        start=Schedule(steps=250, batch=8, rate=4e-3),
+        start=Schedule(steps=200, batch=8, rate=4e-3),
         tune=Schedule(steps=100, batch=8, rate=2e-3),
-        evaluated=8192,
+        evaluated=4096,
     ),
     #: Of the 29 million parameters, 12 and 6 MB of text.
     "full": Plan(

@@ -57,9 +57,10 @@ def sized(name: str, width: int, layers: int) -> VisionConfig:
 
 PLANS = {
     "quick": Plan(
-        model=sized("vit-100k", 64, 2),
-        start=Schedule(steps=500, batch=64, rate=3e-3),
-        tune=Schedule(steps=200, batch=64, rate=2e-3),
+        model=sized("vit-200k", 96, 2),
+        start=Schedule(steps=350, batch=48, rate=3e-3),
+        tune=Schedule(steps=250, batch=48, rate=2e-3),
+        evaluated=1500,
     ),
     "full": Plan(
         model=sized("vit-3m", 256, 4),
