@@ -43,21 +43,22 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training: parts such as "
-            "paired; all without."
+            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training and sparsity: parts "
+            "such as paired or vision; all without."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Of fp8_training: start nothing after so many; the same command, here or on another such machine, goes on "
-            "with what is missing."
+            help="Of fp8_training and sparsity: start nothing after so many; the same command, here or on another such "
+            "machine, goes on with what is missing."
         ),
     ] = None,
     workers: Annotated[
         int,
         typer.Option(
-            help="Of fp8_training: so many trainings at once, each in a process of its own; they have no times then."
+            help="Of fp8_training and sparsity: so many trainings at once, each in a process of its own; they have no times "
+            "then."
         ),
     ] = 1,
     reports: Annotated[

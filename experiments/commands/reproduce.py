@@ -12,7 +12,7 @@ from ao_lab.cli.terminal.progress import say
 from ao_lab.cli.terminal.requirements import check_device
 from experiments.commands.folders import paths
 from experiments.data.corpora.record import DEFAULT
-from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.registry import EXPERIMENTS, LIMITED
 
 
 def run_experiments(
@@ -55,7 +55,7 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
     """The configurations or parts to which a run is limited; WrongInput for unknown ones, and for experiments without any."""
     if not only:
         return {}
-    if names not in (["decode"], ["fp8_training"]):
+    if names not in (["decode"], *([name] for name in LIMITED)):
         raise WrongInput("--only names parts of one experiment: ao-lab reproduce decode --only NAME")
     try:
         if names == ["decode"]:
@@ -63,9 +63,7 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
 
             chosen(tuple(only))
         else:
-            from experiments.fp8_training.run import check_parts
-
-            check_parts(only)
+            EXPERIMENTS[names[0]].run_module().check_parts(only)
     except ValueError as error:
         raise WrongInput(f"--only: {error}") from error
     return {"only": only}
@@ -75,7 +73,7 @@ def limited(names: list[str], seconds: float | None) -> dict[str, float]:
     """The limit of a run; WrongInput for one that is not positive, and for experiments that cannot stop in between."""
     if seconds is None:
         return {}
-    if names != ["fp8_training"] or not seconds > 0:
+    if names not in ([name] for name in LIMITED) or not seconds > 0:
         raise WrongInput(
             "--seconds is a positive limit of one experiment: ao-lab reproduce fp8_training --seconds 480"
         )
@@ -86,7 +84,7 @@ def shared(names: list[str], workers: int) -> dict[str, int]:
     """How many trainings run at once; WrongInput for none, and for experiments whose trainings do not."""
     if workers == 1:
         return {}
-    if names != ["fp8_training"] or workers < 1:
+    if names not in ([name] for name in LIMITED) or workers < 1:
         raise WrongInput(
             "--workers is a positive number of processes of one experiment: ao-lab reproduce fp8_training --workers 4"
         )

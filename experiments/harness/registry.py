@@ -58,6 +58,8 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
 
 
 EXPERIMENTS = discover()
+#: Those that can be limited to parts or to seconds, and whose trainings can run in several processes.
+LIMITED = ("fp8_training", "sparsity")
 
 
 def chosen(tables: Sequence[str] | None) -> list[str]:
@@ -74,4 +76,4 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
     ]
 
 
-__all__ = ["EXPERIMENTS", "Experiment", "chosen", "discover"]
+__all__ = ["EXPERIMENTS", "LIMITED", "Experiment", "chosen", "discover"]

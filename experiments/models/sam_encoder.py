@@ -1,8 +1,8 @@
 """The image encoder of Segment Anything (Kirillov et al. 2023, arXiv 2304.02643) with random weights, at its exact shapes.
 
-A plain vision transformer (ViTDet, arXiv 2203.16527): blocks with attention inside windows, a few with attention over the whole
-image, relative positions of rows and of columns added to the scores, and a neck of two convolutions. Its linear layers are those
-that published tables make 2:4: `qkv` and `proj` of attention, `lin1` and `lin2` of each `mlp`.
+A plain vision transformer (ViTDet, arXiv 2203.16527): blocks with attention inside windows, a few with attention over the
+whole image, relative positions of rows and of columns added to the scores, and a neck of two convolutions. Its linear layers
+are those that published tables make 2:4: `qkv` and `proj` of attention, `lin1` and `lin2` of each `mlp`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A vision transformer: square images in patches, blocks with pre-normalization, means over tokens, a linear layer.
 
-Plain PyTorch: every matrix is an `nn.Linear`, so that whatever prunes or quantizes linear layers does so with this model. Blocks
-follow Dosovitskiy et al. 2021 (arXiv 2010.11929, equations 1 to 4), with means over tokens in place of a class token.
+Plain PyTorch: every matrix is an `nn.Linear`, so that whatever prunes or quantizes linear layers does so with this model.
+Blocks follow Dosovitskiy et al. 2021 (arXiv 2010.11929, equations 1 to 4), with means over tokens in place of a class token.
 """
 
 from __future__ import annotations

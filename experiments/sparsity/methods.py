@@ -1,8 +1,8 @@
 """What is compared: dense weights, 2:4 by each score at once, 2:4 after sparse fine-tuning, each stored in three ways.
 
-A method's name says how weights became 2:4; behind a plus it says how they are stored. Codes are symmetric, so that zero stays
-zero: a weight that is 2:4 stays so when it is quantized. Here quantized 2:4 weights are dense codes with zeros, whose values are
-those of the compressed ones.
+A method's name says how weights became 2:4; behind a plus it says how they are stored. Codes are symmetric, so that zero
+stays zero: a weight that is 2:4 stays so when it is quantized. Here quantized 2:4 weights are dense codes with zeros, whose
+values are those of the compressed ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class FineTuning:
         return ao_lab.SparseTrainingConfig(pattern=PATTERN, masks=self.masks, gradient=self.gradient)
 
 
-#: SparseGPT, then training with its masks, is how Sparse-Llama-3.1-8B-2of4 was made; SR-STE (arXiv 2102.04010) needs no pruning.
+#: SparseGPT, then training with its masks, is how Sparse-Llama-3.1-8B-2of4 was made; SR-STE (arXiv 2102.04010) prunes nothing
+#: before.
 FINE_TUNINGS = (
     FineTuning(name="fine-tuned, fixed masks", pruned_by="sparsegpt", masks="fixed", gradient="masked"),
     FineTuning(name="fine-tuned, SR-STE", masks="recomputed", gradient="sr-ste"),
@@ -115,7 +116,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 
 def bits_per_weight(model: nn.Module, *, sparse: bool) -> float:
-    """Bits of these layers' weights as they are served, scales too; of 2:4 ones half the elements and two bits of index each."""
+    """Bits of these layers' weights as served, scales too; of 2:4 ones half the elements and two bits of index each."""
     total = count = 0
     for name, module in model.named_modules():
         if inside_blocks(module, name):

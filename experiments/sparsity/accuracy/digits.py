@@ -32,8 +32,8 @@ HELD_OUT = 450
 class Collages:
     """How hard the task is.
 
-    cell: pixels of the square in which a digit lies anywhere. noise: the deviation of what is added to every pixel, where ink is
-    1. faintest: the least that a digit's ink is multiplied with.
+    cell: pixels of the square in which a digit lies anywhere. noise: the deviation of what is added to every pixel, where ink
+    is 1. faintest: the least that a digit's ink is multiplied with.
     """
 
     cell: int = 10
@@ -57,7 +57,9 @@ class Collages:
         y = down[..., None, None] + rows[:, None]
         x = right[..., None, None] + rows[None, :]
         cells[image, place, y, x] = digits.images[chosen] * ink
-        whole = cells.unflatten(1, (GRID, GRID)).permute(0, 1, 3, 2, 4).reshape(count, 1, self.side, self.side)
+        whole = (
+            cells.unflatten(1, (GRID, GRID)).permute(0, 1, 3, 2, 4).reshape(count, 1, self.side, self.side)
+        )
         whole += self.noise * torch.randn(whole.shape, generator=generator)
         return whole - whole.mean(), digits.labels[chosen]
 
@@ -75,7 +77,9 @@ def load() -> tuple[Digits, Digits]:
     """Digits of training and of evaluation. ValueError where the file is not the one that is named above."""
     data = FILE.read_bytes()
     if hashlib.sha256(data).hexdigest() != SHA256:
-        raise ValueError(f"{FILE.name} is not the file of 1797 digits that this task is of; restore it from the repository")
+        raise ValueError(
+            f"{FILE.name} is not the file of 1797 digits that this task is of; restore it from the repository"
+        )
     lines = gzip.decompress(data).decode().split()
     table = np.array([line.split(",") for line in lines], dtype=np.float32)
     images = torch.from_numpy(table[:, :-1].reshape(-1, SIDE, SIDE) / INK)

@@ -34,7 +34,7 @@ MICRO = ModelSettings(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One scale: the model, both trainings, sequences to calibrate with, and bytes of each text that are evaluated (None: all)."""
+    """One scale: the model, both trainings, sequences to calibrate with, bytes of each text that are evaluated (None: all)."""
 
     model: ModelSettings
     start: Schedule

@@ -202,7 +202,11 @@ def gap_rows(settings: Settings, subject: Subject, rows: Sequence[Row]) -> list[
         if method not in (DENSE, START) and len(seeds) > 1:
             gap = gap_of(subject, [base[one] for one in seeds], [mine[one] for one in seeds])
             unit = "%" if subject.relative else "points"
-            facts = ("gap", gap.mean, unit), ("gap, 95% interval", gap.half, unit), ("gap, seeds", gap.seeds, "")
+            facts = (
+                ("gap", gap.mean, unit),
+                ("gap, 95% interval", gap.half, unit),
+                ("gap, seeds", gap.seeds, ""),
+            )
             where = EXPERIMENT, gaps_kind(subject.kind), subject.data, subject.setting, method
             made += [settings.row(*where, *fact) for fact in facts]
     return made

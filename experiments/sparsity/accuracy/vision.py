@@ -60,7 +60,7 @@ PLANS = {
         model=sized("vit-200k", 96, 2),
         start=Schedule(steps=350, batch=48, rate=3e-3),
         tune=Schedule(steps=250, batch=48, rate=2e-3),
-        evaluated=1500,
+        evaluated=1000,
     ),
     "full": Plan(
         model=sized("vit-3m", 256, 4),
@@ -105,9 +105,7 @@ def start(plan: Plan, device: str, seed: int) -> VisionTransformer:
     return model
 
 
-def go_on(
-    plan: Plan, device: str, model: nn.Module, seed: int, after: Callable[[nn.Module], object]
-) -> None:
+def go_on(plan: Plan, device: str, model: nn.Module, seed: int, after: Callable[[nn.Module], object]) -> None:
     """Train a model on, on other collages."""
     fit(model, plan.tune, partial(draw, plan, device, plan.tune.batch), loss_of, TUNING_SEED + seed, after)
 
@@ -147,4 +145,4 @@ def evaluate(plan: Plan, device: str, model: nn.Module) -> Values:
     }
 
 
-__all__ = ["ACCURACY", "KIND", "MARGIN", "PLANS", "Plan", "WHOLE", "subject"]
+__all__ = ["ACCURACY", "KIND", "MARGIN", "PLANS", "WHOLE", "Plan", "subject"]

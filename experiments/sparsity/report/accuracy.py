@@ -19,12 +19,12 @@ PAIRS = (
     "Of every seed one model is trained from random weights, then trained on in three ways on the same data in the same order: "
     "dense, with fixed 2:4 masks (found by SparseGPT, which prunes the model first), and with masks that are found anew in "
     "every step (SR-STE). One-shot pruning is of the dense one, so all methods have seen as much. Pruned and quantized are the "
-    "linear layers inside the blocks. The gap is how much worse a method is than the dense model of its seed with float weights; "
-    "the interval is Student's of 95% over the seeds. A method is within the margin where its whole interval lies below, beyond "
-    "it where all lies above, and undecided else.",
-    "int4: symmetric, groups of 32, weights alone; fp8: e4m3 with scales of rows, inputs too. Symmetric codes keep zeros, so the "
-    "numbers of int4 with 2:4 are those of dense codes with zeros, which is how they were computed; their bits per weight are "
-    "those of compressed storage: half the elements, two bits of index for each, and all scales.",
+    "linear layers inside the blocks. The gap is how much worse a method is than the dense model of its seed with float "
+    "weights; the interval is Student's of 95% over the seeds. A method is within the margin where its whole interval lies "
+    "below, beyond it where all lies above, and undecided else.",
+    "int4: symmetric, groups of 32, weights alone; fp8: e4m3 with scales of rows, inputs too. Symmetric codes keep zeros, so "
+    "the numbers of int4 with 2:4 are those of dense codes with zeros, which is how they were computed; their bits per weight "
+    "are those of compressed storage: half the elements, two bits of index for each, and all scales.",
 )
 TASKS = {
     vision.KIND: (
@@ -110,7 +110,12 @@ def gap_table(kind: str, gaps: Results) -> Table:
         cells.append([method, seeds, *shown])
     stale = frozenset(method.partition(" + ")[0] for method in gaps.stale_methods)
     names = [storage or "float weights" for storage in STORAGES]
-    return Table(f"Gap to the dense model ({unit}), with its 95% interval over seeds", ["method", "seeds", *names], cells, stale)
+    return Table(
+        f"Gap to the dense model ({unit}), with its 95% interval over seeds",
+        ["method", "seeds", *names],
+        cells,
+        stale,
+    )
 
 
 def gap_drawing(kind: str, where: Where, gaps: Results) -> Drawing:
@@ -127,7 +132,9 @@ def gap_drawing(kind: str, where: Where, gaps: Results) -> Drawing:
         errors={name: [one and one.half for one in found] for name, found in series.items()},
         base=margin,
     )
-    return Drawing(f"sparsity-{kind}-gaps-{where.ending}", f"{title}: gaps to dense with 95% intervals.", figure)
+    return Drawing(
+        f"sparsity-{kind}-gaps-{where.ending}", f"{title}: gaps to dense with 95% intervals.", figure
+    )
 
 
 def metric_of(kind: str, results: Results) -> str:

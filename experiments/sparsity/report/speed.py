@@ -34,14 +34,16 @@ TITLES = {
     decode.KIND: "Generating with Llama-3.1-8B's shapes",
 }
 TEXTS = {
-    linear.KIND: "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks and compresses "
-    "its weight in both directions in every step; 'masks kept' leaves the finding out. 'prune + compress' is one read of the "
-    "weight along its rows.",
+    linear.KIND: "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks and "
+    "compresses its weight in both directions in every step; 'masks kept' leaves the finding out. 'prune + compress' is one "
+    "read of the weight along its rows.",
     encoders.TRAINING: "Forward and backward, random weights and images, no optimizer; the MLP layers are 2:4, with new masks "
     "in every step.",
     encoders.INFERENCE: "Forward passes, random weights and images. Published throughput is on photographs.",
     decode.KIND: "Batch 1, 200 new tokens, random weights; layers inside the blocks are 2:4.",
 }
+#: Ratios of speed, and the method whose they are 1.
+RATIOS = {"speed over dense": DENSE, "speedup over bfloat16": "bfloat16"}
 #: The published table beside each kind, and what of it.
 PUBLISHED = {
     linear.KIND: ("single linear", "(m,k,n)"),
@@ -58,9 +60,13 @@ def findings(rows: Sequence[Row]) -> list[str]:
         run = best_run({where: found for where, found in by_run(rows, kind).items() if where.device != "cpu"})
         if run is not None:
             where, results = run
-            found = [row for row in results.rows if row.metric in ("speed over dense", "speedup over bfloat16")]
-            said = [f"{row.method} {row.value:.2f}" for row in found if row.method not in (DENSE, "bfloat16")]
-            words += [f"{title} ({where}), speed over {'bfloat16' if kind == decode.KIND else DENSE}: {', '.join(said)}."] * bool(said)
+            found = [
+                row for row in results.rows if row.metric in RATIOS and row.method not in RATIOS.values()
+            ]
+            said = ", ".join(f"{row.method} {row.value:.2f}" for row in found)
+            if said:
+                base = "bfloat16" if kind == decode.KIND else DENSE
+                words.append(f"{title} ({where}), speed over {base}: {said}.")
     timed = any(row.metric == "time" for row in rows)
     return words or ([] if timed else ["Nothing is timed yet: times are of a GPU at full scale."])
 
@@ -80,9 +86,7 @@ def section(kind: str, where: Where, results: Results, rows: Sequence[Row]) -> S
     tables: list[Table] = [table("Times", results, columns)] if measured else []
     drawings = [ratio_drawing(kind, where, rows)] if measured and kind != decode.KIND else []
     text = [TEXTS[kind], *failures(results)]
-    return Section(
-        f"{TITLES[kind]} ({where})", text, drawings, [*tables, published_table(*PUBLISHED[kind])]
-    )
+    return Section(f"{TITLES[kind]} ({where})", text, drawings, [*tables, published_table(*PUBLISHED[kind])])
 
 
 def ratio_drawing(kind: str, where: Where, rows: Sequence[Row]) -> Drawing:
@@ -95,7 +99,9 @@ def ratio_drawing(kind: str, where: Where, rows: Sequence[Row]) -> Drawing:
         f"measured, {where.device}": [one.measured for one in found],
     }
     figure = dots(labels, series, "speed over dense", base=1.0)
-    return Drawing(f"sparsity-{kind}-ratios-{where.ending}", "Speeds over dense, published and measured.", figure)
+    return Drawing(
+        f"sparsity-{kind}-ratios-{where.ending}", "Speeds over dense, published and measured.", figure
+    )
 
 
 __all__ = ["findings", "sections"]

@@ -28,7 +28,9 @@ PLAN = Plan(rounds=15, warmup=1, seconds=6.0, span=2e-3, most_calls=8)
 LIMIT = 2e-3
 
 
-def tables(device: str, seed: int, shapes: tuple[Shape, ...] = SHAPES, products: str = "cusparselt") -> list[Table]:
+def tables(
+    device: str, seed: int, shapes: tuple[Shape, ...] = SHAPES, products: str = "cusparselt"
+) -> list[Table]:
     """A table for each shape."""
     return [
         Table(
@@ -47,7 +49,9 @@ def tables(device: str, seed: int, shapes: tuple[Shape, ...] = SHAPES, products:
     ]
 
 
-def layer_of(shape: Shape, device: str, seed: int, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor, Tensor]:
+def layer_of(
+    shape: Shape, device: str, seed: int, dtype: torch.dtype
+) -> tuple[nn.Sequential, Tensor, Tensor]:
     """A layer, its input and the gradient of its output, the same for the same seed."""
     m, k, n = shape
     generator = torch.Generator(device).manual_seed(seed)

@@ -57,7 +57,9 @@ def run_tables(
             if not published_shapes(settings):
                 failed += rows_of(settings, one, {side.name: status(NO_GPU) for side in one.sides})
             elif deadline.reason():
-                failed += rows_of(settings, one, {side.name: status(deadline.reason() or "") for side in one.sides})
+                failed += rows_of(
+                    settings, one, {side.name: status(deadline.reason() or "") for side in one.sides}
+                )
             elif not all(side.missing or is_finished(settings, journal, one, side) for side in one.sides):
                 found = measure(watch_of(settings.device), one)
                 for side in one.sides:

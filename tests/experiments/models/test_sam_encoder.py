@@ -30,9 +30,7 @@ def test_relative_positions_add_a_term_for_each_pair_of_tokens():
             for key in range(side**2):
                 down, right = query // side - key // side + side - 1, query % side - key % side + side - 1
                 position = attention.rows[down] + attention.columns[right]
-                scores.append(
-                    q[number, query] @ k[number, key] * head**-0.5 + q[number, query] @ position
-                )
+                scores.append(q[number, query] @ k[number, key] * head**-0.5 + q[number, query] @ position)
             weights = torch.stack(scores).softmax(0)
             expected[query, number] = weights @ v[number]
     y = attention.proj(expected.flatten(1))
