@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,26 +35,25 @@ PLAIN_BITS, INDEX_BITS = 16, 1
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """One way to train on with 2:4 weights.
-
-    pruned_by: the score that prunes the trained model first, "" for none. masks, gradient: of `ao_lab.SparseTrainingConfig`.
-    """
+    """One way to train on with 2:4 weights. pruned_by: the score that prunes the trained model first, "" for none."""
 
     name: str
+    config: ao_lab.SparseTrainingConfig
     pruned_by: str = ""
-    masks: str
-    gradient: str
-
-    def config(self) -> Any:
-        """The configuration of `ao_lab.sparsify_`."""
-        return ao_lab.SparseTrainingConfig(pattern=PATTERN, masks=self.masks, gradient=self.gradient)
 
 
 #: SparseGPT, then training with its masks, is how Sparse-Llama-3.1-8B-2of4 was made; SR-STE (arXiv 2102.04010) prunes nothing
 #: before.
 FINE_TUNINGS = (
-    FineTuning(name="fine-tuned, fixed masks", pruned_by="sparsegpt", masks="fixed", gradient="masked"),
-    FineTuning(name="fine-tuned, SR-STE", masks="recomputed", gradient="sr-ste"),
+    FineTuning(
+        name="fine-tuned, fixed masks",
+        config=ao_lab.SparseTrainingConfig(pattern=PATTERN, masks="fixed", gradient="masked"),
+        pruned_by="sparsegpt",
+    ),
+    FineTuning(
+        name="fine-tuned, SR-STE",
+        config=ao_lab.SparseTrainingConfig(pattern=PATTERN, masks="recomputed", gradient="sr-ste"),
+    ),
 )
 
 

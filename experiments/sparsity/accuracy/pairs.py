@@ -136,7 +136,7 @@ def measure_tuned(settings: Settings, subject_of: SubjectOf, tuning: FineTuning,
 
 def train_sparse(subject: Subject, model: nn.Module, tuning: FineTuning, seed: int) -> None:
     """Train a model on with 2:4 weights, in place; they are 2:4 at the end."""
-    ao_lab.sparsify_(model, tuning.config(), inside_blocks)
+    ao_lab.sparsify_(model, tuning.config, inside_blocks)
     subject.go_on(model, seed, ao_lab.step_sparsity_)
     ao_lab.finish_sparsity_(model)
 

@@ -80,7 +80,8 @@ def test_the_tables_have_the_published_shapes():
     assert encoders.inference_tables("cpu", 0)[0].data == VIT_H.name
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_encoders_run_at_a_small_size():
     made = partial(encoders.trained, TINY, 2, "cpu", 0, torch.float32, "aot_eager")
     assert made(products="dense")() is None
