@@ -26,11 +26,10 @@ from reference.schemes.all_schemes import load_schemes
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
+from reference.sparsity.compress_transposable import compress_transposable
 from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.linear_sparse import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4
-from reference.sparsity.compress_transposable import compress_transposable
-from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.prune import prune
 from reference.sparsity.quantize_compressed import quantize_compressed
 from reference.sparsity.scores import magnitude_scores, ria_scores, square_sums, wanda_scores
