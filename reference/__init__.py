@@ -26,7 +26,6 @@ from reference.schemes.all_schemes import load_schemes
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
-from reference.sparsity.compress_transposable import compress_transposable
 from reference.sparsity.layouts import METADATA_LAYOUTS, MetadataLayout, arrange_metadata, restore_metadata
 from reference.sparsity.linear_sparse import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4
@@ -35,7 +34,7 @@ from reference.sparsity.quantize_compressed import quantize_compressed
 from reference.sparsity.scores import magnitude_scores, ria_scores, square_sums, wanda_scores
 from reference.sparsity.sparsegpt import SparseGPTResult, sparsegpt
 from reference.sparsity.sr_ste import sr_ste_gradient
-from reference.sparsity.transposable import prune_transposable
+from reference.sparsity.transposable import compress_transposable, prune_transposable
 from reference.training.grouped import grouped_linear, grouped_linear_vjp
 from reference.training.linear import training_linear, training_linear_vjp
 from reference.training.recipe import RECIPES, Recipe

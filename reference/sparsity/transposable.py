@@ -32,6 +32,7 @@ from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
 from reference.arrays.softfloat import add
 from reference.arrays.torch_bridge import bridged
 from reference.arrays.widen import INFINITY, MAGNITUDE, float32_bits
+from reference.sparsity.compress import Compressed, compress
 from reference.sparsity.prune import NAN_KEY, float_weights, rank_in_groups
 
 METHODS = ("exact", "greedy")
@@ -126,3 +127,19 @@ def _greedy(ns: Namespace, tiles: Array) -> Array:
         room = (in_row < 2)[..., :, None] & (in_column < 2)[..., None, :]
         kept = kept | ((rank == place) & room)
     return kept
+
+
+def compress_transposable(w: Array) -> tuple[Compressed, Compressed]:
+    """`compress` of w (..., R, C) and of its transpose (..., C, R), both by the mask `prune_transposable(w)`.
+
+    The first has values (..., R, C/2), the second (..., C, R/2); each group of both has exactly two elements. w is float32,
+    bfloat16 or float16, R and C are multiples of 4. What is kept keeps its bits, NaN and -0 too.
+
+    Raises what `prune_transposable` raises for shapes and dtypes.
+
+    Source: Hubara et al., "Accelerated Sparse Neural Training: A Provable and Efficient Method to Find N:M Transposable Masks"
+    (arXiv 2102.08124), section 3.
+    """
+    w = as_array(w)
+    mask = prune_transposable(w)
+    return compress(w, mask), compress(w.swapaxes(-1, -2), mask.swapaxes(-1, -2))

@@ -202,6 +202,13 @@ EXAMPLES: dict[str, Example] = {
         lambda n, d: {"w": normals(n, d), "scale": fast.choose_scales(normals(n, d), "fp8_rowwise").scale},
         lambda f, t: f.quantize_compressed(t["w"], "fp8_rowwise", t["scale"]),
     ),
+    "prune_transposable": Example(
+        lambda n, d: {"w": normals(n, d), "scores": normals(n, d, 1)},
+        lambda f, t: f.prune_transposable(t["w"], scores=t["scores"]),
+    ),
+    "compress_transposable": Example(
+        lambda n, d: {"w": normals(n, d)}, lambda f, t: f.compress_transposable(t["w"])
+    ),
     "compress, pruned here": Example(lambda n, d: {"w": normals(n, d)}, lambda f, t: f.compress(t["w"], "2:4")),
     "compress, sparse already": Example(
         lambda n, d: {"w": normals(n, d) * fast.prune(normals(n, d))}, lambda f, t: f.compress(t["w"])

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity import speed_linear_sparse_int4 as speed
-from tests.gpu.sparsity.int4_cases import Case, as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products import int4_timing as speed
+from tests.gpu.sparsity.products.int4_cases import Case, as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result
 
 #: Rows of inputs, rows and columns of the weight, columns of a scale.

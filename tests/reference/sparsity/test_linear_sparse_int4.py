@@ -8,7 +8,7 @@ import pytest
 import reference
 from ao_lab.testing.strategies import assert_same_bits, fill
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4, sparse_int4_weight
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
 
 
 def written_out(codes, metadata, scale):
