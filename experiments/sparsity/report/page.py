@@ -15,8 +15,8 @@ ABOUT = (
     "fine-tuning, alone and with 4-bit integers and FP8; and what it gains in time at the shapes of published tables.",
     "Accuracy is of stand-ins that are trained here, a vision transformer on real digits and a byte-level language model, over "
     "five paired seeds; margins were named beforehand. Times are of a GPU alone.",
-    "The vision model of quick scale was chosen after results were seen: a smaller one, tuned for fewer steps, did not come back "
-    "to within the margin (LOG.md has what was tried). At full scale nothing was measured before.",
+    "The vision model of quick scale was chosen after results were seen: a smaller one, tuned for fewer steps, did not come "
+    "back to within the margin (LOG.md has what was tried). At full scale nothing was measured before.",
 )
 FEATURED = ("sparsity-vision-gaps-full", "sparsity-vision-gaps-quick")
 
