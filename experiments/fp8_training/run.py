@@ -2,9 +2,9 @@
 
 Parts, each a kind of table: "linear" (one layer, forward and backward), "grid" (LayerNorm, linear, sigmoid; 36 by 6 shapes),
 "grid_eager" (its smaller cells, tuned for eager mode; GPUs alone), "blocks" (decoder layers of published models), trainings
-("paired", "curves", "gaps", "sweep", "long") and "faults". Published
-values (`experiments/published/fp8_training.csv` and `fp8_rowwise_grid.csv`) stand beside measured ones of the same shape and
-recipe alone. Stand-in: on a CPU recipes are emulated, shapes and models are tiny; their times say nothing, their losses and
+("paired", "curves", "gaps", "sweep", "long") and "faults"; "paired:nvfp4" is one recipe of "paired". Published values
+(`experiments/published/fp8_training.csv` and `fp8_rowwise_grid.csv`) stand beside measured ones of the same shape and recipe
+alone. Stand-in: on a CPU recipes are emulated, shapes and models are tiny; their times say nothing, their losses and
 errors are those of the recipes.
 
 A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there, and so
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, SWEEP, Trial
+from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, RECIPES, SWEEP, Trial
 from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings, published_shapes
@@ -84,8 +84,8 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     deadline, failed = Deadline(settings.seconds), list[Row]()
-    for name, part in PARTS.items():
-        if not settings.only or name in settings.only:
+    for name, part in {**PARTS, **ONE_RECIPE}.items():
+        if name in (settings.only or PARTS):
             part(settings, journal, failed, deadline)
     if settings.seconds is not None:
         # What another run measured stays as it is where this one did not come to it.
@@ -188,11 +188,28 @@ PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
 }
 
 
+def one_recipe(recipe: str) -> Callable[[Settings, Journal, list[Row], Deadline], None]:
+    """Paired trainings of a recipe and of the baseline alone."""
+
+    def part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+        plan = replace(PLANS[settings.scale], recipes=(recipe,))
+        convergence.run(settings, journal, plan, (PAIRED,), deadline)
+
+    return part
+
+
+#: Parts of `paired`, for a device whose time is not enough for all recipes: "paired:nvfp4".
+ONE_RECIPE = {f"{PAIRED}:{recipe}": one_recipe(recipe) for recipe in RECIPES}
+
+
 def check_parts(names: Sequence[str]) -> None:
     """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS]
+    unknown = [name for name in names if name not in PARTS and name not in ONE_RECIPE]
     if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+        raise ValueError(
+            f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, and paired:RECIPE for one of "
+            f"{', '.join(RECIPES)}"
+        )
 
 
 __all__ = [

@@ -161,12 +161,20 @@ def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     assert [(one.measured, one.published) for one in measured] == [(1.2, 0.42)]
 
 
+def test_one_recipe_of_the_paired_trainings(settings):
+    chosen = replace(settings, only=("paired:rowwise",))
+    rows = experiment.run(chosen)
+    assert kinds(rows) == {"paired", "curves", "gaps"}
+    assert {row.method for row in rows if table_parts(row.table)[0] == PAIRED} == {"float32", "rowwise"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (
             ["fp8_training", "--only", "pairs"],
-            "the parts are linear, blocks, grid, grid_eager, faults, sweep, paired, long",
+            "the parts are linear, blocks, grid, grid_eager, faults, sweep, paired, long, and paired:RECIPE for one of "
+            "tensorwise, rowwise,",
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
         (["formats", "--seconds", "5"], "--seconds is a positive limit"),
