@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from experiments.data.corpora.split_corpus import evaluation_texts
@@ -94,11 +93,8 @@ def checkpoint_of(settings: Settings, trial: Trial) -> Checkpoint:
     return Checkpoint(settings.cache / "models" / f"fp8_training-{key}.checkpoint", CHECKPOINT_SECONDS)
 
 
-def converter(recipe: str, compiled: bool = False) -> Convert | None:
-    """What makes a model train by a recipe: every linear layer, the output layer too; None where nothing is to be done.
-
-    compiled: the model around these layers will be compiled, and calls them as they are.
-    """
+def converter(recipe: str) -> Convert | None:
+    """What makes a model train by a recipe: every linear layer, the output layer too; None where nothing is to be done."""
     if recipe == BASE:
         return None
 
@@ -106,9 +102,6 @@ def converter(recipe: str, compiled: bool = False) -> Convert | None:
         from ao_lab import convert_for_training_
 
         convert_for_training_(model, recipe, is_linear)
-        for module in model.modules():
-            if compiled and isinstance(module, nn.Linear):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
     return convert
 
@@ -116,7 +109,7 @@ def converter(recipe: str, compiled: bool = False) -> Convert | None:
 def measure(settings: Settings, plan: Plan, trial: Trial, checkpoint: Checkpoint) -> list[Row]:
     """Train a model; all rows of it, without times where it shared the device, be it for a part of its steps. It is evaluated
     as it trained, with its layers converted."""
-    convert = converter(trial.recipe, trial.settings.compiled)
+    convert = converter(trial.recipe)
     alone = not shares_device(settings, trial)
     made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint, alone=alone)
     texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}

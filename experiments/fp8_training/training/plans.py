@@ -53,7 +53,7 @@ class Plan:
     """Trainings of a scale. evaluated: bytes of each text that a model is evaluated on; None: all.
 
     Paired trainings run eagerly, whatever their recipe, so that nothing but the recipe differs; others are compiled on a GPU,
-    low-precision layers called from the compiled code.
+    low-precision layers with all else.
     """
 
     paired: str
