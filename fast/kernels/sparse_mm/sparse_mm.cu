@@ -109,10 +109,11 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 width) {
   return (u64(width == 128 ? 1 : 2) << 62) | (u64(8 * width >> 4) << 32) | (u64(1) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-__device__ __forceinline__ uint2 load_words(u32 address) {
-  uint2 w;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(address) : "memory");
-  return w;
+// Two words in place of those of `w`. always: not 0, which no compiler knows. So the load may leave the words before it as they
+// were, and they keep registers of their own until here, after the wait for the products that read them.
+__device__ __forceinline__ void load_words(uint2& w, u32 address, int always) {
+  asm volatile("{\n.reg .pred some;\nsetp.ne.s32 some, %3, 0;\n@some ld.shared.v2.u32 {%0, %1}, [%2];\n}\n"
+      : "+r"(w.x), "+r"(w.y) : "r"(address), "r"(always) : "memory");
 }
 
 // Output
@@ -353,6 +354,17 @@ __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, cons
   }
 }
 
+// One group of products: those of a stage. a, b: descriptors of its first panel.
+__device__ __forceinline__ void multiply_panels(Sum (&sum)[SUMS], u64 a, u64 b, const uint2 (&words)[PANELS]) {
+  fence();
+#pragma unroll
+  for (int panel = 0; panel < PANELS; panel++) {
+    multiply(sum, a + 4 * panel, b + panel * (TOKENS * PANEL >> 4), words[panel].x);
+    multiply(sum, a + 4 * panel + 2, b + panel * (TOKENS * PANEL >> 4) + 4, words[panel].y);
+  }
+  commit();
+}
+
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
 __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
   Tiles tiles(p);
@@ -371,45 +383,45 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0;
     [[maybe_unused]] int before = 0;
-#pragma unroll 1
-    for (int step = first; step < last; step++) {
+    // The tensor core reads metadata from registers until its products are waited for. Where that is after the next stage is given
+    // to it, the two have registers of their own: those of a stage are loaded anew after the wait of the next one.
+    constexpr bool TWO = LATER && !PROMOTE;
+    uint2 even[PANELS], odd[PANELS];
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) even[panel] = odd[panel] = make_uint2(0, 0);
+    auto multiply_stage = [&](uint2 (&words)[PANELS], bool first_stage) {
       wait_for(ring.full + 8 * at.stage, at.parity);
-      uint2 words[PANELS];
 #pragma unroll
       for (int panel = 0; panel < PANELS; panel++)
-        words[panel] = load_words(ring.metadata + at.stage * META_BYTES + (group * PANELS + panel) * META + own);
+        load_words(words[panel], ring.metadata + at.stage * META_BYTES + (group * PANELS + panel) * META + own, p.panels);
       const u64 a = descriptor(ring.values + at.stage * VALUES_BYTES + group * 64 * WIDTH, WIDTH);
       const u64 b = descriptor(ring.x + at.stage * X_BYTES, 128);
 #if PROMOTE
       Sum part[SUMS];
 #pragma unroll
       for (int i = 0; i < SUMS; i++) part[i] = 0;
-      fence();
-#pragma unroll
-      for (int panel = 0; panel < PANELS; panel++) {
-        multiply(part, a + 4 * panel, b + panel * (TOKENS * PANEL >> 4), words[panel].x);
-        multiply(part, a + 4 * panel + 2, b + panel * (TOKENS * PANEL >> 4) + 4, words[panel].y);
-      }
-      commit();
+      multiply_panels(part, a, b, words);
       finish<0>(part);
       release(at.stage);
 #pragma unroll
       for (int i = 0; i < SUMS; i++) sum[i] += part[i];
 #else
-      fence();
-#pragma unroll
-      for (int panel = 0; panel < PANELS; panel++) {
-        multiply(sum, a + 4 * panel, b + panel * (TOKENS * PANEL >> 4), words[panel].x);
-        multiply(sum, a + 4 * panel + 2, b + panel * (TOKENS * PANEL >> 4) + 4, words[panel].y);
-      }
-      commit();
+      multiply_panels(sum, a, b, words);
       // With LATER = 1 the tensor core has this stage while the one before is handed back; 0 waits for each.
       finish<LATER>(sum);
       if (LATER == 0) release(at.stage);
-      else if (step > first) release(before);
+      else if (!first_stage) release(before);
       before = at.stage;
 #endif
       at.advance();
+    };
+#pragma unroll 1
+    for (int step = first; step < last; step++) {
+      multiply_stage(even, step == first);
+      if constexpr (TWO) {
+        if (++step >= last) break;
+        multiply_stage(odd, false);
+      }
     }
 #if !PROMOTE
     finish<0>(sum);

@@ -256,6 +256,9 @@ def _multiply(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[
         first, second = descriptors.pop()
 
         def multiply() -> None:
+            # The tensor core may read them at any time until now.
+            if not np.array_equal(words, [metadata(th) for th in group]):
+                raise ValueError("metadata changed while a product reads it")
             made = product(group[0].cta.shared.data, opcode, first, second, words)[row_column]
             for th, own in zip(group, made, strict=True):
                 for place, value in zip(names, own, strict=True):

@@ -1,12 +1,13 @@
 """On a GPU: `fast.linear_sparse` bit for bit, then its variants' times beside dense products and other libraries' sparse ones.
 
     PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse.py [--seconds 110] [--only NAME] [--dtype bf16,fp8,int8]
-        [--shapes 128x4096x14336,...] [--no-times | --no-checks]
+        [--shapes 128x4096x14336,...] [--no-times | --no-checks] [--again]
 
 --only: variants whose name contains it (t128, c2, t16g1p2). --serial: each stage waits for the one before; where results are
-right with it and wrong without, registers of metadata are overwritten while the tensor core reads them, which PTX leaves open.
-A variant that fails is reported and left out of the times; others go on. Rows of times go to linear_sparse.json in the folder
-of the variable OUT, else of --out. Exits with 1 on any difference.
+right with it and wrong without, something that products still use was overwritten, such as registers of metadata. --again: a
+variant that is wrong is run so in the same call. A variant that fails is reported by a line and left out of the times; others
+go on. At the end counts of wrong ones by what they have in common; checks go to linear_sparse_checks.json, rows of times to
+linear_sparse.json, in the folder of the variable OUT, else of --out. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fast.kernels.sparse_mm.nvrtc import cached_cubin, library
 from fast.kernels.sparse_mm.select import candidates, choose, cycles
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
 from tests.gpu.sparsity.products import exact, peers
+from tests.gpu.sparsity.products.checks import Check, counts, found_by, write
 from tests.gpu.sparsity.products.inputs import Case, case
 from tests.gpu.sparsity.products.timing import COLD, Method, host_time, prepare, times
 
@@ -51,8 +53,14 @@ class Report:
     """What was found, printed as it comes."""
 
     def __init__(self, seconds: float) -> None:
-        self.end, self.wrong, self.broken = time.monotonic() + seconds, 0, set[str]()
+        self.end, self.broken = time.monotonic() + seconds, set[str]()
         self.rows: list[dict[str, Any]] = []
+        self.checks: list[Check] = []
+
+    @property
+    def wrong(self) -> int:
+        """Checks that found something."""
+        return sum(one.wrong is not None for one in self.checks)
 
     def left(self) -> float:
         """Seconds of the budget."""
@@ -75,12 +83,10 @@ def compiled(job: Job) -> str | None:
     return None
 
 
-def compile_all(report: Report, jobs: list[Job]) -> None:
-    """Compile in parallel what will be needed, before CUDA begins: in forks. Failures show again where a variant is used."""
+def compile_all(report: Report, pool: ProcessPoolExecutor, jobs: list[Job]) -> None:
+    """Compile in parallel what will be needed. Failures show again where a variant is used."""
     started, jobs = time.monotonic(), list(dict.fromkeys(jobs))
-    library()
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        failed = [text for text in pool.map(compiled, jobs) if text]
+    failed = [text for text in pool.map(compiled, jobs) if text]
     report.say(f"{len(jobs)} cubins in {time.monotonic() - started:.1f} s, {len(failed)} not compiled")
     for text in failed[:3]:
         report.say(text)
@@ -117,25 +123,36 @@ def ordered(options: argparse.Namespace, shape: tuple[int, int, int], name: str)
 
 def checks(report: Report, jobs: list[tuple[Variant, tuple[str, str]]], share: float) -> None:
     """Until a share of the time is over."""
-    stop, done = time.monotonic() + share * report.left(), 0
-    for variant, pair in jobs:
+    stop = time.monotonic() + share * report.left()
+    for done, job in enumerate(jobs):
         if time.monotonic() > stop:
             report.say(f"no time for {len(jobs) - done} of {len(jobs)} checks")
             break
-        done += 1
-        try:
-            text = exact.complaint(variant, pair)
-            # Sums of int8 are exact: that was seen already.
-            if text is None and variant.pair <= 2 and pair[0] != "int8":
-                text = exact.unstable(variant, pair)
-        except Exception as error:  # noqa: BLE001
-            text = f"{type(error).__name__}: {str(error)[:300]}"
-            _stop_if_lost(report, text)
-        if text is not None:
-            report.wrong += 1
-            report.broken.add(f"{variant.name} {pair[0]}")
-            report.say(f"WRONG {variant.name} {pair}: {text}")
-    report.say(f"{done} checks, {report.wrong} wrong")
+        one = Check(*job, found_by(job, lambda text: _stop_if_lost(report, text)))
+        report.checks.append(one)
+        if one.wrong is not None:
+            report.broken.add(f"{one.variant.name} {one.dtypes[0]}")
+            report.say(one.line())
+
+
+def again(report: Report, pool: ProcessPoolExecutor) -> None:
+    """Wrong ones serially, until a third of the time that is left is over."""
+    wrong = [one for one in report.checks if one.wrong is not None and not one.variant.serial]
+    jobs = [(one.variant._replace(serial=True), one.dtypes) for one in wrong]
+    stop = time.monotonic() + report.left() / 3
+    if jobs:
+        compile_all(report, pool, [(*job, out) for job in jobs for out in outputs(job[1])])
+    for one, job in zip(wrong, jobs, strict=True):
+        if time.monotonic() < stop:
+            one.serially = found_by(job, lambda text: _stop_if_lost(report, text))
+            one.again = True
+
+
+def summary(report: Report) -> None:
+    """Counts of what was wrong."""
+    report.say(f"{len(report.checks)} checks, {report.wrong} wrong")
+    for line in counts(report.checks):
+        report.say(line)
 
 
 def _stop_if_lost(report: Report, text: str) -> None:
@@ -233,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--variants", type=int, default=TIMED)
     parser.add_argument("--serial", action="store_true")
+    parser.add_argument("--again", action="store_true", help="wrong variants serially, too")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build"))
@@ -248,9 +266,19 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [] if options.no_checks else planned(options)
     needed = [(v, pair, out) for v, pair in jobs for out in outputs(pair)]
     needed += [(v, DTYPES[name], "bfloat16") for shape, name in tables for v in ordered(options, shape, name)]
-    compile_all(report, needed)
-    report.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    checks(report, jobs, 1.0 if options.no_times else 0.5)
+    folder = Path(os.environ.get("OUT", options.out))
+    library()
+    # Workers begin before CUDA does: they are forks.
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        compile_all(report, pool, needed)
+        report.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        try:
+            checks(report, jobs, 1.0 if options.no_times and not options.again else 0.5)
+            if options.again:
+                again(report, pool)
+        finally:
+            write(report.checks, folder)
+            summary(report)
     for at, (shape, name) in enumerate(tables):
         if report.left() < 2:
             report.say(f"no time for {len(tables) - at} of {len(tables)} tables")
@@ -260,8 +288,6 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:  # noqa: BLE001
             report.say(f"{shape} {name}: {type(error).__name__}: {str(error)[:300]}")
         torch.cuda.empty_cache()
-    folder = Path(os.environ.get("OUT", options.out))
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "linear_sparse.json").write_text("\n".join(json.dumps(row) for row in report.rows) + "\n")
     report.say("agreed" if not report.wrong else f"{report.wrong} variants wrong")
     return int(bool(report.wrong))

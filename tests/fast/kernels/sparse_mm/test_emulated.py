@@ -87,7 +87,7 @@ PUT = "    put<FIRST>(sum, tile, thread);\n"
 GROUP = "    sync_group(group);"
 #: A fault of the kernel that no test of one variant on a quiet GPU need find: what is changed.
 FAULTS = {
-    "a stage is handed back while it is read": ("else if (step > first) release(before);", "else release(at.stage);"),
+    "a stage is handed back while it is read": ("else if (!first_stage) release(before);", "else release(at.stage);"),
     "nobody waits for the copies": ("      wait_for(ring.full + 8 * at.stage, at.parity);\n", ""),
     "a tile is taken before it is put": (PUT + GROUP, PUT),
     "metadata of another instruction": ("words[panel].y);", "words[panel].x);"),
@@ -95,6 +95,7 @@ FAULTS = {
     "sums in other rows": ("i / 2 % 2 * 8", "i % 2 * 8"),
     "scales of another token": ("load_float(side + 4 * at)", "load_float(side)"),
     "scales are read before they are there": (f"  {GROUP}\n      const Epilogue e", "      const Epilogue e"),
+    "metadata is loaded over that of products": ("TWO = LATER && !PROMOTE", "TWO = false"),
     "features beyond the last": ("if (feature + i < p.features) y[i]", "y[i]"),
 }  # fmt: skip
 

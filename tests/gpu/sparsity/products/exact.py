@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,17 @@ SHAPES = ((-3, 72, 5), (0, 256, 32), (1, 331, 17), (70, 640, 64))
 REPEATS = 20
 GUARD = 1024
 POISON = 0xA5
+
+
+class Wrong(NamedTuple):
+    """What is wrong with a variant; shape: (tokens, features, K). differ of count elements do, the first at `first`."""
+
+    text: str
+    shape: tuple[int, int, int]
+    out: str
+    differ: int = 0
+    count: int = 0
+    first: tuple[int, ...] = ()
 
 
 class Outputs:
@@ -65,7 +77,7 @@ def variants(bits: int, promote: bool) -> Iterator[Variant]:
                 yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
 
 
-def complaint(variant: Variant, dtypes: tuple[str, str]) -> str | None:
+def complaint(variant: Variant, dtypes: tuple[str, str]) -> Wrong | None:
     """What is wrong with a variant for a pair of dtypes of values and x, or None."""
     bits = ELEMENTS[dtypes].bits
     kinds = tuple(getattr(torch, name) for name in dtypes)
@@ -73,32 +85,41 @@ def complaint(variant: Variant, dtypes: tuple[str, str]) -> str | None:
         tokens = max(1, variant.tokens + more)
         one = case(tokens, features, groups * (32 if bits == 8 else 16), kinds, whole=True)
         for out in (torch.bfloat16, torch.int32 if dtypes[0] == "int8" else torch.float32):
-            scaled = out != torch.int32
-            got, intact = run(variant, one, out, scaled)
-            right = wanted(one, out, scaled)
-            if not intact:
-                return f"writes outside of y ({tokens}, {features}), {out}"
-            bad = int((got != right).sum())
-            if bad:
-                at = (got != right).nonzero()[0].tolist()
-                return (
-                    f"{bad} of {got.numel()} differ, x {tuple(one.x.shape)}, {features} features, {out}, first at {at}: "
-                    f"{got[tuple(at)].item()} instead of {right[tuple(at)].item()}"
-                )
+            found = compared(variant, one, out)
+            if found is not None:
+                return found
     return None
 
 
-def unstable(variant: Variant, dtypes: tuple[str, str]) -> str | None:
+def compared(variant: Variant, one: Case, out: torch.dtype) -> Wrong | None:
+    """A result against what is wanted of it."""
+    shape, name = (one.x.shape[0], one.values.shape[0], one.x.shape[1]), str(out).removeprefix("torch.")
+    scaled = out != torch.int32
+    got, intact = run(variant, one, out, scaled)
+    if not intact:
+        return Wrong("writes outside of y", shape, name)
+    right = wanted(one, out, scaled)
+    places = (got != right).nonzero()
+    if not len(places):
+        return None
+    at = tuple(places[0].tolist())
+    text = f"{len(places)} of {got.numel()} differ, first at {list(at)}: {got[at].item()}, not {right[at].item()}"
+    return Wrong(text, shape, name, len(places), got.numel(), at)
+
+
+def unstable(variant: Variant, dtypes: tuple[str, str]) -> Wrong | None:
     """Bits that differ between calls, or errors beyond the bound, on random numbers; None where there are none."""
     kinds = tuple(getattr(torch, name) for name in dtypes)
-    one = case(96, 200, 2048, kinds, whole=False)
+    shape, name = (96, 200, 2048), "float32"
+    one = case(*shape, kinds, whole=False)
     first, _ = run(variant, one, torch.float32, True)
     for _ in range(REPEATS):
         again, _ = run(variant, one, torch.float32, True)
         if not torch.equal(again.view(torch.int32), first.view(torch.int32)):
-            return "two calls gave different bits"
+            differ = int((again != first).sum())
+            return Wrong("two calls gave different bits", shape, name, differ, first.numel())
     if not torch.equal(run(variant, one, torch.float32, True, arranged=False)[0], first):
-        return "canonical metadata gave other bits than arranged"
+        return Wrong("canonical metadata gave other bits than arranged", shape, name)
     given = [part.cpu() for part in (one.x, one.values, one.metadata, one.bias)]
     scales = {"x_scale": one.x_scale.cpu(), "scale": one.scale.cpu()}
     bound = reference.linear_sparse_error_bound(*given, **scales, fast_sums=not variant.promote)
@@ -107,7 +128,7 @@ def unstable(variant: Variant, dtypes: tuple[str, str]) -> str | None:
         "scale"
     ].double().T + given[3].double()
     share = float(((first.double().cpu() - truth).abs() / bound).max())
-    return None if share <= 1 else f"error {share:.2f} times the bound"
+    return None if share <= 1 else Wrong(f"error {share:.2f} times the bound", shape, name)
 
 
-__all__ = ["complaint", "run", "unstable", "variants"]
+__all__ = ["Wrong", "complaint", "run", "unstable", "variants"]

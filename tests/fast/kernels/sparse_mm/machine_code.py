@@ -1,0 +1,138 @@
+"""Registers that a product still uses, in machine code: whether other instructions name them before its wait.
+
+`wgmma` is asynchronous: until a wait for its group, the tensor core writes the sums and reads metadata from registers (PTX ISA,
+9.7.15.7.3). PTX gives each value a register of its own, and the assembler, which knows sums but not metadata to be in use, may
+give two values the same one: so this looks at what it made. In sm_90's code, `GMMA` begins a product, `gsb0` on the last one of
+a group is its commit, and `WARPGROUP.DEPBAR.LE gsb0, N` waits until N groups are left.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import NamedTuple
+
+import pytest
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?PT?\w*)\s+)?([^;]*?)\s*;")
+LABEL = re.compile(r"^(\.L\w+):")
+PRODUCT = re.compile(
+    r"(\w)GMMA\.SP\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], .*?R(\d+)(?:, 0x\d)?(?:, gsb0)?$"
+)
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
+TARGET = re.compile(r"`\((\.L\w+)\)")
+REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
+
+#: Groups of products that are not waited for, the last one open: of each product, the registers of its sums and its metadata.
+Pending = tuple[tuple[frozenset[int], ...], ...]
+
+
+class Line(NamedTuple):
+    """An instruction; conditional: whether it may not happen."""
+
+    text: str
+    conditional: bool
+
+
+class Code(NamedTuple):
+    """Instructions, and where labels stand among them."""
+
+    lines: list[Line]
+    labels: dict[str, int]
+
+
+def disassembled(cubin: bytes) -> Code:
+    """The instructions of a cubin with one kernel, by the disassembler that comes with Triton."""
+    tool = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not tool.exists():
+        pytest.skip(f"no {tool}")
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return read(
+            subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        )
+
+
+def read(text: str) -> Code:
+    """The instructions of what the disassembler wrote."""
+    code = Code([], {})
+    for line in text.splitlines():
+        if label := LABEL.match(line):
+            code.labels[label[1]] = len(code.lines)
+        elif found := INSTRUCTION.search(line):
+            code.lines.append(Line(found[2], found[1] is not None))
+    return code
+
+
+def uses_in_flight(code: Code) -> list[str]:
+    """Instructions that name a register of a product before its wait, on any way through the code."""
+    seen, waiting, found = set[tuple[int, Pending]](), [(0, ((),))], dict[int, str]()
+    while waiting:
+        at, pending = waiting.pop()
+        if (at, pending) in seen or at >= len(code.lines):
+            continue
+        seen.add((at, pending))
+        line = code.lines[at]
+        if _begins(line.text):
+            pending = _with(pending, line.text)
+        elif named(line.text) & {one for group in pending for part in group for one in part}:
+            found[at] = line.text
+        if wait := WAIT.search(line.text):
+            kept = int(wait[1])
+            pending = (*(pending[:-1][-kept:] if kept else ()), pending[-1])
+        waiting += [(one, pending) for one in _next(code, at)]
+    return [found[at] for at in sorted(found)]
+
+
+def _begins(text: str) -> bool:
+    return "GMMA." in text
+
+
+def _with(pending: Pending, text: str) -> Pending:
+    """Groups with one more product."""
+    product = PRODUCT.search(text)
+    if product is None:
+        raise NotImplementedError(text)
+    first, sums, metadata = int(product[3]), int(product[2]) // 2, int(product[4])
+    group = (*pending[-1], frozenset((*range(first, first + sums), metadata)))
+    return (*pending[:-1], group, ()) if "gsb0" in text else (*pending[:-1], group)
+
+
+def named(text: str) -> set[int]:
+    """Registers of an instruction that is no product; those of wide ones all."""
+    opcode = text.split()[0]
+    width = (
+        4
+        if ".128" in opcode
+        else 2
+        if ".64" in opcode or "WIDE" in opcode or opcode.startswith("CS2R")
+        else 1
+    )
+    if opcode.startswith("SYNCS"):
+        width = 1
+    numbers = [int(one) for one in REGISTER.findall(text)]
+    # Of a load only what it loads is wide, of a store what it stores: the other register is a 32-bit address.
+    wide = numbers[:1] if opcode.startswith(("LDS", "CS2R", "IMAD.WIDE")) else numbers
+    return {one + i for one in wide for i in range(width)} | set(numbers)
+
+
+def _next(code: Code, at: int) -> list[int]:
+    """Where a thread goes from an instruction."""
+    text, conditional = code.lines[at]
+    opcode = text.split()[0]
+    if opcode.startswith(("BRX", "CALL", "RET", "JMP")):
+        raise NotImplementedError(text)
+    if opcode == "EXIT":
+        return [at + 1] if conditional else []
+    if opcode.startswith("BRA"):
+        target = TARGET.search(text)
+        assert target is not None, text
+        ways = [code.labels[target[1]]]
+        return [*ways, at + 1] if conditional or ".U" in opcode or ".DIV" in opcode else ways
+    return [at + 1]
+
+
+__all__ = ["Code", "disassembled", "named", "read", "uses_in_flight"]

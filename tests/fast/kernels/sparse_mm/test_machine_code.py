@@ -1,0 +1,84 @@
+"""No register of a product is named by another instruction before the product is waited for: metadata neither."""
+
+import pytest
+
+from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.sparse_mm.select import TILES
+from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+from tests.fast.kernels.sparse_mm.machine_code import disassembled, named, read, uses_in_flight
+
+E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
+LOOP = """
+        /*0000*/                   LDS.64 R88, [R90] ;
+.L_x_1:
+        /*0010*/                   {load} ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   QGMMA.SP.64x128x64.F32.E4M3.E4M3 R24, gdesc[UR8], R24, R88 ;
+        /*0040*/                   QGMMA.SP.64x128x64.F32.E4M3.E4M3 R24, gdesc[UR8], R24, R89, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{left} ;
+        /*0060*/              @!P0 BRA `(.L_x_1) ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   STS [R90], R24 ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def code_of(variant, kinds, change=lambda text: text):
+    """The machine code of a variant."""
+    require_nvrtc()
+    source, headers, options = sources(variant, ELEMENTS[kinds], "bfloat16")
+    return disassembled(nvrtc.compile_source(change(source), headers, options)[0])
+
+
+@pytest.mark.parametrize(
+    ("tile", "kinds", "serial"),
+    [(tile, kinds, False) for tile in TILES for kinds in (E4M3, BF16, INT8)] + [(TILES[-2], BF16, True)],
+)
+def test_registers_of_products_are_left_alone(tile, kinds, serial):
+    pair, splits = (2, 1) if tile[0] == 256 else (1, 4)
+    one = fitted(*tile, pair, splits, ELEMENTS[kinds].bits)._replace(serial=serial)
+    code = code_of(one, kinds)
+    assert sum("GMMA.SP" in line.text for line in code.lines) >= 2 * one.panels
+    assert uses_in_flight(code) == []
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[-2]])
+def test_promoted_sums_are_left_alone(tile):
+    assert uses_in_flight(code_of(fitted(*tile[:2], 1, 2, 1, 8, promote=True), E4M3)) == []
+
+
+def test_one_set_of_metadata_registers_is_seen():
+    """The fault that gave wrong results on a GPU, and that a kernel with two sets of registers for metadata does not have."""
+
+    def once(text):
+        assert "TWO = LATER && !PROMOTE" in text
+        return text.replace("TWO = LATER && !PROMOTE", "TWO = false")
+
+    found = uses_in_flight(code_of(fitted(128, 2, 1, 1, 4, 8), E4M3, once))
+    assert found
+    assert all("LDS.64" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("load", "left", "wrong"),
+    [
+        ("LDS.64 R88, [R90]", 1, ["LDS.64 R88, [R90]"]),
+        ("LDS.64 R88, [R90]", 0, []),
+        ("LDS.64 R92, [R90]", 1, []),
+        ("LDS.128 R20, [R90]", 1, []),
+        ("LDS.128 R21, [R90]", 1, ["LDS.128 R21, [R90]"]),
+        ("FADD R4, R4, R87", 1, ["FADD R4, R4, R87"]),
+    ],
+)
+def test_uses_are_found(load, left, wrong):
+    code = read(LOOP.replace("{load}", load).replace("{left}", str(left)))
+    assert len(code.lines) == 10
+    assert uses_in_flight(code) == wrong
+
+
+def test_registers_of_wide_instructions():
+    assert named("LDS.64 R88, [R90+0x10]") == {88, 89, 90}
+    assert named("CS2R R24, SRZ") == {24, 25}
+    assert named("IMAD.U32 R4, RZ, RZ, UR5") == {4}
+    assert named("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ") == {4}
