@@ -43,6 +43,11 @@ REWRITES = (
         "trainings that are not compiled, and those in bfloat16, run as before; compiled ones in other formats now have their "
         "layers compiled too: their rows of before were taken out",
     ),
+    Rewrite(
+        "c89741a",
+        ("fast/ops.py",),
+        "a traced program reads the fields of a record from a copy; what it read was constant before and is now",
+    ),
 )
 
 
