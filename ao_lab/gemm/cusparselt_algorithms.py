@@ -87,7 +87,7 @@ def refusal(n: int, k: int, element: torch.dtype, device: torch.device) -> str |
     try:
         packed = torch._cslt_compress(torch.zeros((n, k), dtype=element, device=device))
         b = torch.zeros((ASKED, k), dtype=element, device=device)
-        settings = {"out_dtype": OUT[element]} if element in OUT else {}
+        settings: dict[str, Any] = {"out_dtype": OUT[element]} if element in OUT else {}
         torch._cslt_sparse_mm(packed, b.t(), transpose_result=True, **settings)
     except RuntimeError as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,8 +1,8 @@
 """The ledger: what makes an entry stale, what a refresh runs, and that a refresh that is cut short loses nothing."""
 
 import json
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
