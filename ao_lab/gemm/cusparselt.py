@@ -4,15 +4,18 @@ y' (N, M) = W x' with the sparse operand on the left, written transposed, so y (
 
 * 16-bit elements stored as they are, and inputs of that dtype: float32 sums, one rounding, the bias added before it.
 * int8 by int8, a scale for each row: int32 sums, then what kernel "int8" does after its sums: the same bits as the dense layer.
-* float8_e4m3fn by float8_e4m3fn: float32 sums times the weight's row scales (a float32 vector of length N), written as float32;
-  then the input's scales and the bias in float32, and one rounding.
+* float8_e4m3fn by float8_e4m3fn: float32 sums, written as float32; then scales and bias as for int8, in float32, and one
+  rounding.
 
 The library's own arrangement of the weight is made from the canonical parts when a product first needs it and kept beside them
 (as many bytes again); changed parts are arranged anew. Its traps, and what guards here: 8-bit outputs are e4m3 or int8 unless
-`out_dtype` says otherwise, and 16-bit ones refuse it; an alpha of one element waits for the GPU, others are read as float32
-vectors of N unchecked; a right operand that is not contiguous is read as a packed transpose, so the input is made contiguous;
-few rows are padded to 8 or 16. Algorithms are those that `ao_lab.gemm.cusparselt_algorithms` has searched and verified; without
-one the dense equivalent is multiplied.
+`out_dtype` says otherwise, and 16-bit ones refuse it; a vector alpha, a scale for each row of the weight, is refused for float8
+("operation not supported": Hopper, torch 2.11, CUDA 13.0), and an alpha of one element waits for the GPU, so none is given; a
+right operand that is not contiguous is read as a packed transpose, and pointers are expected at multiples of 16 bytes, so the
+input and the bias are copied where they are not so; a bias of another dtype is read unchecked, so the dense equivalent is
+multiplied; few rows are padded to 8 or 16. What the library refuses for lengths and element `ao_lab.tune` asks it beforehand.
+Algorithms are those that `ao_lab.gemm.cusparselt_algorithms` has searched and verified; without one the dense equivalent is
+multiplied.
 
 Sources: cuSPARSELt 0.8 documentation, cusparseLtMatmul; PyTorch's cuSPARSELtOps.cpp.
 """
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.gemm.cusparselt_algorithms import Algorithm, Call, known, search, searches
+from ao_lab.gemm.cusparselt_algorithms import OUT, Algorithm, Call, known, refusal, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
 from ao_lab.gemm.sparse import enter
@@ -41,14 +44,15 @@ STEPS = {1: 32, 2: 16}
 ROWS = {1: 16, 2: 8}
 #: The compute capability from which there are products of 16-bit elements and integers, and of float8.
 OLDEST, OLDEST_FLOAT8 = (8, 0), (8, 9)
-OUT = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+#: Bytes that addresses of operands are multiples of.
+ALIGNMENT = 16
 
 
 def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
     if w.meta.layout != "2:4":
         return "the weight is not in 2:4 storage"
-    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w)
+    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w) or _library_reason(w)
 
 
 def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -89,11 +93,19 @@ def _device_reason(w: QuantizedWeight) -> str | None:
     return None
 
 
+def _library_reason(w: QuantizedWeight) -> str | None:
+    """What the library itself says; asked while `ao_lab.tune` measures. At other times only verified algorithms run."""
+    if not searches():
+        return None
+    return refusal(int(w.shape[1]), int(w.shape[0]), ELEMENTS[w.scheme.element], w.device)
+
+
 def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K) times w (K, N), plus bias, in x's dtype; by the dense equivalent where no algorithm is known for the rows."""
     rows = x.shape[0]
     element = ELEMENTS[w.scheme.element]
-    if not isinstance(rows, int) or not rows:
+    other = element.itemsize == 2 and bias is not None and bias.dtype != x.dtype
+    if not isinstance(rows, int) or not rows or other:
         return PRODUCTS["dequantize"].run(x, w, bias)
     algorithm = known(str(w.device), int(w.shape[1]), int(w.shape[0]), rows, str(element))
     if algorithm is None and searches():
@@ -110,18 +122,12 @@ def _multiplied(
     scheme = w.recipe.activation
     parts, chosen = (w.codes, w.metadata, str(element)), tuple(algorithm)  # type: ignore[attr-defined]
     if scheme is None:
-        return _rows(product_of(x, *parts, None, bias, *chosen), x.shape[0])
+        return _rows(product_of(x, *parts, bias, *chosen), x.shape[0])
     inputs = quantized_input(x, w, scheme)
-    codes = inputs.codes.view(element)
-    scale = w.scale.reshape(-1)
-    if element == torch.int8:
-        sums = _rows(product_of(codes, *parts, None, None, *chosen), x.shape[0])
-        if inputs.zero is not None:
-            sums = sums - inputs.zero.to(torch.int32) * w.codes.view(torch.int8).sum(1, dtype=torch.int32)
-        y = sums.to(torch.float32) * inputs.scale * (w.scale if w.scale.dim() == 0 else scale)
-    else:
-        alpha = scale.expand(w.shape[1]).contiguous()
-        y = _rows(product_of(codes, *parts, alpha, None, *chosen), x.shape[0]) * inputs.scale
+    sums = _rows(product_of(inputs.codes.view(element), *parts, None, *chosen), x.shape[0])
+    if inputs.zero is not None:
+        sums = sums - inputs.zero.to(torch.int32) * w.codes.view(torch.int8).sum(1, dtype=torch.int32)
+    y = sums.to(torch.float32) * inputs.scale * (w.scale if w.scale.dim() == 0 else w.scale.reshape(-1))
     total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
     return total.to(x.dtype)
 
@@ -141,13 +147,12 @@ def _operator(
     codes: torch.Tensor,
     metadata: torch.Tensor,
     element: str,
-    alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     alg_id: int,
     split_k: int,
     mode: int,
 ) -> torch.Tensor:
-    return _product(b, codes, metadata, element, alpha, bias, alg_id, split_k, mode)
+    return _product(b, codes, metadata, element, bias, alg_id, split_k, mode)
 
 
 @_operator.register_fake
@@ -168,7 +173,6 @@ def _product(
     codes: torch.Tensor,
     metadata: torch.Tensor,
     element: str,
-    alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     alg_id: int,
     split_k: int,
@@ -182,9 +186,15 @@ def _product(
     settings: dict[str, Any] = {"alg_id": alg_id, "split_k": split_k, "split_k_mode": mode}
     if (out := OUT.get(b.dtype)) is not None:
         settings["out_dtype"] = out
-    return torch._cslt_sparse_mm(
-        packed, padded.contiguous().t(), bias=bias, alpha=alpha, transpose_result=True, **settings
-    )
+    if bias is not None:
+        settings["bias"] = _readable(bias)
+    return torch._cslt_sparse_mm(packed, _readable(padded).t(), transpose_result=True, **settings)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Itself where the library can read it, else a copy: contiguous, at an address that is a multiple of `ALIGNMENT`."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) -> torch.Tensor:

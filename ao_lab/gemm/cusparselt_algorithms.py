@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ from ao_lab.gemm.saved import path_of
 
 REPEATS, TIMED = 10, 5
 FORMAT = 1
+#: The results' dtypes of 8-bit elements; others have their own.
+OUT = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+#: Rows that the library is asked with.
+ASKED = 32
 #: Largest integer of the exact test: sums of K / 2 products stay below 2**24 for K up to 2**23, and every element has them.
 LARGEST = 2
 
@@ -64,13 +69,30 @@ def search(
     found: list[tuple[float, Algorithm]] = []
     probe = Probe(n, k, rows, element, device)
     for algorithm in probe.algorithms():
-        if probe.is_exact(algorithm) and is_repeatable(call, algorithm):
-            found.append((seconds(call, algorithm, device), algorithm))
+        try:
+            if probe.is_exact(algorithm) and is_repeatable(call, algorithm):
+                found.append((seconds(call, algorithm, device), algorithm))
+        except RuntimeError:  # what integers do the layer's own operands may not
+            continue
     best = min(found)[1] if found else None
     table = _table(device)
     table[key_of(n, k, rows, str(element))] = best
     _save(table, file_of(device))
     return best
+
+
+@lru_cache(maxsize=256)
+def refusal(n: int, k: int, element: torch.dtype, device: torch.device) -> str | None:
+    """Why the library multiplies no weight (N, K) of an element, in its words; None where it does."""
+    try:
+        packed = torch._cslt_compress(torch.zeros((n, k), dtype=element, device=device))
+        b = torch.zeros((ASKED, k), dtype=element, device=device)
+        settings: dict[str, Any] = {"out_dtype": OUT[element]} if element in OUT else {}
+        torch._cslt_sparse_mm(packed, b.t(), transpose_result=True, **settings)
+    except RuntimeError as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"cuSPARSELt refuses {element} of shape {(n, k)}: {text}"
+    return None
 
 
 class Probe:
@@ -80,7 +102,7 @@ class Probe:
         step = 16 if element.itemsize == 1 else 8
         generator = torch.Generator("cpu").manual_seed(0)
         self.element = element
-        self.out = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}.get(element)
+        self.out = OUT.get(element)
         w = torch.randint(-LARGEST, LARGEST + 1, (n, k), generator=generator)
         places = torch.rand((n, k // 4, 4), generator=generator).argsort(-1)
         w = w * (places < 2).reshape(n, k)
@@ -104,7 +126,10 @@ class Probe:
     def algorithms(self) -> Iterator[Algorithm]:
         """What the library's search says, then every identifier without a split sum."""
         library: Any = torch._C._cusparselt
-        found = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
+        try:
+            found = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
+        except RuntimeError:  # the library multiplies nothing of this shape
+            return
         alg_id, split_k, mode, most = (int(value) for value in found)
         first = Algorithm(alg_id, split_k, mode if split_k != 1 else -1)
         yield first
@@ -149,8 +174,9 @@ def file_of(device: torch.device) -> Path:
 
 
 def forget() -> None:
-    """Forget what was read: files are read again when they are asked for."""
+    """Forget what was read and asked: files are read again, and the library is asked again, when that is needed."""
     _known.clear()
+    refusal.cache_clear()
 
 
 def _table(device: torch.device) -> dict[str, Algorithm | None]:
@@ -191,6 +217,7 @@ def _wait(device: torch.device) -> None:
 
 
 __all__ = [
+    "OUT",
     "Algorithm",
     "Call",
     "Probe",
@@ -198,6 +225,7 @@ __all__ = [
     "forget",
     "is_repeatable",
     "known",
+    "refusal",
     "search",
     "searches",
     "seconds",

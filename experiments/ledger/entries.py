@@ -1,15 +1,17 @@
 """The entries of the ledger: a function with kernels, the code that it reaches, and whether what a GPU found is still valid.
 
 An entry holds the hash of the definitions that its function reaches (the same rule as that of rows,
-`experiments.source.closure`), a short hash for each module among them (to say what changed), the modules whose kernels it
-launches, the date, the GPU, its driver and the library versions, and the outcome of its GPU tests. Its benchmarks are rows of
-``reports/data/kernels.csv``.
+`experiments.source.closure`; with it the files of CUDA C++ that these definitions name), a short hash for each module among
+them (to say what changed), the modules whose kernels it launches, the date, the GPU, its driver and the library versions, and
+the outcome of its GPU tests. Its benchmarks are rows of ``reports/data/kernels.csv``.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from experiments.harness import provenance
@@ -38,8 +40,31 @@ def closure(root: str) -> Closure:
 
 
 def kernels_of(reached: Closure) -> list[str]:
-    """Modules of the Triton functions among some definitions."""
-    return sorted({module for module, name in reached.numbers if name and is_kernel(reached, module, name)})
+    """Modules of the Triton functions among some definitions, and those that name a file of CUDA C++."""
+    triton = {module for module, name in reached.numbers if name and is_kernel(reached, module, name)}
+    return sorted(triton.union(cuda_sources(reached)))
+
+
+def cuda_sources(reached: Closure) -> dict[str, list[Path]]:
+    """Files of CUDA C++ beside modules among some definitions, by the module, where it names them."""
+    found: dict[str, list[Path]] = {}
+    for module in sorted({module for module, name in reached.numbers if name}):
+        path = reached.tree.root.joinpath(*module.split(".")).with_suffix(".py")
+        beside = sorted(path.parent.glob("*.cu")) if path.is_file() else []
+        text = path.read_text(encoding="utf-8") if beside else ""
+        if named := [source for source in beside if f'"{source.name}"' in text]:
+            found[module] = named
+    return found
+
+
+def hash_of(reached: Closure) -> str:
+    """The hash of some definitions, and of the CUDA C++ that they compile."""
+    sources = sorted({source for some in cuda_sources(reached).values() for source in some})
+    if not sources:
+        return reached.hash
+    return hashlib.sha256(
+        reached.hash.encode() + b"".join(source.read_bytes() for source in sources)
+    ).hexdigest()
 
 
 def is_kernel(reached: Closure, module: str, name: str) -> bool:
@@ -52,7 +77,7 @@ def is_kernel(reached: Closure, module: str, name: str) -> bool:
 def code_of(name: str) -> dict[str, Any]:
     """The part of an entry that says which code it is about."""
     reached = closure(functions()[name])
-    return {"source_hash": reached.hash, "kernels": kernels_of(reached), "modules": reached.modules}
+    return {"source_hash": hash_of(reached), "kernels": kernels_of(reached), "modules": reached.modules}
 
 
 def entry_of(test: str) -> str:
@@ -64,7 +89,7 @@ def entry_of(test: str) -> str:
 
 def is_fresh(name: str, entry: Mapping[str, Any] | None) -> bool:
     """Whether a GPU tested the code as it is now."""
-    return entry is not None and entry["source_hash"] == closure(functions()[name]).hash
+    return entry is not None and entry["source_hash"] == hash_of(closure(functions()[name]))
 
 
 def problem(name: str, entry: Mapping[str, Any] | None, measured: Sequence[Row]) -> str:

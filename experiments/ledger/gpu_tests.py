@@ -45,12 +45,15 @@ def families(name: str, entries: Entries) -> list[str] | None:
     return entries.get(name, {}).get("tests", {}).get("families") or None
 
 
-def run_tests(root: Path, names: Sequence[str], entries: Entries, seconds: float) -> str:
+def run_tests(
+    root: Path, names: Sequence[str], entries: Entries, seconds: float, of_new: Sequence[str] = ()
+) -> str:
     """Run the jobs that some entries need and the journal lacks, for at most so long; in words how that ended.
 
-    These are the jobs of the families that tested them last, or that say that they test them; all, where one was never tested.
+    These are the jobs of the families that tested them last, or that say that they test them. Where one was never tested, those
+    of the families `of_new`, or all where none are named.
     """
-    known = [families(name, entries) for name in names]
+    known = [families(name, entries) or list(of_new) for name in names]
     chosen = sorted({family for one in known for family in one or ()}) if all(known) else None
     script = root / TESTS
     if not script.is_file():

@@ -4,6 +4,11 @@ The same as `ao-lab ledger --refresh`, for a machine where only Python is: ::
 
     python3 -c "from experiments.ledger.refresh import refresh; refresh(seconds=480)"
 
+Entries that were never tested are tested by every family of tests, as any may test them. Where it is known which do, these
+alone run, and no benchmark: ::
+
+   python3 -c 'from experiments.ledger.refresh import ROOT, test_stale; test_stale(["sparsity", "situations"], 110, ROOT)'
+
 What was tested is in ``reports/gpu/ledger.json`` and, as long as not all of it is, ``reports/gpu/ledger.partial.jsonl``; what
 was measured in ``reports/data/kernels.csv``. Bring these three to the next machine, and it goes on from there.
 """
@@ -49,7 +54,7 @@ def refresh(seconds: float = TOTAL_SECONDS, everything: bool = False, root: Path
         gpu_tests.journal_of(root).unlink(missing_ok=True)
     stale = stale_entries(root)
     if stale:
-        test(stale, root, seconds * TEST_PART)
+        test(stale, root, seconds * TEST_PART, ())
     measure(seconds - (time.monotonic() - started), everything)
     return ledger.path_of(root)
 
@@ -67,12 +72,23 @@ def stale_entries(root: Path = ROOT) -> list[str]:
     return [name for name in known.functions() if not stands(name)]
 
 
-def test(stale: Sequence[str], root: Path, seconds: float) -> list[str]:
-    """Run the tests of stale entries and write those whose tests are all over; returns their names."""
+def test_stale(of_new: Sequence[str], seconds: float, root: Path) -> list[str]:
+    """Test what is stale, entries that were never tested by some families alone, and measure nothing; the entries written."""
+    provenance.forget()
+    known.functions.cache_clear()
+    stale = stale_entries(root)
+    return test(stale, root, seconds, of_new) if stale else []
+
+
+def test(stale: Sequence[str], root: Path, seconds: float, of_new: Sequence[str]) -> list[str]:
+    """Run the tests of stale entries and write those whose tests are all over; returns their names.
+
+    of_new: families that test entries which were never tested; all, where none are named.
+    """
     entries = ledger.read(root)
     code = {name: known.code_of(name) for name in stale}
     gpu_tests.begin(root, {name: one["source_hash"] for name, one in code.items()})
-    state = gpu_tests.run_tests(root, stale, entries, seconds)
+    state = gpu_tests.run_tests(root, stale, entries, seconds, of_new)
     jobs, sizes = gpu_tests.finished(root)
     tests, unfinished = gpu_tests.tests_of(jobs), gpu_tests.open_families(jobs, sizes)
 
@@ -121,4 +137,4 @@ def driver() -> str:
     return words[0] if done.returncode == 0 and words else "unknown"
 
 
-__all__ = ["TOTAL_SECONDS", "has_device", "refresh", "stale_entries"]
+__all__ = ["TOTAL_SECONDS", "has_device", "refresh", "stale_entries", "test_stale"]

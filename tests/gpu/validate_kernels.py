@@ -49,11 +49,12 @@ from tests.gpu.kernels.numerics import schemes as kernel_schemes
 from tests.gpu.kernels.numerics import torch_integration as kernel_torch
 from tests.gpu.sparsity import storage as sparse_storage
 from tests.gpu.sparsity import tiles as sparse_tiles
+from tests.gpu.sparsity.products import layers as sparse_layers
 
 FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
             kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
             kernel_saturation, kernel_pair, kernel_situations, kernel_jax, sparse_storage,
-            sparse_tiles)  # fmt: skip
+            sparse_tiles, sparse_layers)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows

@@ -33,7 +33,7 @@ DOWN, ACROSS, TILE = 4, 8, 2048
 BLOCKS = tl.constexpr(DOWN * ACROSS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["height", "width"])
 def transposable_kernel(
     w, mask, values, metadata, values_t, metadata_t, height, width,
     BYTES: tl.constexpr, IS_BF16: tl.constexpr, MASKED: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,

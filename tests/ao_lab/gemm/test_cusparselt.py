@@ -23,10 +23,11 @@ TAKEN = [("bfloat16", None), ("int8_rowwise", "int8_rowwise"), ("int8_rowwise", 
 
 
 class Library:
-    """cuSPARSELt on a CPU: algorithm 2 is wrong, 3 changes from call to call, 1 is refused; the search says 2."""
+    """cuSPARSELt on a CPU: algorithm 2 is wrong, 3 changes from call to call, 1 is refused; the search says 2. Nothing of a
+    dtype in `refused` is multiplied."""
 
     def __init__(self):
-        self.calls, self.compressed = [], 0
+        self.calls, self.compressed, self.refused = [], 0, set()
 
     def compress(self, dense):
         assert dense.is_contiguous()
@@ -47,16 +48,18 @@ class Library:
     ):
         assert transpose_result
         assert b.t().is_contiguous()
+        assert b.data_ptr() % 16 == 0
         assert b.shape[1] % (16 if b.dtype.itemsize == 1 else 8) == 0
         assert (out_dtype is None) == (b.dtype.itemsize == 2)
-        assert alpha is None or (
-            alpha.dtype == torch.float32 and alpha.shape == (packed.shape[0],) and alpha.is_contiguous()
-        )
+        # A vector is refused for float8, and a number waits for the GPU.
+        assert alpha is None
+        assert bias is None or (bias.dtype == b.dtype and bias.is_contiguous() and bias.data_ptr() % 16 == 0)
+        if b.dtype in self.refused:
+            raise RuntimeError("CUDA error: operation not supported\nmore")
         self.calls.append(alg_id)
         if alg_id == 1:
             raise RuntimeError("CUDA error: operation not supported when calling `cusparseLtMatmul`")
         y = b.t().double() @ packed.double().t()
-        y = y if alpha is None else y * alpha.double()
         y = y if bias is None else y + bias.double()
         wrong = alg_id == 2 or (alg_id == 3 and len(self.calls) % 2 and not torch.equal(y, y.round()))
         return (y + 1 if wrong else y).to(out_dtype or b.dtype)
@@ -154,6 +157,50 @@ def test_algorithms_that_are_wrong_are_not_taken(element, library):
     probe = Probe(64, 128, 5, element, CPU)
     assert [one.alg_id for one in probe.algorithms()] == [2, 0, 1, 3, 4, 5]
     assert [probe.is_exact(Algorithm(number)) for number in (0, 1, 2, 3)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_operands_that_the_library_cannot_read_are_copied(offset, library, monkeypatch):
+    """Views at odd addresses, and of every other element."""
+    monkeypatch.setattr(cusparselt, "known", lambda *key: Algorithm(0))
+    w = weight("bfloat16")
+    numbers = torch.randint(-3, 4, (8 * 128 + 1,), generator=torch.Generator().manual_seed(1)).bfloat16()
+    x, bias = numbers[offset : offset + 8 * 128].view(8, 128), numbers[offset : offset + 128 : 2]
+    found = cusparselt.run(x, w.t(), bias)
+    assert same(found, cusparselt.run(x.clone(), w.t(), bias.clone()))
+    assert library.calls == [0, 0]
+
+
+def test_a_bias_of_another_dtype_is_added_by_the_dense_product(library, monkeypatch):
+    """The library reads a bias as the output's dtype, unchecked."""
+    monkeypatch.setattr(cusparselt, "known", lambda *key: Algorithm(0))
+    w, x = weight("bfloat16").t(), torch.randn(8, 128).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        cusparselt.run(x, w, torch.zeros(64))
+    assert library.calls == []
+
+
+def test_what_the_library_refuses_is_listed_by_tune_and_not_offered(library):
+    library.refused.add(torch.float8_e4m3fn)
+    layer = torch.nn.Linear(128, 64, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight("fp8_rowwise", "fp8_rowwise"), requires_grad=False)
+    (choice,) = tune(layer, torch.randn(8, 128).to(torch.bfloat16)).choices
+    (found,) = (one for one in choice.candidates if one.kernel == "cusparselt")
+    assert found.seconds is None
+    assert (
+        found.reason
+        == "cuSPARSELt refuses torch.float8_e4m3fn of shape (64, 128): CUDA error: operation not supported"
+    )
+    assert choice.kernel == "dequantize"
+
+
+def test_algorithms_that_refuse_the_operands_of_a_layer_are_not_taken(library):
+    def call(algorithm):
+        if algorithm.alg_id != 4:
+            raise RuntimeError("CUDA error: operation not supported")
+        return torch.zeros(8, 64)
+
+    assert search(call, (64, 128, 8), torch.bfloat16, CPU) == Algorithm(4)
 
 
 def test_algorithms_that_change_are_not_taken(library, monkeypatch):

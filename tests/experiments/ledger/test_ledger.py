@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,26 @@ def test_functions_with_kernels_have_entries():
     kernels = entries.code_of("encode")["kernels"]
     assert "fast.kernels.encode.pointwise" in kernels
     assert not any(name.startswith("fast.kernels.linear") for name in kernels)
+
+
+def test_cuda_sources_belong_to_the_code_of_an_entry(monkeypatch):
+    """A kernel that is no Triton function counts by the file that its module names."""
+    assert "linear_sparse" in entries.functions()
+    before = entries.code_of("linear_sparse")
+    assert "fast.kernels.sparse_mm.variants" in before["kernels"]
+    others = entries.code_of("encode")["source_hash"]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"another kernel")
+    assert entries.code_of("linear_sparse")["source_hash"] != before["source_hash"]
+    assert not entries.is_fresh("linear_sparse", {"source_hash": before["source_hash"]})
+    assert entries.code_of("encode")["source_hash"] == others
+
+
+def test_new_entries_are_tested_by_the_families_that_are_named(clone, monkeypatch):
+    """And by those that say that they test them."""
+    monkeypatch.setattr(refresh, "stale_entries", lambda root: ["cast"])
+    assert refresh.test_stale(["casts"], 60.0, clone) == ["cast"]
+    assert ran(clone) == ["casts a", "casts b", "both a"]
+    assert ledger.read(clone)["cast"]["tests"]["state"] == "ran"
 
 
 def test_a_refresh_makes_every_entry_and_the_next_runs_nothing(clone):

@@ -24,7 +24,8 @@ from tests.gpu.harness.poison import poisoned
 
 WATCHED = ("quantize", "dequantize", "choose_scales", "encode", "decode", "pack", "unpack", "fake_quantize",
            "fake_quantize_vjp", "linear", "quantize_both", "rms_norm_quantize", "swiglu_quantize",
-           "prune", "compress", "decompress", "quantize_compressed", "prune_transposable", "compress_transposable")  # fmt: skip
+           "prune", "compress", "decompress", "quantize_compressed", "prune_transposable", "compress_transposable",
+           "linear_sparse", "linear_sparse_int4")  # fmt: skip
 SHOWN = 6  # failing checks of a job that keep their text
 UNSET = object()
 #: Bytes that outputs hold before they are written; none is the code or scale that a test would expect throughout.

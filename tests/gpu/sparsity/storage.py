@@ -24,7 +24,7 @@ MORE = ((0, 64), (256, 14336), (5, 12))
 
 def jobs(settings: Settings) -> list[Job]:
     """Family "sparsity"."""
-    made = [Job("sparsity", f"masks {name}", "prune", masks_case, (name,), 2.0) for name in SCORES]
+    made = [Job("sparsity", f"masks {name}", "prune", masks_case, (name,), 8.0) for name in SCORES]
     made += [Job("sparsity", f"storage {name}", "compress", storage_case, (name,), 3.0) for name in STORED]
     return made + [
         Job("sparsity", f"codes {name}", "quantize_compressed", codes_case, (name,), 2.0) for name in CODES

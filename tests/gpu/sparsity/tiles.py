@@ -16,10 +16,11 @@ from tests.gpu.harness.run import Run, Settings, outcome
 from tests.gpu.sparsity.inputs import generator, patterns
 
 FLOATS = ("float32", "bfloat16", "float16")
-#: Programs that are filled and that are not, one block, a batch; tiles that the reference takes, and none.
-SHAPES = ((64, 128), (8, 8), (24, 72), (2, 8, 16), (12, 8), (0, 64))
+#: Programs that are filled; those that are not, one block, a batch, tiles that the reference takes, and none.
+SHAPES = {"whole": ((64, 128),), "cut": ((8, 8), (24, 72), (2, 8, 16), (12, 8), (0, 64))}
 #: Hundreds of programs.
-MORE = ((512, 1024),)
+MORE = {"whole": ((512, 1024),), "cut": ((136, 264),)}
+FUNCTIONS = ("prune_transposable", "compress_transposable")
 KINDS = ("patterns", "normal", "few", "wide", "close")
 
 
@@ -41,15 +42,19 @@ def tiles(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor
 
 
 def jobs(settings: Settings) -> list[Job]:
-    """Family "sparsity"."""
+    """Family "sparsity". A job compiles one kernel, of float32 another for addresses that are no multiples of 16: seconds
+    each."""
     return [
-        Job("sparsity", f"tiles {name}", "prune_transposable", tiles_case, (name,), 3.0) for name in FLOATS
+        Job("sparsity", f"tiles {name} {part}", function, tiles_case, (name, function, part), weight)
+        for function, weight in zip(FUNCTIONS, (8.0, 16.0), strict=True)
+        for name in FLOATS
+        for part in SHAPES
     ]
 
 
-def inputs(run: Run, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def inputs(run: Run, name: str, part: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a dtype on the CPU, with labels."""
-    shapes = (*SHAPES, *MORE) if run.settings.fraction > 0.1 else SHAPES
+    shapes = (*SHAPES[part], *MORE[part]) if run.settings.fraction > 0.1 else SHAPES[part]
     for shape in shapes:
         for kind in KINDS:
             yield f"{name} {shape} {kind}", tiles(getattr(torch, name), shape, kind)
@@ -69,21 +74,22 @@ def flat(made: Any) -> Any:
     return tuple(part for pair in made for part in pair) if isinstance(made, tuple) else made
 
 
-def tiles_case(run: Run, name: str) -> None:
-    """Masks, both orientations, scores of another tensor, views that are not contiguous."""
-    if run.missing("prune_transposable"):
+def tiles_case(run: Run, name: str, function: str, part: str) -> None:
+    """Inputs of whole or cut programs; of whole ones scores of another tensor, and views that are not contiguous."""
+    if run.missing(function):
         return
-    for label, w in inputs(run, name):
-        both(run, "prune_transposable", label, w)
-        both(run, "compress_transposable", label, w)
+    for label, w in inputs(run, name, part):
+        both(run, function, label, w)
+    if part == "cut":
+        return
     base = tiles(getattr(torch, name), (64, 128), "patterns")
-    both(run, "prune_transposable", f"{name} given", torch.zeros(64, 128), scores=base)
+    if function == "prune_transposable":
+        both(run, function, f"{name} given", torch.zeros(64, 128), scores=base)
     placed = run.put(base)
     odd = placed.reshape(-1)[1 : 1 + 64 * 64].view(64, 64)
     cut = {"half": placed[:, 64:], "every other": placed[:, ::2], "turned": placed[:, :64].t(), "odd": odd}
     for label, view in cut.items():
-        for function in ("prune_transposable", "compress_transposable"):
-            whole = view.cpu().contiguous()
-            wanted = outcome(lambda whole=whole, function=function: flat(getattr(reference, function)(whole)))
-            got = run.guarded(lambda view=view, function=function: flat(getattr(run.fast, function)(view)))
-            run.compare(function, f"{name} {label}", got, wanted)
+        whole = view.cpu().contiguous()
+        wanted = outcome(lambda whole=whole: flat(getattr(reference, function)(whole)))
+        got = run.guarded(lambda view=view: flat(getattr(run.fast, function)(view)))
+        run.compare(function, f"{name} {label}", got, wanted)

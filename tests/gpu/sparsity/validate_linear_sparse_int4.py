@@ -25,15 +25,9 @@ import fast
 import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.sparsity.products import int4_timing as speed
-from tests.gpu.sparsity.products.int4_cases import Case, as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products.int4_cases import EXACT, Case, as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result
 
-#: Rows of inputs, rows and columns of the weight, columns of a scale.
-EXACT = (
-    (1, 64, 512, 128), (1, 37, 4096, 128), (2, 16, 1024, 64), (3, 5, 256, 32), (4, 100, 352, 32), (8, 48, 14336, 256),
-    (5, 33, 192, 64), (16, 80, 640, 128), (17, 64, 256, 64), (33, 47, 512, 32), (64, 96, 1024, 128), (65, 32, 256, 128),
-    (1, 4112, 1024, 128), (16, 1001, 256, 128),
-)  # fmt: skip
 BOUND = ((1, 64, 4096, 128), (2, 48, 1024, 32), (16, 64, 1024, 64), (64, 32, 2048, 128))
 REPEATS = 50
 

@@ -11,6 +11,12 @@ import torch
 
 #: Indices of the six pairs of a group.
 PAIRS = tuple(i | j << 2 for i in range(4) for j in range(i + 1, 4))
+#: Rows of inputs, rows and columns of the weight, columns of a scale.
+EXACT = (
+    (1, 64, 512, 128), (1, 37, 4096, 128), (2, 16, 1024, 64), (3, 5, 256, 32), (4, 100, 352, 32), (8, 48, 14336, 256),
+    (5, 33, 192, 64), (16, 80, 640, 128), (17, 64, 256, 64), (33, 47, 512, 32), (64, 96, 1024, 128), (65, 32, 256, 128),
+    (1, 4112, 1024, 128), (16, 1001, 256, 128),
+)  # fmt: skip
 FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
