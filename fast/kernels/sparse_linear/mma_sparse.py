@@ -16,6 +16,8 @@ product that is not zero, and the accumulator, by one of them, the delivered sum
 4 (16 + 3) = 76 (where the instruction is two of half its depth, 88) of 256, and fewer columns, down to 32, 4 (K / 8 + 6) of
 2 K. Multiply-adds, at most K / 128 of them for a warp, and trees, at most 6 more, have the rest.
 
+X is read in place, or as `arrange` has laid it out; the numbers and their order are the same.
+
 Rows of X beyond the last are the last one again, rows of W too; neither is stored. What lies beyond K reads as zeros, with
 indices that exist.
 """
@@ -29,6 +31,8 @@ from fast.kernels.sparse_linear.assembly import DECODE_OPERANDS, PRODUCT_OPERAND
 
 #: Columns of a turn of one warp, of a lane in it, and rows of an instruction; columns of it.
 TURN, PART, ROWS, COLUMNS = gl.constexpr(128), gl.constexpr(32), gl.constexpr(16), gl.constexpr(8)
+#: Words of a column tile of a turn where X is arranged.
+WORDS_OF_TURN = gl.constexpr(512)
 #: Assembly by (bfloat16).
 DECODE = gl.constexpr([decode_asm(kind) for kind in ("f16", "bf16")])
 PRODUCTS = gl.constexpr([products_asm(kind) for kind in ("f16", "bf16")])
@@ -43,12 +47,12 @@ NOTHING_KEPT = gl.constexpr(-286331154)
 def mma_sparse_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr,
-    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr,
-    USE_PDL: gl.constexpr,
+    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, ARRANGED: gl.constexpr, STORAGE: gl.constexpr,
+    DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
-    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; STORAGE: of scales, float32 or bfloat16, which may come as
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of scales, float32 or bfloat16, which may come as
     patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
@@ -68,7 +72,11 @@ def mma_sparse_kernel(
     words, one, other = _stored(codes, metadata, first, k, rows, LENGTH, FEW, TILE)
     pairs = ()
     for column in gl.static_range(SUMS):
-        pairs = pairs + (_pairs(x, begun, column, k, count, LENGTH, PARTS, TILE),)  # noqa: RUF005, Gluon has no unpacking
+        if ARRANGED:
+            p = _arranged(x, gl.program_id(1) * SUMS + column, k, STEPS * CHUNKS * WARPS_K, TILE)
+        else:
+            p = _pairs(x, begun, column, k, count, LENGTH, PARTS, TILE)
+        pairs = pairs + (p,)  # noqa: RUF005, Gluon has no unpacking
     place = _place(WARPS_K, TILE)
     total = ()
     for _ in gl.static_range(TILES * SUMS):
@@ -97,8 +105,11 @@ def mma_sparse_kernel(
             inputs = ()
             for column in gl.static_range(SUMS):
                 for register in gl.static_range(4):
-                    p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
-                    v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)
+                    if ARRANGED:
+                        v = gl.load(pairs[column] + (step * (4 * STEP) + (WORDS_OF_TURN * chunk + 128 * register)))
+                    else:
+                        p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
+                        v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)
                     inputs = inputs + (v,)  # noqa: RUF005
             made = ()
             for tile in gl.static_range(TILES):
@@ -211,6 +222,13 @@ def _pairs(
     lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
     row = gl.minimum(begun + (COLUMNS * COLUMN + lane // 4) // PARTS, count - 1)
     return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (PART // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
+
+
+@gluon.jit
+def _arranged(x, column, k, TURNS: gl.constexpr, TILE: gl.constexpr):
+    """Pointers to what a lane has in b0 of the four instructions of a turn, of a column tile of arranged inputs."""
+    lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+    return as_words(x) + ((column * TURNS + k // TURN) * WORDS_OF_TURN + (4 * lane + at))
 
 
 @gluon.jit
