@@ -16,10 +16,8 @@ product that is not zero, and the accumulator, by one of them, the delivered sum
 4 (16 + 3) = 76 (where the instruction is two of half its depth, 88) of 256, and fewer columns, down to 32, 4 (K / 8 + 6) of
 2 K. Multiply-adds, at most K / 128 of them for a warp, and trees, at most 6 more, have the rest.
 
-X is read in place, or as `arrange` has laid it out; the numbers and their order are the same.
-
-Rows of X beyond the last are the last one again, rows of W too; neither is stored. What lies beyond K reads as zeros, with
-indices that exist.
+X is read in place, or as `arrange` has laid it out, to the same bits. Rows of X beyond the last are the last one again, rows of
+W too; neither is stored. What lies beyond K reads as zeros, with indices that exist.
 """
 
 import triton.experimental.gluon.language as gl
@@ -52,8 +50,8 @@ def mma_sparse_kernel(
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
-    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of scales, float32 or bfloat16, which may come as
-    patterns; USE_PDL: launched before the kernel in front of it has ended."""
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of scales,
+    float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
     PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK
@@ -106,7 +104,8 @@ def mma_sparse_kernel(
             for column in gl.static_range(SUMS):
                 for register in gl.static_range(4):
                     if ARRANGED:
-                        v = gl.load(pairs[column] + (step * (4 * STEP) + (WORDS_OF_TURN * chunk + 128 * register)))
+                        p = pairs[column] + (step * (STEP * 4) + (WORDS_OF_TURN * chunk + 128 * register))
+                        v = gl.load(p)
                     else:
                         p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
                         v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)

@@ -7,9 +7,9 @@ eight lines of the cache, and a multiprocessor does one line a cycle,
 
 which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by (4096, 14336). So
 
-* one to FEW_ROWS rows: reading the weight is all. A warp is started and ended for so long that there are as few as keep the
-  memory busy, two a scheduler, but none has more than MOST_WORK turns of 128 columns by 16 rows. It reads up to AT_ONCE of those
-  at once, in two steps at least.
+* one to FEW_ROWS rows: reading the weight is all. Starting and ending a warp takes so long that there are as few as keep the
+  memory busy, two a scheduler, but none has more than MOST_WORK turns of 128 columns by 16 rows. It reads up to AT_ONCE of
+  those at once, in two steps at least.
 * more rows in place: two row tiles and all columns in a program, whose lines then are fewest, where such programs are on most
   multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
 * more rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds.
@@ -28,7 +28,7 @@ MOST_SUMS, MOST_TILES = 4, 2
 BUSY, MOST_WARPS_K, WARPS_K, MOST_WORK = 1000, 16, 4, 16
 #: Turns, of as many row tiles, that a warp reads at once.
 AT_ONCE = 4
-#: Twice the multiprocessors: with fewer programs of two row tiles, one row tile; with more, several on each overlap their steps.
+#: Twice the multiprocessors: with fewer programs of two row tiles, one row tile; with more, those on one overlap their steps.
 FULL = 2 * 132
 #: Programs that are on most multiprocessors.
 SPREAD = 96
@@ -67,7 +67,9 @@ def weight_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     turns = ceil_div(length, TURN.value)
     wanted = max(BUSY, programs * tiles * turns // MOST_WORK)
     warps_k = _warps(programs, turns, wanted, MOST_WARPS_K)
-    return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, AT_ONCE // (tiles * sums), 2))
+    # Several column tiles at two turns have more registers than two programs of more warps can.
+    most = AT_ONCE // (tiles * sums) if sums == 1 or warps_k <= WARPS_K else 1
+    return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most, 2))
 
 
 def input_bound(rows: int, length: int, group: int, count: int) -> Tiling:
