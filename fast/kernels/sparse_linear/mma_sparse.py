@@ -50,8 +50,8 @@ def mma_sparse_kernel(
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
-    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of scales,
-    float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of
+    scales, float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
     PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK

@@ -75,7 +75,9 @@ def weight_bound(rows: int, length: int, group: int, count: int) -> Tiling:
 def input_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     """Where reading X in place takes as long as reading the weight."""
     columns = _columns(group, count)
-    tiles, sums = MOST_TILES, _sums(columns)
+    sums = _sums(columns)
+    # Masks of parts beside four column tiles leave registers for one row tile.
+    tiles = 1 if sums == MOST_SUMS and group < TURN.value else MOST_TILES
 
     def programs() -> int:
         return ceil_div(rows, ROWS.value * tiles) * ceil_div(columns, sums)
@@ -86,7 +88,7 @@ def input_bound(rows: int, length: int, group: int, count: int) -> Tiling:
         tiles = 1
     most, wanted = (WARPS_K, WARPS_K * programs()) if tiles > 1 else (MOST_WARPS_K, BUSY)
     warps_k = _warps(programs(), ceil_div(length, TURN.value), wanted, most)
-    most_chunks = 2 if programs() <= FULL and sums < MOST_SUMS else 1
+    most_chunks = 2 if sums == 1 or (sums < MOST_SUMS and programs() <= FULL) else 1
     return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most_chunks, 4))
 
 
