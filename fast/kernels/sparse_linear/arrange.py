@@ -13,7 +13,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from fast.kernels.linear.gluon import as_words, axis_range, wait_for_previous
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, PART, TURN, WORDS_OF_TURN
+from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN
+from fast.kernels.sparse_linear.weight_reads import PART, TURN
 
 WARPS = gl.constexpr(4)
 

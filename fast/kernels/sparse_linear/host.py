@@ -11,8 +11,9 @@ from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_devic
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sparse_linear import arrange
 from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, ROWS, TURN, WORDS_OF_TURN, mma_sparse_kernel
+from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, tiling_of
+from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64

@@ -20,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fast.kernels.quantize.geometry import ceil_div
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, ROWS, TURN
+from fast.kernels.sparse_linear.mma_sparse import COLUMNS
+from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
 
 #: The most column tiles and row tiles of a program, so that three programs of four warps have a multiprocessor's registers.
 MOST_SUMS, MOST_TILES = 4, 2

@@ -11,8 +11,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.sparse_linear import tilings
-from fast.kernels.sparse_linear.mma_sparse import TURN
 from fast.kernels.sparse_linear.tilings import tiling_of
+from fast.kernels.sparse_linear.weight_reads import TURN
 
 ROOT = Path(__file__).resolve().parents[4]
 GROUP = 128
