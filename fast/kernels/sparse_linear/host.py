@@ -12,12 +12,13 @@ from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sparse_linear import arrange
 from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
-from fast.kernels.sparse_linear.tilings import Tiling, tiling_of
+from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64
 INPUTS = (torch.bfloat16, torch.float16)
+WIDE_REGISTERS = 128
 NAMES = ("x", "codes", "metadata", "scale", "bias", "y")
 
 
@@ -43,6 +44,11 @@ def linear_sparse_int4(
         return None
     storage = "float32" if scale.dtype == torch.float32 else "bfloat16"
     tiling = tiling or tiling_of(rows, length, group, count)
+    if tiling.wide and not is_wide(length, group, tiling):
+        raise ValueError(
+            f"{tiling}: wide reads are of pairs of turns of a K that 256 divides, of groups of at least 64 columns, of "
+            f"inputs in place; K is {length}, the group {group}"
+        )
     launch = launch_of(rows, length, group, count, storage, FLOAT_NAMES[x.dtype], tiling)
     given = (x, codes, metadata, scale, bias)
     call = Call(dict(zip(NAMES, given, strict=False)), words=("x", "codes", "metadata"))
@@ -68,13 +74,15 @@ def launch_of(
     """The launch of `mma_sparse_kernel` with these tiles."""
     few = rows < ROWS.value * tiling.tiles
     tiles = 1 if few else tiling.tiles
-    columns = tiling.sums * COLUMNS.value // max(1, TURN.value // group)
+    columns = tiling.sums * COLUMNS.value // tiling.parts(group)
     grid = (ceil_div(rows, ROWS.value * tiles), ceil_div(count, columns), 1)
     tail = (
         count, rows, length, group, tiling.warps_k, tiling.chunks, tiling.ahead, tiles, tiling.sums, rows < ROWS.value,
-        tiling.arranged, storage, dtype, True,
+        tiling.arranged, tiling.wide, storage, dtype, True,
     )  # fmt: skip
-    return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True)
+    # Reads of two turns ask for more registers than four programs of four warps have, and need no more.
+    limit = {"maxnreg": WIDE_REGISTERS} if tiling.wide and tiles > 1 else {}
+    return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True, **limit)
 
 
 def arrange_launch_of(

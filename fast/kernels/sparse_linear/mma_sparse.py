@@ -44,16 +44,20 @@ BYTES, DOWN, UP = gl.constexpr(assembly.BYTES), gl.constexpr(assembly.DOWN), gl.
 def mma_sparse_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr,
-    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, ARRANGED: gl.constexpr, STORAGE: gl.constexpr,
-    DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
+    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, ARRANGED: gl.constexpr, WIDE: gl.constexpr,
+    STORAGE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
-    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; STORAGE: of
-    scales, float32 or bfloat16, which may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; WIDE: reads of two
+    turns (`weight_reads`), CHUNKS even, K a multiple of 256, BLOCK 64 at least; STORAGE: of scales, float32 or bfloat16, which
+    may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
-    PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK
+    READ: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0]) if WIDE else TILE
+    # Columns that four lanes read, of one scale each part.
+    ALL: gl.constexpr = 2 * TURN if WIDE else TURN
+    PARTS: gl.constexpr = 1 if BLOCK >= ALL else ALL // BLOCK
     SPAN: gl.constexpr = TURN * CHUNKS
     STEP: gl.constexpr = SPAN * WARPS_K
     STEPS: gl.constexpr = (LENGTH + STEP - 1) // STEP
@@ -66,13 +70,14 @@ def mma_sparse_kernel(
         scale = scale.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     begun = gl.program_id(1) * (SUMS * COLUMNS // PARTS)
     k = axis_range(WARPS_K, 0, 3, TILE) * SPAN
-    words, one, other = weight_pointers(codes, metadata, first, k, rows, LENGTH, FEW, TILE)
+    k_read = axis_range(WARPS_K, 0, 3, READ) * SPAN
+    words, one, other = weight_pointers(codes, metadata, first, k_read, rows, LENGTH, FEW, WIDE, READ)
     pairs = ()
     for column in gl.static_range(SUMS):
         if ARRANGED:
             p = _arranged(x, gl.program_id(1) * SUMS + column, k, STEPS * CHUNKS * WARPS_K, TILE)
         else:
-            p = _pairs(x, begun, column, k, count, LENGTH, PARTS, TILE)
+            p = _pairs(x, begun, column, k, count, LENGTH, PARTS, ALL // 4, TILE)
         pairs = pairs + (p,)  # noqa: RUF005, Gluon has no unpacking
     place = _place(WARPS_K, TILE)
     total = ()
@@ -82,23 +87,26 @@ def mma_sparse_kernel(
     following = ()
     if AHEAD:
         following = read_weight(
-            words, one, other, scale, first, rows, k, 0, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE, FEW, TILE
+            words, one, other, scale, first, rows, k_read, 0, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE, FEW,
+            WIDE, TILE,
         )  # fmt: skip
     for step in range(0, STEPS):
         stored = following
         if AHEAD:
             following = read_weight(
-                words, one, other, scale, first, rows, k, step + 1, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE,
-                False, FEW, TILE,
+                words, one, other, scale, first, rows, k_read, step + 1, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE,
+                False, FEW, WIDE, TILE,
             )  # fmt: skip
         else:
             stored = read_weight(
-                words, one, other, scale, first, rows, k, step, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE,
-                FEW, TILE,
+                words, one, other, scale, first, rows, k_read, step, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE,
+                FEW, WIDE, TILE,
             )  # fmt: skip
         _keep_order()
         for chunk in gl.static_range(CHUNKS):
-            beyond = LENGTH - TURN * chunk - step * STEP - k
+            # Columns of the first turn of a wide read, and of this one from there.
+            begin, more = (chunk // 2 * 2 * TURN, chunk % 2 * PART) if WIDE else (chunk * TURN, 0)
+            beyond = LENGTH - begin - step * STEP - k
             inputs = ()
             for column in gl.static_range(SUMS):
                 for register in gl.static_range(4):
@@ -106,8 +114,8 @@ def mma_sparse_kernel(
                         p = pairs[column] + (step * (STEP * 4) + (WORDS_OF_TURN * chunk + 128 * register))
                         v = gl.load(p)
                     else:
-                        p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
-                        v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)
+                        p = pairs[column] + (step * (STEP // 2) + (begin + more) // 2)
+                        v = _inputs(p, column, register, beyond, PARTS, ALL // 4, WHOLE, TILE)
                     inputs = inputs + (v,)  # noqa: RUF005
             made = ()
             for tile in gl.static_range(TILES):
@@ -159,12 +167,14 @@ def _place(WARPS_K: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _pairs(
-    x, begun, COLUMN: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr, TILE: gl.constexpr
+    x, begun, COLUMN: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr, LANE: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the pairs of inputs of column 8 COLUMN + g that a lane has in b0 of the four instructions."""
+    """Pointers to the pairs of inputs of column 8 COLUMN + g that a lane has in b0 of the four instructions. LANE: columns
+    of a lane that reads the weight."""
     lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
     row = gl.minimum(begun + (COLUMNS * COLUMN + lane // 4) // PARTS, count - 1)
-    return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (PART // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
+    return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (LANE // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
 
 
 @gluon.jit
@@ -176,18 +186,19 @@ def _arranged(x, column, k, TURNS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _inputs(
-    pairs, COLUMN: gl.constexpr, REGISTER: gl.constexpr, beyond, PARTS: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr
+    pairs, COLUMN: gl.constexpr, REGISTER: gl.constexpr, beyond, PARTS: gl.constexpr, LANE: gl.constexpr,
+    WHOLE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Register REGISTER of B, of the four instructions of a turn: the codes that it meets are those of lane t' // 2, or two
     lanes further, of the first or the second half of their groups."""
-    pairs += PART * (REGISTER % 2) + 2 * (REGISTER // 2)
+    pairs += LANE * (REGISTER % 2) + 2 * (REGISTER // 2)
     if PARTS == 1 and WHOLE:
         return gl.load(pairs)
     else:
         lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
         reader = lane % 4 // 2 + REGISTER % 2 * 2
         own = reader // (4 // PARTS) == (COLUMNS * COLUMN + lane // 4) % PARTS
-        return gl.load(pairs, mask=own & (PART * reader + at * 0 < beyond), other=0)
+        return gl.load(pairs, mask=own & (LANE * reader + at * 0 < beyond), other=0)
 
 
 @gluon.jit

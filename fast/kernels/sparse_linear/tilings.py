@@ -12,6 +12,7 @@ which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by 
   those at once, in two steps at least.
 * more rows in place: two row tiles and all columns in a program, whose lines then are fewest, where such programs are on most
   multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
+  Codes, metadata and scales are 48 lines of a turn and row tile, of which reads of two turns (`weight_reads`) leave 32.
 * more rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds.
 """
 
@@ -37,12 +38,14 @@ SPREAD = 96
 FEW_ROWS = 4
 #: From how many rows on X is arranged; None: never.
 ARRANGED_FROM: int | None = None
+#: Up to how many rows a read of the weight is of two turns; 0: never.
+WIDE_UP_TO = 0
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Row tiles and column tiles of a program, its warps along K, turns that a warp takes at once, whether it reads them
-    one step before, and whether X is arranged first."""
+    one step before, whether X is arranged first, and whether a read of the weight is of two turns (`weight_reads`)."""
 
     tiles: int
     sums: int
@@ -50,13 +53,32 @@ class Tiling:
     chunks: int
     ahead: bool = False
     arranged: bool = False
+    wide: bool = False
+
+    def parts(self, group: int) -> int:
+        """Scales of the columns that four lanes read at once: columns of sums that a row of X has."""
+        return max(1, TURN.value * (2 if self.wide else 1) // group)
 
 
 def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
     """The tiles of a product of `count` rows of X by a weight (rows, length) with scales of `group` columns."""
     if ARRANGED_FROM is not None and count >= ARRANGED_FROM:
         return replace(weight_bound(rows, length, group, count), arranged=True)
-    return (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
+    found = (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
+    return (count <= WIDE_UP_TO and widened(found, length, group, count)) or found
+
+
+def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
+    """The same with reads of two turns; None where K, the group or the columns of sums are not for that."""
+    made = replace(tiling, chunks=max(2, tiling.chunks), wide=True)
+    fits = is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
+    return made if fits else None
+
+
+def is_wide(length: int, group: int, tiling: Tiling) -> bool:
+    """Whether reads of two turns serve: pairs of turns of which all exist or none, at most four scales in one."""
+    pairs = length % (2 * TURN.value) == 0 and tiling.chunks % 2 == 0
+    return pairs and 2 * group >= TURN.value and not tiling.arranged
 
 
 def weight_bound(rows: int, length: int, group: int, count: int) -> Tiling:
@@ -119,4 +141,4 @@ def _chunks(length: int, warps_k: int, most: int, steps: int) -> int:
     return next(fit, 1)
 
 
-__all__ = ["Tiling", "input_bound", "tiling_of", "weight_bound"]
+__all__ = ["Tiling", "input_bound", "is_wide", "tiling_of", "weight_bound", "widened"]

@@ -31,6 +31,12 @@ CASES = [
     ((33, 16, 128, 128), Tiling(1, 4, 1, 1)), ((1, 32, 1536, 256), Tiling(2, 1, 4, 2)), ((1, 31, 64, 64), Tiling(1, 1, 4, 2)),
 ]  # fmt: skip
 
+WIDE = [
+    ((1, 16, 256, 128), Tiling(1, 1, 1, 2)), ((3, 37, 1024, 128), Tiling(2, 1, 2, 2)), ((4, 48, 2048, 128), Tiling(1, 1, 2, 4)),
+    ((1, 40, 768, 128), Tiling(2, 1, 2, 2)), ((2, 5, 512, 128), Tiling(1, 1, 1, 4)), ((8, 33, 1024, 256), Tiling(2, 1, 2, 2)),
+    ((7, 16, 512, 64), Tiling(1, 2, 1, 2)), ((16, 16, 512, 128), Tiling(1, 4, 1, 2)),
+]  # fmt: skip
+
 
 def multiplied(case, tiling, storage="float32"):
     """What all programs of a launch write, over numbers that no result is."""
@@ -57,6 +63,15 @@ def multiplied(case, tiling, storage="float32"):
 @pytest.mark.parametrize(("shape", "tiling"), CASES, ids=str)
 def test_every_code_meets_its_input_and_its_scale(shape, tiling, ahead, arranged):
     tiling = replace(tiling, ahead=ahead, arranged=arranged)
+    for dtype in ("bfloat16", "float16"):
+        case = exact_case(*shape, dtype)
+        assert (multiplied(case, tiling) == reference.linear_sparse_int4(*case)).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("shape", "tiling"), WIDE, ids=str)
+def test_two_turns_at_a_read(shape, tiling, ahead):
+    tiling = replace(tiling, ahead=ahead, wide=True)
     for dtype in ("bfloat16", "float16"):
         case = exact_case(*shape, dtype)
         assert (multiplied(case, tiling) == reference.linear_sparse_int4(*case)).all()

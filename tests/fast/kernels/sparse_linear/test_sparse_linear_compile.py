@@ -55,7 +55,9 @@ def test_the_product(name):
     sparse = sum(n for name, n in machine.instructions.items() if name.startswith("HMMA.SP.16832.F32"))
     assert sparse == machine.named("HMMA", "HGMMA") == 4 * tiles * tiling.sums
     read = machine.accesses("LDG")
-    assert read[8] == 2 * tiles
+    # Of small groups the scales of two neighbouring columns of sums too, where a row of them begins at 8 bytes.
+    pairs_of_scales = group < 128 and length // group % 2 == 0 and call[3].dtype == FLOAT
+    assert read[8] == (4 if pairs_of_scales else 2) * tiles
     assert length % 128 or read[16] == 2 * tiles
     assert machine.count() <= most * 64 * tiles
     # Three programs of four warps at least; of the kernel in front all has been written before anything is read.
@@ -63,6 +65,26 @@ def test_the_product(name):
     assert machine.order.index("ACQBULK") < min(
         at for at, one in enumerate(machine.order) if one.startswith("LDG")
     )
+
+
+@pytest.mark.parametrize("shape", [UP, DOWN, SQUARE], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_turns_at_a_read(shape, count, monkeypatch):
+    """Codes 16 bytes at a time, the scales of both turns 8, and registers for four programs of two row tiles."""
+    monkeypatch.setattr(tilings, "WIDE_UP_TO", 4)
+    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(count, shape, 128), 128))
+    tiling = host.tiling_of(*shape, 128, count)
+    pairs = tiling.tiles * tiling.chunks // 2
+    assert (tiling.wide, machine.local, machine.stack) == (True, 0, 0)
+    assert machine.accesses("LDG") == {16: 6 * pairs, 8: 2 * pairs, 4: 16 * tiling.chunks}
+    assert machine.named("HMMA") == 8 * pairs
+    assert machine.registers <= 128
+
+
+def test_wide_reads_that_there_are_not():
+    for given, group in (((1, SQUARE, 32), 32), ((1, (64, 384), 128), 128)):
+        with pytest.raises(ValueError, match="wide reads are of pairs"):
+            host.linear_sparse_int4(*operands(*given), group, None, host.Tiling(1, 1, 1, 2, wide=True))
 
 
 @pytest.mark.parametrize("shape", [UP, DOWN, SQUARE, (37, 352)], ids=str)

@@ -13,7 +13,7 @@ import torch
 
 import fast
 from fast.kernels.sparse_linear import host
-from fast.kernels.sparse_linear.tilings import FEW_ROWS, Tiling, input_bound, tiling_of, weight_bound
+from fast.kernels.sparse_linear.tilings import FEW_ROWS, Tiling, input_bound, tiling_of, weight_bound, widened
 from tests.gpu.sparsity.products import int4_timing as speed
 
 #: Rows of inputs.
@@ -25,6 +25,10 @@ def choices(shape: tuple[int, int], count: int) -> dict[str, Tiling]:
     """The tiles of the rule, and where it could become another: inputs arranged first."""
     given = (*shape, speed.GROUP, count)
     found = {OWN: tiling_of(*given)}
+    for name, base in (("wide", found[OWN]), ("wide, half the warps", weight_bound(*given))):
+        base = base if name == "wide" else replace(base, warps_k=max(1, base.warps_k // 2))
+        if count <= FEW_ROWS and (made := widened(base, shape[1], speed.GROUP, count)):
+            found[name] = made
     if count > 1:
         found["arranged"] = replace(weight_bound(*given), arranged=True)
     if count > FEW_ROWS:

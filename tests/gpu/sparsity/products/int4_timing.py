@@ -27,10 +27,11 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP, COLD, ROUNDS = 128, 1 << 28, 20
 #: Indices of the six pairs of a group.
 PAIRS = (0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110)
-#: Tiles to try: row tiles, column tiles, warps along K, turns at once, one step before, inputs arranged.
+#: Tiles to try: row tiles, column tiles, warps along K, turns at once, one step before, inputs arranged, reads of two turns.
 TILINGS = (
     (1, 1, 4, 2, 0), (1, 1, 8, 1, 0), (1, 1, 8, 2, 0), (1, 1, 4, 4, 0), (2, 1, 4, 1, 0), (2, 1, 4, 2, 0), (2, 1, 8, 1, 0),
     (2, 1, 8, 2, 0), (2, 1, 4, 1, 1), (1, 1, 4, 2, 1), (1, 1, 8, 2, 1), (1, 1, 16, 1, 0), (4, 1, 4, 1, 0),
+    (2, 1, 4, 2, 0, 0, 1), (1, 1, 8, 2, 0, 0, 1), (1, 1, 4, 4, 0, 0, 1), (1, 1, 16, 2, 0, 0, 1),
 )  # fmt: skip
 TILINGS_16 = (
     (1, 2, 4, 1, 0), (1, 2, 8, 1, 0), (2, 2, 4, 1, 0), (2, 2, 4, 2, 0), (2, 2, 8, 1, 0), (4, 2, 4, 1, 0), (1, 1, 8, 1, 0),
