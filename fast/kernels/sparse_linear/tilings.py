@@ -69,8 +69,10 @@ def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
 
 
 def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
-    """The same with reads of two turns; None where K, the group or the columns of sums are not for that."""
-    made = replace(tiling, chunks=max(2, tiling.chunks), wide=True)
+    """The same with reads of two turns, in as many steps; None where K, the group or the columns of sums are not for that."""
+    made = replace(tiling, wide=True)
+    if tiling.chunks == 1:
+        made = replace(made, chunks=2, warps_k=max(1, tiling.warps_k // 2))
     fits = is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
     return made if fits else None
 

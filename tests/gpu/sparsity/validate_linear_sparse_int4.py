@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity.products import int4_bar as bar
+from tests.gpu.sparsity.products import decode_bar as bar
 from tests.gpu.sparsity.products import int4_timing as speed
 from tests.gpu.sparsity.products.int4_cases import Case, as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result

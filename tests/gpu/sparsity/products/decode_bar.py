@@ -25,10 +25,8 @@ def choices(shape: tuple[int, int], count: int) -> dict[str, Tiling]:
     """The tiles of the rule, and where it could become another: inputs arranged first."""
     given = (*shape, speed.GROUP, count)
     found = {OWN: tiling_of(*given)}
-    for name, base in (("wide", found[OWN]), ("wide, half the warps", weight_bound(*given))):
-        base = base if name == "wide" else replace(base, warps_k=max(1, base.warps_k // 2))
-        if count <= FEW_ROWS and (made := widened(base, shape[1], speed.GROUP, count)):
-            found[name] = made
+    if count <= FEW_ROWS and (made := widened(weight_bound(*given), shape[1], speed.GROUP, count)):
+        found["wide"] = made
     if count > 1:
         found["arranged"] = replace(weight_bound(*given), arranged=True)
     if count > FEW_ROWS:
