@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
@@ -166,6 +167,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
         return "embedding"
     transposed = weight if weight.block_axis == -2 else weight.transposed()
     name = select_kernel(transposed, weight.dtype)
+    if name == sparse_int4.NAME:
+        return f"{name}, up to {sparse_int4.MOST_ROWS} rows"
     if name != "fused":
         return name
     count = most_fused_rows(transposed, weight.dtype)

@@ -124,8 +124,8 @@ def fma(a, b, c):
     return fused(*(np.asarray(v, np.float32) for v in (a, b, c))).view(Tensor)
 
 
-def body(module, kernel, program):
-    """A kernel of a module as a Python function, for one program."""
+def body(module, kernel, program, *homes):
+    """A kernel of a module as a Python function, for one program. homes: modules of functions that it calls."""
     gl = SimpleNamespace(
         int16=np.int16, int32=np.int32, int64=np.int64, float16=np.float16, bfloat16=ml_dtypes.bfloat16, float32=np.float32,
         pointer_type=lambda kind: kind, BlockedLayout=lambda *_: None, convert_layout=lambda v, *_, **__: v, load=load,
@@ -135,14 +135,14 @@ def body(module, kernel, program):
         maximum=lambda a, b: np.asarray(np.maximum(a, b)).view(Tensor),
         to_tensor=lambda v: np.asarray(v, np.int32).view(Tensor), sum=lambda v, axis: np.sum(v, axis, v.dtype),
         arange=lambda low, high, layout: np.arange(low, high, dtype=np.int32).view(Tensor),
-        expand_dims=np.expand_dims, reshape=np.reshape,
+        expand_dims=np.expand_dims, reshape=np.reshape, permute=np.transpose,
         split=lambda v: (v[..., 0], v[..., 1]), zeros=lambda s, kind, _: np.zeros(s, kind).view(Tensor),
         full=lambda s, v, kind, _: np.full(s, v, kind).view(Tensor),
         fma=fma,
     )  # fmt: skip
     gl.broadcast = lambda *v: [part.view(Tensor) for part in np.broadcast_arrays(*v)]
     names = {"gl": gl, "tl": gl, "_axis_layout": lambda *_: None}
-    for home in (bits, halves, swiglu, lane_swiglu, lanes, module):
+    for home in (bits, halves, swiglu, lane_swiglu, lanes, *homes, module):
         for name, value in vars(home).items():
             if isinstance(value, JITFunction):
                 names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
+from fast.kernels.sparse_linear import weight_reads
 from tests.emulator import gluon_lanes
 from tests.emulator.gluon_lanes import Tensor
 from tests.emulator.ptx import OPERAND, immediate, parsed, run
@@ -88,7 +89,7 @@ def where(which, one, other):
 
 def body(module, kernel, *program):
     """`gluon_lanes.body` of one program, by its places on the axes of the grid."""
-    made = gluon_lanes.body(module, kernel, None)
+    made = gluon_lanes.body(module, kernel, None, weight_reads)
     gl: SimpleNamespace = made.__globals__["gl"]
     gl.program_id = lambda axis: np.asarray(program[axis]).view(Tensor)
     gl.inline_asm_elementwise, gl.where = assembly, where

@@ -31,6 +31,7 @@ import torch
 
 import fast
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
+from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
 from ao_lab.tensor.dtensor_cache import hash_local_tensors
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor

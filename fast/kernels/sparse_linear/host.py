@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +9,17 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.sparse_linear import arrange
 from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, ROWS, TURN, mma_sparse_kernel
+from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
+from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
+from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64
 INPUTS = (torch.bfloat16, torch.float16)
-#: The most column tiles and row tiles of a program, so that three programs of four warps have a multiprocessor's registers.
-MOST_SUMS, MOST_TILES = 4, 2
-#: Warps that keep an H200 busy, and the most of a program.
-BUSY, MOST_WARPS_K = 1700, 16
-#: Multiprocessors of an H200: with fewer programs of two row tiles, one row tile.
-FULL = 2 * 132
+WIDE_REGISTERS = 128
 NAMES = ("x", "codes", "metadata", "scale", "bias", "y")
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Row tiles and column tiles of a program, its warps along K, turns that a warp takes at once, and whether it reads them
-    one step before."""
-
-    tiles: int
-    sums: int
-    warps_k: int
-    chunks: int
-    ahead: bool = False
 
 
 def linear_sparse_int4(
@@ -59,11 +44,22 @@ def linear_sparse_int4(
         return None
     storage = "float32" if scale.dtype == torch.float32 else "bfloat16"
     tiling = tiling or tiling_of(rows, length, group, count)
+    if tiling.wide and not is_wide(length, group, tiling):
+        raise ValueError(
+            f"{tiling}: wide reads are of pairs of turns of a K that 256 divides, of groups of at least 64 columns, of "
+            f"inputs in place; K is {length}, the group {group}"
+        )
     launch = launch_of(rows, length, group, count, storage, FLOAT_NAMES[x.dtype], tiling)
     given = (x, codes, metadata, scale, bias)
     call = Call(dict(zip(NAMES, given, strict=False)), words=("x", "codes", "metadata"))
+    names = NAMES
+    if tiling.arranged:
+        arranging, words = arrange_launch_of(length, group, count, launch.grid[1], tiling)
+        call.allocate("arranged", (words,), torch.int32)
+        call.launch(arranging, ("x", "arranged"))
+        names = ("arranged", *NAMES[1:])
     call.allocate("y", (*x.shape[:-1], rows), x.dtype)
-    call.launch(launch, NAMES)
+    call.launch(launch, names)
     y: torch.Tensor = call.result("y", key)
     return y
 
@@ -72,34 +68,33 @@ def _served(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return x.dtype in INPUTS and (bias is None or bias.dtype in FLOAT_NAMES) and not interpreted()
 
 
-def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
-    """The tiles of a product of `count` rows: as many warps as an H200 keeps busy, two turns at once where K allows."""
-    parts = max(1, TURN.value // group)
-    sums = next(n for n in (1, 2, MOST_SUMS) if n >= min(MOST_SUMS, ceil_div(count * parts, COLUMNS.value)))
-    tiles = MOST_TILES if ceil_div(rows, ROWS.value * MOST_TILES) >= FULL else 1
-    chunks = 2 if length % (2 * TURN.value) == 0 and sums == 1 else 1
-    programs = ceil_div(rows, ROWS.value * tiles) * ceil_div(count * parts, COLUMNS.value * sums)
-    warps_k = 1
-    while (
-        warps_k < MOST_WARPS_K and programs * warps_k < BUSY and 2 * warps_k * chunks * TURN.value <= length
-    ):
-        warps_k *= 2
-    return Tiling(tiles, sums, warps_k, chunks)
-
-
 def launch_of(
     rows: int, length: int, group: int, count: int, storage: str, dtype: str, tiling: Tiling
 ) -> CompiledLaunch:
     """The launch of `mma_sparse_kernel` with these tiles."""
     few = rows < ROWS.value * tiling.tiles
     tiles = 1 if few else tiling.tiles
-    columns = tiling.sums * COLUMNS.value // max(1, TURN.value // group)
+    columns = tiling.sums * COLUMNS.value // tiling.parts(group)
     grid = (ceil_div(rows, ROWS.value * tiles), ceil_div(count, columns), 1)
     tail = (
-        count, rows, length, group, tiling.warps_k, tiling.chunks, tiling.ahead, tiles, tiling.sums, rows < ROWS.value, storage,
-        dtype, True,
+        count, rows, length, group, tiling.warps_k, tiling.chunks, tiling.ahead, tiles, tiling.sums, rows < ROWS.value,
+        tiling.arranged, tiling.wide, storage, dtype, True,
     )  # fmt: skip
-    return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True)
+    # Reads of two turns ask for more registers than four programs of four warps have, and need no more.
+    limit = {"maxnreg": WIDE_REGISTERS} if tiling.wide and tiles > 1 else {}
+    return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True, **limit)
+
+
+def arrange_launch_of(
+    length: int, group: int, count: int, programs: int, tiling: Tiling
+) -> tuple[CompiledLaunch, int]:
+    """The launch of `arrange_kernel` in front of `programs` along rows of X, and the words that it writes."""
+    step = TURN.value * tiling.chunks * tiling.warps_k
+    turns, columns = ceil_div(length, step) * step // TURN.value, programs * tiling.sums
+    launch = CompiledLaunch(
+        arrange.arrange_kernel, (turns, columns, 1), (count, length, group, turns, True), arrange.WARPS.value, launch_pdl=True
+    )  # fmt: skip
+    return launch, turns * columns * WORDS_OF_TURN.value
 
 
 def sparse_int4_dense(
@@ -126,4 +121,12 @@ def sparse_int4_dense(
     return w
 
 
-__all__ = ["MOST_ROWS", "Tiling", "launch_of", "linear_sparse_int4", "sparse_int4_dense", "tiling_of"]
+__all__ = [
+    "MOST_ROWS",
+    "Tiling",
+    "arrange_launch_of",
+    "launch_of",
+    "linear_sparse_int4",
+    "sparse_int4_dense",
+    "tiling_of",
+]

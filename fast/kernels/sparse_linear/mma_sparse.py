@@ -16,8 +16,8 @@ product that is not zero, and the accumulator, by one of them, the delivered sum
 4 (16 + 3) = 76 (where the instruction is two of half its depth, 88) of 256, and fewer columns, down to 32, 4 (K / 8 + 6) of
 2 K. Multiply-adds, at most K / 128 of them for a warp, and trees, at most 6 more, have the rest.
 
-Rows of X beyond the last are the last one again, rows of W too; neither is stored. What lies beyond K reads as zeros, with
-indices that exist.
+X is read in place, or as `arrange` has laid it out, to the same bits. Rows of X beyond the last are the last one again, rows of
+W too; neither is stored. What lies beyond K reads as zeros, with indices that exist.
 """
 
 import triton.experimental.gluon.language as gl
@@ -26,33 +26,38 @@ from triton.experimental import gluon
 from fast.kernels.linear.gluon import as_words, axis_range, narrowed, wait_for_previous
 from fast.kernels.sparse_linear import assembly
 from fast.kernels.sparse_linear.assembly import DECODE_OPERANDS, PRODUCT_OPERANDS, decode_asm, products_asm
+from fast.kernels.sparse_linear.weight_reads import PART, ROWS, TURN, read_weight, weight_pointers
 
-#: Columns of a turn of one warp, of a lane in it, and rows of an instruction; columns of it.
-TURN, PART, ROWS, COLUMNS = gl.constexpr(128), gl.constexpr(32), gl.constexpr(16), gl.constexpr(8)
+#: Columns of an instruction.
+COLUMNS = gl.constexpr(8)
+#: Words of a column tile of a turn where X is arranged.
+WORDS_OF_TURN = gl.constexpr(512)
 #: Assembly by (bfloat16).
 DECODE = gl.constexpr([decode_asm(kind) for kind in ("f16", "bf16")])
 PRODUCTS = gl.constexpr([products_asm(kind) for kind in ("f16", "bf16")])
 DECODED, MULTIPLIED = gl.constexpr(DECODE_OPERANDS), gl.constexpr(PRODUCT_OPERANDS)
 #: What a lane has to know.
 BYTES, DOWN, UP = gl.constexpr(assembly.BYTES), gl.constexpr(assembly.DOWN), gl.constexpr(assembly.UP)
-#: Indices 2, 3 in every group.
-NOTHING_KEPT = gl.constexpr(-286331154)
 
 
 @gluon.jit
 def mma_sparse_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr,
-    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, STORAGE: gl.constexpr, DTYPE: gl.constexpr,
-    USE_PDL: gl.constexpr,
+    TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, ARRANGED: gl.constexpr, WIDE: gl.constexpr,
+    STORAGE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of Y, SUMS * 8 / PARTS rows by 16 * TILES. count, rows: M, N; LENGTH: K, a multiple of 32; BLOCK: columns of a
     scale, 32, 64, 128 or 256; WARPS_K: warps along K; AHEAD: whether what a step has of the weight is read one step before;
-    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; STORAGE: of scales, float32 or bfloat16, which may come as
-    patterns; USE_PDL: launched before the kernel in front of it has ended."""
+    FEW: N is below 16, and TILES 1, else N is at least 16 * TILES; ARRANGED: x is what `arrange` made of it; WIDE: reads of two
+    turns (`weight_reads`), CHUNKS even, K a multiple of 256, BLOCK 64 at least; STORAGE: of scales, float32 or bfloat16, which
+    may come as patterns; USE_PDL: launched before the kernel in front of it has ended."""
     SHAPE: gl.constexpr = [WARPS_K, 32, 4]
     TILE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0])
-    PARTS: gl.constexpr = 1 if BLOCK >= TURN else TURN // BLOCK
+    READ: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [WARPS_K, 1, 1], [2, 1, 0]) if WIDE else TILE
+    # Columns that four lanes read, of one scale each part.
+    ALL: gl.constexpr = 2 * TURN if WIDE else TURN
+    PARTS: gl.constexpr = 1 if BLOCK >= ALL else ALL // BLOCK
     SPAN: gl.constexpr = TURN * CHUNKS
     STEP: gl.constexpr = SPAN * WARPS_K
     STEPS: gl.constexpr = (LENGTH + STEP - 1) // STEP
@@ -65,10 +70,15 @@ def mma_sparse_kernel(
         scale = scale.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     begun = gl.program_id(1) * (SUMS * COLUMNS // PARTS)
     k = axis_range(WARPS_K, 0, 3, TILE) * SPAN
-    words, one, other = _stored(codes, metadata, first, k, rows, LENGTH, FEW, TILE)
+    k_read = axis_range(WARPS_K, 0, 3, READ) * SPAN
+    words, one, other = weight_pointers(codes, metadata, first, k_read, rows, LENGTH, FEW, WIDE, READ)
     pairs = ()
     for column in gl.static_range(SUMS):
-        pairs = pairs + (_pairs(x, begun, column, k, count, LENGTH, PARTS, TILE),)  # noqa: RUF005, Gluon has no unpacking
+        if ARRANGED:
+            p = _arranged(x, gl.program_id(1) * SUMS + column, k, STEPS * CHUNKS * WARPS_K, TILE)
+        else:
+            p = _pairs(x, begun, column, k, count, LENGTH, PARTS, ALL // 4, TILE)
+        pairs = pairs + (p,)  # noqa: RUF005, Gluon has no unpacking
     place = _place(WARPS_K, TILE)
     total = ()
     for _ in gl.static_range(TILES * SUMS):
@@ -76,29 +86,36 @@ def mma_sparse_kernel(
     wait_for_previous(USE_PDL)
     following = ()
     if AHEAD:
-        following = _read(
-            words, one, other, scale, first, rows, k, 0, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE, FEW, TILE
+        following = read_weight(
+            words, one, other, scale, first, rows, k_read, 0, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE, FEW,
+            WIDE, TILE,
         )  # fmt: skip
     for step in range(0, STEPS):
         stored = following
         if AHEAD:
-            following = _read(
-                words, one, other, scale, first, rows, k, step + 1, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE,
-                False, FEW, TILE,
+            following = read_weight(
+                words, one, other, scale, first, rows, k_read, step + 1, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE,
+                False, FEW, WIDE, TILE,
             )  # fmt: skip
         else:
-            stored = _read(
-                words, one, other, scale, first, rows, k, step, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE,
-                FEW, TILE,
+            stored = read_weight(
+                words, one, other, scale, first, rows, k_read, step, LENGTH, BLOCK, PARTS, WARPS_K, CHUNKS, TILES, WHOLE, WHOLE,
+                FEW, WIDE, TILE,
             )  # fmt: skip
         _keep_order()
         for chunk in gl.static_range(CHUNKS):
-            beyond = LENGTH - TURN * chunk - step * STEP - k
+            # Columns of the first turn of a wide read, and of this one from there.
+            begin, more = (chunk // 2 * 2 * TURN, chunk % 2 * PART) if WIDE else (chunk * TURN, 0)
+            beyond = LENGTH - begin - step * STEP - k
             inputs = ()
             for column in gl.static_range(SUMS):
                 for register in gl.static_range(4):
-                    p = pairs[column] + (step * (STEP // 2) + TURN // 2 * chunk)
-                    v = _inputs(p, column, register, beyond, PARTS, WHOLE, TILE)
+                    if ARRANGED:
+                        p = pairs[column] + (step * (STEP * 4) + (WORDS_OF_TURN * chunk + 128 * register))
+                        v = gl.load(p)
+                    else:
+                        p = pairs[column] + (step * (STEP // 2) + (begin + more) // 2)
+                        v = _inputs(p, column, register, beyond, PARTS, ALL // 4, WHOLE, TILE)
                     inputs = inputs + (v,)  # noqa: RUF005
             made = ()
             for tile in gl.static_range(TILES):
@@ -149,115 +166,39 @@ def _place(WARPS_K: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _stored(
-    codes, metadata, first, k, rows, LENGTH: gl.constexpr, FEW: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
-    """Pointers to words of codes (0 and 1 of row g, of row g + 8), and to the four words of metadata of either row."""
-    lane, which = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
-    row, one, other = lane // 4 + which // 2 * 8, lane // 4, lane // 4 + 8
-    if FEW:
-        row, one, other = gl.minimum(row, rows - 1), gl.minimum(one, rows - 1), gl.minimum(other, rows - 1)
-    words = as_words(codes) + first.to(gl.int64) * (LENGTH // 16)
-    indices = as_words(metadata) + first.to(gl.int64) * (LENGTH // 32)
-    words += row * (LENGTH // 16) + (k // 16 + (lane % 4 * 2 + which % 2))
-    at = k // 32 + which
-    return words, indices + (one * (LENGTH // 32) + at), indices + (other * (LENGTH // 32) + at)
-
-
-@gluon.jit
-def _read(
-    words, one, other, scale, first, rows, k, step, LENGTH: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr,
-    WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, WHOLE: gl.constexpr, EXISTS: gl.constexpr,
-    FEW: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """Codes, metadata of rows g and g + 8, and scales of a step, for each turn and row tile, all reads before anything else.
-    EXISTS: the step and all of its columns do; WHOLE: all of them do if the step does."""
-    STEP: gl.constexpr = TURN * CHUNKS * WARPS_K
-    read = ()
-    for chunk in gl.static_range(CHUNKS):
-        beyond = LENGTH - TURN * chunk - step * STEP - k
-        for tile in gl.static_range(TILES):
-            w = step * (STEP // 16) + (TURN // 16 * chunk + ROWS * tile * (LENGTH // 16))
-            m = step * (STEP // 32) + (TURN // 32 * chunk + ROWS * tile * (LENGTH // 32))
-            c, m0, m1 = _loaded(words + w, one + m, other + m, beyond, WHOLE, EXISTS, TILE)
-            s = _scales(
-                scale, first, rows, step, TURN * chunk, ROWS * tile, LENGTH, BLOCK, PARTS, WARPS_K, TURN * CHUNKS, WHOLE,
-                EXISTS, FEW, TILE,
-            )  # fmt: skip
-            read = read + (c, m0, m1, s)  # noqa: RUF005
-    return read
-
-
-@gluon.jit
-def _loaded(words, one, other, beyond, WHOLE: gl.constexpr, EXISTS: gl.constexpr, TILE: gl.constexpr):
-    """What `_stored` points to. beyond: how far the turn is from the end of a row."""
-    if EXISTS:
-        c = gl.load(words, eviction_policy="evict_first")
-        return c, gl.load(one, eviction_policy="evict_first"), gl.load(other, eviction_policy="evict_first")
-    else:
-        lane, which = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
-        has_codes = (0 if WHOLE else PART * (lane % 4)) + (lane + which) * 0 < beyond
-        has_indices = (0 if WHOLE else PART * which) + (lane + which) * 0 < beyond
-        c = gl.load(words, mask=has_codes, other=0, eviction_policy="evict_first")
-        m0 = gl.load(one, mask=has_indices, other=NOTHING_KEPT, eviction_policy="evict_first")
-        return c, m0, gl.load(other, mask=has_indices, other=NOTHING_KEPT, eviction_policy="evict_first")
-
-
-@gluon.jit
 def _pairs(
-    x, begun, COLUMN: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr, TILE: gl.constexpr
+    x, begun, COLUMN: gl.constexpr, k, count, LENGTH: gl.constexpr, PARTS: gl.constexpr, LANE: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the pairs of inputs of column 8 COLUMN + g that a lane has in b0 of the four instructions."""
+    """Pointers to the pairs of inputs of column 8 COLUMN + g that a lane has in b0 of the four instructions. LANE: columns
+    of a lane that reads the weight."""
     lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
     row = gl.minimum(begun + (COLUMNS * COLUMN + lane // 4) // PARTS, count - 1)
-    return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (PART // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
+    return as_words(x) + (row * (LENGTH // 2) + (k // 2 + (LANE // 2 * (lane % 4 // 2) + lane % 2 + 4 * at)))
+
+
+@gluon.jit
+def _arranged(x, column, k, TURNS: gl.constexpr, TILE: gl.constexpr):
+    """Pointers to what a lane has in b0 of the four instructions of a turn, of a column tile of arranged inputs."""
+    lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
+    return as_words(x) + ((column * TURNS + k // TURN) * WORDS_OF_TURN + (4 * lane + at))
 
 
 @gluon.jit
 def _inputs(
-    pairs, COLUMN: gl.constexpr, REGISTER: gl.constexpr, beyond, PARTS: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr
+    pairs, COLUMN: gl.constexpr, REGISTER: gl.constexpr, beyond, PARTS: gl.constexpr, LANE: gl.constexpr,
+    WHOLE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Register REGISTER of B, of the four instructions of a turn: the codes that it meets are those of lane t' // 2, or two
     lanes further, of the first or the second half of their groups."""
-    pairs += PART * (REGISTER % 2) + 2 * (REGISTER // 2)
+    pairs += LANE * (REGISTER % 2) + 2 * (REGISTER // 2)
     if PARTS == 1 and WHOLE:
         return gl.load(pairs)
     else:
         lane, at = axis_range(32, 1, 3, TILE), axis_range(4, 2, 3, TILE)
         reader = lane % 4 // 2 + REGISTER % 2 * 2
         own = reader // (4 // PARTS) == (COLUMNS * COLUMN + lane // 4) % PARTS
-        return gl.load(pairs, mask=own & (PART * reader + at * 0 < beyond), other=0)
-
-
-@gluon.jit
-def _scales(
-    scale, first, rows, step, AT: gl.constexpr, ROW: gl.constexpr, LENGTH: gl.constexpr, BLOCK: gl.constexpr,
-    PARTS: gl.constexpr, WARPS_K: gl.constexpr, SPAN: gl.constexpr, WHOLE: gl.constexpr, EXISTS: gl.constexpr,
-    FEW: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """The scale of each sum of a lane: rows g and g + 8 from ROW on, columns 2 t and 2 t + 1."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [1, 32, 1, 1], [WARPS_K, 1, 1, 1], [3, 2, 1, 0])
-    # Columns of a lane that have a scale each; blocks of a row.
-    APART: gl.constexpr = 1 if PARTS == 1 else 2
-    BLOCKS: gl.constexpr = LENGTH // BLOCK
-    STEP: gl.constexpr = SPAN * WARPS_K
-    lane, half = axis_range(32, 1, 4, LAYOUT), axis_range(2, 2, 4, LAYOUT)
-    row = lane // 4 + half * 8
-    if FEW:
-        row = gl.minimum(row, rows - 1)
-    part = (lane % 4 * 2 + axis_range(APART, 3, 4, LAYOUT)) % PARTS
-    begin = axis_range(WARPS_K, 0, 4, LAYOUT) * SPAN + (TURN // PARTS * part + AT)
-    blocks = scale + first.to(gl.int64) * BLOCKS
-    if STEP % BLOCK == 0:
-        blocks = blocks + (row * BLOCKS + begin // BLOCK) + (step * (STEP // BLOCK) + ROW * BLOCKS)
-    else:
-        blocks = blocks + (row * BLOCKS + (begin + step * STEP) // BLOCK + ROW * BLOCKS)
-    if EXISTS:
-        s = gl.load(blocks)
-    else:
-        s = gl.load(blocks, mask=begin + step * STEP + row * 0 < LENGTH, other=0.0)
-    s = gl.broadcast(s.to(gl.float32), gl.zeros([WARPS_K, 32, 2, 2], gl.int32, LAYOUT))[0]
-    return gl.convert_layout(gl.reshape(s, [WARPS_K, 32, 4]), TILE, assert_trivial=True)
+        return gl.load(pairs, mask=own & (LANE * reader + at * 0 < beyond), other=0)
 
 
 @gluon.jit

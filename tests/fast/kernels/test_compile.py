@@ -258,7 +258,7 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # What is compiled by tests of their own: tests/experiments/decode/test_attention.py, test_layer_gradients.py, sparsity and
 # sparse_linear.
 ELSEWHERE = {"attention_kernel"}
-ELSEWHERE |= {"dense_kernel", "mma_sparse_kernel"}
+ELSEWHERE |= {"arrange_kernel", "dense_kernel", "mma_sparse_kernel"}
 ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
 ELSEWHERE |= {
     "compress_kernel",

@@ -1,10 +1,13 @@
 """On a GPU: `linear_sparse_int4` exact on integers, within its bound on others, the same bits fifty times; then its times.
 
-    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune] [--rows 1 16] [--shapes 0 1]
+    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune | --bar] [--rows 1 16]
+        [--shapes 0 1]
 
 Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
-each of several tiles is compared and timed, in place of all that. --rows, --shapes: what is timed, shapes by their numbers.
-Writes what it found to $OUT/linear_sparse_int4.json. Exits with 1 on any difference.
+each of several tiles is compared and timed, in place of all that. --bar: in place of it too, the choices of real shapes at 1 to
+16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --rows, --shapes: what
+is timed, shapes by their numbers.
+Writes what it found to $OUT/linear_sparse_int4.json (--bar: linear_sparse_int4_bar.json). Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
+from tests.gpu.sparsity.products import decode_bar as bar
 from tests.gpu.sparsity.products import int4_timing as speed
 from tests.gpu.sparsity.products.int4_cases import EXACT, Case, as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result
@@ -66,13 +70,14 @@ def tiles(device: str) -> Iterator[str]:
     if device == "cpu":
         return
     from fast.kernels.sparse_linear import host
-    from fast.kernels.sparse_linear.host import Tiling
 
     for count, rows, length in ((1, 4104, 1024), (16, 144, 1152)):
         case = as_tensors(exact_case(count, rows, length, speed.GROUP))
         wanted, on_device = exact(case), placed(case, device)
         for numbers in {*speed.TILINGS, *speed.TILINGS_16}:
-            tiling = Tiling(*numbers[:4], ahead=bool(numbers[4]))
+            tiling = speed.tiling_of_numbers(numbers)
+            if tiling.wide and not host.is_wide(length, speed.GROUP, tiling):
+                continue
             y = host.linear_sparse_int4(*on_device, speed.GROUP, None, tiling)
             different = -1 if y is None else int((y.cpu() != wanted).sum())
             if different:
@@ -107,6 +112,24 @@ def gradients(device: str) -> Iterator[str]:
         yield "gradients differ"
 
 
+def at_the_bar(shapes: list[tuple[int, int]], counts: Any) -> int:
+    """Bits and times of a shape after another, written after each."""
+    found: dict[str, Any] = {"wrong": [], "device": torch.cuda.get_device_name(), "times": []}
+    for shape in shapes:
+        wrong = list(bar.different(shape, counts))
+        print("\n".join([*wrong, f"{shape}: {len(wrong) or 'no'} choices differ"]), flush=True)
+        found["wrong"] += wrong
+        found["times"] += bar.timed(shape, counts)
+        written("linear_sparse_int4_bar", found)
+    return int(bool(found["wrong"]))
+
+
+def written(name: str, found: dict[str, Any]) -> None:
+    """Into $OUT, where there is one."""
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], f"{name}.json").write_text(json.dumps(found, indent=1))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Compare, then time."""
     parser = argparse.ArgumentParser(
@@ -114,22 +137,23 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="*", default=speed.COUNTS)
+    parser.add_argument("--bar", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument(
         "--shapes", type=int, nargs="*", default=range(len(speed.SHAPES)), help="their numbers"
     )
     options = parser.parse_args(arguments)
+    shapes = [speed.SHAPES[at] for at in options.shapes]
+    if options.bar:
+        return at_the_bar(shapes, options.rows or bar.COUNTS)
     checks = (tiles,) if options.tune else (exact_results, bounded_results, gradients)
     wrong = [line for find in checks for line in find(options.device)]
     print("\n".join([*wrong[:40], f"{len(wrong)} wrong" if wrong else "agreed"]), flush=True)
     found: dict[str, Any] = {"wrong": wrong}
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
-        found["times"] = speed.measure(
-            [speed.SHAPES[at] for at in options.shapes], options.rows, options.tune
-        )
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "linear_sparse_int4.json").write_text(json.dumps(found, indent=1))
+        found["times"] = speed.measure(shapes, options.rows or speed.COUNTS, options.tune)
+    written("linear_sparse_int4", found)
     return int(bool(wrong))
 
 

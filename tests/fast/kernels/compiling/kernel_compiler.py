@@ -171,6 +171,9 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
+    if "TURNS" in arguments and "USE_PDL" in arguments:
+        # Words of a column tile of a turn, of `arrange_kernel`.
+        return 512
     if "WARPS_K" in arguments:
         # A turn along K of the kernels in Gluon: sixteen rows of a unit a warp, or some of 512.
         return int(

@@ -5,6 +5,7 @@ Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.s
 
 import itertools
 import platform
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.gpu.sparsity.products.int4_cases import exact_case, random_case
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.sparse_linear import host, mma_sparse
+from fast.kernels.sparse_linear import arrange, host, mma_sparse
 from fast.kernels.sparse_linear.host import Tiling
 from tests.emulator.gluon_lanes import Pointer
 from tests.emulator.sparse_lanes import body
@@ -30,6 +31,12 @@ CASES = [
     ((33, 16, 128, 128), Tiling(1, 4, 1, 1)), ((1, 32, 1536, 256), Tiling(2, 1, 4, 2)), ((1, 31, 64, 64), Tiling(1, 1, 4, 2)),
 ]  # fmt: skip
 
+WIDE = [
+    ((1, 16, 256, 128), Tiling(1, 1, 1, 2)), ((3, 37, 1024, 128), Tiling(2, 1, 2, 2)), ((4, 48, 2048, 128), Tiling(1, 1, 2, 4)),
+    ((1, 40, 768, 128), Tiling(2, 1, 2, 2)), ((2, 5, 512, 128), Tiling(1, 1, 1, 4)), ((8, 33, 1024, 256), Tiling(2, 1, 2, 2)),
+    ((7, 16, 512, 64), Tiling(1, 2, 1, 2)), ((16, 16, 512, 128), Tiling(1, 4, 1, 2)),
+]  # fmt: skip
+
 
 def multiplied(case, tiling, storage="float32"):
     """What all programs of a launch write, over numbers that no result is."""
@@ -38,15 +45,33 @@ def multiplied(case, tiling, storage="float32"):
     launch = host.launch_of(rows, length, group, count, storage, str(case.x.dtype), tiling)
     y = np.full((count, rows), 30000, case.x.dtype)
     pointers = [None if part is None else Pointer(part.ravel()) for part in case]
+    if tiling.arranged:
+        arranging, words = host.arrange_launch_of(length, group, count, launch.grid[1], tiling)
+        # Numbers that no input is, where nothing is written.
+        arranged = np.full(words, 0x7FC07FC0, np.int32)
+        for program in itertools.product(*map(range, arranging.grid[:2])):
+            body(arrange, "arrange_kernel", *program)(pointers[0], Pointer(arranged), *arranging.tail)
+        pointers[0] = Pointer(arranged)
     for program in itertools.product(*map(range, launch.grid[:2])):
         body(mma_sparse, "mma_sparse_kernel", *program)(*pointers, Pointer(y.reshape(-1)), *launch.tail)
     return y
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("ahead", "arranged"), [(False, False), (True, False), (False, True)], ids=["", "ahead", "arranged"]
+)
 @pytest.mark.parametrize(("shape", "tiling"), CASES, ids=str)
-def test_every_code_meets_its_input_and_its_scale(shape, tiling, ahead):
-    tiling = Tiling(tiling.tiles, tiling.sums, tiling.warps_k, tiling.chunks, ahead)
+def test_every_code_meets_its_input_and_its_scale(shape, tiling, ahead, arranged):
+    tiling = replace(tiling, ahead=ahead, arranged=arranged)
+    for dtype in ("bfloat16", "float16"):
+        case = exact_case(*shape, dtype)
+        assert (multiplied(case, tiling) == reference.linear_sparse_int4(*case)).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("shape", "tiling"), WIDE, ids=str)
+def test_two_turns_at_a_read(shape, tiling, ahead):
+    tiling = replace(tiling, ahead=ahead, wide=True)
     for dtype in ("bfloat16", "float16"):
         case = exact_case(*shape, dtype)
         assert (multiplied(case, tiling) == reference.linear_sparse_int4(*case)).all()

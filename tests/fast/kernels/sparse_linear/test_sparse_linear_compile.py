@@ -14,11 +14,11 @@ if platform.system() != "Linux":
 import fast
 from fast import dispatch
 from fast.kernels.launch import cache
-from fast.kernels.sparse_linear import host
+from fast.kernels.sparse_linear import host, tilings
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
 BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
-UP, DOWN, SQUARE, KEYS = (14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)
+UP, DOWN, SQUARE = (14336, 4096), (4096, 14336), (4096, 4096)
 
 
 def operands(count, shape, group, dtype=BF16, storage=FLOAT, bias=False):
@@ -34,9 +34,9 @@ def operands(count, shape, group, dtype=BF16, storage=FLOAT, bias=False):
 #: Calls, and the most instructions of an element of a turn, the whole kernel counted, where the loop is most of it.
 CALLS = {
     "one row up": ((1, UP, 128), 2.4), "one row down": ((1, DOWN, 128, F16, BF16), 3.3), "one row g64": ((1, SQUARE, 64), 3.4),
-    "one row g32": ((1, UP, 32), 3.1), "one row g256": ((1, KEYS, 256, BF16, torch.uint16), 3.0),
+    "one row g32": ((1, UP, 32), 3.1), "one row g256": ((1, SQUARE, 256, BF16, torch.uint16), 3.0),
     "two rows": ((2, UP, 128, BF16, BF16, True), 2.8), "eight rows": ((8, UP, 128), 2.7), "sixteen rows": ((16, UP, 128), 5.2),
-    "sixteen rows g32": ((16, SQUARE, 32, F16), 10.7), "64 rows": ((64, UP, 128, BF16, BF16, True), 8.5),
+    "sixteen rows g32": ((16, SQUARE, 32, F16), 10.7), "64 rows": ((64, UP, 128, BF16, BF16, True), 9.0),
     "cut": ((3, (37, 352), 32), 8.6), "few": ((3, (5, 128), 128), 3.6),
 }  # fmt: skip
 
@@ -55,7 +55,9 @@ def test_the_product(name):
     sparse = sum(n for name, n in machine.instructions.items() if name.startswith("HMMA.SP.16832.F32"))
     assert sparse == machine.named("HMMA", "HGMMA") == 4 * tiles * tiling.sums
     read = machine.accesses("LDG")
-    assert read[8] == 2 * tiles
+    # Of small groups the scales of two neighbouring columns of sums too, where a row of them begins at 8 bytes.
+    pairs_of_scales = group < 128 and length // group % 2 == 0 and call[3].dtype == FLOAT
+    assert read[8] == (4 if pairs_of_scales else 2) * tiles
     assert length % 128 or read[16] == 2 * tiles
     assert machine.count() <= most * 64 * tiles
     # Three programs of four warps at least; of the kernel in front all has been written before anything is read.
@@ -63,6 +65,44 @@ def test_the_product(name):
     assert machine.order.index("ACQBULK") < min(
         at for at, one in enumerate(machine.order) if one.startswith("LDG")
     )
+
+
+@pytest.mark.parametrize("shape", [UP, DOWN, SQUARE], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_turns_at_a_read(shape, count, monkeypatch):
+    """Codes 16 bytes at a time, the scales of both turns 8, and registers for four programs of two row tiles."""
+    monkeypatch.setattr(tilings, "WIDE_UP_TO", 4)
+    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(count, shape, 128), 128))
+    tiling = host.tiling_of(*shape, 128, count)
+    pairs = tiling.tiles * tiling.chunks // 2
+    assert (tiling.wide, machine.local, machine.stack) == (True, 0, 0)
+    assert machine.accesses("LDG") == {16: 6 * pairs, 8: 2 * pairs, 4: 16 * tiling.chunks}
+    assert machine.named("HMMA") == 8 * pairs
+    assert machine.registers <= 128
+
+
+def test_wide_reads_that_there_are_not():
+    for given, group in (((1, SQUARE, 32), 32), ((1, (64, 384), 128), 128)):
+        with pytest.raises(ValueError, match="wide reads are of pairs"):
+            host.linear_sparse_int4(*operands(*given), group, None, host.Tiling(1, 1, 1, 2, wide=True))
+
+
+@pytest.mark.parametrize("shape", [UP, DOWN, SQUARE, (37, 352)], ids=str)
+@pytest.mark.parametrize("count", [3, 16, 33])
+def test_arranged_inputs(shape, count, monkeypatch):
+    """Sixteen bytes at a time, four reads of a column tile and a turn; the first kernel lets the second one begin."""
+    monkeypatch.setattr(tilings, "ARRANGED_FROM", 1)
+    group = 32 if shape[1] % 128 else 128
+    arranging, machine = launched(lambda: host.linear_sparse_int4(*operands(count, shape, group), group))
+    tiling = host.tiling_of(*shape, group, count)
+    assert [one.kernel for one in (arranging, machine)] == ["arrange_kernel", "mma_sparse_kernel"]
+    assert (arranging.local, machine.local, machine.stack) == (0, 0, 0)
+    assert arranging.accesses("STG") == {16: 1}
+    indices = 2 * tiling.tiles if shape[1] % 128 == 0 else 0
+    steps = 2 if machine.named("HMMA") > 4 * tiling.tiles * tiling.chunks * tiling.sums else 1
+    assert machine.accesses("LDG")[16] == steps * tiling.chunks * (4 * tiling.sums + indices)
+    # All programs of a multiprocessor at once, where the rule counts on it.
+    assert machine.registers * 32 * tiling.warps_k * max(1, 8 // tiling.warps_k) <= 65536
 
 
 @pytest.mark.parametrize("name", ["one row up", "one row down", "eight rows", "sixteen rows"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -26,16 +27,22 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 GROUP, COLD, ROUNDS = 128, 1 << 28, 20
 #: Indices of the six pairs of a group.
 PAIRS = (0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110)
-#: Tiles to try: row tiles, column tiles, warps along K, turns at once, one step before.
+#: Tiles to try: row tiles, column tiles, warps along K, turns at once, one step before, inputs arranged, reads of two turns.
 TILINGS = (
     (1, 1, 4, 2, 0), (1, 1, 8, 1, 0), (1, 1, 8, 2, 0), (1, 1, 4, 4, 0), (2, 1, 4, 1, 0), (2, 1, 4, 2, 0), (2, 1, 8, 1, 0),
     (2, 1, 8, 2, 0), (2, 1, 4, 1, 1), (1, 1, 4, 2, 1), (1, 1, 8, 2, 1), (1, 1, 16, 1, 0), (4, 1, 4, 1, 0),
+    (2, 1, 4, 2, 0, 0, 1), (1, 1, 8, 2, 0, 0, 1), (1, 1, 4, 4, 0, 0, 1), (1, 1, 16, 2, 0, 0, 1),
 )  # fmt: skip
 TILINGS_16 = (
     (1, 2, 4, 1, 0), (1, 2, 8, 1, 0), (2, 2, 4, 1, 0), (2, 2, 4, 2, 0), (2, 2, 8, 1, 0), (4, 2, 4, 1, 0), (1, 1, 8, 1, 0),
-    (2, 1, 4, 2, 0), (2, 2, 4, 1, 1),
+    (2, 1, 4, 2, 0), (2, 2, 4, 1, 1), (2, 2, 4, 1, 0, 1), (1, 2, 4, 2, 0, 1), (1, 2, 8, 1, 0, 1), (4, 2, 4, 1, 0, 1),
 )  # fmt: skip
 Call = Callable[[], Any]
+
+
+def tiling_of_numbers(numbers: Sequence[int]) -> Tiling:
+    """Those of the tables above."""
+    return Tiling(*numbers[:4], *map(bool, numbers[4:]))
 
 
 def bytes_of(shape: tuple[int, int]) -> torch.Tensor:
@@ -114,8 +121,8 @@ def tried(x: torch.Tensor, sparse: list[Any], shape: tuple[int, int]) -> dict[st
     chosen = TILINGS if len(x) <= 8 else TILINGS_16
     own = host.tiling_of(*shape, GROUP, len(x))
     calls = {}
-    for tiling in {own, *(Tiling(*numbers[:4], ahead=bool(numbers[4])) for numbers in chosen)}:
-        name = f"{tiling.tiles},{tiling.sums},{tiling.warps_k},{tiling.chunks},{int(tiling.ahead)}"
+    for tiling in {own, *map(tiling_of_numbers, chosen)}:
+        name = ",".join(str(int(number)) for number in astuple(tiling))
         name += " (chosen)" if tiling == own else ""
         calls[name] = [
             lambda w=w, t=tiling: host.linear_sparse_int4(x, *w, None, GROUP, None, t) for w in sparse

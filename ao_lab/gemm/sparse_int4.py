@@ -1,0 +1,83 @@
+"""The product of a 2:4 weight of 4-bit integers as it is stored (`fast.linear_sparse_int4`): the default for such weights on
+GPUs.
+
+Up to `MOST_ROWS` rows of inputs read the kept codes, their places and the scales, 0.375 bytes an element and a scale a group:
+within `reference.linear_error_bound` of the exact product with the dense equivalent, exact where all sums are. More rows are
+multiplied by torch with the dense equivalent in the input's dtype, which one kernel makes for the call: the numbers of
+"dequantize".
+
+It takes weights alone (no activation scheme) of int4 in groups of 32, 64, 128 or 256 columns with one float32 or bfloat16 scale
+each and no zero point, and inputs in bfloat16 and float16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import fast
+from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.select import Kernel
+from ao_lab.gemm.sparse import enter
+from fast.device import OLDEST
+from reference import Scheme
+from reference.sparsity.linear_sparse_int4 import GROUPS, INPUTS
+
+NAME = "sparse_int4"
+#: The most rows of inputs that read the weight as it is stored.
+MOST_ROWS = 64
+SCALES = ("float32", "bfloat16")
+
+
+def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
+    if w.meta.layout != "2:4":
+        return "the weight is not in 2:4 storage"
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
+    if str(dtype).removeprefix("torch.") not in INPUTS:
+        return f"its inputs must be {' or '.join(INPUTS)}, got {dtype}"
+    return _scheme_reason(w.scheme) or _shape_reason(w) or _device_reason(w)
+
+
+def _scheme_reason(scheme: Scheme) -> str | None:
+    if scheme.element != "int4":
+        return f"it multiplies int4, not {scheme.element}"
+    if scheme.zero is not None or scheme.outer is not None or scheme.dequantize != "float32":
+        return "a weight must be its code times one scale, in float32"
+    scale = scheme.scale
+    if scale.block not in GROUPS or scale.stored != "decode" or scale.storage not in SCALES:
+        groups = ", ".join(map(str, GROUPS))
+        return (
+            f"each group of {groups} columns must have one {' or '.join(SCALES)} scale for decoding, got blocks of "
+            f"{scale.block!r} in {scale.storage}"
+        )
+    return None
+
+
+def _shape_reason(w: QuantizedWeight) -> str | None:
+    if len(w.shape) != 2 or w.block_axis != -2 or w.codes.dim() != 2:
+        return "the weight must be a matrix, stored as (out, in)"
+    group = w.scheme.scale.block
+    if not isinstance(group, int) or w.shape[0] % group or not w.shape[0]:
+        return f"the length of its sums must be a multiple of its group of {group}, got {w.shape[0]}"
+    return None
+
+
+def _device_reason(w: QuantizedWeight) -> str | None:
+    if not w.is_cuda:
+        return f"it is for Nvidia GPUs, this weight is on {w.device.type}"
+    capability = torch.cuda.get_device_capability(w.device)
+    if capability < OLDEST:
+        return f"it is for compute capability {OLDEST[0]}.{OLDEST[1]} and later, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) times w (K, N), plus bias (N), in x's dtype."""
+    metadata: torch.Tensor = w.metadata  # type: ignore[attr-defined]
+    return fast.linear_sparse_int4(x, w.codes, metadata, w.scale, bias)
+
+
+enter(NAME, Kernel(run, unsupported_reason), before="dequantize")
+
+__all__ = ["MOST_ROWS", "NAME", "run", "unsupported_reason"]

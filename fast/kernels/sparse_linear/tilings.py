@@ -1,0 +1,146 @@
+"""Which tiles `mma_sparse_kernel` has for a product: a small model of an H100, held to its times in tests.
+
+Times are a reading of the weight and, of several rows of X in place, of X: a read of a lane's pairs of eight rows is one of
+eight lines of the cache, and a multiprocessor does one line a cycle,
+
+    lines of a multiprocessor = programs on it * turns * column tiles of a program * 16 * min(rows, 8)
+
+which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by (4096, 14336). So
+
+* one to FEW_ROWS rows: reading the weight is all. Starting and ending a warp takes so long that there are as few as keep the
+  memory busy, two a scheduler, but none has more than MOST_WORK turns of 128 columns by 16 rows. It reads up to AT_ONCE of
+  those at once, in two steps at least.
+* more rows in place: two row tiles and all columns in a program, whose lines then are fewest, where such programs are on most
+  multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
+  Codes, metadata and scales are 48 lines of a turn and row tile, of which reads of two turns (`weight_reads`) leave 32.
+* more rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fast.kernels.quantize.geometry import ceil_div
+from fast.kernels.sparse_linear.mma_sparse import COLUMNS
+from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
+
+#: The most column tiles and row tiles of a program, so that three programs of four warps have a multiprocessor's registers.
+MOST_SUMS, MOST_TILES = 4, 2
+#: Warps that keep the memory busy, the most and the usual of a program, and the most that one of them does.
+BUSY, MOST_WARPS_K, WARPS_K, MOST_WORK = 1000, 16, 4, 16
+#: Turns, of as many row tiles, that a warp reads at once.
+AT_ONCE = 4
+#: Twice the multiprocessors: with fewer programs of two row tiles, one row tile; with more, those on one overlap their steps.
+FULL = 2 * 132
+#: Programs that are on most multiprocessors.
+SPREAD = 96
+#: The most rows of X whose reading is not counted.
+FEW_ROWS = 4
+#: From how many rows on X is arranged; None: never.
+ARRANGED_FROM: int | None = None
+#: Up to how many rows a read of the weight is of two turns; 0: never.
+WIDE_UP_TO = 0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Row tiles and column tiles of a program, its warps along K, turns that a warp takes at once, whether it reads them
+    one step before, whether X is arranged first, and whether a read of the weight is of two turns (`weight_reads`)."""
+
+    tiles: int
+    sums: int
+    warps_k: int
+    chunks: int
+    ahead: bool = False
+    arranged: bool = False
+    wide: bool = False
+
+    def parts(self, group: int) -> int:
+        """Scales of the columns that four lanes read at once: columns of sums that a row of X has."""
+        return max(1, TURN.value * (2 if self.wide else 1) // group)
+
+
+def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
+    """The tiles of a product of `count` rows of X by a weight (rows, length) with scales of `group` columns."""
+    if ARRANGED_FROM is not None and count >= ARRANGED_FROM:
+        return replace(weight_bound(rows, length, group, count), arranged=True)
+    found = (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
+    return (count <= WIDE_UP_TO and widened(found, length, group, count)) or found
+
+
+def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
+    """The same with reads of two turns, in as many steps; None where K, the group or the columns of sums are not for that."""
+    made = replace(tiling, wide=True)
+    if tiling.chunks == 1:
+        made = replace(made, chunks=2, warps_k=max(1, tiling.warps_k // 2))
+    fits = is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
+    return made if fits else None
+
+
+def is_wide(length: int, group: int, tiling: Tiling) -> bool:
+    """Whether reads of two turns serve: pairs of turns of which all exist or none, at most four scales in one."""
+    pairs = length % (2 * TURN.value) == 0 and tiling.chunks % 2 == 0
+    return pairs and 2 * group >= TURN.value and not tiling.arranged
+
+
+def weight_bound(rows: int, length: int, group: int, count: int) -> Tiling:
+    """Where reading the weight is all."""
+    columns = _columns(group, count)
+    tiles = MOST_TILES if ceil_div(rows, ROWS.value * MOST_TILES) >= FULL else 1
+    sums = _sums(columns)
+    programs = ceil_div(rows, ROWS.value * tiles) * ceil_div(columns, sums)
+    turns = ceil_div(length, TURN.value)
+    wanted = max(BUSY, programs * tiles * turns // MOST_WORK)
+    warps_k = _warps(programs, turns, wanted, MOST_WARPS_K)
+    # Several column tiles at two turns have more registers than two programs of more warps can.
+    most = AT_ONCE // (tiles * sums) if sums == 1 or warps_k <= WARPS_K else 1
+    return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most, 2))
+
+
+def input_bound(rows: int, length: int, group: int, count: int) -> Tiling:
+    """Where reading X in place takes as long as reading the weight."""
+    columns = _columns(group, count)
+    sums = _sums(columns)
+    # Masks of parts beside four column tiles leave registers for one row tile.
+    tiles = 1 if sums == MOST_SUMS and group < TURN.value else MOST_TILES
+
+    def programs() -> int:
+        return ceil_div(rows, ROWS.value * tiles) * ceil_div(columns, sums)
+
+    if programs() < SPREAD:
+        sums = 1
+    if programs() < SPREAD:
+        tiles = 1
+    most, wanted = (WARPS_K, WARPS_K * programs()) if tiles > 1 else (MOST_WARPS_K, BUSY)
+    warps_k = _warps(programs(), ceil_div(length, TURN.value), wanted, most)
+    most_chunks = 2 if sums == 1 or (sums < MOST_SUMS and programs() <= FULL) else 1
+    return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most_chunks, 4))
+
+
+def _columns(group: int, count: int) -> int:
+    """Column tiles of all rows of X."""
+    return ceil_div(count * max(1, TURN.value // group), COLUMNS.value)
+
+
+def _sums(columns: int) -> int:
+    return next(n for n in (1, 2, MOST_SUMS) if n >= min(MOST_SUMS, columns))
+
+
+def _warps(programs: int, turns: int, wanted: int, most: int) -> int:
+    """Warps of a program, a power of two: so many that all are `wanted`, as far as K and `most` allow."""
+    warps = 1
+    while warps < most and programs * warps < wanted and 2 * warps <= turns:
+        warps *= 2
+    return warps
+
+
+def _chunks(length: int, warps_k: int, most: int, steps: int) -> int:
+    """Turns at once: at most `most`, K whole steps of them, `steps` at least."""
+    fit = (
+        n for n in (4, 2) if n <= most and length % (n * warps_k * TURN.value) == 0
+        and length // (n * warps_k * TURN.value) >= steps
+    )  # fmt: skip
+    return next(fit, 1)
+
+
+__all__ = ["Tiling", "input_bound", "is_wide", "tiling_of", "weight_bound", "widened"]

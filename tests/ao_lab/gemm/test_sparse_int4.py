@@ -1,0 +1,119 @@
+"""The product of 2:4 weights of int4 as they are stored: what it takes, that layers and `explain` choose it, and its numbers.
+
+The test for a GPU is taken away here, so that the reference computes; the kernels are in
+`tests/gpu/sparsity/validate_linear_sparse_int4.py`."""
+
+import platform
+from dataclasses import replace
+
+import pytest
+import torch
+
+import reference
+from ao_lab import Recipe, explain, quantized, quantized_compressed, tune
+from ao_lab.gemm import sparse_int4
+from ao_lab.gemm.choices import forget
+from ao_lab.gemm.select import PRODUCTS, select_kernel
+from reference import SCHEMES
+from tests.support.quantized_weights import pruned, same
+
+BF16, F16 = torch.bfloat16, torch.float16
+SCHEME = SCHEMES["int4_g32"]
+STORED_BFLOAT16 = replace(
+    SCHEME, name="int4_g32 stored as bfloat16", scale=replace(SCHEME.scale, storage="bfloat16", floor=None)
+)
+BY_ROWS = replace(SCHEME, name="int4 by rows", scale=replace(SCHEME.scale, block=-1))
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """Weights count as lying on a GPU that has the kernel."""
+    monkeypatch.setattr(sparse_int4, "_device_reason", lambda w: None)
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    forget()
+    yield
+    forget()
+
+
+def weight(scheme="int4_g32", activation=None, *, n=16, k=128):
+    scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    inputs = None if activation is None else SCHEMES[activation]
+    return quantized_compressed(pruned(n, k), Recipe(weight=scheme, activation=inputs))
+
+
+def layer(scheme="int4_g32"):
+    made = torch.nn.Linear(128, 16, dtype=BF16)
+    stored = quantized_compressed(pruned(16, 128).to(BF16), Recipe(weight=SCHEMES[scheme]))
+    made.weight = torch.nn.Parameter(stored, requires_grad=False)
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g64", "int4_g128", STORED_BFLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_what_it_takes(scheme, dtype, kernels):
+    w = weight(scheme).t()
+    assert sparse_int4.unsupported_reason(w, dtype) is None
+    assert select_kernel(w, dtype) == select_kernel(w, dtype, 1) == "sparse_int4"
+
+
+@pytest.mark.parametrize(
+    ("w", "dtype", "reason"),
+    [
+        (lambda: quantized(pruned(16, 128), "int4_g32").t(), BF16, "not in 2:4 storage"),
+        (lambda: weight("int4_g32", "int8_rowwise").t(), BF16, "must not be quantized"),
+        (lambda: weight().t(), torch.float32, "must be bfloat16 or float16"),
+        (lambda: weight("int8_g32").t(), BF16, "not int8"),
+        (lambda: weight(BY_ROWS).t(), BF16, "columns must have one float32 or bfloat16 scale"),
+        (lambda: weight(), BF16, "stored as"),
+        (lambda: weight().t(), BF16, "for Nvidia GPUs"),
+    ],
+)
+def test_why_it_does_not_take_a_weight(w, dtype, reason):
+    assert reason in sparse_int4.unsupported_reason(w(), dtype)
+    assert select_kernel(w(), dtype) != "sparse_int4"
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", STORED_BFLOAT16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 16, 65])
+def test_products_are_those_of_the_dense_equivalent(scheme, rows, kernels):
+    """`reference.linear` of it, bit for bit."""
+    w = weight(scheme)
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
+    bias = torch.randn(16, generator=torch.Generator().manual_seed(2)).to(BF16)
+    for added in (None, bias):
+        found = torch.nn.functional.linear(x, w, added)
+        assert same(found, reference.linear(x, w.dense_stored(), added))
+        assert same(found, PRODUCTS["sparse_int4"].run(x, w.t(), added))
+
+
+def test_layers_explain_and_tune(kernels):
+    made = layer()
+    x = torch.randn(4, 128).to(BF16)
+    assert explain(made).layers[0].kernel == "sparse_int4, up to 64 rows"
+    (choice,) = tune(made, x).choices
+    measured = [one.kernel for one in choice.candidates if one.seconds is not None]
+    assert measured[0] == "sparse_int4"
+    assert "dequantize" in measured
+    dense = made.weight.to_layout("plain")
+    assert select_kernel(dense.t(), BF16, 4) != "sparse_int4"
+
+
+def test_compiled_programs(kernels):
+    torch._dynamo.reset()
+    made, x = layer(), torch.randn(4, 128).to(BF16)
+    with torch.no_grad():
+        assert same(torch.compile(made, fullgraph=True, backend="aot_eager")(x), made(x))
+
+
+def test_gradients_of_inputs(kernels):
+    made, x = layer(), torch.randn(4, 128).to(BF16).requires_grad_()
+    made(x).sum().backward()
+    wanted = torch.ones(4, 16, dtype=BF16) @ made.weight.dequantize()
+    assert torch.allclose(x.grad, wanted, atol=2**-6)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+def test_as_many_rows_as_the_kernel_takes():
+    from fast.kernels.sparse_linear import host
+
+    assert sparse_int4.MOST_ROWS == host.MOST_ROWS
