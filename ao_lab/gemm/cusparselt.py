@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.cusparselt_algorithms import OUT, Algorithm, Call, known, refusal, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
@@ -199,25 +200,13 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) -> torch.Tensor:
     """The library's arrangement of canonical codes and metadata, kept with the codes until either changes."""
-    version = tuple(-1 if part.is_inference() else part._version for part in (codes, metadata))
-    found: tuple[Any, torch.Tensor] | None = codes.__dict__.get("_cusparselt")
-    if found is not None and found[0] == (version, metadata.data_ptr()):
-        return found[1]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "a 2:4 weight is arranged for cuSPARSELt once, outside of CUDA graphs; run the layer before capture"
-        )
-    made = torch._cslt_compress(fast.decompress(codes.view(element), metadata))
-    codes.__dict__["_cusparselt"] = ((version, metadata.data_ptr()), made)
-    return made
 
+    def make() -> torch.Tensor:
+        return torch._cslt_compress(fast.decompress(codes.view(element), metadata))
 
-def forget_arranged(codes: torch.Tensor) -> None:
-    """The arrangement of codes that have changed; tensors do not count changes that an operation of a subclass makes in
-    them."""
-    codes.__dict__.pop("_cusparselt", None)
+    return kept(codes, metadata, NAME, make)
 
 
 enter(NAME, Kernel(run, unsupported_reason))
 
-__all__ = ["NAME", "arranged", "forget_arranged", "product_of", "run", "unsupported_reason"]
+__all__ = ["NAME", "arranged", "product_of", "run", "unsupported_reason"]

@@ -35,7 +35,9 @@ from reference.sparsity.sr_ste import LARGEST_DECAY
 
 MASKS = ("fixed", "recomputed")
 GRADIENTS = ("masked", "straight-through", "sr-ste")
-PRODUCTS = ("dense", "cusparselt")
+PRODUCTS = ("dense", "cusparselt", "sparse_wgmma")
+#: Those that multiply compressed 2:4 weights.
+SPARSE = PRODUCTS[1:]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class SparseTrainingConfig(Registered):
     warmup, cooldown: numbers of steps at the beginning and at the end in which layers are dense; cooldown needs `steps`, the
     number of all of them. Afterwards the model stays as it ended: dense with a cool-down, sparse without.
     products: "dense" multiplies matrices with zeros, on any device; "cusparselt" compresses weights and multiplies by
-    cuSPARSELt (CUDA, float16 or bfloat16 inputs, multiples of 16; the inputs' gradient where masks are transposable).
+    cuSPARSELt (CUDA, float16 or bfloat16 inputs, multiples of 16; the inputs' gradient where masks are transposable);
+    "sparse_wgmma" does so by kernels of our own for Hopper.
 
     Raises ValueError for values outside of these, TypeError for a pattern that is no string or a flag that is no bool.
     """
@@ -76,10 +79,10 @@ class SparseTrainingConfig(Registered):
         choice(self.weight_gradient, ("dense",), "SparseTrainingConfig: weight_gradient")
         choice(self.products, PRODUCTS, "SparseTrainingConfig: products")
         self.scoring()
-        if self.products == "cusparselt" and self.pattern != "2:4":
+        if self.products in SPARSE and self.pattern != "2:4":
             raise ValueError(
-                f"SparseTrainingConfig: cuSPARSELt multiplies 2:4 matrices, got pattern {self.pattern!r}; products='dense' "
-                f"takes every pattern"
+                f"SparseTrainingConfig: products={self.products!r} multiplies 2:4 matrices, got pattern {self.pattern!r}; "
+                f"products='dense' takes every pattern"
             )
         if isinstance(self.decay, bool) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
             raise ValueError(

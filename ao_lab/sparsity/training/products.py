@@ -1,8 +1,9 @@
 """The products of a sparse layer that its masked weight is an operand of: output and inputs' gradient, by name.
 
-"dense" multiplies the masked weight as it is. "cusparselt" masks and compresses it in each product and multiplies by
-cuSPARSELt; the inputs' gradient takes the transposed weight, which is 2:4 where masks are transposable, and is a dense product
-else. Kernels of our own take their place here, by another name.
+"dense" multiplies the masked weight as it is. "cusparselt" and "sparse_wgmma" mask and compress it in each product; the inputs'
+gradient takes the transposed weight, which is 2:4 where masks are transposable, and is a dense product else. The first
+multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`, the sparse tensor cores of Hopper, after
+`fast.compress`: one read of the masked weight, and no wait of the host for either.
 
 cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
@@ -12,12 +13,15 @@ padded to a multiple of 8. The result has the dtype of the inputs, sums are in f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-#: What cuSPARSELt multiplies, what it needs lengths of a 2:4 matrix to be multiples of, and rows of the other operand.
+import fast
+from fast.sparsity.linear_sparse_ops import HOPPER
+
+#: What sparse products multiply, what lengths of a 2:4 matrix are multiples of there, and rows of cuSPARSELt's other operand.
 DTYPES = (torch.float16, torch.bfloat16)
 STEP, ROWS = 16, 8
 #: Compute capability from which there are instructions for 2:4.
@@ -52,8 +56,15 @@ def _dense_input_grad(
 def _sparse_output(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    _check(x)
-    y: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(x.reshape(-1, x.shape[-1]), w, mask, bias)
+    _check(x, "cusparselt")
+    return _of_rows(torch.ops.ao_lab.cusparselt_linear, x, w, mask, bias)
+
+
+def _of_rows(
+    operator: Any, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The output of an operator of matrices for x of any shape."""
+    y: torch.Tensor = operator(x.reshape(-1, x.shape[-1]), w, mask, bias)
     # No view: what FSDP2 hangs a hook on may be written to.
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
@@ -87,25 +98,82 @@ def _fake(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tens
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-def _check(x: torch.Tensor) -> None:
+def _wgmma_output(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    _check(x, "sparse_wgmma")
+    return _of_rows(torch.ops.ao_lab.sparse_wgmma_linear, x, w, mask, bias)
+
+
+def _wgmma_input_grad(
+    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> torch.Tensor:
+    if not transposable:
+        return _dense_input_grad(g, w, mask, transposable)
+    made: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(g, w.t(), mask.t(), None)
+    return made
+
+
+@torch.library.custom_op("ao_lab::sparse_wgmma_linear", mutates_args=())
+def sparse_wgmma_linear(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x (M, K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; K is a multiple of 16."""
+    if x.shape[0] == 0:
+        return x.new_zeros((0, w.shape[0]))
+    # Of a masked weight the two largest of four are those that the mask keeps, or zeros beside them.
+    values, metadata = fast.compress(masked(w, mask).contiguous(), "2:4")
+    bias = None if bias is None else bias.to(x.dtype)
+    return fast.linear_sparse(x.contiguous(), values, metadata, bias)
+
+
+@sparse_wgmma_linear.register_fake
+def _wgmma_fake(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+def _check(x: torch.Tensor, name: str) -> None:
     """What can differ from call to call."""
     if x.dtype not in DTYPES or not x.is_cuda:
         raise TypeError(
-            f"products='cusparselt' takes float16 and bfloat16 inputs on CUDA, got {x.dtype} on {x.device}; use "
+            f"products={name!r} takes float16 and bfloat16 inputs on CUDA, got {x.dtype} on {x.device}; use "
             f"torch.autocast, or products='dense'"
         )
 
 
 def _sparse_reason(w: torch.Tensor) -> str | None:
     """Why cuSPARSELt cannot multiply with a weight."""
-    if not w.is_cuda:
-        return f"products='cusparselt' needs weights on CUDA, got {w.device}; move the model first, or take products='dense'"
+    if (reason := _device_reason(w, "cusparselt")) is not None:
+        return reason
     if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
         return "this torch has no cuSPARSELt; take products='dense'"
     if torch.cuda.get_device_capability(w.device) < OLDEST:
         return f"{torch.cuda.get_device_name(w.device)} has no sparse matrix units; take products='dense'"
+    return _shape_reason(w, "cuSPARSELt")
+
+
+def _wgmma_reason(w: torch.Tensor) -> str | None:
+    """Why the sparse tensor cores of Hopper cannot multiply with a weight."""
+    if (reason := _device_reason(w, "sparse_wgmma")) is not None:
+        return reason
+    if torch.version.hip is not None or torch.cuda.get_device_capability(w.device) != HOPPER:
+        return f"products='sparse_wgmma' is for GPUs of compute capability {HOPPER[0]}.{HOPPER[1]}; take products='dense'"
+    return _shape_reason(w, "products='sparse_wgmma'")
+
+
+def _device_reason(w: torch.Tensor, name: str) -> str | None:
+    if w.is_cuda:
+        return None
+    return f"products={name!r} needs weights on CUDA, got {w.device}; move the model first, or take products='dense'"
+
+
+def _shape_reason(w: torch.Tensor, who: str) -> str | None:
     if w.shape[0] % STEP or w.shape[1] % STEP:
-        return f"cuSPARSELt needs lengths in multiples of {STEP}, got shape {tuple(w.shape)}; take products='dense'"
+        return (
+            f"{who} needs lengths in multiples of {STEP}, got shape {tuple(w.shape)}; take products='dense'"
+        )
     return None
 
 
@@ -116,6 +184,7 @@ def _no_reason(w: torch.Tensor) -> str | None:
 PRODUCTS: dict[str, Product] = {
     "dense": Product(_dense_output, _dense_input_grad, _no_reason),
     "cusparselt": Product(_sparse_output, _sparse_input_grad, _sparse_reason),
+    "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
 }
 
-__all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked"]
+__all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked", "sparse_wgmma_linear"]

@@ -32,6 +32,7 @@ import torch
 import fast
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
 from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
+from ao_lab.gemm import sparse_wgmma as sparse_wgmma  # enters its product
 from ao_lab.tensor.dtensor_cache import hash_local_tensors
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -185,7 +186,8 @@ class SparseQuantizedTensor(QuantizedTensor):
         """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
         is_parameter = getattr(self, "_is_param", False)
         fields = described(self.meta)
-        parts = {name: part if part is None else signed(part) for name, part in self.parts.items()}
+        # A tensor with attributes is pickled with them; what products keep with the codes is not written.
+        parts = {name: part if part is None else signed(part).detach() for name, part in self.parts.items()}
         return rebuilt_sparse, (parts, fields, tuple(self.shape), is_parameter, self.requires_grad)
 
 

@@ -16,11 +16,9 @@ def _restored():
 
 
 def test_kernels_enter_behind_all_others_or_before_one():
-    assert (
-        SparseQuantizedTensor.__module__ == "ao_lab.tensor.sparse.sparse_tensor"
-    )  # which enters cuSPARSELt's
+    assert SparseQuantizedTensor.__module__ == "ao_lab.tensor.sparse.sparse_tensor"  # which enters both
     names = list(PRODUCTS)
-    assert names[-1] == "cusparselt"
+    assert names[-2:] == ["cusparselt", "sparse_wgmma"]
     kernel = Kernel(PRODUCTS["dequantize"].run, lambda w, dtype: "never")
     enter("late", kernel)
     enter("early", kernel, before="dequantize")

@@ -1,15 +1,17 @@
-"""Products by cuSPARSELt: what they ask of a GPU library, with that library's part played on the host."""
+"""Products by cuSPARSELt: what they ask of a GPU library, with that library's part played on the host; and by our own kernels,
+in whose place the reference computes."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fast
 import reference
 from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import products
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
-from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear
+from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear, sparse_wgmma_linear
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def library(monkeypatch):
 
     monkeypatch.setattr(torch, "_cslt_compress", compress)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
-    monkeypatch.setattr(products, "_check", lambda x: None)
+    monkeypatch.setattr(products, "_check", lambda x, name: None)
     monkeypatch.setitem(
         PRODUCTS, "cusparselt", PRODUCTS["cusparselt"]._replace(unsupported_reason=lambda w: None)
     )
@@ -113,6 +115,84 @@ def test_inputs_that_it_does_not_take(dtype, device):
     w = torch.ones(16, 16, dtype=dtype)
     with pytest.raises(TypeError, match=rf"float16 and bfloat16 inputs on CUDA, got {dtype} on cpu"):
         masked_linear(w, w, w > 0, None, Rule("masked", 0.0, "cusparselt", False))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Inputs and weights count as lying on a Hopper GPU; how often weights were compressed."""
+    calls = []
+    compress = fast.compress
+    monkeypatch.setattr(fast, "compress", lambda *a: calls.append(tuple(a[0].shape)) or compress(*a))
+    monkeypatch.setattr(products, "_check", lambda x, name: None)
+    monkeypatch.setitem(
+        PRODUCTS, "sparse_wgmma", PRODUCTS["sparse_wgmma"]._replace(unsupported_reason=lambda w: None)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (3,), (2, 5), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_our_outputs_and_gradients_of_integers(kernels, dtype, shape, transposable):
+    x, w = integers(*shape, 32, dtype=dtype).requires_grad_(), integers(48, 32, seed=1, dtype=dtype)
+    b = integers(48, seed=2, dtype=dtype)
+    mask = torch.as_tensor((reference.prune_transposable if transposable else reference.prune)(w))
+    w, b = w.requires_grad_(), b.requires_grad_()
+    rule = Rule("masked", 0.0, "sparse_wgmma", transposable)
+    ours, theirs = masked_linear(x, w, mask, b, rule), F.linear(x, torch.where(mask, w, 0), b)
+    g = integers(*shape, 48, seed=3, dtype=dtype)
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+    made, expected = (torch.autograd.grad(y, (x, w, b), g) for y in (ours, theirs))
+    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
+    sides = [(48, 32), (32, 48)] if transposable else [(48, 32)]
+    assert kernels == (sides if torch.Size(shape).numel() else [])
+
+
+def test_our_products_keep_what_the_mask_keeps(kernels):
+    """Zeros among the kept, and pruned weights that are larger."""
+    w = torch.tensor([[0.0, 0.0, 9.0, 9.0] * 4] * 16, dtype=torch.bfloat16)
+    x, mask = integers(4, 16), torch.tensor([True, True, False, False] * 4).expand(16, 16)
+    assert not sparse_wgmma_linear(x, w, mask, None).any()
+    assert torch.equal(sparse_wgmma_linear(x, w, ~mask, None), F.linear(x, w))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_our_compiled_layer(kernels):
+    net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
+    sparsify_(net, SparseTrainingConfig(products="sparse_wgmma", transposable=True))
+    x = integers(3, 16).requires_grad_()
+    expected = torch.autograd.grad(net(x).sum(), (x, net[0].weight))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), net(x))
+    made = torch.autograd.grad(compiled(x).sum(), (x, net[0].weight))
+    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
+    torch.compiler.reset()
+
+
+def test_our_operator():
+    w = integers(16, 32)
+    arguments = (integers(3, 32), w, torch.as_tensor(reference.prune(w)), integers(16))
+    torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_inputs_and_weights_that_our_kernels_do_not_take(monkeypatch):
+    w = torch.ones(16, 16)
+    with pytest.raises(TypeError, match="products='sparse_wgmma' takes float16 and bfloat16 inputs on CUDA"):
+        masked_linear(w, w, w > 0, None, Rule("masked", 0.0, "sparse_wgmma", False))
+    reason = PRODUCTS["sparse_wgmma"].unsupported_reason
+    assert "needs weights on CUDA, got cpu" in reason(w)
+
+    class OnCuda:
+        is_cuda, device, shape = True, "cuda:0", (24, 32)
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "compute capability 9.0" in reason(OnCuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "multiples of 16, got shape (24, 32)" in reason(OnCuda)
+    OnCuda.shape = (32, 32)
+    assert reason(OnCuda) is None
 
 
 def test_weights_that_it_does_not_take(monkeypatch):
