@@ -100,17 +100,18 @@ class Probe:
 
     def __init__(self, n: int, k: int, rows: int, element: torch.dtype, device: torch.device) -> None:
         step = 16 if element.itemsize == 1 else 8
-        generator = torch.Generator("cpu").manual_seed(0)
+        # All of it on the device: on the host the product alone takes seconds at thousands of rows.
+        draw: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
         self.element = element
         self.out = OUT.get(element)
-        w = torch.randint(-LARGEST, LARGEST + 1, (n, k), generator=generator)
-        places = torch.rand((n, k // 4, 4), generator=generator).argsort(-1)
+        w = torch.randint(-LARGEST, LARGEST + 1, (n, k), **draw)
+        places = torch.rand((n, k // 4, 4), **draw).argsort(-1)
         w = w * (places < 2).reshape(n, k)
-        x = torch.randint(-LARGEST, LARGEST + 1, (-(-rows // step) * step, k), generator=generator)
-        self.packed = torch._cslt_compress(w.to(device).to(element))
-        self.b = x.to(device).to(element).contiguous()
+        x = torch.randint(-LARGEST, LARGEST + 1, (-(-rows // step) * step, k), **draw)
+        self.packed = torch._cslt_compress(w.to(element))
+        self.b = x.to(element).contiguous()
         # Sums of integers are exact in float32 in any order; a result of 16 bits rounds them once.
-        self.expected = (x.double() @ w.double().t()).to(device).to(self.out or element)
+        self.expected = (x.double() @ w.double().t()).to(self.out or element)
 
     def product(self, algorithm: Algorithm) -> torch.Tensor:
         """By an algorithm."""

@@ -1,8 +1,9 @@
 """Experiment `sparsity`: 2:4 sparsity, its accuracy over paired seeds and its speed at published shapes.
 
 Parts, each a kind of table: "vision" and "language" (dense, pruned at once by each score, after sparse fine-tuning, each with
-float weights, int4 and fp8; over five paired seeds), and on a GPU at full scale "linear" (one layer, forward and backward),
-"vit" (a training step of SAM's ViT-L encoder), "sam" (images a second of its ViT-h encoder), "decode" (Llama-3.1-8B's shapes).
+float weights, int4 and fp8; over five paired seeds), and on a GPU at full scale "products" (products of a 2:4 weight alone),
+"linear" (one layer, forward and backward), "blocks" (a block's layers at the rows of decoding), "vit" (a training step of SAM's
+ViT-L encoder), "sam" (images a second of its ViT-h encoder), "decode" (Llama-3.1-8B's shapes).
 Published values (`experiments/published/sparsity.csv`) stand beside measured ones of the same shape alone. Stand-ins: models of
 `vision` and `language` are small, at quick scale tiny; without a GPU nothing is timed, and rows of those parts say so.
 
@@ -22,7 +23,7 @@ from experiments.runs.settings import Settings
 from experiments.sparsity.accuracy import language, pairs, vision
 from experiments.sparsity.accuracy.pairs import EXPERIMENT
 from experiments.sparsity.methods import FINE_TUNINGS, parts_of
-from experiments.sparsity.speed import decode, encoders, linear
+from experiments.sparsity.speed import blocks, decode, encoders, linear, products
 from experiments.sparsity.speed.sides import run_tables
 
 TITLE = "2:4 sparsity: accuracy and speed"
@@ -46,7 +47,9 @@ def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
         if kind == pairs.gaps_kind(name):
             return (f"{CODE}.accuracy.pairs.gap_rows", f"{CODE}.accuracy.pairs.measure_dense", *measured)
     timed = {
+        products.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.products.table_of"),
         linear.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.linear.tables"),
+        blocks.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.blocks.tables"),
         encoders.TRAINING: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.training_tables"),
         encoders.INFERENCE: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.inference_tables"),
         decode.KIND: (f"{CODE}.speed.decode.measure", f"{CODE}.speed.decode.CONFIGS"),
@@ -108,7 +111,9 @@ def timed_part(
 
 #: Of each kind of times: what progress calls it, and its tables.
 TIMED = {
+    products.KIND: ("sparse products", products.tables),
     linear.KIND: ("linear layers", linear.tables),
+    blocks.KIND: ("blocks of decoding", blocks.tables),
     encoders.TRAINING: ("training steps", encoders.training_tables),
     encoders.INFERENCE: ("image encoders", encoders.inference_tables),
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.report.content import Section
-from experiments.sparsity.report import accuracy, speed
+from experiments.sparsity.report import accuracy, products, speed
 from experiments.sparsity.report.published_tables import comparisons
 from experiments.sparsity.run import TITLE
 
@@ -23,12 +23,12 @@ FEATURED = ("sparsity-vision-gaps-full", "sparsity-vision-gaps-quick")
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """Gaps of the largest runs, and speeds."""
-    return [*accuracy.findings(rows), *speed.findings(rows)]
+    return [*accuracy.findings(rows), *products.findings(rows), *speed.findings(rows)]
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Accuracy, then speed."""
-    return [*accuracy.sections(rows), *speed.sections(rows)]
+    """Accuracy, then products, then what they are parts of."""
+    return [*accuracy.sections(rows), *products.sections(rows), *speed.sections(rows)]
 
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]

@@ -35,8 +35,8 @@ TITLES = {
 }
 TEXTS = {
     linear.KIND: "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks and "
-    "compresses its weight in both directions in every step; 'masks kept' leaves the finding out. 'prune + compress' is one "
-    "read of the weight along its rows.",
+    "compresses its weight in both directions in every step; 'masks kept' leaves the finding out. It multiplies by cuSPARSELt, "
+    "or by our own kernels. 'prune + compress' is one read of the weight along its rows.",
     encoders.TRAINING: "Forward and backward, random weights and images, no optimizer; the MLP layers are 2:4, with new masks "
     "in every step.",
     encoders.INFERENCE: "Forward passes, random weights and images. Published throughput is on photographs.",

@@ -5,7 +5,7 @@ Weights are random, pruned by magnitude: speed does not depend on values. bfloat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,37 @@ INT4_GROUP = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(Config):
-    """A configuration whose layers inside the blocks are pruned first and stored 2:4; the last layer stays dense."""
+    """A configuration whose layers inside the blocks are pruned first and stored 2:4; the last layer stays dense.
+
+    timed: whether the kernels of the sparse layers are chosen by `ao_lab.tune`, as no rule chooses one.
+    """
 
     make: Callable[..., Any]
+    timed: bool = False
 
     def quantize(self, model: nn.Module) -> None:
         """Prune, then quantize."""
         ao_lab.sparsify_(model, ao_lab.SparsityConfig(PATTERN), inside_blocks)
         ao_lab.quantize_(model, self.make(sparsity=PATTERN), filter_fn=inside_blocks)
+        if self.timed:
+            choose_kernels(model)
         ao_lab.quantize_(model, self.make())
+
+
+@torch.no_grad()
+def choose_kernels(model: nn.Module, rows: Iterable[int] = ()) -> None:
+    """`ao_lab.tune` of one layer of each shape that holds a quantized weight, for one row and further numbers of rows."""
+    seen = set()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.weight.shape not in seen and is_open(layer):
+            seen.add(layer.weight.shape)
+            x = torch.randn(1, layer.in_features, device=layer.weight.device, dtype=torch.bfloat16)
+            ao_lab.tune(nn.Sequential(layer), x, rows=rows, launches="graph")
+
+
+def is_open(layer: nn.Linear) -> bool:
+    """Whether a layer has a quantized weight whose kernel nothing has chosen."""
+    return isinstance(layer.weight, ao_lab.QuantizedTensor) and not ao_lab.explain(layer).layers[0].tuned
 
 
 def int4(**options: Any) -> object:
@@ -57,7 +79,9 @@ CONFIGS = {
     "int4": Config(setting=OURS, method="int4", build=int4, dependent=True),
     "int4 + 2:4": SparseConfig(setting=OURS, method="int4 + 2:4", build=int4, make=int4, dependent=True),
     "fp8": Config(setting=OURS, method="fp8", build=fp8, dependent=True),
-    "fp8 + 2:4": SparseConfig(setting=OURS, method="fp8 + 2:4", build=fp8, make=fp8, dependent=True),
+    "fp8 + 2:4": SparseConfig(
+        setting=OURS, method="fp8 + 2:4", build=fp8, make=fp8, dependent=True, timed=True
+    ),
 }
 
 
@@ -93,4 +117,4 @@ def measure(bench: decode.Bench, config: Config) -> Values:
     return decode.measure_one(bench, config)
 
 
-__all__ = ["CONFIGS", "KIND", "SETTING", "SparseConfig", "missing", "run"]
+__all__ = ["CONFIGS", "KIND", "SETTING", "SparseConfig", "choose_kernels", "fp8", "int4", "missing", "run"]

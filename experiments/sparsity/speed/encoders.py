@@ -20,17 +20,23 @@ from experiments.sparsity.speed.sides import DENSE, Side, Table
 
 TRAINING, INFERENCE = "vit", "sam"
 MLP, INT8, ALL = "MLP 2:4", "int8 dynamic", "attention and MLP 2:4"
+#: Training by our own kernels; `MLP` multiplies by cuSPARSELt there.
+OWN = "MLP 2:4, own kernels"
 PLAN = Plan(rounds=7, warmup=1, seconds=20.0, span=0.0, most_calls=1)
 Convert = Callable[[SamEncoder, Tensor], object]
 
 
 def training_tables(
-    device: str, seed: int, config: SamConfig = VIT_L, batch: int = 8, products: str = "cusparselt", backend: str = "inductor",
-    dtype: torch.dtype = torch.float16,
+    device: str, seed: int, config: SamConfig = VIT_L, batch: int = 8, products: str = "cusparselt", own: str = "sparse_wgmma",
+    backend: str = "inductor", dtype: torch.dtype = torch.float16,
 ) -> list[Table]:  # fmt: skip
     """Forward and backward, compiled as the published ones are."""
     base = partial(trained, config, batch, device, seed, dtype, backend)
-    sides = (Side(DENSE, base), Side(MLP, partial(base, products=products)))
+    sides = (
+        Side(DENSE, base),
+        Side(MLP, partial(base, products=products)),
+        Side(OWN, partial(base, products=own)),
+    )
     return [
         Table(
             TRAINING, config.name, f"forward + backward, float16, compiled, batch {batch}", sides, PLAN, batch
@@ -127,13 +133,20 @@ def int8(model: SamEncoder, images: Tensor) -> None:
 def mlp_sparse(model: SamEncoder, images: Tensor) -> None:
     """The MLPs pruned and compressed, and the kernels of their products chosen by timing."""
     ao_lab.sparsify_(model, ao_lab.SparsityConfig(storage="compressed"), is_mlp)  # type: ignore[call-arg]
-    ao_lab.tune(model, images)
+    choose_kernels(model, images)
+
+
+def choose_kernels(model: SamEncoder, images: Tensor) -> None:
+    """By timing at the rows that all images give a layer: of one image are that many times fewer, and its scores fit anywhere
+    without a compiler."""
+    patches = (images.shape[-1] // model.config.patch) ** 2
+    ao_lab.tune(model, images[:1], rows=[images.shape[0] * patches], launches="graph")
 
 
 def all_sparse(model: SamEncoder, images: Tensor) -> None:
     """All linear layers likewise."""
     ao_lab.sparsify_(model, ao_lab.SparsityConfig(storage="compressed"), is_linear)  # type: ignore[call-arg]
-    ao_lab.tune(model, images)
+    choose_kernels(model, images)
 
 
 #: By method what is done to a dense model, of images of the batch that is timed.
@@ -152,4 +165,4 @@ def missing(method: str) -> str | None:
     return None
 
 
-__all__ = ["ALL", "INFERENCE", "INT8", "MLP", "TRAINING", "inference_tables", "training_tables"]
+__all__ = ["ALL", "INFERENCE", "INT8", "MLP", "OWN", "TRAINING", "inference_tables", "training_tables"]

@@ -23,13 +23,19 @@ Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((13008, 1024, 4096), (13008, 4096, 1024))
 SETTING = "forward + backward, float16, eager"
 SPARSE, KEPT, PRUNING = "2:4", "2:4, masks kept", "prune + compress"
+#: The 2:4 layer by our own kernels; the others multiply by cuSPARSELt.
+OWN, OWN_KEPT = "2:4, own kernels", "2:4, own kernels, masks kept"
 PLAN = Plan(rounds=15, warmup=1, seconds=6.0, span=2e-3, most_calls=8)
 #: Largest difference of outputs to a product of the masked weight in float32, relative to its norm: float16 keeps 11 bits.
 LIMIT = 2e-3
 
 
 def tables(
-    device: str, seed: int, shapes: tuple[Shape, ...] = SHAPES, products: str = "cusparselt"
+    device: str,
+    seed: int,
+    shapes: tuple[Shape, ...] = SHAPES,
+    products: str = "cusparselt",
+    own: str = "sparse_wgmma",
 ) -> list[Table]:
     """A table for each shape."""
     return [
@@ -41,6 +47,8 @@ def tables(
                 Side(DENSE, partial(dense, shape, device, seed)),
                 Side(SPARSE, partial(sparse, shape, device, seed, products, renew=True)),
                 Side(KEPT, partial(sparse, shape, device, seed, products, renew=False)),
+                Side(OWN, partial(sparse, shape, device, seed, own, renew=True)),
+                Side(OWN_KEPT, partial(sparse, shape, device, seed, own, renew=False)),
                 Side(PRUNING, partial(pruning, shape, device, seed)),
             ),
             PLAN,
@@ -119,4 +127,4 @@ def pruning(shape: Shape, device: str, seed: int, dtype: torch.dtype = torch.flo
     return lambda: fast.compress(weight, "2:4")
 
 
-__all__ = ["KEPT", "KIND", "PRUNING", "SETTING", "SHAPES", "SPARSE", "tables"]
+__all__ = ["KEPT", "KIND", "OWN", "OWN_KEPT", "PRUNING", "SETTING", "SHAPES", "SPARSE", "tables"]

@@ -29,16 +29,23 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Side:
-    """One method. build: makes what is timed, a call, and checks it; it may raise. missing: why it cannot be measured."""
+    """One method. build: makes what is timed, a call or one for each of several sets of operands, and checks it; it may raise.
+
+    missing: why it cannot be measured. foreign: whether it is another library's: what that refuses is not asked for again.
+    """
 
     name: str
-    build: Callable[[], Call]
+    build: Callable[[], Call | list[Call]]
     missing: str | None = None
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Sides that are timed in turn. units: how many images (or nothing: 0) a call is of. plan: how long to look."""
+    """Sides that are timed in turn. plan: how long to look. images, operations: how many a call is of, 0 where neither counts.
+
+    graph: whether calls are replayed from a CUDA graph; launched one by one else.
+    """
 
     kind: str
     data: str
@@ -46,6 +53,8 @@ class Table:
     sides: tuple[Side, ...] = ()
     plan: Plan = field(default_factory=Plan)
     images: int = 0
+    operations: float = 0.0
+    graph: bool = False
 
 
 def run_tables(
@@ -60,7 +69,10 @@ def run_tables(
                 failed += rows_of(
                     settings, one, {side.name: status(deadline.reason() or "") for side in one.sides}
                 )
-            elif not all(side.missing or is_finished(settings, journal, one, side) for side in one.sides):
+            elif not all(
+                side.missing or side.foreign or is_finished(settings, journal, one, side)
+                for side in one.sides
+            ):
                 found = measure(watch_of(settings.device), one)
                 for side in one.sides:
                     keep(journal, failed, rows_of(settings, one, {side.name: found[side.name]}))
@@ -83,23 +95,35 @@ def rows_of(settings: Settings, table: Table, found: Mapping[str, Values]) -> li
 
 def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Values]:
     """Values of each side; one that fails has a status instead."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, list[Call]] = {}
     found = {
         side.name: status(side.missing) if side.missing else attempt(partial(built, side, calls))
         for side in table.sides
     }
-    if calls:
-        spans = {name: prepare_eager(watch, call, table.plan) for name, call in calls.items()}
-        times = steady(watch, spans, table.plan, settle, graph=False)
+    spans: dict[str, Span] = {}
+    for name, several in calls.items():
+        made = attempt(partial(spanned, watch, table, name, several, spans))
+        found[name] = found[name] if name in spans else made
+    if spans:
+        times = steady(watch, spans, table.plan, settle, graph=table.graph)
         add_times(table, times, found)
     calls.clear()
+    spans.clear()
     free()
     return found
 
 
-def prepare_eager(watch: Watch, call: Call, plan: Plan) -> Span:
+def spanned(watch: Watch, table: Table, name: str, calls: list[Call], spans: dict[str, Span]) -> Values:
+    """Add the span of a side, captured where the table is of graphs."""
+    spans[name] = (
+        prepare(watch, calls, table.plan) if table.graph else prepare_eager(watch, calls, table.plan)
+    )
+    return {}
+
+
+def prepare_eager(watch: Watch, calls: list[Call], plan: Plan) -> Span:
     """A span of calls one by one: what renews masks looks at the host, so no CUDA graph holds it."""
-    return prepare(_Uncaptured(watch), [call], plan)
+    return prepare(_Uncaptured(watch), calls, plan)
 
 
 @dataclass(frozen=True)
@@ -121,10 +145,12 @@ class _Uncaptured:
         return calls[0]
 
 
-def built(side: Side, calls: dict[str, Call]) -> Values:
-    """Make the call, run it twice, and note the peak of memory of the second, model and inputs included."""
+def built(side: Side, calls: dict[str, list[Call]]) -> Values:
+    """Make the calls, run the first twice, and note the peak of memory of the second, model and inputs included."""
     before = in_use()
-    call = side.build()
+    made = side.build()
+    several = made if isinstance(made, list) else [made]
+    call = several[0]
     call()
     values: Values = {}
     if torch.cuda.is_available():
@@ -133,7 +159,7 @@ def built(side: Side, calls: dict[str, Call]) -> Values:
         call()
         torch.cuda.synchronize()
         values["peak memory"] = ((torch.cuda.max_memory_allocated() - before) / GB, "GB")
-    calls[side.name] = call
+    calls[side.name] = several
     return values
 
 
@@ -144,7 +170,7 @@ def in_use() -> int:
 
 
 def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[str, Values]) -> None:
-    """Median, quantiles, images a second, speed over dense."""
+    """Median, quantiles, images or operations a second, speed over dense."""
     base = summary(times[DENSE]).median if DENSE in times else None
     for name in times:
         if name == AGAIN:
@@ -154,6 +180,8 @@ def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[st
         values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
         if table.images:
             values["images/s"] = (table.images / timing.median, "images/s")
+        if table.operations:
+            values["TFLOP/s"] = (table.operations / timing.median / 1e12, "TFLOP/s")
         if base is not None:
             values["speed over dense"] = (base / timing.median, "ratio")
     if base is not None:

@@ -47,7 +47,7 @@ def kinds(rows):
 def test_rows_of_all_parts_and_their_page(settings):
     rows = experiment.run(settings, journal := Journal())
     trained = {"vision", "vision gaps", "language", "language gaps"}
-    assert kinds(rows) == {*trained, "linear", "vit", "sam", "decode"}
+    assert kinds(rows) == {*trained, "products", "linear", "blocks", "vit", "sam", "decode"}
     assert len({row.key for row in rows}) == len(rows)
     everything = {stored_as(method, storage) for method in METHODS for storage in STORAGES}
     for kind in ("vision", "language"):
@@ -66,7 +66,7 @@ def test_rows_of_all_parts_and_their_page(settings):
         "Vision transformer",
         "Language model",
     ]
-    assert len(sections) == 7
+    assert len(sections) == 10
     assert len(sections[0].drawings) == 2
     before = {row.key: row.value for row in journal.rows}
     again = experiment.run(replace(settings, only=("vision", "language")), journal)
@@ -165,7 +165,10 @@ def test_five_seeds_at_both_scales():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["sparsity", "--only", "x"], "the parts are vision, language, linear, vit, sam, decode"),
+        (
+            ["sparsity", "--only", "x"],
+            "the parts are vision, language, products, linear, blocks, vit, sam, decode",
+        ),
         (["sparsity", "--seconds", "0"], "--seconds is a positive limit"),
         (["sparsity", "--workers", "0"], "--workers is a positive number of processes"),
     ],

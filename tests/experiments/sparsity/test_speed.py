@@ -11,8 +11,10 @@ from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal, Row
 from experiments.harness.timing import Plan
 from experiments.models.sam_encoder import TINY, VIT_H, VIT_L
+from experiments.sparsity.report import products as products_page
 from experiments.sparsity.report import published_tables, speed
-from experiments.sparsity.speed import decode, encoders, linear, sides
+from experiments.sparsity.speed import blocks, cusparselt_search, decode, encoders, linear, products, sides
+from experiments.sparsity.speed.operands import BF16, FP8, Operands, operands
 from experiments.sparsity.speed.sides import DENSE, Side, Table
 from tests.experiments.harness import tiny
 
@@ -44,6 +46,34 @@ def test_sides_are_timed_in_turn_and_one_that_fails_says_why():
     more = found["more"]
     assert more["images/s"][0] == pytest.approx(4e3 / more["time"][0])
     assert more["speed over dense"][0] == pytest.approx(found[DENSE]["time"][0] / more["time"][0])
+
+
+def test_several_sets_are_rotated_and_operations_counted():
+    asked = []
+    several = [partial(asked.append, number) for number in range(2)]
+    table = Table("k", "d", "s", (Side(DENSE, lambda: list(several)),), ONCE, operations=1e9)
+    values = sides.measure(CpuWatch(), table, 0.0)[DENSE]
+    assert set(asked) == {0, 1}
+    assert values["TFLOP/s"][0] == pytest.approx(1e9 / (values["time"][0] * 1e-3) / 1e12)
+
+
+def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "")
+    monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
+    built = []
+
+    def refused():
+        built.append(1)
+        raise Wrong("no")
+
+    table = Table(
+        "k", "d", "s", (Side(DENSE, lambda: lambda: None), Side("theirs", refused, foreign=True)), ONCE
+    )
+    settings, journal = tiny.settings(tmp_path), Journal()
+    for _ in range(2):
+        sides.run_tables("t", [table], settings, journal, failed := [], Deadline(None))
+    assert len(built) == 1
+    assert failed == []
 
 
 def test_nothing_is_measured_after_the_limit_or_without_a_gpu(tmp_path, monkeypatch):
@@ -98,6 +128,119 @@ def test_generation_says_what_a_copy_cannot_store(monkeypatch):
     monkeypatch.setattr(decode, "hasattr", lambda *_: False, raising=False)
     assert decode.missing(sparse) == "missing: this copy stores 2:4 weights dense, with zeros"
     assert decode.missing(decode.CONFIGS["int4"]) is None
+
+
+SMALL = (32, 64, 128)
+
+
+@pytest.mark.parametrize("element", [BF16, FP8], ids=str)
+def test_products_are_those_of_the_operands(element):
+    """Each method's own check compares; cuSPARSELt and torchao's kernel need a GPU."""
+    table = products.table_of("cpu", 0, SMALL, element)
+    found = {side.name: side.build() for side in table.sides if side.name in (DENSE, products.OWN)}
+    assert table.operations == 2 * 32 * 64 * 128
+    assert [tuple(one().shape) for (one,) in found.values()] == [(32, 128)] * 2
+    (one,) = operands(SMALL, element, "cpu", 0, sparse=True)
+    assert int((one.weight.float() != 0).unflatten(-1, (-1, 4)).sum(-1).max()) == 2
+    with pytest.raises(Wrong, match="differs by"):
+        one.check(torch.zeros(32, 128, dtype=BF16))
+    with pytest.raises(Wrong, match=r"in torch\.float32"):
+        one.check(torch.zeros(32, 128))
+
+
+def test_shapes_and_methods_of_the_bars():
+    found = products.tables("cpu", 0)
+    assert len(found) == 16
+    first = [one for one in found if one.data == "128x4096x14336"]
+    named = [[side.name for side in one.sides] for one in first]
+    ours = [products.OWN, products.CUSPARSELT]
+    assert named == [[DENSE, products.DENSE_FP8, *ours, products.CUTLASS], [DENSE, *ours]]
+    assert {"8192x8192x8192", "16384x4096x14336", "2048x4096x14336"} <= {one.data for one in found}
+    assert [one.data.split(", ")[1] for one in blocks.tables("cpu", 0)] == [
+        f"{count} rows" for count in (1, 16, 4, 2, 8)
+    ]
+
+
+class Library:
+    """cuSPARSELt's search: algorithm 1 is wrong, 2 refused, the rest are right."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def mm_search(self, *_):
+        return 1, 1, 1, 3
+
+    def mm(self, stored, x, transpose_result, alg_id, split_k, split_k_mode, out_dtype=None):
+        assert transpose_result
+        self.asked.add((alg_id, split_k, split_k_mode))
+        if alg_id == 2:
+            raise RuntimeError("operation not supported")
+        return (x.t().float() @ stored.float().t() * (2 if alg_id == 1 else 1)).to(out_dtype or x.dtype)
+
+
+@pytest.mark.parametrize("element", [BF16, FP8], ids=str)
+def test_all_algorithms_are_looked_at_and_right_ones_taken(element, monkeypatch):
+    library = Library()
+    monkeypatch.setattr(torch, "_cslt_compress", lambda w: w)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", library.mm)
+    monkeypatch.setattr(torch._C, "_cusparselt", library, raising=False)
+    monkeypatch.setattr(cusparselt_search, "scaling", lambda: cusparselt_search._scaled)
+    sets = operands(SMALL, element, "cpu", 0, sparse=True)
+    (call,) = cusparselt_search.product(sets)
+    sets[0].check(call())
+    assert {(0, 1, -1), (1, 1, -1), (2, 1, -1), (0, 2, 1), (0, 4, 2)} <= library.asked
+    monkeypatch.setattr(Operands, "check", lambda self, y: (_ for _ in ()).throw(Wrong("no")))
+    with pytest.raises(Wrong, match="none of 8 algorithms"):
+        cusparselt_search.product(sets)
+
+
+def test_blocks_multiply_by_their_weights(monkeypatch):
+    shapes = ((64, 128), (128, 64))
+    for name, convert in blocks.CONVERSIONS.items():
+        if name != blocks.SPARSE_FP8:
+            (call,) = blocks.calls(shapes, "cpu", 0, 3, convert)
+            assert [tuple(one.shape) for one in call()] == [(3, 128), (3, 64)]
+    tuned = []
+    monkeypatch.setattr(
+        decode.ao_lab, "tune", lambda model, x, **options: tuned.append((x.shape[1], options))
+    )
+    blocks.calls(shapes, "cpu", 0, 3, blocks.CONVERSIONS[blocks.SPARSE_FP8])
+    assert tuned == [(k, {"rows": (16,), "launches": "graph"}) for k in (64, 128)]
+    layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -(x @ self.weight.t()))
+    with pytest.raises(Wrong, match=r"differs by 2\.0e"):
+        blocks.check(layer, torch.randn(3, 64).bfloat16())
+
+
+def test_the_llama_block_has_its_shapes():
+    found = blocks.shapes_of(blocks.LLAMA_3_1_8B)
+    assert found == ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+
+
+def test_the_page_of_products(monkeypatch):
+    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+    times = {
+        DENSE: 4.0,
+        products.DENSE_FP8: 2.0,
+        products.OWN: 1.0,
+        products.CUTLASS: 1.5,
+        products.CUSPARSELT: 1.2,
+    }
+    rows = [row("products", "1x2x3", name, "time", value) for name, value in times.items()]
+    rows += [
+        row("blocks", "block, 1 rows", name, "time", value)
+        for name, value in (("int4", 2.0), ("int4 + 2:4", 1.0))
+    ]
+    assert products_page.findings(rows) == [
+        "Products with a 2:4 weight (full scale, a GPU; s), speed: 1x2x3 4.00 over dense, 2.00 over dense fp8, 1.20 over "
+        "libraries' 2:4.",
+        "A block's layers in decoding (full scale, a GPU; s), speed: block, 1 rows 2.00 int4 + 2:4 over int4.",
+    ]
+    first, second = products_page.sections(rows)
+    assert first.tables[0].lines == [
+        ["1x2x3", "4000.0", "2000.0", "1000.0", "1500.0", "1200.0", "4.000", "2.000", "1.200"]
+    ]
+    assert second.tables[0].columns == ["shape", "int4", "int4 + 2:4", "int4 + 2:4 over int4"]
 
 
 def row(kind, data, method, metric, value):
