@@ -47,7 +47,7 @@ def tables(
         Table(
             KIND, f"{config.name}, {count} rows", SETTING,
             tuple(Side(name, partial(made, count, convert)) for name, convert in CONVERSIONS.items()),
-            PLAN, operations=2.0 * count * elements, graph=device == "cuda",
+            PLAN, operations=2.0 * count * elements, graph=device == "cuda", needed=25.0,
         )
         for count in rows
     ]  # fmt: skip

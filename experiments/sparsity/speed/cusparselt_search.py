@@ -56,13 +56,13 @@ def _scaled(sums: Tensor, x_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def algorithms(one: Operands, stored: Tensor) -> Iterator[Algorithm]:
-    """What the library's own search finds, then every identifier, then splits of the sum in two and four."""
+    """What the library's own search finds, which looks at splits of the sum too, then every identifier without one."""
     library: Any = torch._C._cusparselt
     out = BF16 if one.weight.dtype == FP8 else None
     alg_id, split_k, mode, most = map(int, library.mm_search(stored, one.x.t(), None, None, out, True))
-    yield (alg_id, split_k, mode if split_k != 1 else -1)
-    yield from ((number, 1, -1) for number in range(most))
-    yield from ((number, split, way) for split in (2, 4) for way in (1, 2) for number in range(0, most, 4))
+    first = (alg_id, split_k, mode if split_k != 1 else -1)
+    yield first
+    yield from (one for number in range(most) if (one := (number, 1, -1)) != first)
 
 
 def time_of(one: Operands, stored: Tensor, algorithm: Algorithm) -> float | None:

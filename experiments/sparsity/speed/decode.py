@@ -26,6 +26,8 @@ from experiments.sparsity.speed.sides import NO_GPU, Table, rows_of
 KIND = "decode"
 SETTING = "batch 1, compiled"
 INT4_GROUP = 64
+#: Seconds of a configuration, and of the bfloat16 model beside the first.
+NEEDED, NEEDED_BASE = 30.0, 80.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,11 @@ def missing(config: Config) -> str | None:
     return None
 
 
+def needed(bench: decode.Bench) -> float:
+    """About how many seconds it takes on an H100: bfloat16's compiler tunes what it writes, once for all that stand beside."""
+    return NEEDED + (NEEDED_BASE if bench.base is None else 0.0)
+
+
 def run(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """Rows of all configurations that have none; nothing is measured without a GPU at full scale."""
     bench = decode.Bench.of(settings)
@@ -101,7 +108,7 @@ def run(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadl
         for name, config in CONFIGS.items():
             if not journal.finished(table, SETTING, name):
                 reason = None if published_shapes(settings) else NO_GPU
-                reason = reason or missing(config) or deadline.reason()
+                reason = reason or missing(config) or deadline.reason(needed(bench))
                 values = status(reason) if reason else attempt(lambda one=config: measure(bench, one))
                 keep(journal, failed, rows_of(settings, table_of(bench), {name: values}))
             step(name)

@@ -52,6 +52,7 @@ def tables(
                 Side(PRUNING, partial(pruning, shape, device, seed)),
             ),
             PLAN,
+            needed=20.0,
         )
         for shape in shapes
     ]

@@ -64,7 +64,7 @@ def table_of(device: str, seed: int, shape: Shape, element: torch.dtype) -> Tabl
         sides.append(Side(CUTLASS, partial(made, FP8, cutlass), missing_cutlass(), foreign=True))
     return Table(
         KIND, "x".join(map(str, shape)), SETTINGS[element], tuple(sides), PLAN, operations=2.0 * m * k * n,
-        graph=device == "cuda",
+        graph=device == "cuda", needed=12.0,
     )  # fmt: skip
 
 

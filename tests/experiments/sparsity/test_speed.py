@@ -188,9 +188,9 @@ def test_all_algorithms_are_looked_at_and_right_ones_taken(element, monkeypatch)
     sets = operands(SMALL, element, "cpu", 0, sparse=True)
     (call,) = cusparselt_search.product(sets)
     sets[0].check(call())
-    assert {(0, 1, -1), (1, 1, -1), (2, 1, -1), (0, 2, 1), (0, 4, 2)} <= library.asked
+    assert library.asked == {(0, 1, -1), (1, 1, -1), (2, 1, -1)}
     monkeypatch.setattr(Operands, "check", lambda self, y: (_ for _ in ()).throw(Wrong("no")))
-    with pytest.raises(Wrong, match="none of 8 algorithms"):
+    with pytest.raises(Wrong, match="none of 3 algorithms"):
         cusparselt_search.product(sets)
 
 
