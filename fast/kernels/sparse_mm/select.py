@@ -1,20 +1,52 @@
-"""Which variant a shape gets: the shortest time by a model of one multiprocessor, whose rates are those of an H200.
+"""Which variant a shape gets: the shortest time by a model of one multiprocessor.
 
 What a stage takes is the longest of three: the tensor core (an instruction of n tokens reads 64 n bytes of tokens and 2048 of
 values from shared memory, 128 a cycle, and multiplies in n / 2 cycles), what the L2 cache delivers to a multiprocessor, and,
-for the weight, what the memory does. The model only has to order variants; the GPU script measures all of them.
+for the weight, what the memory does. The model only has to order variants. `RATES` are of an H200's data sheet and guesses;
+`tests/gpu/sparsity/fit_linear_sparse.py` fits them to times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from fast.kernels.sparse_mm.variants import PANEL, Variant, fitted
 
-#: Bytes a cycle that a multiprocessor gets from the L2 cache and from memory, and cycles that a tile costs besides its stages:
-#: to begin and end, and for each token of 64 features that a warpgroup writes.
-L2, MEMORY, BEGIN, TOKEN = 30.0, 19.0, 3000.0, 12.0
+
+class Rates(NamedTuple):
+    """The constants of the model.
+
+    l2, memory: bytes a cycle that a multiprocessor gets from the L2 cache and from memory. multiply: cycles of the tensor core
+    over those of its tables. begin, token: cycles that a tile costs besides its stages: to begin and end, and for each token
+    of 64 features that a warpgroup writes. clock: of cycles a nanosecond, which changes no order.
+    """
+
+    l2: float = 30.0
+    memory: float = 19.0
+    multiply: float = 1.0
+    begin: float = 3000.0
+    token: float = 12.0
+    clock: float = 1.7
+
+
+class Terms(NamedTuple):
+    """What a product by a variant is made of. waves: of tiles one after the other. panels: of a tile.
+
+    multiplied: cycles of the tensor core for a panel. delivered, read: bytes of a panel that a multiprocessor gets from the L2
+    cache, and from memory. written: tokens that a tile's warpgroups write, twice where parts of K are added first.
+    """
+
+    waves: int
+    panels: int
+    multiplied: float
+    delivered: float
+    read: float
+    written: int
+
+
+RATES = Rates()
 #: Tokens of a tile, with the warpgroups and the panels of a stage.
 TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2), (128, 2, 1), (256, 2, 1))
 #: Programs along the features and along K of clusters, which have at most eight.
@@ -45,24 +77,43 @@ def candidates(tokens: int, bits: int, promote: bool) -> Iterator[Variant]:
             yield fitted(count, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
 
 
-def cycles(one: Variant, tokens: int, features: int, length: int, bits: int, multiprocessors: int) -> float:
+def cycles(
+    one: Variant,
+    tokens: int,
+    features: int,
+    length: int,
+    bits: int,
+    multiprocessors: int,
+    rates: Rates = RATES,
+) -> float:
     """How long all of a product takes, by the model."""
+    return cycles_of(terms(one, tokens, features, length, bits, multiprocessors), rates)
+
+
+def cycles_of(parts: Terms, rates: Rates) -> float:
+    """The sum of a product's parts."""
+    stage = max(parts.multiplied * rates.multiply, parts.delivered / rates.l2, parts.read / rates.memory)
+    return parts.waves * (parts.panels * stage + rates.begin + rates.token * parts.written)
+
+
+def terms(one: Variant, tokens: int, features: int, length: int, bits: int, multiprocessors: int) -> Terms:
+    """What a product by a variant is made of."""
     clusters = -(-tokens // one.tokens) * -(-features // (one.features * one.pair))
     # A cluster lies in one of a Hopper's groups of 16 or 18 multiprocessors: larger ones leave two of some unused.
     at_once = max(1, (multiprocessors if one.cluster <= 2 else multiprocessors // 8 * 8) // one.cluster)
-    waves = -(-clusters // at_once)
     metadata = 1024 if bits == 8 else 512
     weight = one.groups * (64 * PANEL // 2 + metadata)
-    multiplied = (
-        one.groups * 2 * max(one.tokens / 2, (64 * one.tokens + 2048) / 128) * (1.15 if one.promote else 1)
-    )
-    delivered = (one.tokens * PANEL / one.pair + weight) / L2
+    instruction = max(one.tokens / 2, (64 * one.tokens + 2048) / 128) * (1.15 if one.promote else 1)
     # Programs that are at work share the memory; one row of tiles reads the weight once.
     working = min(clusters, at_once) * one.cluster
-    from_memory = weight * working / multiprocessors / MEMORY / min(-(-tokens // one.tokens), 8)
-    panels = -(-length // (PANEL * one.splits))
-    ends = BEGIN + TOKEN * one.tokens * (1 if one.splits == 1 else 2)
-    return waves * (panels * max(multiplied, delivered, from_memory) + ends)
+    return Terms(
+        waves=-(-clusters // at_once),
+        panels=-(-length // (PANEL * one.splits)),
+        multiplied=one.groups * 2 * instruction,
+        delivered=one.tokens * PANEL / one.pair + weight,
+        read=weight * working / multiprocessors / min(-(-tokens // one.tokens), 8),
+        written=one.tokens * (1 if one.splits == 1 else 2),
+    )
 
 
-__all__ = ["candidates", "choose", "cycles"]
+__all__ = ["RATES", "Rates", "Terms", "candidates", "choose", "cycles", "cycles_of", "terms"]

@@ -2,12 +2,15 @@
 
     PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse.py [--seconds 110] [--only NAME] [--dtype bf16,fp8,int8]
         [--shapes 128x4096x14336,...] [--no-times | --no-checks] [--again]
+    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse.py --model --seconds 60
 
 --only: variants whose name contains it (t128, c2, t16g1p2). --serial: each stage waits for the one before; where results are
 right with it and wrong without, something that products still use was overwritten, such as registers of metadata. --again: a
 variant that is wrong is run so in the same call. A variant that fails is reported by a line and left out of the times; others
 go on. At the end counts of wrong ones by what they have in common; checks go to linear_sparse_checks.json, rows of times to
-linear_sparse.json, in the folder of the variable OUT, else of --out. Exits with 1 on any difference.
+linear_sparse.json, in the folder of the variable OUT, else of --out. --model: in place of all that, three variants of each of
+twelve shapes (16 to 8192 tokens), fp8 and bf16, compared with the dense product and timed, for the model of the choice:
+linear_sparse_model.json, which `fit_linear_sparse.py` reads. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from fast.kernels.sparse_mm import host
 from fast.kernels.sparse_mm.nvrtc import cached_cubin, library
 from fast.kernels.sparse_mm.select import candidates, choose, cycles
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
-from tests.gpu.sparsity.products import exact, peers
+from tests.gpu.sparsity.products import exact, model_times, peers
 from tests.gpu.sparsity.products.checks import Check, counts, found_by, write
 from tests.gpu.sparsity.products.inputs import Case, case
+from tests.gpu.sparsity.products.report import Report
 from tests.gpu.sparsity.products.timing import COLD, Method, host_time, prepare, times
 
 DTYPES = {
@@ -47,28 +51,6 @@ MIXES = (("float8_e4m3fn", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn"), ("f
 SHAPES = (*((m, 4096, 14336) for m in (128, 16, 2048, 64, 16384, 32)), (8192, 8192, 8192))
 #: Variants of the model's order that are timed.
 TIMED = 5
-
-
-class Report:
-    """What was found, printed as it comes."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end, self.broken = time.monotonic() + seconds, set[str]()
-        self.rows: list[dict[str, Any]] = []
-        self.checks: list[Check] = []
-
-    @property
-    def wrong(self) -> int:
-        """Checks that found something."""
-        return sum(one.wrong is not None for one in self.checks)
-
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self.end - time.monotonic()
-
-    def say(self, text: str) -> None:
-        """Print with the time that is left."""
-        print(f"[{self.left():5.0f}] {text}", flush=True)
 
 
 Job = tuple[Variant, tuple[str, str], str]
@@ -234,6 +216,19 @@ def measure(
         report.rows.append({"shape": shape, "dtype": name, "method": "host", "us": took})
 
 
+def model(report: Report, options: argparse.Namespace, folder: Path) -> int:
+    """Times for the model of the choice."""
+    names = [name for name in options.dtype if name in model_times.BITS]
+    library()
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        compile_all(report, pool, [(v, DTYPES[name], "bfloat16") for v, name in model_times.jobs(names)])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "linear_sparse_model.json"
+    right = model_times.measured(report.say, report.left, path, names)
+    report.say(f"{path}: {'all right' if right else 'some are WRONG'}")
+    return int(not right)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check, then time."""
     parser = argparse.ArgumentParser(
@@ -251,11 +246,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--variants", type=int, default=TIMED)
     parser.add_argument("--serial", action="store_true")
     parser.add_argument("--again", action="store_true", help="wrong variants serially, too")
+    parser.add_argument("--model", action="store_true", help="times for the model of the choice alone")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build"))
     options = parser.parse_args(arguments)
     report = Report(options.seconds)
+    folder = Path(os.environ.get("OUT", options.out))
+    if options.model:
+        return model(report, options, folder)
     tables = [
         (shape, name)
         for shape in options.shapes or SHAPES
@@ -266,7 +265,6 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [] if options.no_checks else planned(options)
     needed = [(v, pair, out) for v, pair in jobs for out in outputs(pair)]
     needed += [(v, DTYPES[name], "bfloat16") for shape, name in tables for v in ordered(options, shape, name)]
-    folder = Path(os.environ.get("OUT", options.out))
     library()
     # Workers begin before CUDA does: they are forks.
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
