@@ -19,8 +19,8 @@ ValueError. Nothing is measured here.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
 
 A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and `reference`
-take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default for int4 weights, and
-cuSPARSELt's is what `ao_lab.tune` may choose.
+take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default for int4 weights;
+cuSPARSELt's and `sparse_wgmma` are what `ao_lab.tune` may choose.
 
 A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products (those
 that autograd makes for the input's gradient) take the operands as they are.

@@ -121,8 +121,11 @@ def sparse_wgmma_linear(
     """x (M, K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; K is a multiple of 16."""
     if x.shape[0] == 0:
         return x.new_zeros((0, w.shape[0]))
+    # One pass, of transposes too: without a place for it the result would have the order of w, and be copied once more.
+    rows = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    torch.where(mask, w, torch.zeros((), dtype=w.dtype, device=w.device), out=rows)
     # Of a masked weight the two largest of four are those that the mask keeps, or zeros beside them.
-    values, metadata = fast.compress(masked(w, mask).contiguous(), "2:4")
+    values, metadata = fast.compress(rows, "2:4")
     bias = None if bias is None else bias.to(x.dtype)
     return fast.linear_sparse(x.contiguous(), values, metadata, bias)
 
