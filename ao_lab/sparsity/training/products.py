@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 import fast
+from fast.kernels.sparse_mm.arrange import arrange
 from fast.sparsity.linear_sparse_ops import HOPPER
 
 #: What sparse products multiply, what lengths of a 2:4 matrix are multiples of there, and rows of cuSPARSELt's other operand.
@@ -127,7 +128,7 @@ def sparse_wgmma_linear(
     # Of a masked weight the two largest of four are those that the mask keeps, or zeros beside them.
     values, metadata = fast.compress(rows, "2:4")
     bias = None if bias is None else bias.to(x.dtype)
-    return fast.linear_sparse(x.contiguous(), values, metadata, bias)
+    return fast.linear_sparse(x.contiguous(), values, arrange(metadata, 16, defined=True), bias)
 
 
 @sparse_wgmma_linear.register_fake

@@ -29,13 +29,18 @@ ORDER = {8: (0, 4, 1, 3, 6, 2, 5, 7), 16: (0, 4, 1, 3, 6, 5, 2, 7)}
 INVERSE = {8: (0, 2, 5, 3, 1, 6, 4, 7), 16: (0, 2, 6, 3, 1, 5, 4, 7)}
 
 
-def arrange(metadata: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 (N, bytes) to (ceil(N / 64), panels, BLOCK_BYTES), on its device. bits: of an element."""
+def arrange(metadata: torch.Tensor, bits: int, *, defined: bool = False) -> torch.Tensor:
+    """uint8 (N, bytes) to (ceil(N / 64), panels, BLOCK_BYTES), on its device. bits: of an element. defined: whether no group
+    names 0, 0, as `compress` writes none: whole blocks and panels then take one copy."""
     rows, stored = metadata.shape
     panels = -(-stored // (2 * PANEL_BYTES[bits])) * 2
     blocks = -(-rows // ROWS)
-    padded = metadata.new_full((blocks * ROWS, panels * PANEL_BYTES[bits]), NOTHING_KEPT * 0x11)
-    padded[:rows, :stored] = _defined(metadata)
+    made = metadata if defined else _defined(metadata)
+    whole = (blocks * ROWS, panels * PANEL_BYTES[bits])
+    padded = made
+    if (rows, stored) != whole:
+        padded = metadata.new_full(whole, NOTHING_KEPT * 0x11)
+        padded[:rows, :stored] = made
     # Columns of 4 bytes for 8 bits, of 2 for 16.
     axes = (blocks, 4, 2, 8, panels, 2, 2, PANEL_BYTES[bits] // 4)
     return padded.view(axes).permute(ORDER[bits]).reshape(blocks, panels, BLOCK_BYTES[bits])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fast
 from fast.kernels.sparse_mm.arrange import arrange, count_undefined, restore, shape_of
 
 CHOICES = torch.tensor([0b0100, 0b1000, 0b1001, 0b1100, 0b1101, 0b1110], dtype=torch.uint8)
@@ -71,3 +72,15 @@ def test_groups_that_name_nothing():
     assert count_undefined(canonical) == 0
     canonical[0, 0], canonical[2, 3] = 0x54, 0x4F
     assert count_undefined(canonical) == 2
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("shape", [(64, 256), (70, 264), (128, 1024)])
+def test_what_compress_writes_is_defined(shape, bits):
+    """Zeros among the kept, and groups of zeros alone: none of them is named 0, 0."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w[:, ::3], w[3], w[:, :8] = 0, 0, 0
+    made = fast.compress(w, "2:4")[1]
+    assert count_undefined(made) == 0
+    assert torch.equal(arrange(made, bits, defined=True), arrange(made, bits))
+    assert torch.equal(restore(arrange(made, bits, defined=True), bits, tuple(made.shape)), made)
