@@ -25,6 +25,8 @@ EXPERIMENT = "sparsity"
 DENSE = "dense"
 NO_GPU = "not run: times are of a GPU at full scale"
 GB = 1e9
+#: The metric of what no CUDA graph holds.
+ONE_BY_ONE = "launched one by one"
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Val
         for side in table.sides
     }
     spans: dict[str, Span] = {}
-    for name, several in calls.items():
-        made = attempt(partial(spanned, watch, table, name, several, spans))
-        found[name] = found[name] if name in spans else made
+    for side in table.sides:
+        if side.name in calls:
+            made = attempt(partial(spanned, watch, table, side, calls[side.name], spans))
+            found[side.name] = {**found[side.name], **made} if side.name in spans else made
     if spans:
         times = steady(watch, spans, table.plan, settle, graph=table.graph)
         add_times(table, times, found)
@@ -119,12 +122,22 @@ def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Val
     return found
 
 
-def spanned(watch: Watch, table: Table, name: str, calls: list[Call], spans: dict[str, Span]) -> Values:
-    """Add the span of a side, captured where the table is of graphs."""
-    spans[name] = (
-        prepare(watch, calls, table.plan) if table.graph else prepare_eager(watch, calls, table.plan)
-    )
-    return {}
+def spanned(watch: Watch, table: Table, side: Side, calls: list[Call], spans: dict[str, Span]) -> Values:
+    """Add the span of a side, captured where the table is of graphs; what another library does not let be captured is launched
+    one by one, and says so."""
+    if not table.graph:
+        spans[side.name] = prepare_eager(watch, calls, table.plan)
+        return {}
+    try:
+        spans[side.name] = prepare(watch, calls, table.plan)
+        return {}
+    except RuntimeError:
+        if not side.foreign:
+            raise
+        watch.sync()
+        one = prepare_eager(watch, calls, table.plan)
+        spans[side.name] = Span(one.count, one.eager, one.eager)
+        return {ONE_BY_ONE: (1.0, "")}
 
 
 def prepare_eager(watch: Watch, calls: list[Call], plan: Plan) -> Span:

@@ -57,6 +57,25 @@ def test_several_sets_are_rotated_and_operations_counted():
     assert values["TFLOP/s"][0] == pytest.approx(1e9 / (values["time"][0] * 1e-3) / 1e12)
 
 
+class Refusing(CpuWatch):
+    """A watch whose capture fails."""
+
+    def capture(self, calls):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_what_cannot_be_captured_is_launched_one_by_one_where_it_is_another_librarys():
+    sides_of = (Side(DENSE, lambda: lambda: None), Side("theirs", lambda: [lambda: None] * 2, foreign=True))
+    table = Table("k", "d", "s", sides_of, ONCE, graph=True)
+    found = sides.measure(Refusing(), table, 0.0)
+    assert found[DENSE] == {
+        "status: error: RuntimeError: operation not permitted when stream is capturing": (0.0, "")
+    }
+    assert found["theirs"][sides.ONE_BY_ONE] == (1.0, "")
+    assert "time" in found["theirs"]
+    assert "speed over dense" not in found["theirs"]
+
+
 def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "")
     monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
