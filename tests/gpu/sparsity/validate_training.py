@@ -1,10 +1,12 @@
-"""Training with 2:4 weights on a GPU: products by cuSPARSELt exact on integers, layers by bits, times beside dense.
+"""Training with 2:4 weights on a GPU: sparse products exact on integers, layers by bits, times beside dense.
 
     PYTHONPATH=. python tests/gpu/sparsity/validate_training.py [--device cuda] [--no-times] [--seconds 90]
+        [--products cusparselt,sparse_wgmma]
 
-Integers whose sums are exact in float32 have one right result in any order of sums: outputs and gradients by cuSPARSELt are
-compared with products in float32, rounded once, bit for bit, ten times over. Masks, SR-STE and activations are compared
-with the reference on the host. Times are medians of single calls, all of them in turn in each round, of one linear layer
+Integers whose sums are exact in float32 have one right result in any order of sums: outputs and gradients by cuSPARSELt and by
+our own kernels (`--products` names them) are compared with products in float32, rounded once, bit for bit, ten times over.
+Masks, SR-STE and activations are compared with the reference on the host.
+Times are medians of single calls, all of them in turn in each round, of one linear layer
 forward and backward with random data: torch's dense layer, masked with dense products, by cuSPARSELt with masks that stay
 (compressed in both directions), and with masks found in the same call; then their parts. Kernels of masks are compiled by
 processes of their own beforehand. Bits come first, then times; training.json in the folder $OUT, where that is set, is written
@@ -18,7 +20,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -53,11 +55,10 @@ def integers(shape: tuple[int, ...], dtype: torch.dtype, device: str, most: int)
 
 
 def products(
-    device: str, dtype: torch.dtype, shape: tuple[int, int, int], transposable: bool
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int], transposable: bool, product: str
 ) -> Iterator[Comparison]:
-    """Outputs and three gradients of one layer; by cuSPARSELt on a GPU, by dense products on the host."""
+    """Outputs and three gradients of one layer by a product."""
     tokens, k, n = shape
-    product = "cusparselt" if device == "cuda" else "dense"
     x, g = (integers((tokens, width), dtype, device, 1) for width in (k, n))
     w, bias = integers((n, k), dtype, device, 2), integers((n,), dtype, device, 2)
     config = ao_lab.SparseTrainingConfig(masks="recomputed", transposable=transposable)
@@ -137,16 +138,17 @@ def layers(device: str, product: str) -> Iterator[Comparison]:
         yield f"pruned, step {step}", (dropped,), (torch.zeros_like(dropped),)
 
 
-def groups(device: str) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+def groups(device: str, named: Sequence[str]) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
     """Comparisons by what they share, the smallest shapes first."""
     for dtype in (*HALVES, torch.float32):
         yield f"rules {dtype}", partial(rules, device, dtype)
     for shape in reversed(CHECKED if device == "cuda" else CHECKED[1:]):
         for dtype in HALVES:
             for transposable in (False, True):
-                label = f"products {dtype} {shape}{' transposable' if transposable else ''}"
-                yield label, partial(products, device, dtype, shape, transposable)
-    for product in ("dense", "cusparselt") if device == "cuda" else ("dense",):
+                for product in named:
+                    label = f"{product} {dtype} {shape}{' transposable' if transposable else ''}"
+                    yield label, partial(products, device, dtype, shape, transposable, product)
+    for product in dict.fromkeys(("dense", *named)):
         yield f"layers {product}", partial(layers, device, product)
 
 
@@ -220,6 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--no-times", action="store_true")
+    parser.add_argument(
+        "--products", type=lambda text: text.split(","), default=["cusparselt", "sparse_wgmma"]
+    )
     parser.add_argument("--seconds", type=float, default=90.0, help="after these nothing new starts")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -230,7 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda":
         compile_all(progress)
     record = Record(progress, options.device)
-    for label, made in groups(options.device):
+    named = options.products if options.device == "cuda" else ["dense"]
+    for label, made in groups(options.device, named):
         progress.attempt(label, partial(compare, progress, label, made))
         record.write()
     progress.say("bits: " + ("all agreed" if not progress.wrong + progress.left_out else "see above"))

@@ -29,6 +29,7 @@ def calls(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Callable
     mask = find_mask(w, config)
     sparse = Rule("masked", 0.0, "cusparselt", True)
     one_way = Rule("masked", 0.0, "cusparselt", False)
+    own = Rule("masked", 0.0, "sparse_wgmma", True)
     kept = masked(w.detach(), mask)
     turned, packed = kept.t().contiguous(), torch._cslt_compress(kept)
     packed_turned = torch._cslt_compress(turned)
@@ -48,6 +49,10 @@ def calls(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Callable
         ),
         "cusparselt, mask of rows found": both(
             lambda: masked_linear(x, w, find_mask(w, rows), None, one_way)
+        ),
+        "sparse_wgmma, transposable mask that stays": both(lambda: masked_linear(x, w, mask, None, own)),
+        "sparse_wgmma, transposable mask found": both(
+            lambda: masked_linear(x, w, find_mask(w, config), None, own)
         ),
         "find mask of rows": lambda: find_mask(w, rows),
         "find transposable mask": lambda: find_mask(w, config),
