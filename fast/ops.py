@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import copy
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -121,12 +121,12 @@ def record_name(scheme: str | Scheme) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def constant_record(name: str) -> Scheme:
-    """The record of a name, while a program is traced: a copy.
+    """The record of a name, while a program is traced: a copy, with scales of its own.
 
     Where a program meets an object twice, Dynamo guards that both places hold the same one; for the result of a constant
-    function it writes a guard that names what does not exist ("name 'constant_record_7' is not defined").
+    function, and for what it holds, that guard names what does not exist ("name 'constant_record_7' is not defined").
     """
-    return copy(record_of(name))
+    return deepcopy(record_of(name))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

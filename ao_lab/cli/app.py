@@ -6,8 +6,8 @@ SIGTERM. A wrong input, a missing file or a missing library is one clear line; a
 because it is a fault to report.
 
 Each command imports what it needs when it runs, so that `ao-lab --help` is quick and needs neither torch nor JAX. Packages
-above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `corpus`, `pretrain`, `bench` and `ledger` are
-those of the experiments.
+above this one register further commands (`ao_lab.cli.plugins`): `reproduce`, `merge`, `corpus`, `pretrain`, `bench` and
+`ledger` are those of the experiments.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ REPEATS, TIMED = 10, 5
 FORMAT = 1
 #: The results' dtypes of 8-bit elements; others have their own.
 OUT = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+#: What errors say where the library does not multiply something.
+REFUSALS = ("cusparselt", "not supported", "unsupported")
 #: Rows that the library is asked with.
 ASKED = 32
 #: Largest integer of the exact test: sums of K / 2 products stay below 2**24 for K up to 2**23, and every element has them.
@@ -72,8 +74,8 @@ def search(
         try:
             if probe.is_exact(algorithm) and is_repeatable(call, algorithm):
                 found.append((seconds(call, algorithm, device), algorithm))
-        except RuntimeError:  # what integers do the layer's own operands may not
-            continue
+        except RuntimeError as error:  # what integers do the layer's own operands may not
+            _raise_unless_refused(error)
     best = min(found)[1] if found else None
     table = _table(device)
     table[key_of(n, k, rows, str(element))] = best
@@ -90,7 +92,8 @@ def refusal(n: int, k: int, element: torch.dtype, device: torch.device) -> str |
         settings: dict[str, Any] = {"out_dtype": OUT[element]} if element in OUT else {}
         torch._cslt_sparse_mm(packed, b.t(), transpose_result=True, **settings)
     except RuntimeError as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        _raise_unless_refused(error)
+        text = str(error).splitlines()[0]
         return f"cuSPARSELt refuses {element} of shape {(n, k)}: {text}"
     return None
 
@@ -129,7 +132,8 @@ class Probe:
         library: Any = torch._C._cusparselt
         try:
             found = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
-        except RuntimeError:  # the library multiplies nothing of this shape
+        except RuntimeError as error:  # the library multiplies nothing of this shape
+            _raise_unless_refused(error)
             return
         alg_id, split_k, mode, most = (int(value) for value in found)
         first = Algorithm(alg_id, split_k, mode if split_k != 1 else -1)
@@ -140,8 +144,16 @@ class Probe:
         """Whether an algorithm computes integers exactly; one that the library refuses for this shape does not."""
         try:
             return torch.equal(self.product(algorithm), self.expected)
-        except RuntimeError:
+        except RuntimeError as error:
+            _raise_unless_refused(error)
             return False
+
+
+def _raise_unless_refused(error: RuntimeError) -> None:
+    """Raise what is no refusal of the library: too little memory, which may be there next time, or a fault of the call."""
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError) or not any(word in text for word in REFUSALS):
+        raise error
 
 
 def is_repeatable(call: Call, algorithm: Algorithm) -> bool:

@@ -75,6 +75,8 @@ def _device_reason(w: QuantizedWeight) -> str | None:
 def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K) times w (K, N), plus bias (N), in x's dtype."""
     metadata: torch.Tensor = w.metadata  # type: ignore[attr-defined]
+    # `torch.addmm` takes one number for all columns too.
+    bias = None if bias is None else bias.expand(w.shape[1]).contiguous()
     return fast.linear_sparse_int4(x, w.codes, metadata, w.scale, bias)
 
 

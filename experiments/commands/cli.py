@@ -1,5 +1,5 @@
-"""The commands `reproduce`, `corpus`, `pretrain`, `bench` and `ledger`: their options. What they do is imported when they
-run."""
+"""The commands `reproduce`, `merge`, `corpus`, `pretrain`, `bench` and `ledger`: their options. What they do is imported when
+they run."""
 
 from __future__ import annotations
 
@@ -80,6 +80,20 @@ def reproduce(
     run_experiments(
         tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, **limits
     )
+
+
+def merge(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that --reports of reproduce named, copies of reports/ before."),
+    ],
+    reports: Annotated[Path | None, typer.Option(help="Where to take them in; as for reproduce.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take in rows of fp8_training and sparsity that other runs measured at the same time, such as one for each GPU."""
+    from experiments.commands.merge import run_merge
+
+    run_merge(folders, reports, as_json)
 
 
 def corpus(
@@ -179,4 +193,4 @@ def ledger(
         raise typer.Exit(1)
 
 
-__all__ = ["bench", "corpus", "ledger", "pretrain", "reproduce"]
+__all__ = ["bench", "corpus", "ledger", "merge", "pretrain", "reproduce"]

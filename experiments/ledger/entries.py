@@ -23,6 +23,8 @@ Entries = dict[str, dict[str, Any]]
 ROOMS = {"jax": ("ao_lab.jax", "jax"), "saturation": ("fast.quantize.saturation", "saturation")}
 #: Modules that are named as changed; of more, the number.
 NAMED = 4
+#: Digits of the hash of a file.
+DIGITS = 12
 
 
 @cache
@@ -57,14 +59,25 @@ def cuda_sources(reached: Closure) -> dict[str, list[Path]]:
     return found
 
 
+def cuda_hashes(reached: Closure) -> dict[str, str]:
+    """Hashes of the CUDA C++ that some definitions compile, by file."""
+    sources = sorted({source for some in cuda_sources(reached).values() for source in some})
+    root = reached.tree.root
+    return {
+        source.relative_to(root).as_posix(): hashlib.sha256(source.read_bytes()).hexdigest()
+        for source in sources
+    }
+
+
 def hash_of(reached: Closure) -> str:
     """The hash of some definitions, and of the CUDA C++ that they compile."""
-    sources = sorted({source for some in cuda_sources(reached).values() for source in some})
-    if not sources:
-        return reached.hash
-    return hashlib.sha256(
-        reached.hash.encode() + b"".join(source.read_bytes() for source in sources)
-    ).hexdigest()
+    files = "".join(cuda_hashes(reached).values())
+    return hashlib.sha256((reached.hash + files).encode()).hexdigest() if files else reached.hash
+
+
+def modules_of(reached: Closure) -> dict[str, str]:
+    """A short hash for each module among some definitions and each file of CUDA C++ that they compile."""
+    return {**reached.modules, **{name: one[:DIGITS] for name, one in cuda_hashes(reached).items()}}
 
 
 def is_kernel(reached: Closure, module: str, name: str) -> bool:
@@ -77,7 +90,7 @@ def is_kernel(reached: Closure, module: str, name: str) -> bool:
 def code_of(name: str) -> dict[str, Any]:
     """The part of an entry that says which code it is about."""
     reached = closure(functions()[name])
-    return {"source_hash": hash_of(reached), "kernels": kernels_of(reached), "modules": reached.modules}
+    return {"source_hash": hash_of(reached), "kernels": kernels_of(reached), "modules": modules_of(reached)}
 
 
 def entry_of(test: str) -> str:
@@ -97,7 +110,7 @@ def problem(name: str, entry: Mapping[str, Any] | None, measured: Sequence[Row])
     if entry is None:
         return "missing: never tested on a GPU"
     if not is_fresh(name, entry):
-        return "stale: " + changed(entry["modules"], closure(functions()[name]).modules)
+        return "stale: " + changed(entry["modules"], modules_of(closure(functions()[name])))
     tests = entry["tests"]
     if tests["failed"]:
         return f"failed: {len(tests['failed'])} of {tests['run']} tests ({', '.join(tests['failed'][:3])})"

@@ -203,6 +203,31 @@ def test_algorithms_that_refuse_the_operands_of_a_layer_are_not_taken(library):
     assert search(call, (64, 128, 8), torch.bfloat16, CPU) == Algorithm(4)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")],
+)
+def test_what_is_no_refusal_is_raised_and_not_remembered(library, monkeypatch, error):
+    def failing(*given, **more):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        search(failing, (64, 128, 8), torch.bfloat16, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_cslt_compress", failing)
+        with pytest.raises(type(error), match=str(error)):
+            cusparselt_algorithms.refusal(64, 128, torch.bfloat16, CPU)
+    assert cusparselt_algorithms.refusal(64, 128, torch.bfloat16, CPU) is None
+
+
+def test_a_search_that_the_library_refuses_finds_nothing(library, monkeypatch):
+    def refused(*given):
+        raise RuntimeError("CUDA error: operation not supported when calling `cusparseLtMatmulSearch`")
+
+    monkeypatch.setattr(torch._C._cusparselt, "mm_search", refused, raising=False)
+    assert search(lambda one: torch.zeros(8, 64), (64, 128, 8), torch.bfloat16, CPU) is None
+
+
 def test_algorithms_that_change_are_not_taken(library, monkeypatch):
     w, x = weight("bfloat16").t(), torch.randn(8, 128).to(torch.bfloat16)
     call = cusparselt._call(x, w, None)

@@ -5,6 +5,7 @@ The test for a GPU is taken away here, so that the reference computes; the kerne
 
 import platform
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,35 @@ def test_why_it_does_not_take_a_weight(w, dtype, reason):
     assert select_kernel(w(), dtype) != "sparse_int4"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        (SCHEMES["int4_g32_asymmetric"], "its code times one scale"),
+        (replace(SCHEME, dequantize="target"), "its code times one scale"),
+        (replace(SCHEME, scale=replace(SCHEME.scale, storage="float16", floor=None)), "in float16"),
+        (replace(SCHEMES["nvfp4"], element="int4"), "its code times one scale"),
+    ],
+)
+def test_schemes_that_it_would_compute_wrongly(scheme, reason):
+    """The rule alone: not every one of these has a 2:4 storage today."""
+    assert reason in sparse_int4._scheme_reason(scheme)
+
+
+def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
+    w = weight(
+        replace(
+            SCHEMES["int4_g128"], name="int4 cut", scale=replace(SCHEMES["int4_g128"].scale, partial=True)
+        ),
+        k=160,
+    )
+    assert "a multiple of its group of 128, got 160" in sparse_int4.unsupported_reason(w.t(), BF16)
+    monkeypatch.undo()
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    for capability, taken in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert (sparse_int4._device_reason(on_gpu) is None) == taken
+
+
 @pytest.mark.parametrize("scheme", ["int4_g32", STORED_BFLOAT16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 16, 65])
 def test_products_are_those_of_the_dense_equivalent(scheme, rows, kernels):
@@ -84,6 +114,11 @@ def test_products_are_those_of_the_dense_equivalent(scheme, rows, kernels):
         found = torch.nn.functional.linear(x, w, added)
         assert same(found, reference.linear(x, w.dense_stored(), added))
         assert same(found, PRODUCTS["sparse_int4"].run(x, w.t(), added))
+
+
+def test_one_number_may_be_added_to_all_columns(kernels):
+    w, x, bias = weight(), torch.randn(3, 128).to(BF16), torch.ones(1, dtype=BF16)
+    assert same(torch.addmm(bias, x, w.t()), torch.addmm(bias.expand(16), x, w.t()))
 
 
 def test_layers_explain_and_tune(kernels):

@@ -122,9 +122,12 @@ def test_cuda_sources_belong_to_the_code_of_an_entry(monkeypatch):
     before = entries.code_of("linear_sparse")
     assert "fast.kernels.sparse_mm.variants" in before["kernels"]
     others = entries.code_of("encode")["source_hash"]
+    assert entries.is_fresh("linear_sparse", before)
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"another kernel")
     assert entries.code_of("linear_sparse")["source_hash"] != before["source_hash"]
-    assert not entries.is_fresh("linear_sparse", {"source_hash": before["source_hash"]})
+    assert not entries.is_fresh("linear_sparse", before)
+    said = entries.problem("linear_sparse", before, [])
+    assert said == "stale: fast/kernels/sparse_mm/sparse_mm.cu changed"
     assert entries.code_of("encode")["source_hash"] == others
 
 

@@ -56,11 +56,16 @@ def test_rows_and_records_get_the_hash(tmp_path):
     known |= {"device": "cpu", "seed": 0}
     row = Row(**known, metric="time", source_hash="aaaaaaaaaaaa")
     other = Row(**known, metric="size", source_hash="cccccccccccc")
-    write(tmp_path / "speed.csv", [row, other])
+    failed = Row(**known, metric="status: error: no", source_hash="aaaaaaaaaaaa")
+    write(tmp_path / "speed.csv", [row, other, failed])
     for name in ("environment.json", "origins.json"):
         (tmp_path / name).write_text(json.dumps({"speed/aaaaaaaaaaaa": {"source_hash": "aaaaaaaaaaaa"}}))
     assert rewritten.carry(tmp_path, {"aaaaaaaaaaaa": "bbbbbbbbbbbb"}) == 1
-    assert sorted(one.source_hash for one in read(tmp_path / "speed.csv")) == ["bbbbbbbbbbbb", "cccccccccccc"]
+    assert sorted(one.source_hash for one in read(tmp_path / "speed.csv")) == [
+        "aaaaaaaaaaaa",
+        "bbbbbbbbbbbb",
+        "cccccccccccc",
+    ]
     assert json.loads((tmp_path / "origins.json").read_text()) == {
         "speed/bbbbbbbbbbbb": {"source_hash": "bbbbbbbbbbbb"}
     }

@@ -35,11 +35,12 @@ from fast.kernels.sparse_mm import host
 from fast.kernels.sparse_mm.nvrtc import cached_cubin, library
 from fast.kernels.sparse_mm.select import candidates, choose, cycles
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
-from tests.gpu.sparsity.products import exact, model_times, peers
+from tests.gpu.sparsity.products import exact, peers
 from tests.gpu.sparsity.products.checks import Check, counts, found_by, write
 from tests.gpu.sparsity.products.inputs import Case, case
-from tests.gpu.sparsity.products.report import Report
 from tests.gpu.sparsity.products.timing import COLD, Method, host_time, prepare, times
+from tests.gpu.sparsity.wgmma import model_times
+from tests.gpu.sparsity.wgmma.report import Report
 
 DTYPES = {
     "fp8": ("float8_e4m3fn",) * 2,

@@ -6,9 +6,10 @@ Parts made on the GPU are those of the CPU, bit for bit, and come back as the de
 integers, whose sums are exact, and products of int8 layers with kernel "int8" of the dense layer, bit for bit. Products of
 random data lie within one rounding to bfloat16 (2**-8) and the error of the sum: K additions, each within 2**-24 of the sum of
 magnitudes in float32; float8 products and the sum before them are cut to 13 bits below the largest of each 32
-(`reference.matmul`, tier "hopper_fp8"), so 33/32 K times 2**-13 of it, which is loose; the two scales and the bias are rounded
-to float32 once each, which the eight beyond K cover. Then files, CUDA graphs, torch.compile, and `ao_lab.tune`, whose choices
-and algorithms are printed. What raises is counted, and the rest goes on; after --seconds nothing new starts. Exits with 1 where
+(`reference.matmul`, tier "hopper_fp8"), so 33/32 K times 2**-13 of it, which rejects little; the two scales and the bias are
+rounded to float32 once each, which the eight beyond K cover. So float8 layers are compared on integers under scales that are
+powers of two as well, where everything is exact. Then files, CUDA graphs, torch.compile, and `ao_lab.tune`, whose choices and
+algorithms are printed. What raises is counted, and the rest goes on; after --seconds nothing new starts. Exits with 1 where
 anything differs, else with 2 where not all was compared.
 """
 
@@ -156,11 +157,35 @@ def run(
     unit = 33 / 32 * 2.0**-13 if name.startswith("fp8") else 2.0**-24
     bound = 2.0**-8 * sums.abs() + (k + 8) * unit * magnitudes
     check(f"{label}: random data within the bound", bool(((y.double() - sums).abs() <= bound).all()))
+    if name.startswith("fp8"):
+        xf, wf, bias = exact_float8(name, rows, n, k)
+        whole = cusparselt._multiplied(xf, wf.t(), bias, algorithm)
+        sums = xf.double() @ wf.dequantize(torch.float32).double().t() + bias.double()
+        check(
+            f"{label}: scales of powers of two and bias exactly", torch.equal(whole, sums.float().to(DTYPE))
+        )
     xi = inputs(rows, k, integers=True)
     if w.recipe.activation is None:
         whole = cusparselt._multiplied(xi, exact.t(), None, algorithm)
         expected = (xi.double() @ exact.dequantize(torch.float32).double().t()).float().to(DTYPE)
         check(f"{label}: integers exactly", torch.equal(whole, expected))
+
+
+def exact_float8(
+    name: str, rows: int, n: int, k: int
+) -> tuple[torch.Tensor, SparseQuantizedTensor, torch.Tensor]:
+    """Inputs, weight and bias whose product is exact: integers, under scales that are powers of two, other ones for each row.
+
+    A scale is the largest magnitude over 448: 448 stands in a column of either operand where the other one has zeros.
+    """
+    x, w = inputs(rows, k, integers=True), pruned(n, k, integers=True)
+    x[:, :8], w[:, :8] = 0, 0
+    x[:, 0], w[:, 4] = 448, 448
+    if name == "fp8 rows":
+        x *= 2.0 ** (torch.arange(rows, device=x.device) % 5 - 2)[:, None]
+        w *= 2.0 ** (torch.arange(n, device=w.device) % 3 - 1)[:, None]
+    bias = torch.arange(n, device=w.device).remainder(17).sub(8).to(DTYPE)
+    return x, quantized_compressed(w, RECIPES[name]), bias
 
 
 def layer_of(name: str, n: int, k: int) -> nn.Linear:

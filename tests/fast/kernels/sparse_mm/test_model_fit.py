@@ -9,10 +9,10 @@ import torch
 
 import fast
 from fast.kernels.sparse_mm.select import RATES, Rates, Terms, choose
-from tests.gpu.sparsity.fit_linear_sparse import main
-from tests.gpu.sparsity.products import model_times
-from tests.gpu.sparsity.products.model_fit import choices, fitted, microseconds, spread
 from tests.gpu.sparsity.products.timing import Method
+from tests.gpu.sparsity.wgmma import model_times
+from tests.gpu.sparsity.wgmma.fit_linear_sparse import main
+from tests.gpu.sparsity.wgmma.model_fit import choices, fitted, microseconds, spread
 
 TRUE = Rates(l2=48.0, memory=12.0, multiply=1.3, begin=5200.0, token=7.0, clock=1.6)
 

@@ -1,6 +1,6 @@
 """Fit the model of `linear_sparse`'s choice to times, and say what its choice loses. No GPU is needed.
 
-    PYTHONPATH=. python tests/gpu/sparsity/fit_linear_sparse.py linear_sparse_model.json
+    PYTHONPATH=. python tests/gpu/sparsity/wgmma/fit_linear_sparse.py linear_sparse_model.json
 
 The file is what `validate_linear_sparse.py --model` writes. Prints the constants for `fast.kernels.sparse_mm.select.Rates`, how
 far predictions are off, and for each shape what the model takes of what was timed, before and after.
@@ -12,10 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from fast.kernels.sparse_mm.select import RATES, Rates
-from tests.gpu.sparsity.products.model_fit import choices, fitted, spread
+from tests.gpu.sparsity.wgmma.model_fit import choices, fitted, spread
 
 
 def main(arguments: list[str]) -> int:

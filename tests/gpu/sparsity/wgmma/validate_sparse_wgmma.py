@@ -1,6 +1,6 @@
 """Kernel `sparse_wgmma` of `ao_lab` on Hopper: layers by their bits or bounds, eager, in CUDA graphs and compiled; `tune`.
 
-    PYTHONPATH=. python tests/gpu/sparsity/validate_sparse_wgmma.py [--seconds 60]
+    PYTHONPATH=. python tests/gpu/sparsity/wgmma/validate_sparse_wgmma.py [--seconds 60]
 
 Weights of int8, fp8 (scales of rows, and one), bfloat16 and float16 in 2:4 storage, several rows of inputs, with a bias and
 without. int8 is compared with kernel "int8" of the dense equivalent, bit for bit; others with the dense equivalent's product in
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from ao_lab import Recipe, quantized_compressed, tune
 from ao_lab.gemm import select, sparse_wgmma

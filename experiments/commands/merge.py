@@ -1,0 +1,29 @@
+"""`ao-lab merge`: rows that were measured at the same time elsewhere, into reports/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
+from experiments.commands.folders import paths
+
+
+def run_merge(folders: Sequence[Path], reports: Path | None, as_json: bool) -> None:
+    """Take the rows, write the pages again, and list both."""
+    from experiments.report.pages import write_pages
+    from experiments.runs.merge import merge
+
+    places = paths(reports)
+    try:
+        written = merge(folders, places)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if written:
+        written += write_pages(places)
+    if as_json:
+        print_json([{"what": what, "where": where} for what, where in written])
+    elif written:
+        print_table("Merged", ["what", "where"], written)
+    else:
+        print_table("Merged", ["what", "where"], [("nothing: all their rows are here", str(places.reports))])
