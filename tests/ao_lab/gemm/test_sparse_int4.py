@@ -127,7 +127,7 @@ def test_layers_explain_and_tune(kernels):
     assert explain(made).layers[0].kernel == "sparse_int4, up to 64 rows"
     (choice,) = tune(made, x).choices
     measured = [one.kernel for one in choice.candidates if one.seconds is not None]
-    assert measured[0] == "sparse_int4"
+    assert "sparse_int4" in measured
     assert "dequantize" in measured
     dense = made.weight.to_layout("plain")
     assert select_kernel(dense.t(), BF16, 4) != "sparse_int4"
