@@ -55,7 +55,7 @@ def linear_small(
         )
     if given.splits * count * n > INT32:
         return None
-    first, second = launches(
+    first, second = _launch(
         n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
     )
     call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
@@ -88,7 +88,7 @@ def _check(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> Non
 
 
 @lru_cache(maxsize=4096)
-def launches(
+def _launch(
     n: int, length: int, element: str, group: int, count: int, dtype: str, out: str, tiling: Tiling
 ) -> Launches:
     """The product, and where K is in parts the sum of them."""

@@ -35,7 +35,7 @@ WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class ArrangedWeight:
-    """See the module text. shape: (N, K); group: columns of a block, 0 where a row is one without a zero point."""
+    """See the module text. shape: (N, K); group: columns of a block, 0 where a row is one."""
 
     words: torch.Tensor
     scale: torch.Tensor
@@ -76,10 +76,9 @@ def element_of(weight: Weight) -> str | None:
 
 def group_of(weight: Weight) -> int | None:
     """`ArrangedWeight.group`; None for blocks that a step of the kernel does not hold whole or is not a part of."""
-    if weight.block <= 0:
+    if weight.block <= 0 or (weight.block == weight.length and weight.block_rows == 1):
         return 0
-    whole = weight.block == weight.length
-    served = weight.block in (32, 64) or weight.block % FILLED == 0 or whole
+    served = weight.block in (32, 64) or weight.block % FILLED == 0
     return weight.block if served and weight.block_rows == 1 else None
 
 
@@ -94,16 +93,15 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or not same_device(w.codes, w.scale, w.zero):
         return None
-    element, group = element_of(weight), group_of(weight)
-    rule = weight.rule
+    element, group, rule = element_of(weight), group_of(weight), weight.rule
     plain = not rule.has_outer and not rule.two_level and rule.zero in ("", "code")
     if element is None or group is None or not plain or weight.length % STEP or not weight.rows:
         return None
-    scale, zero = _scales(w, weight), None
+    scale, zero = _scales(w, weight, group), None
     if w.zero is not None:
         if element == "int4" and not LOWEST <= int(w.zero.min()) <= int(w.zero.max()) <= HIGHEST:
             return None
-        zero = _zeros(w.zero, weight)
+        zero = _zeros(w.zero, weight, group)
     if element == "e4m3":
         scale = _with_nan(scale, w.codes)
     shape = (weight.rows, weight.length)
@@ -129,27 +127,27 @@ def restored_codes(w: ArrangedWeight) -> torch.Tensor:
     return codes
 
 
-def _blocks(values: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _blocks(values: torch.Tensor, weight: Weight, group: int) -> torch.Tensor:
     """Values of blocks (N, blocks), or of the whole, as (blocks, rows): rows and columns filled."""
-    values = values.reshape(-1, weight.per_row if weight.block > 0 else 1).expand(weight.rows, -1)
-    blocks = ceil_div(filled(weight.length), weight.block) if weight.block > 0 else 1
+    values = values.reshape(-1, weight.length // group if group else 1).expand(weight.rows, -1)
+    blocks = ceil_div(filled(weight.length), group) if group else 1
     made = values.new_zeros((blocks, filled(weight.rows)))
     made[: values.shape[1], : weight.rows] = values.t()
     return made
 
 
-def _scales(w: Quantized, weight: Weight) -> torch.Tensor:
+def _scales(w: Quantized, weight: Weight, group: int) -> torch.Tensor:
     scale = w.scale
     if weight.storage in WIDE:
         scale = scale.view(WIDE[weight.storage]).float()
     elif weight.storage == "float8_e8m0fnu":
         scale = scale.view(torch.float8_e8m0fnu).float()
-    return _blocks(scale, weight)
+    return _blocks(scale, weight, group)
 
 
-def _zeros(zero: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _zeros(zero: torch.Tensor, weight: Weight, group: int) -> torch.Tensor:
     """Pairs of zero points: of rows n, without bit 3, the low half, and of n + 8 the high one."""
-    pairs = _blocks(zero.to(torch.int32), weight).unflatten(1, (-1, 2, 8))
+    pairs = _blocks(zero.to(torch.int32), weight, group).unflatten(1, (-1, 2, 8))
     return ((pairs[:, :, 0] & 0xFFFF) | (pairs[:, :, 1] << 16)).flatten(1).contiguous()
 
 
