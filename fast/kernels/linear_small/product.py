@@ -42,7 +42,7 @@ def _ask(words, COUNT: tl.constexpr):
     LINES: tl.constexpr = triton.next_power_of_2(COUNT // 32 // 2 + 1)
     line = words + tl.arange(0, LINES)[None, :] * 32
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
         [line.to(tl.int64)],
         dtype=tl.int32,

@@ -1,6 +1,6 @@
 """`linear_small`: what it takes and refuses, its rule of tiles, and its kernels compiled for Hopper without a GPU.
 
-Bits are compared in Triton's interpreter (`programs/linear_small.py`); where registers lie only a GPU knows.
+Bits are compared in Triton's interpreter (`programs/products/linear_small.py`); where registers lie only a GPU knows.
 """
 
 import platform
@@ -36,7 +36,7 @@ def empty_weight(n, length, element, group, zero=False):
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/linear_small.py")) == 21
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 21
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -27,9 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.gpu.linear import small_bits as bits
-from tests.gpu.linear import small_times as speed
-from tests.gpu.linear import small_weights as weights
+from tests.gpu.linear.small import bits, weights
+from tests.gpu.linear.small import times as speed
 
 BEGIN = time.monotonic()
 #: Schemes in the order in which they are timed.

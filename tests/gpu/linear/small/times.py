@@ -18,7 +18,7 @@ import fast
 from ao_lab.config.recipe import named
 from fast.kernels.linear_small import host
 from reference import Quantized
-from tests.gpu.linear import small_weights as weights
+from tests.gpu.linear.small import weights
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)

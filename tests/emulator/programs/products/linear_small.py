@@ -1,6 +1,6 @@
 """`linear_small` and its private layout on CPU tensors in Triton's interpreter, against exact products and the bound.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/linear_small.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small.py
 
 Prints what agreed, a line for each scheme; raises at the first difference. Registers and their order are the compiler's:
 that is for `tests/gpu/linear/validate_linear_small.py`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import torch
 import triton
