@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,16 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def compile_all(pool: ProcessPoolExecutor, tasks: list[Any], seconds: float) -> None:
-    """Compile side by side; what is late is compiled where it is called."""
-    futures = [pool.submit(weights.compiled, task) for task in dict.fromkeys(tasks)]
+def submitted(pool: ProcessPoolExecutor, tasks: list[Any]) -> list[Future[str]]:
+    """Compilations, side by side, in this order."""
+    return [pool.submit(weights.compiled, task) for task in dict.fromkeys(tasks)]
+
+
+def compile_all(futures: list[Future[str]], seconds: float) -> None:
+    """Wait; what is late is compiled where it is called."""
     begin, wrong = time.monotonic(), 0
     try:
-        for future in as_completed(futures, timeout=seconds):
+        for future in as_completed(futures, timeout=max(0.1, seconds)):
             if future.result():
                 wrong += 1
                 say(f"WRONG {future.result()}")
@@ -54,7 +58,7 @@ def compile_all(pool: ProcessPoolExecutor, tasks: list[Any], seconds: float) -> 
         for future in futures:
             future.cancel()
     done = sum(future.done() and not future.cancelled() for future in futures)
-    say(f"compiled {done} of {len(futures)} calls in {time.monotonic() - begin:.1f} s, {wrong} failed")
+    say(f"compiled {done} of {len(futures)} calls, waited {time.monotonic() - begin:.1f} s, {wrong} failed")
 
 
 def grouped(tasks: list[Any]) -> Iterator[list[Any]]:
@@ -67,7 +71,7 @@ def compare(pool: ProcessPoolExecutor, seconds: float, most: int) -> tuple[list[
     """What is wrong, and what no time was left for."""
     end = time.monotonic() + seconds
     odd, whole = bits.odd_tasks(), bits.whole_tasks(most)
-    compile_all(pool, [*odd, *whole], seconds * 0.6)
+    compile_all(submitted(pool, [*odd, *whole]), seconds * 0.6)
     parts: list[tuple[str, Callable[..., Iterator[str]], list[Any]]] = []
     for tasks in grouped(odd):
         parts += [("exact", bits.wrong_of, tasks), ("bound", bits.outside_of, tasks)]
@@ -91,15 +95,17 @@ def measure(pool: ProcessPoolExecutor, options: Any, found: dict[str, Any]) -> N
     """Times, written after each."""
     end = time.monotonic() + options.times
     shapes = [speed.SHAPES[at] for at in options.shapes]
-    for name in options.schemes:
-        tasks = [
+    compiling = {
+        name: submitted(pool, [
             (name, shape, count, tiling, "bfloat16", False)
-            for shape in shapes for count in options.rows for tiling in weights.tilings(name, shape, count, options.candidates)
-        ]  # fmt: skip
-        if time.monotonic() > end:
-            say(f"not timed: {name}")
-            continue
-        compile_all(pool, tasks, 0.6 * (end - time.monotonic()))
+            for shape in shapes for count in options.rows
+            for tiling in weights.tilings(name, shape, count, options.candidates)
+        ])
+        for name in options.schemes
+    }  # fmt: skip
+    for name, futures in compiling.items():
+        # Those of the schemes behind go on while this one is timed.
+        compile_all(futures, 0.6 * (end - time.monotonic()))
         for shape in shapes:
             time_shape(name, shape, options, found, end)
 

@@ -1,4 +1,4 @@
-"""Times of `linear_small`: every candidate beside bfloat16 and today's int4, as CUDA graphs, in turn.
+"""Times of `linear_small`: every candidate beside bfloat16 and `fast.linear`, as CUDA graphs, in turn.
 
 A graph calls a function once with each of so many weights that together they exceed the second-level cache several times.
 Rounds of all functions follow each other, so that a slow spell of the clock hits all; a time is the median of rounds over the
@@ -77,7 +77,9 @@ class Peers:
         size, bits = shape[0] * shape[1], named(name).format.bits
         first = stored_weight(name, shape)
         self.stored = several(lambda: _copied(first), size * bits / 8)
-        self.dense = several(lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16), 2.0 * size)
+        self.dense = several(
+            lambda: torch.randn(shape, device=weights.DEVICE, dtype=torch.bfloat16), 2.0 * size
+        )
 
     def calls(self, x: torch.Tensor) -> dict[str, list[Call]]:
         """Each with all of its weights."""
@@ -108,7 +110,7 @@ def timed(
     most: int,
 ) -> dict[str, Any]:
     """A row: microseconds by candidate and peer, the rule's, the best, the floor."""
-    x = torch.randn(count, shape[1], device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(count, shape[1], device=weights.DEVICE, dtype=torch.bfloat16)
     graphs, failed = {}, {}
     chosen = weights.tilings(name, shape, count, most)
     calls = {
