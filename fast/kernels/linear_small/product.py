@@ -36,11 +36,11 @@ def _less(zero, block, ROWS: tl.constexpr, NB: tl.constexpr, ELEMENT: tl.constex
 
 
 @triton.jit
-def _ask(words, COUNT: tl.constexpr):
-    """Bring at most COUNT words from these addresses on (NB, 1) to the second-level cache, lines of 32 words, half a power of
-    two of them at least."""
+def _ask(atoms, first, COUNT: tl.constexpr, LAST: tl.constexpr):
+    """Bring at most COUNT words, from `first` on behind these addresses (NB, 1), to the second-level cache: lines of 32 words,
+    half a power of two of them at least, none beyond LAST."""
     LINES: tl.constexpr = triton.next_power_of_2(COUNT // 32 // 2 + 1)
-    line = words + tl.arange(0, LINES)[None, :] * 32
+    line = atoms + tl.minimum(first + tl.arange(0, LINES) * 32, LAST)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
@@ -75,7 +75,8 @@ def linear_small_kernel(
     atoms = codes + (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
     if USE_PDL:
         if EARLY:
-            _ask(atoms + begin * (BLOCK_K // 64 * WORDS), (STAGES - 1) * BLOCK_K // 64 * WORDS)
+            STEP_WORDS: tl.constexpr = BLOCK_K // 64 * WORDS
+            _ask(atoms, begin * STEP_WORDS, (STAGES - 1) * STEP_WORDS, COLUMNS // 64 * WORDS - 32)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
