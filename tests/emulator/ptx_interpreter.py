@@ -33,7 +33,7 @@ from tests.emulator.ptx_opcodes import (
 )
 
 BYTES = {tl.float8e4nv: (e4m3_of, ml_dtypes.float8_e4m3fn), tl.float8e5: (e5m2_of, ml_dtypes.float8_e5m2)}
-cast_impl = InterpreterBuilder.cast_impl
+cast_impl, dot_impl = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 
 def registers_of(data: Any, pack: int) -> list[Any]:
@@ -120,11 +120,19 @@ def create_fma(_self: Any, x: Any, y: Any, z: Any) -> Any:
     return TensorHandle(made, z.dtype.scalar)
 
 
+def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """A product of bfloat16 in float32, where the interpreter multiplies patterns; others as before."""
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (cast(self, part, tl.float32) for part in (a, b))
+    return dot_impl(self, a, b, d, *options)
+
+
 def install() -> None:
     """Change the interpreter, and have rules made for hardware, as if kernels were compiled."""
     quick_interpreter.install()
     builder = InterpreterBuilder
     builder.create_inline_asm, builder.cast_impl, builder.create_fma = create_inline_asm, cast, create_fma
+    builder.create_dot = create_dot
     builder.create_fp_to_fp = lambda self, src, kind, _rounding: cast(self, src, kind)
     for name, operation in (("fadd", np.add), ("fsub", np.subtract), ("fmul", np.multiply)):
         setattr(builder, f"create_{name}", arithmetic(operation))

@@ -1,0 +1,130 @@
+"""Words of the private layout as 16-bit floats, pairs in a register: one shift, one or two logical operations, one sum.
+
+    element   bfloat16                                                float16
+    int4      (code ^ 8) in the fraction of 128, less 136             in the fraction of 1024, less 1032
+    int8      7 bits in the fraction of 128, less 128, or 256 where   (code ^ 128) in the fraction of 1024, less 1152
+              the sign is set: it is the last bit of the exponent
+    e4m3      sign and the other bits 4 to the right, times 2**120    7 bits 1 to the right, times 2**8
+
+All are exact, subnormal numbers of e4m3 too. Its NaN becomes 480: `layout.arrange` makes the scales of such rows NaN. A zero
+point is one more number that is taken off: int4 has it in the one that is there anyway. |c - z| is at most 255, exact too.
+"""
+
+import triton
+import triton.language as tl
+
+
+def _int4_asm(bf16: bool, zero: bool) -> str:
+    """Two words to eight pairs: pair j has nibbles j % 4 and j % 4 + 4 of word j // 4. Operands: pairs, words, [less]."""
+    magic, less = ("0x43084308", "0xC308C308") if bf16 else ("0x64086408", "0xE408E408")
+    kind, text = "bf16x2" if bf16 else "f16x2", ""
+    if zero:
+        text += "prmt.b32 l, $10, $10, 0x1010; prmt.b32 h, $10, $10, 0x3232; "
+    else:
+        text += f"mov.b32 l, {less}; mov.b32 h, l; "
+    for j in range(8):
+        word, by = f"${8 + j // 4}", 4 * (j % 4)
+        if by:
+            text += f"shr.u32 v, {word}, {by}; "
+        text += f"lop3.b32 ${j}, {'v' if by else word}, 0x000F000F, {magic}, 0x6A; "
+        text += f"add.rn.{kind} ${j}, ${j}, {('l', 'h')[j % 2]}; "
+    return "{ .reg .b32 v, l, h; " + text + "}"
+
+
+def _int8_asm(bf16: bool, zero: bool) -> str:
+    """Two words to four pairs: pair j has bytes j % 2 and j % 2 + 2 of word j // 2. Operands: pairs, words, [less]."""
+    kind, text = ("bf16x2", "mov.b32 c, 0xBF80BF80; ") if bf16 else ("f16x2", "mov.b32 c, 0xE480E480; ")
+    if zero:
+        text += "prmt.b32 l, $6, $6, 0x1010; prmt.b32 h, $6, $6, 0x3232; "
+    for j in range(4):
+        word = f"${4 + j // 2}"
+        if j % 2:
+            text += f"shr.u32 v, {word}, 8; "
+            word = "v"
+        if bf16:
+            text += f"lop3.b32 u, {word}, 0x00800080, 0x43004300, 0xEA; "
+            text += f"lop3.b32 ${j}, {word}, 0x007F007F, 0x43004300, 0xEA; "
+            text += f"fma.rn.bf16x2 ${j}, u, c, ${j}; "
+        else:
+            text += f"lop3.b32 ${j}, {word}, 0x00FF00FF, 0x64806480, 0x6A; add.rn.f16x2 ${j}, ${j}, c; "
+        if zero:
+            text += f"add.rn.{kind} ${j}, ${j}, {('l', 'h')[j % 2]}; "
+    return "{ .reg .b32 v, u, c, l, h; " + text + "}"
+
+
+def _e4m3_asm(bf16: bool) -> str:
+    """The same of 8-bit floats."""
+    by, mask, factor = (4, "0x07F007F0", "0x7B807B80") if bf16 else (1, "0x3F803F80", "0x5C005C00")
+    text = f"mov.b32 c, {factor}; "
+    for j in range(4):
+        word = f"${4 + j // 2}"
+        if j % 2 == 0:
+            text += f"shl.b32 v, {word}, 8; "
+            word = "v"
+        text += f"shr.u32 u, {word}, {by}; and.b32 u, u, {mask}; lop3.b32 ${j}, {word}, 0x80008000, u, 0xEA; "
+        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, c; "
+    return "{ .reg .b32 v, u, c; " + text + "}"
+
+
+#: Assembly by 2 * (has zero points) + (bfloat16).
+INT4_ASM = tl.constexpr([_int4_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
+INT8_ASM = tl.constexpr([_int8_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
+E4M3_ASM = tl.constexpr([_e4m3_asm(bf16) for bf16 in (False, True)])
+#: Operands without zero points; those add two registers.
+EIGHT = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
+FOUR = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 2))
+
+
+@triton.jit
+def int4_pairs(w, less, DTYPE: tl.constexpr):
+    """Eight tensors of the shape of w (words): of words 2 i and 2 i + 1, tensor j has at 2 i and 2 i + 1 the codes of nibbles
+    j % 4 and j % 4 + 4 of word j // 4. less: None, or what is added, pairs of floats in words."""
+    KIND: tl.constexpr = (1 if DTYPE == "bfloat16" else 0) + (0 if less is None else 2)
+    ASM: tl.constexpr = INT4_ASM[KIND]
+    if less is None:
+        return _eight((w,), ASM, EIGHT, DTYPE)
+    else:
+        return _eight((w, less), ASM, EIGHT + ",r,r", DTYPE)
+
+
+@triton.jit
+def byte_pairs(w, less, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Four tensors of the shape of w: of words 2 i and 2 i + 1, tensor j has at 2 i and 2 i + 1 the codes of bytes j % 2 and
+    j % 2 + 2 of word j // 2."""
+    KIND: tl.constexpr = (1 if DTYPE == "bfloat16" else 0) + (0 if less is None else 2)
+    ASM: tl.constexpr = E4M3_ASM[KIND] if ELEMENT == "e4m3" else INT8_ASM[KIND]
+    if less is None:
+        return _four((w,), ASM, FOUR, DTYPE)
+    else:
+        return _four((w, less), ASM, FOUR + ",r,r", DTYPE)
+
+
+@triton.jit
+def _eight(given, ASM: tl.constexpr, OPERANDS: tl.constexpr, DTYPE: tl.constexpr):
+    """Eight tensors of pairs."""
+    if DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.float16,) * 8, is_pure=True, pack=2)
+
+
+@triton.jit
+def _four(given, ASM: tl.constexpr, OPERANDS: tl.constexpr, DTYPE: tl.constexpr):
+    """Four tensors of pairs."""
+    if DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.float16,) * 4, is_pure=True, pack=2)
+
+
+@triton.jit
+def zero_pairs(zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """What is added to decoded codes: minus the zero points of rows n and n + 8, halves of words, as floats in words; for int4
+    with the offset of its decoding, 136 or 1032."""
+    OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (136 if DTYPE == "bfloat16" else 1032)
+    low = (-OFFSET - ((zero << 16) >> 16)).to(tl.float32)
+    high = (-OFFSET - (zero >> 16)).to(tl.float32)
+    NARROW: tl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == "bfloat16" else "cvt.rn.f16x2.f32"
+    return tl.inline_asm_elementwise(
+        NARROW + " $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+    )

@@ -1,0 +1,112 @@
+"""The host side of `linear_small`: what it takes, its launches, and its tiles."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.launch.call import FLOAT_NAMES, Call
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
+from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
+from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
+from fast.kernels.quantize.geometry import INT32, ceil_div
+
+#: The most rows of X; beyond, a product with the dense weight is no slower.
+MOST_ROWS = 128
+INPUTS = (torch.bfloat16, torch.float16)
+#: Columns of a row of parts that a program adds, and its warps.
+PART, PART_WARPS = 512, 4
+
+Launches = tuple[CompiledLaunch, CompiledLaunch | None]
+
+
+def linear_small(
+    x: torch.Tensor,
+    w: ArrangedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+    key: Any = None,
+) -> torch.Tensor | None:
+    """x (..., K) times the transpose of an arranged weight (N, K), plus bias (N): (..., N) in `dtype`, by default x's.
+
+    None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
+    than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
+    `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
+    the rule's. ValueError for shapes and devices that do not go together and for a tiling that is not for the weight.
+    """
+    n, length = w.shape
+    dtype = x.dtype if dtype is None else dtype
+    _check(x, w, bias)
+    count = x.numel() // length
+    if x.dtype not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
+        return None
+    if bias is not None and bias.dtype not in FLOAT_NAMES:
+        return None
+    given = tiling or tiling_of(w.rows, w.columns, w.element, w.group, count)
+    if not given.fits(w.rows, w.columns, w.element, w.group):
+        raise ValueError(
+            f"{given} is not for a weight {w.shape}, {w.element} in groups of {w.group}: tiles are whole ones of "
+            f"{(w.rows, w.columns)} and a program's stages fit a multiprocessor; take one of `candidates`"
+        )
+    if given.splits * count * n > INT32:
+        return None
+    first, second = _launch(
+        n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
+    )
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
+    if second is None:
+        call.allocate("y", (*x.shape[:-1], n), dtype)
+        call.launch(first, ("x", "codes", "scale", "zero", "bias", "y"))
+    else:
+        call.allocate("parts", (given.splits, count, n), torch.float32)
+        call.launch(first, ("x", "codes", "scale", "zero", None, "parts"))
+        call.allocate("y", (*x.shape[:-1], n), dtype)
+        call.launch(second, ("parts", "bias", "y"))
+    y: torch.Tensor = call.result("y", key)
+    return y
+
+
+def _check(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> None:
+    n, length = w.shape
+    if not x.ndim or x.shape[-1] != length:
+        raise ValueError(
+            f"linear_small of inputs {tuple(x.shape)} and a weight {w.shape}: the last axes must be the same"
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"linear_small: bias has shape {tuple(bias.shape)}, the weight asks for {(n,)}")
+    if not same_device(x, w.words, bias):
+        raise ValueError(
+            f"linear_small: inputs on {x.device}, the weight on {w.words.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+            + "; move them to one device"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    n: int, length: int, element: str, group: int, count: int, dtype: str, out: str, tiling: Tiling
+) -> Launches:
+    """The product, and where K is in parts the sum of them."""
+    rows, columns, pdl = filled(n), filled(length), not interpreted()
+    tail = (
+        count, n, length, rows, columns, group, element, dtype, out, tiling.block_m, tiling.block_n, tiling.block_k,
+        tiling.splits, tiling.stages, tiling.early, pdl,
+    )  # fmt: skip
+    grid = (ceil_div(n, tiling.block_n), tiling.splits, ceil_div(count, tiling.block_m))
+    first = CompiledLaunch(
+        linear_small_kernel, grid, tail, tiling.warps, enable_fp_fusion=True, launch_pdl=True
+    )
+    if tiling.splits == 1:
+        return first, None
+    tail = (count, n, tiling.splits, out, PART, pdl)
+    return first, CompiledLaunch(
+        sum_splits_kernel, (ceil_div(n, PART), count, 1), tail, PART_WARPS, launch_pdl=True
+    )
+
+
+__all__ = ["MOST_ROWS", "ArrangedWeight", "Tiling", "arrange", "candidates", "linear_small", "tiling_of"]

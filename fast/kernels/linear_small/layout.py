@@ -1,0 +1,161 @@
+"""A weight as `linear_small` keeps it in place of its codes, scales and zero points: `arrange` makes it once, at load.
+
+words   int32 (atoms along N, atoms along K, words of an atom), the order of `elements`: as many bytes as the codes
+scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly
+zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits each
+
+Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fast.kernels.launch.launcher import CompiledLaunch, same_device
+from fast.kernels.linear.select import Weight, weight_of
+from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
+from fast.kernels.quantize.geometry import ceil_div
+from fast.kernels.scheme.fast_path_rules import ocp_name
+from reference import Quantized
+from reference.formats.formats import FORMATS
+from reference.quantize.quantize import check_quantized
+
+#: Rows and columns of an atom, and what both are filled to.
+ATOM, FILLED = 64, 128
+#: Words of an atom, by the element.
+WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024}
+#: Zero points of int4 that decoding takes.
+LOWEST, HIGHEST = -8, 7
+#: K is a multiple of this.
+STEP = 32
+WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ArrangedWeight:
+    """See the module text. shape: (N, K); group: columns of a block, 0 where a row is one."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    element: str
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """N, filled."""
+        return filled(self.shape[0])
+
+    @property
+    def columns(self) -> int:
+        """K, filled."""
+        return filled(self.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of the weight."""
+        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+
+def filled(length: int) -> int:
+    """Rows or columns of whole tiles."""
+    return ceil_div(length, FILLED) * FILLED
+
+
+def element_of(weight: Weight) -> str | None:
+    """What a weight's elements are to the kernel; None where it has no decoding for them."""
+    rule = weight.rule
+    if rule.kind == "int" and rule.low in (-8, -128) and not rule.fraction_bits:
+        return {4: "int4" if weight.packed else None, 8: "int8"}.get(int(rule.bits))
+    is_e4m3 = ocp_name(FORMATS.get(weight.element, rule)) == "e4m3" and rule.bits == 8
+    return "e4m3" if is_e4m3 and rule.zero == "" else None
+
+
+def group_of(weight: Weight) -> int | None:
+    """`ArrangedWeight.group`; None for blocks that a step of the kernel does not hold whole or is not a part of."""
+    if weight.block <= 0 or (weight.block == weight.length and weight.block_rows == 1):
+        return 0
+    served = weight.block in (32, 64) or weight.block % FILLED == 0
+    return weight.block if served and weight.block_rows == 1 else None
+
+
+def arrange(w: Quantized) -> ArrangedWeight | None:
+    """The private layout of a weight on its device; None where the kernel takes no such weight.
+
+    Taken are two's complement integers of 4 bits (packed) and 8 bits and e4m3, with one scale in all, one a row, or one for
+    each 32, 64 or multiple of 128 columns of a row, and for integers a zero point that is a code; K a multiple of 32. Errors
+    are those of `check_quantized`.
+    """
+    check_quantized(w)
+    weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
+    if weight is None or not same_device(w.codes, w.scale, w.zero):
+        return None
+    element, group, rule = element_of(weight), group_of(weight), weight.rule
+    plain = not rule.has_outer and not rule.two_level and rule.zero in ("", "code")
+    if element is None or group is None or not plain or weight.length % STEP or not weight.rows:
+        return None
+    scale, zero = _scales(w, weight, group), None
+    if w.zero is not None:
+        if element == "int4" and not LOWEST <= int(w.zero.min()) <= int(w.zero.max()) <= HIGHEST:
+            return None
+        zero = _zeros(w.zero, weight, group)
+    if element == "e4m3":
+        scale = _with_nan(scale, w.codes)
+    shape = (weight.rows, weight.length)
+    return ArrangedWeight(_words(w.codes, shape, element), scale, zero, shape, element, group)
+
+
+def _words(codes: torch.Tensor, shape: tuple[int, int], element: str) -> torch.Tensor:
+    along_n, along_k = (filled(length) // ATOM for length in shape)
+    words = torch.empty((along_n, along_k, WORDS[element]), dtype=torch.int32, device=codes.device)
+    tail = (shape[0], codes.shape[1], element, WORDS[element])
+    launch = CompiledLaunch(arrange_kernel, (along_k, along_n, 1), tail, 4)
+    launch.run([codes.contiguous(), words], codes.get_device())
+    return words
+
+
+def restored_codes(w: ArrangedWeight) -> torch.Tensor:
+    """The codes as they were stored: uint8 (N, K), of 4 bits (N, K / 2)."""
+    bytes_of_row = w.shape[1] // (2 if w.element == "int4" else 1)
+    codes = torch.empty((w.shape[0], bytes_of_row), dtype=torch.uint8, device=w.words.device)
+    tail = (w.shape[0], bytes_of_row, w.columns // ATOM, w.element, 1024)
+    launch = CompiledLaunch(restore_kernel, (ceil_div(bytes_of_row, 1024), w.shape[0], 1), tail, 4)
+    launch.run([w.words, codes], codes.get_device())
+    return codes
+
+
+def _blocks(values: torch.Tensor, weight: Weight, group: int) -> torch.Tensor:
+    """Values of blocks (N, blocks), or of the whole, as (blocks, rows): rows and columns filled."""
+    values = values.reshape(-1, weight.length // group if group else 1).expand(weight.rows, -1)
+    blocks = ceil_div(filled(weight.length), group) if group else 1
+    made = values.new_zeros((blocks, filled(weight.rows)))
+    made[: values.shape[1], : weight.rows] = values.t()
+    return made
+
+
+def _scales(w: Quantized, weight: Weight, group: int) -> torch.Tensor:
+    scale = w.scale
+    if weight.storage in WIDE:
+        scale = scale.view(WIDE[weight.storage]).float()
+    elif weight.storage == "float8_e8m0fnu":
+        scale = scale.view(torch.float8_e8m0fnu).float()
+    return _blocks(scale, weight, group)
+
+
+def _zeros(zero: torch.Tensor, weight: Weight, group: int) -> torch.Tensor:
+    """Pairs of zero points: of rows n, without bit 3, the low half, and of n + 8 the high one."""
+    pairs = _blocks(zero.to(torch.int32), weight, group).unflatten(1, (-1, 2, 8))
+    return ((pairs[:, :, 0] & 0xFFFF) | (pairs[:, :, 1] << 16)).flatten(1).contiguous()
+
+
+def _with_nan(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Rows with a code that is NaN get scales that are."""
+    wrong = ((codes & 0x7F) == 0x7F).any(1)
+    scale[:, : len(wrong)].masked_fill_(wrong, float("nan"))
+    return scale
+
+
+__all__ = ["ArrangedWeight", "arrange", "restored_codes"]

@@ -1,0 +1,141 @@
+"""Y = X W' + bias: the tensor core takes 64 rows of the weight from registers and 8 or more rows of X from shared memory.
+
+    (BLOCK_N, GROUP) of W times (GROUP, BLOCK_M) of X'  ->  a tile of Y'
+
+Every product begins at zero, and its sums are added to the total times the scale. That is where a group's scale belongs, and
+what keeps `wgmma` with operands in registers right: with sums that go from product to product both assemblers gave wrong ones.
+So no scale rounds a weight: elements less zero points are exact, and the result is within `reference.linear_error_bound`.
+
+Parts of K are programs of their own (SPLITS); `sum_splits_kernel` adds their sums, the first part first. So the same operands
+have the same bits every time, with any number of multiprocessors.
+"""
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import narrow
+from fast.kernels.linear_small.decode import zero_pairs
+from fast.kernels.linear_small.elements import spread, tile_elements, tile_halves
+
+
+@triton.jit
+def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """SIZE columns of rows m from k on, zeros beyond both ends. WHOLE: no column is beyond."""
+    column = k + tl.arange(0, SIZE)[None, :]
+    exists = m[:, None] < count
+    if not WHOLE:
+        exists = exists & (column < LENGTH)
+    return tl.load(x + (m[:, None] * LENGTH + column), mask=exists, other=0.0)
+
+
+@triton.jit
+def _less(zero, block, ROWS: tl.constexpr, NB: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Zero points of a block of the rows of a program, as `decode` takes them (32 NB)."""
+    first = block * (ROWS // 2) + tl.program_id(0) * (32 * NB)
+    return zero_pairs(tl.load(zero + (first + tl.arange(0, 32 * NB))), ELEMENT, DTYPE)
+
+
+@triton.jit
+def _ask(atoms, first, COUNT: tl.constexpr, LAST: tl.constexpr):
+    """Bring at most COUNT words, from `first` on behind these addresses (NB, 1), to the second-level cache: lines of 32 words,
+    half a power of two of them at least, none beyond LAST."""
+    LINES: tl.constexpr = triton.next_power_of_2(COUNT // 32 // 2 + 1)
+    line = atoms + tl.minimum(first + tl.arange(0, LINES) * 32, LAST)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [line.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def linear_small_kernel(
+    x, codes, scale, zero, bias, y, count,
+    N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without bias, where SPLITS > 1.
+
+    x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
+    scale: float32 (blocks, ROWS); zero: None, or int32 (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
+    EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.
+    """
+    NB: tl.constexpr = BLOCK_N // 64
+    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
+    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    SPAN: tl.constexpr = 64 * KB
+    WHOLE: tl.constexpr = LENGTH == COLUMNS
+    STEPS: tl.constexpr = COLUMNS // BLOCK_K
+    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    begin = tl.program_id(1) * EACH
+    atoms = codes + (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
+    if USE_PDL:
+        if EARLY:
+            STEP_WORDS: tl.constexpr = BLOCK_K // 64 * WORDS
+            _ask(atoms, begin * STEP_WORDS, (STAGES - 1) * STEP_WORDS, COLUMNS // 64 * WORDS - 32)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    words = atoms + tl.arange(0, KB * WORDS)[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if GROUP == 0:
+        s = tl.load(scale + n)
+    for step in tl.range(begin, tl.minimum(begin + EACH, STEPS), num_stages=STAGES):
+        for piece in tl.static_range(BLOCK_K // SPAN):
+            k = step * BLOCK_K + piece * SPAN
+            w = tl.load(words + k // 64 * WORDS)
+            if GROUP == 32:
+                less = None
+                if zero is not None:
+                    less = spread(
+                        _less(zero, k // 32, ROWS, NB, ELEMENT, DTYPE), _less(zero, k // 32 + 1, ROWS, NB, ELEMENT, DTYPE),
+                        NB, 1, ELEMENT,
+                    )  # fmt: skip
+                first, second = tile_halves(w, less, NB, ELEMENT, DTYPE)
+                v = _inputs(x, m, k, count, LENGTH, 32, WHOLE)
+                total += tl.dot(first, v.T) * tl.load(scale + k // 32 * ROWS + n)[:, None]
+                v = _inputs(x, m, k + 32, count, LENGTH, 32, WHOLE)
+                total += tl.dot(second, v.T) * tl.load(scale + (k // 32 + 1) * ROWS + n)[:, None]
+            else:
+                block = 0 if GROUP == 0 else k // GROUP
+                less = None
+                if zero is not None:
+                    less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), None, NB, KB, ELEMENT)
+                t = tile_elements(w, less, NB, KB, ELEMENT, DTYPE)
+                v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE)
+                if GROUP > 0:
+                    s = tl.load(scale + block * ROWS + n)
+                total += tl.dot(t, v.T) * s[:, None]
+    inside = (m < count)[None, :] & (n < N)[:, None]
+    at = m[None, :] * N + n[:, None]
+    if SPLITS > 1:
+        tl.store(y + (tl.program_id(1) * count * N + at), total, mask=inside)
+    else:
+        if bias is not None:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y + at, narrow(total, OUT, False), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_splits_kernel(
+    parts, bias, y, count, N: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added from the first on, plus bias."""
+    m = tl.program_id(1)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = n < N
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.load(parts + (m * N + n), mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts + ((part * count + m) * N + n), mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + (m * N + n), narrow(total, OUT, False), mask=inside)

@@ -1,0 +1,149 @@
+"""Tiles of `linear_small`: the least of an estimate over candidates, and the candidates, to be timed against it.
+
+What limits a product of few rows:
+
+* the memory: the weight once. It is busy when enough bytes are under way: programs at once, times stages, times a stage's part
+  of the weight. So weights of few rows get programs for parts of K.
+* the second-level cache: every program along N reads all of X, so that many rows of X want tiles of many rows of the weight;
+  parts of K are written and read as float32, and a second kernel adds them.
+* instructions: decoding, once for each tile of X's rows.
+
+`estimate` is that sum in microseconds on an H200. Bytes, registers and instructions in it are counted, rates of the memory are
+measured, all else of it is a guess: `validate_linear_small.py` of the tests times the candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from fast.kernels.quantize.geometry import ceil_div
+
+#: Multiprocessors; bytes of shared memory of one, of a program; registers of one.
+FULL, SHARED, MOST_SHARED, REGISTERS = 132, 228 * 1024, 227 * 1024, 65536
+#: Registers of a lane by the count of `Tiling.registers` with which none is spilled.
+MOST_REGISTERS = 208
+#: Bytes a microsecond of the memory and of the second-level cache; bytes under way that keep the memory busy.
+MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
+#: Microseconds of a launch, of the second one, and of a step's barriers and waits.
+LAUNCH, SECOND, STEP = 2.5, 1.5, 0.25
+#: Instructions of a warp for a column of 64 rows, by the element: decoding, and all else of a step; those of a microsecond.
+DECODING, OTHERS, ISSUED = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5}, 80.0, 4 * 1700.0
+BITS = {"int4": 4, "int8": 8, "e4m3": 8}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows of X, rows of the weight and columns of a step; parts of K; stages; warps; whether the first words of the weight
+    are asked for before the kernel in front has ended."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    stages: int
+    warps: int
+    early: bool = False
+
+    def weight(self, element: str) -> int:
+        """Bytes of the weight of a stage."""
+        return self.block_k * self.block_n * BITS[element] // 8
+
+    def shared(self, element: str, group: int) -> int:
+        """Bytes of shared memory of a program: stages of the weight, of X and of scales."""
+        scales = 4 * self.block_n * ceil_div(self.block_k, group) if group else 0
+        return self.stages * (self.weight(element) + 2 * self.block_k * self.block_m + scales)
+
+    def registers(self) -> int:
+        """Of a program, about: 40 a lane, sums twice, and the elements of up to 128 columns, two in a register."""
+        elements = self.block_n * min(self.block_k, 128) // 2
+        return 32 * self.warps * 40 + 2 * self.block_m * self.block_n + elements
+
+    def at_once(self, element: str, group: int) -> int:
+        """Programs on a multiprocessor."""
+        return max(1, min(SHARED // (self.shared(element, group) + 1024), REGISTERS // self.registers()))
+
+    def programs(self, rows: int, count: int) -> int:
+        """Programs in all."""
+        return ceil_div(rows, self.block_n) * ceil_div(count, self.block_m) * self.splits
+
+    def fits(self, rows: int, columns: int, element: str, group: int) -> bool:
+        """Whether the weight's filled rows and columns are whole tiles of it, no part of K is empty, and stages fit."""
+        if rows % self.block_n or columns % self.block_k:
+            return False
+        steps = columns // self.block_k
+        taken = ceil_div(steps, ceil_div(steps, self.splits))
+        return taken == self.splits and self.shared(element, group) <= MOST_SHARED
+
+
+def block_m_of(count: int) -> int:
+    """Rows of X of a tile."""
+    return next(size for size in (16, 32, 64, 128) if count <= size)
+
+
+def estimate(tiling: Tiling, rows: int, columns: int, element: str, group: int, count: int) -> float:
+    """Microseconds, see the module text."""
+    weight = rows * columns * BITS[element] / 8
+    programs, each = tiling.programs(rows, count), tiling.at_once(element, group)
+    # Programs of the fullest multiprocessor over those of the average one.
+    uneven = ceil_div(programs, FULL) * FULL / programs
+    flight = min(programs, FULL * each) * (tiling.stages - 1) * tiling.weight(element)
+    memory = weight / (MEMORY * min(1.0, flight / UNDER_WAY))
+    read = ceil_div(count, tiling.block_m) * weight + 2.0 * count * columns * (rows // tiling.block_n)
+    cache = uneven * read / CACHE
+    steps = ceil_div(columns // tiling.block_k, tiling.splits)
+    warps = tiling.warps * programs / FULL
+    issue = uneven * warps * steps * (_instructions(tiling, element)) / ISSUED
+    waits = ceil_div(programs, FULL * each) * steps * STEP
+    parts = SECOND + 8.0 * tiling.splits * count * rows / CACHE if tiling.splits > 1 else 0.0
+    return LAUNCH + max(memory, cache, issue, waits) + parts
+
+
+def _instructions(tiling: Tiling, element: str) -> float:
+    """Instructions of a warp for a step."""
+    return DECODING[element] * tiling.block_k * tiling.block_n / 16 / tiling.warps + OTHERS
+
+
+@lru_cache(maxsize=4096)
+def tiling_of(rows: int, columns: int, element: str, group: int, count: int) -> Tiling:
+    """The rule. rows, columns: of the arranged weight; count: rows of X."""
+    found = _fitting(rows, columns, element, group, count)
+    return min(found, key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
+
+
+def candidates(rows: int, columns: int, element: str, group: int, count: int, most: int = 16) -> list[Tiling]:
+    """The rule's tiles first; those next to them by the estimate; and of the best ones variants that it does not see."""
+    found = _fitting(rows, columns, element, group, count)
+    found.sort(key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
+    first, second = found[0], found[min(1, len(found) - 1)]
+    variants = [replace(first, early=True), replace(second, early=True)]
+    if count <= 8:
+        variants += [replace(first, block_m=8), replace(first, block_m=8, early=True)]
+    others = [tiling for tiling in _varied(found) if tiling not in (first, second)]
+    return [*dict.fromkeys([first, second, *variants, *others])][:most]
+
+
+def _varied(found: list[Tiling]) -> list[Tiling]:
+    """The best two of every shape of tiles, in the order of the estimate."""
+    kept: dict[tuple[int, int, int], list[Tiling]] = {}
+    for tiling in found:
+        kept.setdefault((tiling.block_n, tiling.block_k, tiling.warps), []).append(tiling)
+    best = {tiling for each in kept.values() for tiling in each[:3]}
+    return [tiling for tiling in found if tiling in best]
+
+
+def _fitting(rows: int, columns: int, element: str, group: int, count: int) -> list[Tiling]:
+    """All tiles that serve."""
+    shapes = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 64, 8), (256, 64, 8))
+    splits = (1, 2, 3, 4, 5, 7, 8, 14, 16)
+    sizes = (block_m_of(count), 64) if count > 64 else (block_m_of(count),)
+    made = (
+        Tiling(block_m, *shape[:2], parts, stages, shape[2])
+        for block_m, shape, parts, stages in product(sizes, shapes, splits, (2, 3, 4, 6))
+    )
+    found = [tiling for tiling in made if tiling.fits(rows, columns, element, group)]
+    return [tiling for tiling in found if tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS]
+
+
+__all__ = ["Tiling", "block_m_of", "candidates", "estimate", "tiling_of"]

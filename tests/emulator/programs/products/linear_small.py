@@ -1,0 +1,109 @@
+"""`linear_small` and its private layout on CPU tensors in Triton's interpreter, against exact products and the bound.
+
+    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small.py
+
+Prints what agreed, a line for each scheme; raises at the first difference. Registers and their order are the compiler's:
+that is for `tests/gpu/linear/validate_linear_small.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+
+import torch
+import triton
+
+import fast
+import reference
+from ao_lab.config.recipe import named
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.linear_small import host
+from fast.kernels.linear_small.layout import restored_codes
+from fast.kernels.linear_small.tilings import Tiling
+from reference import Quantized
+from tests.emulator import ptx_interpreter
+from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
+
+BF16, HALF = torch.bfloat16, torch.float16
+SCHEMES = (
+    "int4_g32", "int4_g64", "int4_g128", "int4_g256", "int4_g32_asymmetric", "int4_g64_asymmetric", "int4_g128_asymmetric",
+    "torchao.int4_g32", "int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32",
+    "int8_g32_asymmetric", "int8_g128", "fp8_rowwise", "fp8_tensorwise", "fp8_1x128", "mxfp8_e4m3",
+)  # fmt: skip
+#: Rows of the weight and of X, K in blocks, dtype, tiles: parts that are not of one length, rows and columns that are filled.
+CASES = (
+    (64, 3, 2, BF16, Tiling(16, 64, 128, 1, 2, 4)), (70, 17, 3, HALF, Tiling(32, 128, 128, 2, 2, 8)),
+    (133, 5, 5, BF16, Tiling(8, 64, 64, 3, 2, 4)), (256, 33, 2, HALF, Tiling(64, 256, 64, 1, 2, 8)),
+)  # fmt: skip
+
+
+def block_of(name: str) -> int:
+    """Columns that K is a multiple of."""
+    block = named(name).scale.block
+    return max(32, block) if isinstance(block, int) else block[1] if isinstance(block, tuple) else 32
+
+
+def compare(name: str) -> None:
+    """Exact sums to the bit, others within the bound; codes come back."""
+    for rows, count, blocks, dtype, tiling in CASES:
+        length, bias = blocks * block_of(name), (torch.arange(rows) % 7 - 3).to(dtype)
+        w, x = exact_weight(named(name), rows, length), exact_inputs(count, length, dtype)
+        arranged = host.arrange(w)
+        assert arranged is not None
+        assert torch.equal(restored_codes(arranged), w.codes)
+        if not tiling.fits(arranged.rows, arranged.columns, arranged.element, arranged.group):
+            continue
+        made = host.linear_small(x, arranged, bias, tiling=tiling)
+        assert_same_bits(made, exact_result(x, w, bias))
+        if count > 3:
+            continue
+        assert_same_bits(made, reference.linear(x, w, bias))
+        w, x = weight(named(name), rows, length), inputs(count, length, dtype)
+        assert outside(host.linear_small(x, host.arrange(w), None, tiling=tiling), x, w, None) == 0
+        wide = host.linear_small(x, host.arrange(w), dtype=torch.float32)
+        assert torch.equal(wide.to(dtype), host.linear_small(x, host.arrange(w)))
+
+
+def every_code(name: str, dtype: torch.dtype) -> None:
+    """Each code in each place of a word, one at a time."""
+    scheme, bits = named(name), named(name).format.bits
+    codes = (torch.arange(256)[:, None] + 3 * torch.arange(128)[None, :]) % 2**bits
+    if scheme.format.kind == "float":
+        codes = torch.where(codes & 0x7F == 0x7F, 1, codes)
+    codes = codes.to(torch.uint8)
+    stored = fast.pack(codes, scheme.format) if bits < 8 else codes
+    w = Quantized(stored, torch.ones((256, 1)), None, None, (256, 128), 1, scheme, packed=bits < 8)
+    x = torch.eye(128, dtype=dtype)
+    made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
+    assert_same_bits(made + 0.0, fast.dequantize(w).t().contiguous() + 0.0)
+
+
+def not_a_number() -> None:
+    """A code that is NaN makes its row of the result NaN, and no other."""
+    w = exact_weight(named("fp8_rowwise"), 64, 256)
+    w.codes[5, 77] = 0xFF
+    made = host.linear_small(exact_inputs(3, 256, BF16), host.arrange(w))
+    assert torch.equal(made.isnan(), (torch.arange(64) == 5).expand(3, -1))
+
+
+def main() -> None:
+    """Compare all."""
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    ptx_interpreter.install()
+    chosen = [name for name in SCHEMES if sys.argv[1:] in ([], [name])]
+    for name in chosen:
+        compare(name)
+        print(name, flush=True)
+    for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
+        for dtype in host.INPUTS:
+            every_code(name, dtype)
+        print("every code of", name, flush=True)
+    not_a_number()
+    print("agreed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

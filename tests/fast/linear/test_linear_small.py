@@ -1,0 +1,141 @@
+"""`linear_small`: what it takes and refuses, its rule of tiles, and its kernels compiled for Hopper without a GPU.
+
+Bits are compared in Triton's interpreter (`programs/products/linear_small.py`); where registers lie only a GPU knows.
+"""
+
+import platform
+import re
+
+import pytest
+import torch
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from fast.kernels.linear_small import host, layout
+from fast.kernels.linear_small.layout import WORDS, ArrangedWeight, filled
+from fast.kernels.linear_small.tilings import FULL, MOST_SHARED, Tiling
+from reference import SCHEMES
+from tests.emulator.interpreter_process import lines_of
+from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.support.linear_cases import weight
+
+BF16, HALF = torch.bfloat16, torch.float16
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (100, 160))
+COUNTS = (1, 2, 16, 17, 33, 64, 128)
+WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S)")
+
+
+def empty_weight(n, length, element, group, zero=False):
+    """Memory that nobody reads."""
+    rows, columns = filled(n), filled(length)
+    blocks = -(-columns // group) if group else 1
+    words = torch.empty((rows // 64, columns // 64, WORDS[element]), dtype=torch.int32)
+    zeros = torch.empty((blocks, rows // 2), dtype=torch.int32) if zero else None
+    return ArrangedWeight(words, torch.empty((blocks, rows)), zeros, (n, length), element, group)
+
+
+def test_bits():
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 21
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0)])
+def test_the_rule_is_a_candidate_that_fits(shape, element, group):
+    """Its tiles are whole ones, no row of X is left out, and big weights have a program for most multiprocessors."""
+    rows, columns = map(filled, shape)
+    for count in COUNTS:
+        rule, *others = host.candidates(rows, columns, element, group, count)
+        assert rule == host.tiling_of(rows, columns, element, group, count)
+        for tiling in (rule, *others):
+            assert tiling.fits(rows, columns, element, group)
+            assert tiling.shared(element, group) <= MOST_SHARED
+        assert len(others) >= 3
+        if rows * columns >= 1 << 22:
+            assert FULL // 2 <= rule.programs(rows, count) <= 4 * FULL
+
+
+# Products of an 8-billion-parameter model's layers and what takes other branches; the tiles, and the most registers.
+COMPILED = [
+    (("int4", 128, 1), {}, Tiling(16, 64, 128, 1, 4, 4), 80), (("int4", 128, 1), {}, Tiling(16, 64, 256, 2, 4, 4, True), 96),
+    (("int4", 128, 2), {"zero": True}, Tiling(16, 64, 128, 2, 4, 4), 80),
+    (("int4", 32, 16), {}, Tiling(16, 64, 128, 1, 4, 4), 72), (("int4", 128, 16), {}, Tiling(16, 128, 128, 1, 6, 4), 144),
+    (("int4", 32, 16), {"zero": True, "dtype": HALF}, Tiling(16, 128, 128, 1, 4, 8), 72),
+    (("int4", 64, 32), {}, Tiling(32, 64, 128, 1, 4, 4), 96), (("int4", 128, 64), {}, Tiling(64, 128, 128, 1, 4, 8), 128),
+    (("int4", 128, 64), {"bias": True}, Tiling(64, 256, 64, 2, 4, 8), 255),
+    (("int4", 256, 128), {"dtype": HALF}, Tiling(128, 128, 128, 1, 3, 8), 255),
+    (("int8", 0, 16), {}, Tiling(16, 64, 128, 1, 4, 4), 80),
+    (("int8", 128, 16), {"zero": True}, Tiling(16, 64, 128, 2, 4, 4), 80),
+    (("e4m3", 0, 16), {"dtype": HALF, "bias": True}, Tiling(16, 64, 256, 1, 4, 4), 96),
+    (("e4m3", 128, 64), {}, Tiling(64, 128, 128, 1, 4, 8), 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("which", "more", "tiling", "registers"), COMPILED, ids=str)
+def test_kernels_compile_as_they_are_meant_to(which, more, tiling, registers):
+    """The weight goes from registers to the tensor core, which is waited for before they change; nothing is spilled."""
+    element, group, count = which
+    dtype = more.get("dtype", BF16)
+    w = empty_weight(14336, 4096, element, group, more.get("zero", False))
+    bias = torch.empty(14336, dtype=dtype) if more.get("bias") else None
+    x = torch.empty((count, 4096), dtype=dtype)
+    product, *others = launched(lambda: host.linear_small(x, w, bias, tiling=tiling))
+    assert [m.kernel for m in others] == ["sum_splits_kernel"] * (tiling.splits > 1)
+    for machine in (product, *others):
+        assert (machine.local, machine.stack) == (0, 0)
+    assert product.registers <= registers
+    operands = WGMMA.findall(product.ptx)
+    assert operands
+    assert set(operands) == {"{"}, "the weight is read from shared memory"
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", product.ptx)) == {"0"}
+    # From registers sums that go on from product to product came out wrong: each begins at zero.
+    loop = product.order[: max(at for at, name in enumerate(product.order) if name.startswith("HGMMA"))]
+    assert not any(name.startswith(("STS", "LDL", "STL")) for name in loop), "weights make a detour"
+
+
+def test_eight_rows_are_products_of_a_warp():
+    """Tiles of 8 rows of X are `mma`, which no hazard is known of."""
+    w, x = empty_weight(14336, 4096, "int4", 128), torch.empty((8, 4096), dtype=BF16)
+    (machine,) = launched(lambda: host.linear_small(x, w, tiling=Tiling(8, 64, 128, 1, 4, 4)))
+    assert machine.named("HMMA") > 0
+    assert (machine.named("HGMMA"), machine.local, machine.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "fp8_rowwise"])
+def test_the_layout_compiles(name):
+    w = weight(SCHEMES[name], 100, 256)
+    machines = launched(lambda: layout.arrange(w))
+    assert [m.kernel for m in machines] == ["arrange_kernel"]
+    machines += launched(lambda: layout.restored_codes(empty_weight(100, 256, "int4", 128)))
+    assert all((m.local, m.stack) == (0, 0) for m in machines)
+
+
+@pytest.mark.parametrize(
+    "name", ["nf4", "mxfp4", "nvfp4", "int2_g32", "torchao.int4_g32_tinygemm", "fp8_rowwise_e5m2", "fp8_128x128"]
+)  # fmt: skip
+def test_other_weights_are_for_other_kernels(name):
+    assert host.arrange(weight(SCHEMES[name], 128, 256)) is None
+
+
+def test_lengths_that_are_no_multiple_of_32_are_for_other_kernels():
+    assert host.arrange(weight(SCHEMES["int8_rowwise"], 16, 272)) is None
+
+
+def test_what_other_kernels_take():
+    """More rows, none, other floats."""
+    w, x = empty_weight(128, 256, "int4", 128), torch.empty((129, 256), dtype=BF16)
+    assert host.linear_small(x, w) is None
+    assert host.linear_small(x[:0], w) is None
+    assert host.linear_small(x[:2].float(), w) is None
+
+
+def test_errors():
+    w, x = empty_weight(128, 256, "int4", 128), torch.empty((2, 256), dtype=BF16)
+    with pytest.raises(ValueError, match="the last axes must be the same"):
+        host.linear_small(x[:, :128], w)
+    with pytest.raises(ValueError, match="bias has shape"):
+        host.linear_small(x, w, torch.empty(127))
+    with pytest.raises(ValueError, match="move them to one device"):
+        host.linear_small(x.to("meta"), w)
+    with pytest.raises(ValueError, match="take one of `candidates`"):
+        host.linear_small(x, w, tiling=Tiling(16, 64, 512, 1, 2, 4))

@@ -1,0 +1,100 @@
+"""Weights of `linear_small` in place on a GPU: random codes, scales that are powers of two, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ao_lab.config.recipe import named
+from fast.kernels.linear_small import host
+from fast.kernels.linear_small.layout import WORDS, ArrangedWeight, filled
+from reference import Quantized
+
+#: Where calls run.
+DEVICE = "cuda"
+#: Schemes by the element and the columns of a scale.
+KINDS = {
+    "int4_g128": ("int4", 128), "int4_g32": ("int4", 32), "int4_g128_asymmetric": ("int4", 128),
+    "int4_g32_asymmetric": ("int4", 32), "int4_g64": ("int4", 64), "int8_rowwise": ("int8", 0), "int8_g128": ("int8", 128),
+    "int8_rowwise_asymmetric": ("int8", 0), "fp8_rowwise": ("e4m3", 0), "fp8_tensorwise": ("e4m3", 0),
+}  # fmt: skip
+
+
+def drawn(name: str, shape: tuple[int, int], seed: int = 0) -> tuple[Quantized, torch.Tensor]:
+    """A weight whose products with small integers are exact in float32 in any order, and its values in float64."""
+    scheme, (n, length) = named(name), shape
+    draw = torch.Generator(DEVICE).manual_seed(seed)
+
+    def some(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=draw, device=DEVICE)
+
+    group = KINDS[name][1] or length
+    kept = () if name.endswith("tensorwise") else (n, length // group)
+    scale = 2.0 ** some(-1, 2, kept).float()
+    zero = None if scheme.zero is None else some(-8, 8, (n, length // group)).to(torch.int8)
+    if scheme.format.kind == "float":
+        # Integers up to 16 and halves.
+        values = some(-32, 33, shape) / 2
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+        values = codes.view(torch.float8_e4m3fn).double()
+    else:
+        bits = scheme.format.bits
+        values = some(-(2 ** (bits - 1)), 2 ** (bits - 1), shape)
+        codes = (values & (2**bits - 1)).to(torch.uint8)
+        if bits == 4:
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    blocks = values.double().view(n, -1, group)
+    if zero is not None:
+        blocks = blocks - zero.double()[:, :, None]
+    blocks = blocks * (scale.double()[:, :, None] if kept else scale.double())
+    w = Quantized(codes, scale, None, zero, shape, 1, scheme, packed=scheme.format.bits < 8)
+    return w, blocks.view(shape)
+
+
+def filled_weight(name: str, shape: tuple[int, int]) -> ArrangedWeight:
+    """Random words in the private layout, to be timed."""
+    element, group = KINDS[name]
+    rows, columns = map(filled, shape)
+    words = torch.randint(
+        -(2**31), 2**31, (rows // 64, columns // 64, WORDS[element]), device=DEVICE, dtype=torch.int32
+    )
+    if element == "e4m3":
+        # Bits of the exponent without the highest: no code is NaN.
+        words &= -0x40404041
+    blocks = columns // group if group else 1
+    scale = torch.rand((blocks, rows), device=DEVICE) * 0.01
+    zero = None
+    if name.endswith("asymmetric"):
+        zero = torch.randint(0, 8, (blocks, rows // 2), device=DEVICE, dtype=torch.int32) * 0x10001
+    return ArrangedWeight(words, scale, zero, shape, element, group)
+
+
+def tilings(name: str, shape: tuple[int, int], count: int, most: int = 16) -> list[host.Tiling]:
+    """Those to be tried."""
+    rows, columns = map(filled, shape)
+    return host.candidates(rows, columns, *KINDS[name], count, most)
+
+
+def compiled(task: tuple[Any, ...]) -> str:
+    """Compile a call's kernels, into Triton's cache on the disk; no GPU is touched. Returns what went wrong, or nothing.
+
+    task: scheme, shape, rows of X, tiling, dtype's name, whether there is a bias.
+    """
+    from tests.fast.kernels.compiling.kernel_compiler import compiling
+
+    name, (n, length), count, tiling, dtype, biased = task
+    element, group = KINDS[name]
+    rows, columns = filled(n), filled(length)
+    blocks = columns // group if group else 1
+    zero = torch.empty((blocks, rows // 2), dtype=torch.int32) if "asymmetric" in name else None
+    words = torch.empty((rows // 64, columns // 64, WORDS[element]), dtype=torch.int32)
+    w = ArrangedWeight(words, torch.empty((blocks, rows)), zero, (n, length), element, group)
+    kind = getattr(torch, dtype)
+    bias = torch.empty(n, dtype=kind) if biased else None
+    try:
+        with compiling([]):
+            host.linear_small(torch.empty((count, length), dtype=kind), w, bias, tiling=tiling)
+    except Exception as error:  # noqa: BLE001  the rest goes on
+        return f"{task}: {type(error).__name__}: {str(error)[-300:]}"
+    return ""
