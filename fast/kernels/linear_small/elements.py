@@ -7,7 +7,8 @@ An atom is 64 rows by 64 columns, `WORDS` words. By the bits of rows n and colum
 
 A warp (n5 n4) has 16 rows, its lane (n2 n1 n0, k2 k1) rows n and n + 8 and columns k, k + 1, k + 8, k + 9 of each 16: the
 fragment of `wgmma`'s first operand, so what was read becomes the operand where it is. Words 2 i and 2 i + 1 are decoded
-together (`decode`), which makes one more index of pairs (int4: k0 in place of k4; 8 bits: k0 in place of k3).
+together (`decode`), which makes one more index of pairs (int4: k0 in place of k4; 8 bits: k0 in place of k3). The assembly
+takes two registers of a lane, which have to be these words: a matter of the compiler's layout, which a test looks at.
 """
 
 import triton
@@ -36,37 +37,38 @@ def tile_elements(w, less, NB: tl.constexpr, KB: tl.constexpr, ELEMENT: tl.const
 
 
 @triton.jit
-def tile_halves(w, less, NB: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
-    """The same of one atom along K as its two halves of 32 columns, (64 NB, 32) each."""
+def word_halves(w, NB: tl.constexpr, ELEMENT: tl.constexpr):
+    """Of one atom along K (NB, words) the words of its first and of its second 32 columns, each (NB, half of the words)."""
+    if ELEMENT == "int4":
+        # Words by k5, k4.
+        both = tl.permute(tl.reshape(w, (NB, 128, 2, 2)), (0, 1, 3, 2))
+    else:
+        both = tl.permute(tl.reshape(w, (NB, 2, 256, 2)), (0, 2, 3, 1))
+    first, second = tl.split(both)
+    WORDS: tl.constexpr = 256 if ELEMENT == "int4" else 512
+    return tl.reshape(first, (NB, WORDS)), tl.reshape(second, (NB, WORDS))
+
+
+@triton.jit
+def half_elements(w, less, NB: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """(64 NB, 32) floats of one of `word_halves`; less: as words of its shape. Halves part before they are decoded: of whole
+    atoms the compiler would decode words 2 i and 2 i + 2 together, as those lie side by side in what is parted afterwards."""
     if ELEMENT == "int4":
         p0, p1, p2, p3, p4, p5, p6, p7 = int4_pairs(w, less, DTYPE)
         even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
         odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
-        t = tl.reshape(tl.join(even, odd), (NB, 4, 8, 4, 2, 2, 2, 2, 2))
-        t = tl.permute(t, (0, 1, 8, 2, 6, 7, 3, 5, 4))
+        t = tl.reshape(tl.join(even, odd), (NB, 4, 8, 4, 2, 2, 2, 2))
+        t = tl.permute(t, (0, 1, 7, 2, 5, 6, 3, 4))
     else:
         p0, p1, p2, p3 = byte_pairs(w, less, ELEMENT, DTYPE)
         t = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-        t = tl.reshape(t, (NB, 2, 4, 8, 4, 2, 2, 2, 2))
-        t = tl.permute(t, (0, 2, 8, 3, 5, 7, 4, 6, 1))
-    return tl.split(tl.reshape(t, (64 * NB, 32, 2)))
+        t = tl.reshape(t, (NB, 4, 8, 4, 2, 2, 2, 2))
+        t = tl.permute(t, (0, 1, 7, 2, 4, 6, 3, 5))
+    return tl.reshape(t, (64 * NB, 32))
 
 
 @triton.jit
-def spread(first, second, NB: tl.constexpr, KB: tl.constexpr, ELEMENT: tl.constexpr):
-    """Words of rows (32 NB), of all columns or of the first and the second 32 of an atom, in the shape of the atoms' words."""
-    if second is None:
-        if ELEMENT == "int4":
-            z = tl.reshape(first, (NB, 1, 32, 1))
-            z = tl.broadcast_to(z, (NB, KB, 32, 16))
-        else:
-            z = tl.reshape(first, (NB, 1, 32, 1))
-            z = tl.broadcast_to(z, (NB, 2 * KB, 32, 16))
-    else:
-        both = tl.join(first, second)
-        if ELEMENT == "int4":
-            z = tl.broadcast_to(tl.reshape(both, (NB, 32, 1, 2, 1)), (NB, 32, 4, 2, 2))
-        else:
-            z = tl.permute(tl.reshape(both, (NB, 32, 2)), (0, 2, 1))
-            z = tl.broadcast_to(tl.reshape(z, (NB, 2, 32, 1)), (NB, 2, 32, 16))
-    return tl.reshape(z, (NB, (512 if ELEMENT == "int4" else 1024) * KB))
+def spread(pairs, NB: tl.constexpr, TIMES: tl.constexpr, EACH: tl.constexpr):
+    """Words of pairs of rows (32 NB) in the shape of the atoms' words, which have all pairs TIMES times, and EACH of a pair."""
+    z = tl.broadcast_to(tl.reshape(pairs, (NB, 1, 32, 1)), (NB, TIMES, 32, EACH))
+    return tl.reshape(z, (NB, TIMES * 32 * EACH))

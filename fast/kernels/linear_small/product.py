@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fast.kernels.bits import narrow
 from fast.kernels.linear_small.decode import zero_pairs
-from fast.kernels.linear_small.elements import spread, tile_elements, tile_halves
+from fast.kernels.linear_small.elements import half_elements, spread, tile_elements, word_halves
 
 
 @triton.jit
@@ -90,22 +90,20 @@ def linear_small_kernel(
             k = step * BLOCK_K + piece * SPAN
             w = tl.load(words + k // 64 * WORDS)
             if GROUP == 32:
-                less = None
-                if zero is not None:
-                    less = spread(
-                        _less(zero, k // 32, ROWS, NB, ELEMENT, DTYPE), _less(zero, k // 32 + 1, ROWS, NB, ELEMENT, DTYPE),
-                        NB, 1, ELEMENT,
-                    )  # fmt: skip
-                first, second = tile_halves(w, less, NB, ELEMENT, DTYPE)
-                v = _inputs(x, m, k, count, LENGTH, 32, WHOLE)
-                total += tl.dot(first, v.T) * tl.load(scale + k // 32 * ROWS + n)[:, None]
-                v = _inputs(x, m, k + 32, count, LENGTH, 32, WHOLE)
-                total += tl.dot(second, v.T) * tl.load(scale + (k // 32 + 1) * ROWS + n)[:, None]
+                parts = word_halves(w, NB, ELEMENT)
+                for half in tl.static_range(2):
+                    block = k // 32 + half
+                    less = None
+                    if zero is not None:
+                        less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, 1, WORDS // 64)
+                    t = half_elements(parts[half], less, NB, ELEMENT, DTYPE)
+                    v = _inputs(x, m, k + 32 * half, count, LENGTH, 32, WHOLE)
+                    total += tl.dot(t, v.T) * tl.load(scale + block * ROWS + n)[:, None]
             else:
                 block = 0 if GROUP == 0 else k // GROUP
                 less = None
                 if zero is not None:
-                    less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), None, NB, KB, ELEMENT)
+                    less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, KB * WORDS // 512, 16)
                 t = tile_elements(w, less, NB, KB, ELEMENT, DTYPE)
                 v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE)
                 if GROUP > 0:

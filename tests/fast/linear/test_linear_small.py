@@ -66,9 +66,22 @@ COMPILED = [
     (("int4", 256, 128), {"dtype": HALF}, Tiling(128, 128, 128, 1, 3, 8), 255),
     (("int8", 0, 16), {}, Tiling(16, 64, 128, 1, 4, 4), 80),
     (("int8", 128, 16), {"zero": True}, Tiling(16, 64, 128, 2, 4, 4), 80),
+    (("int8", 32, 9), {}, Tiling(16, 128, 128, 1, 4, 4), 96),
     (("e4m3", 0, 16), {"dtype": HALF, "bias": True}, Tiling(16, 64, 256, 1, 4, 4), 96),
     (("e4m3", 128, 64), {}, Tiling(64, 128, 128, 1, 4, 8), 128),
 ]  # fmt: skip
+
+
+def paired(machine):
+    """Layouts of the words that assembly takes two of: whether the second register of a lane is the next word."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", machine.ttgir, re.M))
+    for line in machine.ttgir.splitlines():
+        if "elementwise_inline_asm" in line and "packed_element = 2" in line:
+            for name in re.findall(r"tensor<\w+xi32, (#\w+)>", line.rpartition(" : ")[2].partition("->")[0]):
+                layout = layouts[name]
+                yield "register = [[0, 1]" in layout or re.search(
+                    r"sizePerThread = \[1, [24]\].*order = \[1, 0\]", layout
+                )
 
 
 @pytest.mark.parametrize(("which", "more", "tiling", "registers"), COMPILED, ids=str)
@@ -84,6 +97,9 @@ def test_kernels_compile_as_they_are_meant_to(which, more, tiling, registers):
     for machine in (product, *others):
         assert (machine.local, machine.stack) == (0, 0)
     assert product.registers <= registers
+    pairs = list(paired(product))
+    assert pairs
+    assert all(pairs), "assembly decodes words together that are no neighbours"
     operands = WGMMA.findall(product.ptx)
     assert operands
     assert set(operands) == {"{"}, "the weight is read from shared memory"
@@ -98,6 +114,7 @@ def test_eight_rows_are_products_of_a_warp():
     w, x = empty_weight(14336, 4096, "int4", 128), torch.empty((8, 4096), dtype=BF16)
     (machine,) = launched(lambda: host.linear_small(x, w, tiling=Tiling(8, 64, 128, 1, 4, 4)))
     assert machine.named("HMMA") > 0
+    assert all(paired(machine))
     assert (machine.named("HGMMA"), machine.local, machine.stack) == (0, 0, 0)
 
 

@@ -53,6 +53,8 @@ class Machine:
     stack: int
     elements: float
     ptx: str = ""
+    #: What Triton made before PTX, with the layout of each tensor.
+    ttgir: str = ""
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -207,8 +209,9 @@ def machine(kernel: str, made: Any, elements: float) -> Machine:
     usage = dumped(made["cubin"], "--dump-resource-usage")
     numbers = {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
     return Machine(
-        kernel, made["cubin"], numbers["REG"], numbers["LOCAL"], numbers["STACK"], elements, made["ptx"]
-    )
+        kernel, made["cubin"], numbers["REG"], numbers["LOCAL"], numbers["STACK"], elements, made["ptx"],
+        made["ttgir"],
+    )  # fmt: skip
 
 
 def dumped(cubin: bytes, option: str) -> str:
