@@ -36,9 +36,13 @@ def _same(q: Quantized) -> Quantized:
 LAYOUTS = {"plain": Layout(_same, _same), "tiled": Layout(with_tiled_scales, with_plain_scales)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Meta:
-    """All of a `QuantizedTensor` that is no tensor; comparable, for guards of compiled programs."""
+    """All of a `QuantizedTensor` that is no tensor; comparable, for guards of compiled programs.
+
+    Guards ask for equality at every call of a program, of every weight. It never changes, so that a copy is itself, and the
+    comparison with itself looks at no field.
+    """
 
     recipe: Recipe
     axis: int
@@ -47,6 +51,21 @@ class Meta:
     layout: str = "plain"
     #: The shape before `view(-1)`: the tensor shows one axis, the parts are those of this shape. Only views lead back.
     flat: tuple[int, ...] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return self._fields == other._fields if isinstance(other, Meta) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._fields)
+
+    def __deepcopy__(self, memo: object) -> Meta:
+        return self
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.recipe, self.axis, self.dtype, self.transposed, self.layout, self.flat
 
     @cached_property
     def swapped_axes(self) -> Meta:

@@ -11,7 +11,6 @@ moves nothing, and packed codes can be transposed. `axis` (negative) is the bloc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -21,7 +20,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.tensor.dtensor_cache import hash_local_tensors
+from ao_lab.tensor.dtensor_cache import hash_local_tensors, is_waiting
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
@@ -44,6 +43,8 @@ class QuantizedTensor(torch.Tensor):
     input_scale: torch.Tensor | None
     input_zero: torch.Tensor | None
     meta: Meta
+    #: What `__tensor_flatten__` answers; None until it is asked.
+    _flattened: tuple[list[str], Meta] | None = None
 
     @staticmethod
     def __new__(
@@ -70,8 +71,9 @@ class QuantizedTensor(torch.Tensor):
 
         Through the dispatcher a linear layer is a transposition and a product, each longer than a small kernel.
         """
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and func in EAGER_FUNCTIONS:
-            y = EAGER_FUNCTIONS[func](*args, **(kwargs or {}))
+        compute = EAGER_FUNCTIONS.get(func)
+        if compute is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            y = compute(*args, **(kwargs or {}))
             if y is not None:
                 return y
         with torch._C.DisableTorchFunctionSubclass():
@@ -177,7 +179,7 @@ class QuantizedTensor(torch.Tensor):
                 f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
             )
         SET_DATA(self, other)
-        for name in ("_quantized", "_settled"):
+        for name in ("_quantized", "_settled", "_flattened"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 
@@ -214,9 +216,12 @@ class QuantizedTensor(torch.Tensor):
         return QuantizedTensor(self.parts, self.meta.swapped_axes, swapped(tuple(self.shape)))
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
-        if "torch.distributed.tensor" in sys.modules:
+        """Names of the parts and the description, kept: guards of a compiled program ask twice in every call."""
+        if is_waiting():
             hash_local_tensors(QuantizedTensor)
-        return [name for name in PARTS if getattr(self, name) is not None], self.meta
+        if self._flattened is None:
+            self._flattened = [name for name, part in self.parts.items() if part is not None], self.meta
+        return self._flattened
 
     @staticmethod
     def __tensor_unflatten__(

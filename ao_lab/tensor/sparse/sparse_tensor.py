@@ -22,7 +22,6 @@ reordering.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +32,6 @@ import fast
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
 from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
 from ao_lab.gemm import sparse_wgmma as sparse_wgmma  # enters its product
-from ao_lab.tensor.dtensor_cache import hash_local_tensors
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compressed_codes import dense_codes
@@ -153,11 +151,6 @@ class SparseQuantizedTensor(QuantizedTensor):
         """The last two axes the other way round, over the same parts."""
         self.check_shaped()
         return SparseQuantizedTensor(self.parts, swapped_orientation(self.meta), swapped(tuple(self.shape)))
-
-    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
-        if "torch.distributed.tensor" in sys.modules:
-            hash_local_tensors(QuantizedTensor)
-        return [name for name in SPARSE_PARTS if getattr(self, name) is not None], self.meta
 
     @staticmethod
     def __tensor_unflatten__(
