@@ -20,10 +20,10 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.tensor.dtensor_cache import hash_local_tensors, is_waiting
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
+from ao_lab.tensor.torch_changes import PENDING, make_changes
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
@@ -217,8 +217,8 @@ class QuantizedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
         """Names of the parts and the description, kept: guards of a compiled program ask twice in every call."""
-        if is_waiting():
-            hash_local_tensors(QuantizedTensor)
+        if PENDING:
+            make_changes(QuantizedTensor)
         if self._flattened is None:
             self._flattened = [name for name, part in self.parts.items() if part is not None], self.meta
         return self._flattened

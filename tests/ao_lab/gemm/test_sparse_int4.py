@@ -126,7 +126,8 @@ def test_layers_explain_and_tune(kernels):
     x = torch.randn(4, 128).to(BF16)
     assert explain(made).layers[0].kernel == "sparse_int4, up to 64 rows"
     (choice,) = tune(made, x).choices
-    measured = [one.kernel for one in choice.candidates if one.seconds is not None]
+    # On a busy CPU one may take so long at first that it drops out.
+    measured = [one.kernel for one in choice.candidates if not one.reason or one.reason.startswith("took ")]
     assert "sparse_int4" in measured
     assert "dequantize" in measured
     dense = made.weight.to_layout("plain")

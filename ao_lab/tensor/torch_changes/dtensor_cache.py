@@ -7,24 +7,16 @@ would share a program: numbers of one read as the other's. So here a DTensor's h
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 HASH = "_stable_hash_for_caching"
 MODULE = "torch.distributed.tensor"
-_done: list[type] = []
-
-
-def is_waiting() -> bool:
-    """Whether there are DTensors now, and `hash_local_tensors` has not been called since there are."""
-    return not _done and MODULE in sys.modules
 
 
 def hash_local_tensors(kind: type) -> None:
     """Let DTensors of quantized weights (`kind`) answer with their weights' hash too; once, however often it is called."""
     from torch.distributed.tensor import DTensor
 
-    _done.append(kind)
     plain = getattr(DTensor, HASH, None)
     if plain is None or hasattr(plain, "of_the_wrapper"):  # torch 2.11 hashes by __reduce_ex__, which has all
         return
@@ -37,4 +29,4 @@ def hash_local_tensors(kind: type) -> None:
     setattr(DTensor, HASH, whole)
 
 
-__all__ = ["hash_local_tensors", "is_waiting"]
+__all__ = ["MODULE", "hash_local_tensors"]

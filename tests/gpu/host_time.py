@@ -1,0 +1,96 @@
+"""Microseconds that a call takes the host for each quantized weight; runs without a GPU.
+
+    PYTHONPATH=. python tests/gpu/host_time.py [dense int8wo int4wo int8dq]
+
+100 linear layers of 64 x 64, one row of bfloat16, the least of 150 calls. "compiled": by `torch.compile` with a compiler whose
+programs compute nothing, so that what is left are guards and what torch does with inputs. "eager": up to the product, which is
+put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+import ao_lab
+from ao_lab.tensor import matmul_ops
+
+CONFIGS: dict[str, Callable[[], Any] | None] = {
+    "dense": None,
+    "int8wo": lambda: ao_lab.Int8WeightOnlyConfig(),
+    "int4wo": lambda: ao_lab.Int4WeightOnlyConfig(group_size=64),
+    "int8dq": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+}
+LAYERS, WIDTH, CALLS = 100, 64, 150
+
+
+def network(name: str, width: int) -> nn.Module:
+    """The layers."""
+    layers = (nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+    net = nn.Sequential(*layers).bfloat16().requires_grad_(False)
+    make = CONFIGS[name]
+    if make is not None:
+        ao_lab.quantize_(net, make())
+    return net
+
+
+def nothing(program: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """A compiler whose program answers what it answered first."""
+    known: list[Any] = []
+
+    def answer(*args: torch.Tensor) -> list[Any]:
+        known[:] = known or program.forward(*args)
+        return list(known)
+
+    return make_boxed_func(answer)  # type: ignore[no-any-return]
+
+
+def least(call: Callable[[], Any]) -> float:
+    """Microseconds a layer of the quickest call."""
+    times = []
+    with torch.no_grad():
+        for _ in range(CALLS + 5):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    return min(times[5:]) / LAYERS * 1e6
+
+
+def compiled(name: str) -> float:
+    """Of a compiled call."""
+    torch.compiler.reset()
+    x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    call = torch.compile(network(name, WIDTH), fullgraph=True, backend=aot_autograd(fw_compiler=nothing))
+    return least(lambda: call(x))
+
+
+def eager(name: str) -> float:
+    """Of a call that is not compiled."""
+    width = 1 if CONFIGS[name] is None else WIDTH
+    x, net = torch.ones(1, width, dtype=torch.bfloat16), network(name, width)
+    product = matmul_ops.select_product
+    matmul_ops.select_product = lambda *_: lambda *_: x  # type: ignore[assignment]
+    try:
+        return least(lambda: net(x))
+    finally:
+        matmul_ops.select_product = product
+
+
+def main() -> int:
+    """Both, of the configurations that are named, or of all."""
+    for name in sys.argv[1:] or CONFIGS:
+        times = f"compiled {compiled(name):6.2f} us, eager {eager(name):6.2f} us"
+        sys.stdout.write(f"torch {torch.__version__} {name:7} {times}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
