@@ -66,6 +66,16 @@ REWRITES = (
         ),
         "guards on a quantized weight begin with identity, and the names of its parts are kept: the same answers, sooner",
     ),
+    Rewrite(
+        "41bd112",
+        (
+            "ao_lab/tensor/quantized_tensor.py",
+            "ao_lab/tensor/torch_changes/__init__.py",
+            "ao_lab/tensor/torch_changes/dtensor_cache.py",
+            "ao_lab/tensor/torch_changes/unwrapping.py",
+        ),
+        "compiled programs of torch 2.11 take weights apart by the names of their parts: the same parts, sooner",
+    ),
 )
 
 
@@ -79,6 +89,7 @@ def trees(rewrite: Rewrite, clone: Path = ROOT) -> tuple[SourceTree, SourceTree]
     with unpacked(rewrite.revision) as folder:
         before = tree_of(folder)
         for file in rewrite.files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(clone / file, folder / file)
         return before, tree_of(folder)
 
