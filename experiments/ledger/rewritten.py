@@ -57,16 +57,6 @@ REWRITES = (
         "the copy has scales of its own",
     ),
     Rewrite(
-        "fb0f507",
-        (
-            "ao_lab/tensor/metadata.py",
-            "ao_lab/tensor/quantized_tensor.py",
-            "ao_lab/tensor/dtensor_cache.py",
-            "ao_lab/tensor/sparse/sparse_tensor.py",
-        ),
-        "guards on a quantized weight begin with identity, and the names of its parts are kept: the same answers, sooner",
-    ),
-    Rewrite(
         "41bd112",
         (
             "ao_lab/tensor/quantized_tensor.py",
