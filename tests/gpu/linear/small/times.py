@@ -7,8 +7,7 @@ calls of a graph. The floor is every byte once at the rate of a copy: 4.2 TB/s o
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -18,14 +17,13 @@ import fast
 from ao_lab.config.recipe import named
 from fast.kernels.linear_small import host
 from reference import Quantized
+from tests.gpu.harness.graph_times import Call, captured, in_turn
 from tests.gpu.linear.small import weights
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Bytes that weights in turn have together at least, the most of them, and rounds.
 COLD, MOST, ROUNDS = 200e6, 64, 9
-Call = Callable[[], Any]
-Graph = tuple[torch.cuda.CUDAGraph, int]
 
 
 def rate() -> float:
@@ -36,32 +34,6 @@ def rate() -> float:
 def several(make: Callable[[], Any], size: float) -> list[Any]:
     """Weights in turn; size: bytes of one."""
     return [make() for _ in range(min(MOST, int(COLD / size) + 2))]
-
-
-def captured(calls: Sequence[Call]) -> Graph:
-    """All calls in one graph, and how many they are; one ran before."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    return graph, len(calls)
-
-
-def in_turn(graphs: dict[str, Graph]) -> dict[str, float]:
-    """Median microseconds of a call, by name."""
-    took: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, (graph, count) in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            took[name].append(start.elapsed_time(end) * 1e3 / count)
-    return {name: statistics.median(times) for name, times in took.items()}
 
 
 def stored_weight(name: str, shape: tuple[int, int]) -> Quantized:
@@ -122,7 +94,7 @@ def timed(
             graphs[label] = captured(each)
         except Exception as error:  # noqa: BLE001  others go on
             failed[label] = f"{type(error).__name__}: {str(error)[-200:]}"
-    times = in_turn(graphs)
+    times = in_turn(graphs, ROUNDS)
     own = {label: us for label, us in times.items() if label in calls}
     best = min(own, key=own.__getitem__) if own else ""
     floor = (arranged[0].nbytes + x.nbytes + 2 * count * shape[0]) / rate()

@@ -14,6 +14,7 @@ import torch
 import fast
 from fast.kernels.sparse_linear import host
 from fast.kernels.sparse_linear.tilings import FEW_ROWS, Tiling, input_bound, tiling_of, weight_bound, widened
+from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.sparsity.products import int4_timing as speed
 
 #: Rows of inputs.
@@ -91,7 +92,7 @@ def timed(shape: tuple[int, int], counts: Sequence[int]) -> Iterator[dict[str, A
         calls = products(x, shape, sparse)
         calls[DENSE] = [lambda x=x, w=w: fast.linear(x, w) for w in stored]
         calls[TORCH] = [lambda x=x, w=w: torch.nn.functional.linear(x, w) for w in dense]
-        times = speed.in_turn({name: speed.captured(each) for name, each in calls.items()})
+        times = in_turn({name: captured(each) for name, each in calls.items()}, speed.ROUNDS)
         told = "  ".join(f"{name} {us:.2f}" for name, us in times.items())
         print(
             f"{shape} {count:2} rows: {told}  | int4 / int4 2:4 {times[DENSE] / times[OWN]:.3f}", flush=True

@@ -7,7 +7,6 @@ time is the median of rounds, divided by the calls of a graph.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -19,6 +18,7 @@ from fast.kernels.sparse_linear import host
 from fast.kernels.sparse_linear.host import Tiling
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import SCHEMES
+from tests.gpu.harness.graph_times import Call, captured, in_turn
 
 #: (N, K) of the linears of an 8-billion-parameter model, and rows of inputs.
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
@@ -37,7 +37,6 @@ TILINGS_16 = (
     (1, 2, 4, 1, 0), (1, 2, 8, 1, 0), (2, 2, 4, 1, 0), (2, 2, 4, 2, 0), (2, 2, 8, 1, 0), (4, 2, 4, 1, 0), (1, 1, 8, 1, 0),
     (2, 1, 4, 2, 0), (2, 2, 4, 1, 1), (2, 2, 4, 1, 0, 1), (1, 2, 4, 2, 0, 1), (1, 2, 8, 1, 0, 1), (4, 2, 4, 1, 0, 1),
 )  # fmt: skip
-Call = Callable[[], Any]
 
 
 def tiling_of_numbers(numbers: Sequence[int]) -> Tiling:
@@ -78,33 +77,6 @@ def several(make: Callable[[tuple[int, int]], Any], shape: tuple[int, int], size
     return [make(shape) for _ in range(max(2, int(COLD / (size * shape[0] * shape[1])) + 1))]
 
 
-def captured(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """All calls in one graph, and how many they are; each ran before."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    return graph, len(calls)
-
-
-def in_turn(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
-    """Median microseconds of a call, by name."""
-    took: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, (graph, count) in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            took[name].append(start.elapsed_time(end) * 1e3 / count)
-    return {name: statistics.median(times) for name, times in took.items()}
-
-
 def products(
     x: torch.Tensor, sparse: list[Any], stored: list[Any], dense: list[Any]
 ) -> dict[str, list[Call]]:
@@ -141,7 +113,7 @@ def measure(shapes: Sequence[tuple[int, int]], counts: Sequence[int], tune: bool
         for count in counts:
             x = torch.randn(count, shape[1], device="cuda", dtype=torch.bfloat16)
             calls = tried(x, sparse, shape) if tune else products(x, sparse, stored, dense)
-            times = in_turn({name: captured(each) for name, each in calls.items()})
+            times = in_turn({name: captured(each) for name, each in calls.items()}, ROUNDS)
             rows += [{"shape": shape, "rows": count, "name": name, "us": us} for name, us in times.items()]
             told = sorted(times.items(), key=lambda item: item[1]) if tune else times.items()
             print(
