@@ -4,13 +4,12 @@ A `Kernel` says why it cannot take a weight (or that it can) and computes the pr
 the weight and the number of rows, else the first that can, in the order of `PRODUCTS`; a recipe that names one gets that one or
 ValueError. Nothing is measured here.
 
-* ``int8``: exact integer sums (`torch._int_mm`, `fast.cpu.int8`); then the input's scale, the weight's scale and the bias in
-  float32, and one rounding to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit
-  for bit.
+* ``int8``: exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one rounding to the
+  output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On Hopper GPUs all of it
+  is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what follows.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
-  Of one row on a GPU both are `fast.linear.linear_of_codes`, which reads the weight once: integers the same bits, floats
-  inside the same bound, with other bits than that row has among several. Of several rows float8 codes are too, where that
-  was measured to be faster (`codes_beat_torch`).
+  Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
+  than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. For more rows
   (`explain` says how many) as ``dequantize``.
@@ -53,6 +52,8 @@ UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
 
 #: Formats that `torch._scaled_mm` multiplies, and torch's dtypes of them.
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+#: What products of codes write.
+RESULTS = (torch.float32, torch.bfloat16, torch.float16)
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
@@ -202,7 +203,7 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     inputs = quantized_input(x, w, _activation(w))
-    if _is_one_row(x, w):
+    if _are_integer_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     weight = w.codes.view(torch.int8)
     sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
@@ -224,6 +225,19 @@ def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
         rows = length = STEP_CODES if length % STEP_CODES == 0 else 1
     able = _capability(w.device.index or 0) >= OLDEST
     return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
+
+
+def _are_integer_codes(x: torch.Tensor, w: QuantizedWeight) -> bool:
+    """Whether `linear_of_codes` multiplies these integers: one row as `_is_one_row` says, on Hopper's tensor cores any number
+    of rows, those that a tracer leaves open too. No rows at all are none."""
+    if _is_one_row(x, w):
+        return True
+    count: Any = x.shape[0]
+    none_or_one = isinstance(count, int) and count < 2
+    if not w.is_cuda or none_or_one or _capability(w.device.index or 0) != OLDEST:
+        return False
+    whole: bool = w.codes.shape[1] % STEP_CODES == 0
+    return whole and x.dtype in RESULTS
 
 
 def _are_few_rows(x: torch.Tensor, w: QuantizedWeight) -> bool:
@@ -285,7 +299,7 @@ def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None
         return "each row must have one float32 scale for decoding"
     if len(w.shape) != 2 or not w.meta.transposed:
         return STORED
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in RESULTS:
         return f"it does not write {dtype}"
     if w.is_cuda:
         return _scaled_mm_unsupported_on_gpu(w, scheme, dtype)

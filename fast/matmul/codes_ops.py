@@ -83,6 +83,7 @@ def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.T
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
     from fast.kernels.linear import w8a8_host
     from fast.kernels.scaled_mm import host as scaled_mm_host
 
@@ -93,6 +94,8 @@ def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key
         return None
     if x.shape[0] == 1:
         return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
+    if x.scheme.element == "int8":
+        return int_scaled_mm_host.linear_of_codes(x, w, bias, values[0], key)
     return scaled_mm_host.linear_of_codes(x, w, bias, values[0], values[3], key)
 
 

@@ -1,7 +1,7 @@
 """`linear`: inputs times a stored weight, for torch tensors; see `reference.linear`.
 
-Inputs that are codes themselves are multiplied as codes: `linear_of_codes`, of one row, and of several where they are floats
-and torch's own product is slow (`weights.codes_beat_torch`); others are work for torch's products of integers and of float8.
+Inputs that are codes themselves are multiplied as codes: `linear_of_codes`, of one row, of several integers, and of several
+floats where torch's own product is slow (`weights.codes_beat_torch`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def linear_of_codes(
 ) -> torch.Tensor:
     """Codes x (M, K) times the transpose of a stored weight (N, K), plus bias (N), in a dtype and on x's device.
 
-    Both are int8 (then M is 1, and x perhaps has a zero point), or both float8_e4m3fn or float8_e5m2, and each has one float32
-    scale in all or for each row. This is `reference.linear` with accumulation "blocked" and one block, which CPU tensors run:
-    the sum of codes, x's scale, the weight's, the bias, each rounded to float32, and one rounding to `dtype` (float32, bfloat16
-    or float16). On a GPU weights are read once, as they are stored. Sums of integers are exact, results the same bits. Sums of
-    one row of floats are float32 in another order, within `reference.matmul_error_bound` of that accumulation; those of
-    several rows are the tensor core's, within its bound for "hopper_fp8" with promote=128, and with fast_sums (torch's
+    Both are int8 (x perhaps has a zero point in all or for each row), or both float8_e4m3fn or float8_e5m2, and each has one
+    float32 scale in all or for each row. This is `reference.linear` with accumulation "blocked" and one block, which CPU
+    tensors run: the sum of codes, x's scale, the weight's, the bias, each rounded to float32, and one rounding to `dtype`
+    (float32, bfloat16 or float16). On a GPU weights are read once, as they are stored. Sums of integers are exact, results the
+    same bits. Sums of one row of floats are float32 in another order, within `reference.matmul_error_bound` of that
+    accumulation; those of several rows are the tensor core's, within its bound for "hopper_fp8" with promote=128, and with fast_sums (torch's
     `use_fast_accum`) without it. Where no kernel takes them (see `weights.takes_codes`), the reference runs, on the host.
     ValueError for other operands; else those of `reference.linear`.
     Differentiable in the bias; NotImplementedError for scales that require a gradient.

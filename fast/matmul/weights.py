@@ -85,10 +85,10 @@ def check_codes(x: Quantized, w: Quantized, extra: bool = False) -> None:
     """Raise as `linear_of_codes` does where the operands are not what it multiplies. extra: they have outer scales, or the
     weight a zero point."""
     element, other = x.scheme.element, w.scheme.element
-    if len(x.shape) != 2 or (element == "int8" and x.shape[0] != 1):
+    if len(x.shape) != 2:
         raise ValueError(
-            f"linear_of_codes takes floats in rows (M, K) and integers in one row (1, K), got inputs {tuple(x.shape)}; "
-            f"`linear` takes others, dequantized"
+            f"linear_of_codes takes inputs in rows (M, K), got {tuple(x.shape)}; reshape them, or `linear` takes others, "
+            f"dequantized"
         )
     if other not in MULTIPLIED.get(element, ()):
         raise ValueError(
@@ -133,16 +133,19 @@ def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype, rows
     """Whether a kernel computes `linear_of_codes` of such operands on a GPU of `device.OLDEST` or later.
 
     x, w: `Scheme.key`; shape: of the weight, as stored; rows: of the inputs. Others have rows whose length is no multiple of
-    16, or several rows of integers.
+    16.
     """
     if importlib.util.find_spec("triton") is None:
         return False
+    from fast.kernels.int_scaled_mm import host as of_integers
     from fast.kernels.linear.w8a8_host import launch_for
-    from fast.kernels.scaled_mm.host import launches_for
+    from fast.kernels.scaled_mm import host as of_floats
 
+    inputs, weight = record_of(x), record_of(w)
     if rows == 1:
-        return launch_for(record_of(x), record_of(w), shape, dtype) is not None
-    return launches_for(record_of(x), record_of(w), (rows, *shape), dtype) is not None
+        return launch_for(inputs, weight, shape, dtype) is not None
+    host = of_integers if inputs.element == "int8" else of_floats
+    return host.launches_for(inputs, weight, (rows, *shape), dtype) is not None
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,8 @@ import fast
 import reference
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.int_scaled_mm import host as int_codes
+from fast.kernels.int_scaled_mm.tiles import MANY
 from fast.kernels.linear import select as kernels
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.scaled_mm import host as codes
@@ -131,6 +133,29 @@ CODES = (
 )
 
 
+#: The same of integers: M, N and K, the schemes of both operands, the dtype, and the tile where it is not the rule's.
+INT_CODES = (
+    ((17, 80, 304), "int8_rowwise_asymmetric", "int8_rowwise", torch.float16, None),
+    ((5, 70, 4112), "int8_rowwise_asymmetric", "int8_tensorwise", torch.float32, None),
+    ((40, 33, 528), "int8_tensorwise", "int8_rowwise", torch.float32, None),
+    ((300, 280, 176), "int8_rowwise_asymmetric", "int8_rowwise", torch.float16, MANY),
+)
+
+
+def compare_int_codes() -> None:
+    """Rows of integers as codes of all sizes, zero points too: sums are exact, so that results are the reference's."""
+    tiles.LONG = 4096
+    for number, ((m, n, k), left, right, dtype, tile) in enumerate(INT_CODES):
+        x = reference.quantize(inputs(m, k, torch.float32, number) + 0.4, left)
+        w = reference.quantize(inputs(n, k, torch.float32, number + 9), right)
+        for bias in (None, torch.arange(n) / 3):
+            made = int_codes.linear_of_codes(x, w, bias, dtype, None, tile)
+            options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
+            assert made is not None
+            assert_same_bits(made, reference.linear(x, w, bias, **options))
+        print("integer codes", m, n, k, flush=True)
+
+
 def compare_codes() -> None:
     """Rows of 8-bit floats as codes: sums are exact, so that results are the reference's."""
     tiles.LONG = 4096
@@ -156,6 +181,7 @@ def main() -> None:
     compare_specials()
     compare_one_bit()
     compare_codes()
+    compare_int_codes()
     print("agreed", flush=True)
 
 

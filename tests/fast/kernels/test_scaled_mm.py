@@ -83,7 +83,9 @@ def test_what_it_takes():
     ):  # fmt: skip
         scheme = SCHEMES[name]
         assert (launches_for(scheme, scheme, shape, dtype) is not None) == taken
-        assert takes_codes(scheme.key, scheme.key, shape[1:], dtype, shape[0]) == taken
+        assert takes_codes(scheme.key, scheme.key, shape[1:], dtype, shape[0]) == (
+            taken or name == "int8_rowwise"
+        )
 
 
 def compiled(launcher, hidden=False):

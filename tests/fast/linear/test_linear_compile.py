@@ -24,6 +24,8 @@ W4A16, W8A16, W8A8, ANY, SMALL_M = (
 W4A16_PAIR, W8A16_PAIR = ("gemv_w4a16_pair_kernel",), ("gemv_w8a16_pair_kernel",)
 TILES = ("scaled_mm_kernel",)
 IN_PARTS = (*TILES, "add_parts_kernel")
+INT_TILES = ("int_scaled_mm_kernel",)
+INT_PARTS = (*INT_TILES, "add_int_parts_kernel")
 GATED = W4A16_GATED, W8A16_GATED = ("gemv_w4a16_swiglu_kernel",), ("gemv_w8a16_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 # Scales in float16, as AutoGPTQ and AutoAWQ write them.
@@ -73,6 +75,20 @@ PRODUCTS = (
     case(
         codes, "fp8_rowwise", "fp8_rowwise", 4096, dtype="float16", bias=True, fast_sums=True, kernels=TILES
     ),
+    case(codes, "int8_rowwise", "int8_rowwise", 16, shape=UP, kernels=INT_TILES),
+    case(codes, "int8_rowwise_asymmetric", "int8_rowwise", 64, bias=True, shape=UP, kernels=INT_TILES),
+    case(
+        codes,
+        "int8_rowwise_asymmetric",
+        "int8_tensorwise",
+        128,
+        dtype="float16",
+        shape=DOWN,
+        kernels=INT_PARTS,
+    ),
+    case(codes, "int8_tensorwise", "int8_rowwise", 200, dtype="float32", shape=DOWN, kernels=INT_TILES),
+    case(codes, "int8_rowwise", "int8_rowwise", 8192, bias=True, shape=UP, kernels=INT_TILES),
+    case(codes, "int8_rowwise_asymmetric", "int8_rowwise", 8192, shape=UP, kernels=INT_TILES),
     case(pair, "int4_g64", shape=UP, kernels=W4A16_PAIR),
     case(pair, "int4_g64_asymmetric_bf16", dtype="float16", kernels=W4A16_PAIR),
     case(pair, "int8_rowwise", shape=UP, kernels=W8A16_PAIR),
@@ -147,6 +163,8 @@ def test_products_compile_as_they_are_meant_to(part, one):
         SMALL_M: small_m,
         TILES: tiles,
         IN_PARTS: tiles,
+        INT_TILES: int_tiles,
+        INT_PARTS: int_tiles,
     }
     check[one.kernels](machine, one.call)
     for added in others:
@@ -165,6 +183,18 @@ def tiles(machine, call):
     adds = len(re.findall(r"add\.rn\.f32", machine.ptx))
     biased = call.keywords.get("bias", False)
     assert adds == machine.elements * ((not call.keywords.get("fast_sums", False)) + biased)
+
+
+def int_tiles(machine, call):
+    """Both operands go from memory to the tensor core past registers, which adds integers; the sums of the weight's rows are
+    products with ones, where there are zero points."""
+    operands = WGMMA.findall(machine.ptx)
+    assert len(operands) == machine.ptx.count(".s32.s8.s8")
+    assert all(operand.startswith("%rd") for pair in operands for operand in pair)
+    assert "cp.async.bulk.tensor" in machine.ptx
+    assert machine.accesses("LDGSTS") == {}
+    of_ones = len(re.findall(r"m64n16k32\.s32", machine.ptx))
+    assert (of_ones > 0) == (call.args[0].endswith("asymmetric") or call.args[2] <= 16)
 
 
 def w4a16(machine, call):

@@ -13,6 +13,7 @@ from fast.kernels.grouped import gather, zero
 from fast.kernels.grouped import host as groups_host
 from fast.kernels.grouped import layout as grouped_layout
 from fast.kernels.hadamard import host as hadamard
+from fast.kernels.int_scaled_mm import host as int_rows
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import pair_host as pair_linear
@@ -228,6 +229,8 @@ def codes(inputs, weight, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=Fal
         for kept in (scales_of(scheme, size, 1),)
     )
     added = empty(shape[:1], dtype) if bias else None
+    if rows > 1 and inputs.startswith("int8"):
+        return int_rows.linear_of_codes(x, w, added, getattr(torch, dtype), None)
     if rows > 1:
         return code_rows.linear_of_codes(x, w, added, getattr(torch, dtype), fast_sums, None)
     return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)

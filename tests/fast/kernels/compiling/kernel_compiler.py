@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fast.kernels.int_scaled_mm import host as int_rows
 from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
@@ -35,7 +36,7 @@ from fast.kernels.scaled_mm import host as code_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Modules that remember launches.
-PLANS = (linear, code_linear, code_rows, pair_linear, small_linear)
+PLANS = (linear, code_linear, code_rows, int_rows, pair_linear, small_linear)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION_BYTES = 16
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")

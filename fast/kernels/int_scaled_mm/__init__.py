@@ -1,0 +1,1 @@
+"""Products of several rows of int8 codes, scales and zero points in the epilogue."""
