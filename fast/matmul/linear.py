@@ -48,8 +48,9 @@ def linear_of_codes(
     tensors run: the sum of codes, x's scale, the weight's, the bias, each rounded to float32, and one rounding to `dtype`
     (float32, bfloat16 or float16). On a GPU weights are read once, as they are stored. Sums of integers are exact, results the
     same bits. Sums of one row of floats are float32 in another order, within `reference.matmul_error_bound` of that
-    accumulation; those of several rows are the tensor core's, within its bound for "hopper_fp8" with promote=128, and with fast_sums (torch's
-    `use_fast_accum`) without it. Where no kernel takes them (see `weights.takes_codes`), the reference runs, on the host.
+    accumulation; those of several rows are the tensor core's, within its bound for "hopper_fp8" with promote=128, and with
+    fast_sums (torch's `use_fast_accum`) without it. Where no kernel takes them (see `weights.takes_codes`), the reference runs,
+    on the host.
     ValueError for other operands; else those of `reference.linear`.
     Differentiable in the bias; NotImplementedError for scales that require a gradient.
     """

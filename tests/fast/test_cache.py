@@ -156,7 +156,7 @@ WRONG = {
     "decode": [{"codes": X}, {"fmt": "float9"}],
     "pack": [{"codes": X}, {"fmt": "float9"}],
     "unpack": [{"shape": (ROWS, COLUMNS)}, {"shape": (float(ROWS), 2.0 * COLUMNS)}, {"packed": X}],
-    "linear_of_codes": [{"x": X}, {"x": ROWWISE}, {"w": X}, {"dtype": torch.float64}, {"bias": X},
+    "linear_of_codes": [{"x": X}, {"w": X}, {"dtype": torch.float64}, {"bias": X},
                         {"w": replace(ROWWISE, scale=ROW.scale)}, {"x": replace(ROW, scale=ROWWISE.scale)}],
     "rms_norm_quantize": [{"eps": "1e-6"}, {"eps": -1.0}, {"w": WEIGHT[:1]}, {"residual": X[:1]}, {"w": None}],
     "swiglu_quantize": [{"up": X[:1]}, {"up": X.half()}, {"up": None}, {"s": "fp8"}],
