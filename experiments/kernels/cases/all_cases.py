@@ -127,7 +127,8 @@ def without_target() -> list[Case]:
         ),
         linear(SCHEMES["int8_rowwise"], wrapped=True),
         *(linear_of_codes(name) for name in ("int8_rowwise", "fp8_rowwise")),
-        *(linear_of_codes("fp8_rowwise", rows) for rows in (16, 64)),
+        *(linear_of_codes(name, rows) for name in ("fp8_rowwise", "int8_rowwise") for rows in (16, 64)),
+        linear_of_codes("int8_rowwise", 1024),
         *(
             linear_pair(SCHEMES[name], gated=gated)
             for gated in (False, True)

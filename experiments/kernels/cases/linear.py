@@ -22,6 +22,8 @@ from reference.matmul.linear import transposed
 WEIGHTS = ("14336x4096", "4096x14336")
 #: Rows of inputs whose results are compared.
 COMPARED = 4
+#: The fewest rows that `torch._int_mm` takes on a GPU.
+FEWEST_ROWS = 17
 #: How tensor cores add 8-bit floats.
 TENSOR_CORE = {"accumulation": "hopper_fp8", "promote": 128}
 
@@ -96,13 +98,21 @@ def linear_of_codes(name: str, rows: int = 1) -> Case:
                 "block": w.shape[1],
                 "out_dtype": "bfloat16",
             }
-            return [("values", result, reference.linear(x, w, **options))]
-        x = replace(x, codes=x.codes[:COMPARED], scale=x.scale[:COMPARED], shape=(len(result), x.shape[1]))
+            return [("values", result, reference.linear(first_rows(x, len(result)), w, **options))]
+        x = first_rows(x, len(result))
         options = {"accumulation": "blocked", "block": w.shape[1]} if rows == 1 else TENSOR_CORE
         bound = reference.matmul_error_bound(x, transposed(w), out_dtype="bfloat16", **options)
         error = (result.double() - exact(torch.as_tensor(reference.dequantize(x)), w)).abs()
         inside = error <= torch.as_tensor(bound)
         return [("within the bound", inside, torch.ones_like(inside))]
+
+    def int_mm(fast: Any, inputs: Inputs) -> Any:
+        x, w = inputs["x"], inputs["w"]
+        codes = [q.codes.view(torch.int8) for q in (x, w)]
+        # cuBLAS takes 17 rows at least.
+        if rows < FEWEST_ROWS:
+            codes[0] = functional.pad(codes[0], (0, 0, 0, FEWEST_ROWS - rows))
+        return (torch._int_mm(codes[0], codes[1].t())[:rows] * x.scale * w.scale.t()).to(torch.bfloat16)
 
     def scaled_mm(fast: Any, inputs: Inputs) -> Any:
         x, w = inputs["x"], inputs["w"]
@@ -124,9 +134,18 @@ def linear_of_codes(name: str, rows: int = 1) -> Case:
         call=lambda fast, inputs: fast.linear_of_codes(inputs["x"], inputs["w"], dtype=torch.bfloat16),
         compare=compare,
         shapes=WEIGHTS,
-        beside={} if rows == 1 else {"scaled_mm": scaled_mm},
+        beside={}
+        if rows == 1
+        else {"int_mm": int_mm}
+        if scheme.element == "int8"
+        else {"scaled_mm": scaled_mm},
         host=True,
     )
+
+
+def first_rows(x: Quantized, count: int) -> Quantized:
+    """The first rows of inputs, each with a scale."""
+    return replace(x, codes=x.codes[:count], scale=x.scale[:count], shape=(count, x.shape[1]))
 
 
 def linear_pair(scheme: Scheme, *, gated: bool = False) -> Case:
