@@ -51,41 +51,25 @@ def _ask(atoms, first, COUNT: tl.constexpr, LAST: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["count"])
-def linear_small_kernel(
-    x, codes, scale, zero, bias, y, count,
-    N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, USE_PDL: tl.constexpr,
+@triton.jit
+def sums_of_tile(
+    x, words, scale, zero, m, n, count, begin, end,
+    LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without bias, where SPLITS > 1.
+    """Sums (BLOCK_N, BLOCK_M) of rows n of the weight times rows m of X below count, over steps of BLOCK_K columns.
 
-    x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
-    scale: float32 (blocks, ROWS); zero: None, or int32 (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
-    EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.
+    words: addresses of the first words of the tile's atoms (NB, words of KB atoms); else as `linear_small_kernel`.
     """
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
     WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
     SPAN: tl.constexpr = 64 * KB
     WHOLE: tl.constexpr = LENGTH == COLUMNS
-    STEPS: tl.constexpr = COLUMNS // BLOCK_K
-    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    begin = tl.program_id(1) * EACH
-    atoms = codes + (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
-    if USE_PDL:
-        if EARLY:
-            STEP_WORDS: tl.constexpr = BLOCK_K // 64 * WORDS
-            _ask(atoms, begin * STEP_WORDS, (STAGES - 1) * STEP_WORDS, COLUMNS // 64 * WORDS - 32)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    words = atoms + tl.arange(0, KB * WORDS)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GROUP == 0:
         s = tl.load(scale + n)
-    for step in tl.range(begin, tl.minimum(begin + EACH, STEPS), num_stages=STAGES):
+    for step in tl.range(begin, end, num_stages=STAGES):
         for piece in tl.static_range(BLOCK_K // SPAN):
             k = step * BLOCK_K + piece * SPAN
             w = tl.load(words + k // 64 * WORDS)
@@ -109,6 +93,42 @@ def linear_small_kernel(
                 if GROUP > 0:
                     s = tl.load(scale + block * ROWS + n)
                 total += tl.dot(t, v.T) * s[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def linear_small_kernel(
+    x, codes, scale, zero, bias, y, count,
+    N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without bias, where SPLITS > 1.
+
+    x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
+    scale: float32 (blocks, ROWS); zero: None, or int32 (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
+    EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.
+    """
+    NB: tl.constexpr = BLOCK_N // 64
+    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
+    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    STEPS: tl.constexpr = COLUMNS // BLOCK_K
+    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    begin = tl.program_id(1) * EACH
+    atoms = codes + (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
+    if USE_PDL:
+        if EARLY:
+            STEP_WORDS: tl.constexpr = BLOCK_K // 64 * WORDS
+            _ask(atoms, begin * STEP_WORDS, (STAGES - 1) * STEP_WORDS, COLUMNS // 64 * WORDS - 32)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    words = atoms + tl.arange(0, KB * WORDS)[None, :]
+    total = sums_of_tile(
+        x, words, scale, zero, m, n, count, begin, tl.minimum(begin + EACH, STEPS),
+        LENGTH, ROWS, COLUMNS, GROUP, ELEMENT, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
     inside = (m < count)[None, :] & (n < N)[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLITS > 1:

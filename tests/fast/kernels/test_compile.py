@@ -259,7 +259,7 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # sparse_linear and tests/fast/linear/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "mma_sparse_kernel"}
-ELSEWHERE |= {"linear_small_kernel", "sum_splits_kernel", "restore_kernel"}
+ELSEWHERE |= {"linear_small_kernel", "sum_splits_kernel", "restore_kernel", "grouped_linear_small_kernel"}
 ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
 ELSEWHERE |= {
     "compress_kernel",

@@ -20,7 +20,7 @@ import fast
 import reference
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.linear_small import host
+from fast.kernels.linear_small import grouped, host
 from fast.kernels.linear_small.layout import restored_codes
 from fast.kernels.linear_small.tilings import Tiling
 from reference import Quantized
@@ -89,6 +89,22 @@ def not_a_number() -> None:
     assert torch.equal(made.isnan(), (torch.arange(64) == 5).expand(3, -1))
 
 
+#: Rows of each expert: none, one, more than a tile.
+EXPERTS = (3, 0, 1, 40)
+
+
+def of_experts(name: str) -> None:
+    """Each expert's rows by its own weight; those behind the last stay as they were."""
+    weights = [exact_weight(named(name), 70, 2 * block_of(name), seed) for seed in range(len(EXPERTS))]
+    x = exact_inputs(sum(EXPERTS) + 5, 2 * block_of(name), BF16)
+    ends = torch.tensor(EXPERTS, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    made = grouped.grouped_linear_small(x, grouped.stacked([host.arrange(w) for w in weights]), ends)
+    assert made is not None
+    parts = zip(x[: ends[-1]].split(EXPERTS), made[: ends[-1]].split(EXPERTS), weights, strict=True)
+    for rows, got, w in parts:
+        assert_same_bits(got, exact_result(rows, w, None))
+
+
 def main() -> None:
     """Compare all."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -96,6 +112,7 @@ def main() -> None:
     chosen = [name for name in SCHEMES if sys.argv[1:] in ([], [name])]
     for name in chosen:
         compare(name)
+        of_experts(name)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
         for dtype in host.INPUTS:
