@@ -31,8 +31,8 @@ from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.cusparselt_algorithms import OUT, Algorithm, Call, known, refusal, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
-from ao_lab.gemm.sparse import device_reason, enter, kind_of, traceable
-from fast.matmul.weights import LONGEST_INT8, one_scale
+from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
+from fast.matmul.weights import one_scale
 
 NAME = "cusparselt"
 #: torch's dtypes of the elements that it multiplies, and what lengths are multiples of.
@@ -52,7 +52,10 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
     if w.meta.layout != "2:4":
         return "the weight is not in 2:4 storage"
-    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w) or _library_reason(w)
+    if (reason := _operands_reason(w, dtype)) is not None:
+        return reason
+    step = STEPS[ELEMENTS[w.scheme.element].itemsize]
+    return shape_reason(w, step, features=True) or _device_reason(w) or _library_reason(w)
 
 
 def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -67,17 +70,6 @@ def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
         return f"inputs of {element} weights must be {element} too"
     if not (one_scale(activation) and one_scale(w.scheme)) or w.zero is not None:
         return "each row must have one float32 scale for decoding, and the weight no zero point"
-    return None
-
-
-def _shape_reason(w: QuantizedWeight) -> str | None:
-    if len(w.shape) != 2 or w.block_axis != -2:
-        return "the weight must be a matrix, stored as (out, in)"
-    step = STEPS[ELEMENTS[w.scheme.element].itemsize]
-    if any(length % step or not length for length in w.shape):
-        return f"its lengths must be multiples of {step}, got {tuple(w.shape)}"
-    if w.scheme.element == "int8" and w.shape[0] > LONGEST_INT8:
-        return f"sums longer than {LONGEST_INT8} may overflow int32"
     return None
 
 

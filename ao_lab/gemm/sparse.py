@@ -15,6 +15,7 @@ import torch
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel
 from fast.device import is_traced
+from fast.matmul.weights import LONGEST_INT8
 from reference import Scheme
 
 Function = Callable[..., torch.Tensor]
@@ -63,9 +64,22 @@ def device_reason(w: QuantizedWeight, oldest: tuple[int, int], *, later: bool = 
     return f"it is for {needs}, this GPU has {capability[0]}.{capability[1]}"
 
 
+def shape_reason(w: QuantizedWeight, step: int, *, features: bool) -> str | None:
+    """Why a weight (K, N) has no shape that is multiplied where K, and with `features` N too, are multiples of a step."""
+    if len(w.shape) != 2 or w.block_axis != -2:
+        return "the weight must be a matrix, stored as (out, in)"
+    lengths = tuple(w.shape) if features else (w.shape[0],)
+    if any(length % step or not length for length in lengths):
+        what = f"its lengths must be multiples of {step}, got {lengths}"
+        return what if features else f"its sums must have a multiple of {step} terms, got {lengths[0]}"
+    if w.scheme.element == "int8" and w.shape[0] > LONGEST_INT8:
+        return f"sums longer than {LONGEST_INT8} may overflow int32"
+    return None
+
+
 def kind_of(scheme: Scheme) -> str:
     """What elements of a scheme are multiplied with: int8 with int8, 8-bit floats ("float8") with each other."""
     return f"{scheme.format.kind}{scheme.format.bits}"
 
 
-__all__ = ["device_reason", "enter", "kind_of", "traceable"]
+__all__ = ["device_reason", "enter", "kind_of", "shape_reason", "traceable"]

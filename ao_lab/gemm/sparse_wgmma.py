@@ -28,9 +28,9 @@ import fast
 from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import Kernel, quantized_input
-from ao_lab.gemm.sparse import device_reason, enter, kind_of, traceable
+from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
 from fast.kernels.sparse_mm.nvrtc import missing_compiler
-from fast.matmul.weights import LONGEST_INT8, one_scale
+from fast.matmul.weights import one_scale
 from fast.sparsity.linear_sparse_ops import HOPPER, MULTIPLES
 
 NAME = "sparse_wgmma"
@@ -46,7 +46,8 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
     if w.meta.layout != "2:4":
         return "the weight is not in 2:4 storage"
-    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w)
+    step = MULTIPLES[16 if w.scheme.element in PLAIN else 8]
+    return _operands_reason(w, dtype) or shape_reason(w, step, features=False) or _device_reason(w)
 
 
 def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -66,17 +67,6 @@ def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     ):
         return "each row must have one float32 scale for decoding, and neither operand a zero point"
     return None if dtype in OUTPUTS else f"it does not write {dtype}"
-
-
-def _shape_reason(w: QuantizedWeight) -> str | None:
-    if len(w.shape) != 2 or w.block_axis != -2:
-        return "the weight must be a matrix, stored as (out, in)"
-    step = MULTIPLES[16 if w.scheme.element in PLAIN else 8]
-    if w.shape[0] % step or not w.shape[0]:
-        return f"the length of its sums must be a multiple of {step}, got {w.shape[0]}"
-    if w.scheme.element == "int8" and w.shape[0] > LONGEST_INT8:
-        return f"sums longer than {LONGEST_INT8} may overflow int32"
-    return None
 
 
 def _device_reason(w: QuantizedWeight) -> str | None:

@@ -104,8 +104,8 @@ def test_gradients_of_inputs_pass_it_by(kernels):
         (lambda: weight("int8_rowwise", "int8_rowwise_asymmetric").t(), BF16, "neither operand a zero point"),
         (lambda: weight("fp8_rowwise", "fp8_rowwise").t(), torch.float64, "does not write"),
         (lambda: weight("bfloat16"), BF16, "stored as"),
-        (lambda: weight("bfloat16", k=120).t(), BF16, "multiple of 16"),
-        (lambda: weight("int8_rowwise", "int8_rowwise", k=112).t(), BF16, "multiple of 32"),
+        (lambda: weight("bfloat16", k=120).t(), BF16, "multiple of 16 terms"),
+        (lambda: weight("int8_rowwise", "int8_rowwise", k=112).t(), BF16, "multiple of 32 terms"),
         (lambda: weight("bfloat16").t(), BF16, "for Nvidia GPUs"),
     ],
 )

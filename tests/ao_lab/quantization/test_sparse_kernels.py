@@ -91,7 +91,7 @@ def test_a_kernel_of_24_storage_needs_it(kernel):
             (64, 128),
             "for Nvidia GPUs, this weight is on cpu; these do: dequantize, reference",
         ),
-        ("sparse_wgmma", (64, 48), "multiple of 32, got 48"),
+        ("sparse_wgmma", (64, 48), "multiple of 32 terms, got 48"),
         ("sparse_int4", (64, 128), "for Nvidia GPUs"),
         ("cusparselt", (64, 128), "for Nvidia GPUs"),
     ],
