@@ -17,8 +17,10 @@ from reference.schemes.default_schemes import stretched_scheme
 from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
 from reference.schemes.torchao import torchao_integer
 
+#: Kernels that multiply weights in 2:4 storage and no others (`ao_lab.gemm.sparse`).
+SPARSE_KERNELS = ("cusparselt", "sparse_int4", "sparse_wgmma")
 #: What `Recipe.kernel` may say; `ao_lab.gemm.select` has the functions.
-KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
+KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference", *SPARSE_KERNELS)
 ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
 
 
@@ -156,6 +158,7 @@ def _named_block(group: str | None, rows: str | None) -> Block:
 __all__ = [
     "ACCUMULATIONS",
     "KERNELS",
+    "SPARSE_KERNELS",
     "Recipe",
     "block_name",
     "cast_scales",

@@ -1,8 +1,9 @@
-"""Whether a configuration's weights can be stored 2:4, compressed, as `Config.sparsity` asks; by its recipe alone."""
+"""Whether weights can be stored 2:4, compressed, as `Config.sparsity` asks, and whether a kernel wants that: by the recipe
+alone."""
 
 from __future__ import annotations
 
-from ao_lab.config.recipe import Recipe
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from reference.arrays.errors import choice
 from reference.sparsity.stored_codes import unsupported_reason
 
@@ -26,8 +27,14 @@ def unstorable_recipe(recipe: Recipe) -> str | None:
 
 
 def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
-    """ValueError for a `Config.sparsity` that is no pattern, or that the recipe of configuration `name` does not allow."""
+    """ValueError for a `Config.sparsity` that is no pattern, or that the recipe of configuration `name` does not allow; and for
+    none beside a kernel that multiplies no other weights."""
     if sparsity is None:
+        if recipe.kernel in SPARSE_KERNELS:
+            raise ValueError(
+                f"{name}: kernel {recipe.kernel!r} multiplies weights in 2:4 storage alone; give sparsity='2:4' with it, or "
+                f"take kernel='auto'"
+            )
         return
     choice(sparsity, PATTERNS, f"{name}: sparsity")
     if (reason := unstorable_recipe(recipe)) is not None:

@@ -31,9 +31,8 @@ from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.cusparselt_algorithms import OUT, Algorithm, Call, known, refusal, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
-from ao_lab.gemm.sparse import enter
-from fast.device import is_traced
-from fast.matmul.weights import LONGEST_INT8, one_scale
+from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
+from fast.matmul.weights import one_scale
 
 NAME = "cusparselt"
 #: torch's dtypes of the elements that it multiplies, and what lengths are multiples of.
@@ -53,7 +52,10 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
     if w.meta.layout != "2:4":
         return "the weight is not in 2:4 storage"
-    return _operands_reason(w, dtype) or _shape_reason(w) or _device_reason(w) or _library_reason(w)
+    if (reason := _operands_reason(w, dtype)) is not None:
+        return reason
+    step = STEPS[ELEMENTS[w.scheme.element].itemsize]
+    return shape_reason(w, step, features=True) or _device_reason(w) or _library_reason(w)
 
 
 def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -71,27 +73,10 @@ def _operands_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _shape_reason(w: QuantizedWeight) -> str | None:
-    if len(w.shape) != 2 or w.block_axis != -2:
-        return "the weight must be a matrix, stored as (out, in)"
-    step = STEPS[ELEMENTS[w.scheme.element].itemsize]
-    if any(length % step or not length for length in w.shape):
-        return f"its lengths must be multiples of {step}, got {tuple(w.shape)}"
-    if w.scheme.element == "int8" and w.shape[0] > LONGEST_INT8:
-        return f"sums longer than {LONGEST_INT8} may overflow int32"
-    return None
-
-
 def _device_reason(w: QuantizedWeight) -> str | None:
-    if not w.is_cuda:
-        return f"it is for Nvidia GPUs, this weight is on {w.device.type}"
-    if not torch.backends.cusparselt.is_available():
+    if w.is_cuda and not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
-    capability = torch.cuda.get_device_capability(w.device)
-    oldest = OLDEST_FLOAT8 if w.scheme.element.startswith("float8") else OLDEST
-    if capability < oldest:
-        return f"compute capability {capability[0]}.{capability[1]} has no such product, {oldest[0]}.{oldest[1]} has"
-    return None
+    return device_reason(w, OLDEST_FLOAT8 if kind_of(w.scheme) == "float8" else OLDEST)
 
 
 def _library_reason(w: QuantizedWeight) -> str | None:
@@ -142,33 +127,6 @@ def _rows(y: torch.Tensor, rows: int) -> torch.Tensor:
     return y[:rows]
 
 
-@torch.library.custom_op("ao_lab::cusparselt_mm", mutates_args=())
-def _operator(
-    b: torch.Tensor,
-    codes: torch.Tensor,
-    metadata: torch.Tensor,
-    element: str,
-    bias: torch.Tensor | None,
-    alg_id: int,
-    split_k: int,
-    mode: int,
-) -> torch.Tensor:
-    return _product(b, codes, metadata, element, bias, alg_id, split_k, mode)
-
-
-@_operator.register_fake
-def _(b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str, *rest: Any) -> torch.Tensor:
-    step = ROWS[b.dtype.itemsize]
-    return b.new_empty((-(-b.shape[0] // step) * step, codes.shape[0]), dtype=OUT.get(b.dtype, b.dtype))
-
-
-def product_of(*args: Any) -> torch.Tensor:
-    """b (M, K) times the 2:4 codes (N, K/2), padded rows below: (M', N). An operator for what traces programs."""
-    traced = torch.compiler.is_compiling() or is_traced(args[0]) or is_traced(args[1])
-    result: torch.Tensor = (_operator if traced else _product)(*args)
-    return result
-
-
 def _product(
     b: torch.Tensor,
     codes: torch.Tensor,
@@ -179,6 +137,7 @@ def _product(
     split_k: int,
     mode: int,
 ) -> torch.Tensor:
+    """b (M, K) times the 2:4 codes (N, K/2), padded rows below: (M', N)."""
     packed = arranged(codes, metadata, ELEMENTS[element.removeprefix("torch.")])
     step = ROWS[b.dtype.itemsize]
     # A byte view is padded: torch pads no float8.
@@ -190,6 +149,13 @@ def _product(
     if bias is not None:
         settings["bias"] = _readable(bias)
     return torch._cslt_sparse_mm(packed, _readable(padded).t(), transpose_result=True, **settings)
+
+
+def _fake(
+    b: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element: str, *rest: Any
+) -> torch.Tensor:
+    step = ROWS[b.dtype.itemsize]
+    return b.new_empty((-(-b.shape[0] // step) * step, codes.shape[0]), dtype=OUT.get(b.dtype, b.dtype))
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -207,6 +173,7 @@ def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) 
     return kept(codes, metadata, NAME, make)
 
 
+product_of = traceable("cusparselt_mm", _product, _fake)
 enter(NAME, Kernel(run, unsupported_reason))
 
 __all__ = ["NAME", "arranged", "product_of", "run", "unsupported_reason"]

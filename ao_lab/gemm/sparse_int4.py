@@ -17,7 +17,7 @@ import torch
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import Kernel
-from ao_lab.gemm.sparse import enter
+from ao_lab.gemm.sparse import device_reason, enter
 from fast.device import OLDEST
 from reference import Scheme
 from reference.sparsity.linear_sparse_int4 import GROUPS, INPUTS
@@ -64,12 +64,7 @@ def _shape_reason(w: QuantizedWeight) -> str | None:
 
 
 def _device_reason(w: QuantizedWeight) -> str | None:
-    if not w.is_cuda:
-        return f"it is for Nvidia GPUs, this weight is on {w.device.type}"
-    capability = torch.cuda.get_device_capability(w.device)
-    if capability < OLDEST:
-        return f"it is for compute capability {OLDEST[0]}.{OLDEST[1]} and later, this GPU has {capability[0]}.{capability[1]}"
-    return None
+    return device_reason(w, OLDEST)
 
 
 def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:

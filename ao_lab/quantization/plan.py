@@ -29,7 +29,7 @@ from ao_lab.quantization.modules import (
 from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
-from ao_lab.tensor.sparse.compress import not_sparse, unstorable
+from ao_lab.tensor.sparse.compress import not_sparse, quantized_compressed, unstorable
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference.quantize.blocks import Blocks
 from reference.sparsity.stored_codes import is_plain
@@ -128,9 +128,14 @@ class Checks:
         self.known: dict[tuple[object, ...], str | None] = {}
 
     def unsupported_reason(
-        self, parameter: torch.Tensor, recipe: Recipe, axis: int, transposed: bool
+        self,
+        parameter: torch.Tensor,
+        recipe: Recipe,
+        axis: int,
+        transposed: bool,
+        sparsity: str | None = None,
     ) -> str | None:
-        """Why a parameter cannot be quantized by a recipe; None where it can.
+        """Why a parameter cannot be quantized by a recipe, and stored as `Config.sparsity` asks; None where it can.
 
         ValueError where the recipe names a kernel that does not take it, or where values would have to leave the meta device.
         """
@@ -144,22 +149,28 @@ class Checks:
                 f"on the meta device there are no values to quantize on {device}; leave device out, or load the weights "
                 f"first (ao_lab.quantize_pretrained does both)"
             )
-        key = (recipe, axis, transposed, tuple(parameter.shape), parameter.dtype, device)
+        shape = tuple(parameter.shape)
+        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        key = (recipe, axis, sparsity, shape, parameter.dtype, device)
         if key not in self.known:
-            self.known[key] = self._found(parameter, recipe, axis, transposed, device)
+            self.known[key] = self._found(*key)
         return self.known[key]
 
     def _found(
-        self, parameter: torch.Tensor, recipe: Recipe, axis: int, transposed: bool, device: torch.device
+        self,
+        recipe: Recipe,
+        axis: int,
+        sparsity: str | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> str | None:
-        shape = tuple(parameter.shape)
-        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        # A kernel is asked about the weight as it will be stored: of 2:4 storage there are some that take no other.
+        made = quantized if sparsity is None else quantized_compressed
         try:
             Blocks.of(shape, recipe.weight.scale, axis)
             with self.mode:
-                result = quantized(
-                    torch.empty(shape, dtype=parameter.dtype, device=device), recipe, axis=axis
-                )
+                result = made(torch.empty(shape, dtype=dtype, device=device), recipe, axis=axis)
         except ValueError as error:
             return str(error)
         if recipe.kernel != "auto":
@@ -182,9 +193,9 @@ def _entered(
     if reason is not None:
         return reason
     axis = _axis(config, module, full, parameter)
-    reason = check.unsupported_reason(parameter, recipe, axis, transposed) or config.unsupported_reason(
-        module
-    )
+    reason = check.unsupported_reason(
+        parameter, recipe, axis, transposed, config.sparsity
+    ) or config.unsupported_reason(module)
     if config.sparsity is not None:
         _check_sparse(full, parameter, recipe, axis, transposed, reason)
     if reason is not None:

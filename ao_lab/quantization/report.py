@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
@@ -166,7 +167,9 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     if isinstance(module, nn.Embedding):
         return "embedding"
     transposed = weight if weight.block_axis == -2 else weight.transposed()
-    name = select_kernel(transposed, weight.dtype)
+    named = weight.recipe.kernel
+    # A model of them may lie on the host, where its products raise and reports do not.
+    name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
     if name == sparse_int4.NAME:
         return f"{name}, up to {sparse_int4.MOST_ROWS} rows"
     if name != "fused":

@@ -54,29 +54,27 @@ def _dense_input_grad(
     return g.mm(masked(w, mask))
 
 
-def _sparse_output(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    _check(x, "cusparselt")
-    return _of_rows(torch.ops.ao_lab.cusparselt_linear, x, w, mask, bias)
+def _by_operator(name: str, operator: Any, reason: Callable[[torch.Tensor], str | None]) -> Product:
+    """The products by an operator (x (M, K), w (N, K), mask, bias) -> (M, N).
 
+    The inputs' gradient is dense where the transposed weight is not 2:4.
+    """
 
-def _of_rows(
-    operator: Any, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The output of an operator of matrices for x of any shape."""
-    y: torch.Tensor = operator(x.reshape(-1, x.shape[-1]), w, mask, bias)
-    # No view: what FSDP2 hangs a hook on may be written to.
-    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+    def output(
+        x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        _check(x, name)
+        y: torch.Tensor = operator(x.reshape(-1, x.shape[-1]), w, mask, bias)
+        # No view: what FSDP2 hangs a hook on may be written to.
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
+    def input_grad(g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool) -> torch.Tensor:
+        if not transposable:
+            return _dense_input_grad(g, w, mask, transposable)
+        made: torch.Tensor = operator(g, w.t(), mask.t(), None)
+        return made
 
-def _sparse_input_grad(
-    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
-) -> torch.Tensor:
-    if not transposable:
-        return _dense_input_grad(g, w, mask, transposable)
-    made: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(g, w.t(), mask.t(), None)
-    return made
+    return Product(output, input_grad, reason)
 
 
 @torch.library.custom_op("ao_lab::cusparselt_linear", mutates_args=())
@@ -92,27 +90,6 @@ def cusparselt_linear(
     compressed = torch._cslt_compress(masked(w, mask).contiguous())
     y = torch._cslt_sparse_mm(compressed, x.t(), bias=bias, transpose_result=True)
     return y[:rows].clone() if more else y
-
-
-@cusparselt_linear.register_fake
-def _fake(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty((x.shape[0], w.shape[0]))
-
-
-def _wgmma_output(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    _check(x, "sparse_wgmma")
-    return _of_rows(torch.ops.ao_lab.sparse_wgmma_linear, x, w, mask, bias)
-
-
-def _wgmma_input_grad(
-    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
-) -> torch.Tensor:
-    if not transposable:
-        return _dense_input_grad(g, w, mask, transposable)
-    made: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(g, w.t(), mask.t(), None)
-    return made
 
 
 @torch.library.custom_op("ao_lab::sparse_wgmma_linear", mutates_args=())
@@ -131,10 +108,9 @@ def sparse_wgmma_linear(
     return fast.linear_sparse(x.contiguous(), values, arrange(metadata, 16, defined=True), bias)
 
 
+@cusparselt_linear.register_fake
 @sparse_wgmma_linear.register_fake
-def _wgmma_fake(
-    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
@@ -187,8 +163,8 @@ def _no_reason(w: torch.Tensor) -> str | None:
 
 PRODUCTS: dict[str, Product] = {
     "dense": Product(_dense_output, _dense_input_grad, _no_reason),
-    "cusparselt": Product(_sparse_output, _sparse_input_grad, _sparse_reason),
-    "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
+    "cusparselt": _by_operator("cusparselt", torch.ops.ao_lab.cusparselt_linear, _sparse_reason),
+    "sparse_wgmma": _by_operator("sparse_wgmma", torch.ops.ao_lab.sparse_wgmma_linear, _wgmma_reason),
 }
 
 __all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked", "sparse_wgmma_linear"]

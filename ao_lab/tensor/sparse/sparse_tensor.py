@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
 from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
 from ao_lab.gemm import sparse_wgmma as sparse_wgmma  # enters its product
@@ -124,11 +125,13 @@ class SparseQuantizedTensor(QuantizedTensor):
         return self.to_dense().to_layout(name)
 
     def to_dense(self) -> QuantizedTensor:  # type: ignore[override]  # of a torch.sparse tensor, with other arguments
-        """The dense equivalent as a `QuantizedTensor`, in the same orientation."""
+        """The dense equivalent as a `QuantizedTensor`, in the same orientation; kernels of 2:4 weights become "auto"."""
         self.check_shaped()
+        recipe = dense_recipe(self.recipe)
+        recipe = replace(recipe, kernel="auto") if recipe.kernel in SPARSE_KERNELS else recipe
         q = self.dense_stored()
         parts = {**{name: getattr(self, name) for name in PARTS}, "codes": q.codes}
-        meta = replace(self.meta, recipe=dense_recipe(self.recipe), layout="plain", axis=-1)
+        meta = replace(self.meta, recipe=recipe, layout="plain", axis=-1)
         dense = QuantizedTensor(parts, meta, self.stored_shape)
         return dense.transposed() if self.turned else dense
 

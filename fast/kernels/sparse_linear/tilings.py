@@ -13,7 +13,14 @@ which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by 
 * more rows in place: two row tiles and all columns in a program, whose lines then are fewest, where such programs are on most
   multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
   Codes, metadata and scales are 48 lines of a turn and row tile, of which reads of two turns (`weight_reads`) leave 32.
-* more rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds.
+* several rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds, but for columns of sums, which become
+  programs of their own as in the second. To arrange is a launch, 1.2 us on an H200: it pays where rows and weight together are
+  as large as four rows of a weight (1024, 4096), and never for one row.
+* one row and two row tiles in a program, and two rows where arranging does not pay: a read of the weight is of two turns
+  (`weight_reads`), which was slower with other tiles and with more rows.
+
+`reports/data/linear_sparse_int4_rows.json` has the times of an H200 for the last two, of up to MOST_ARRANGED rows and groups of
+128; what has none is read in place, one turn at a time.
 """
 
 from __future__ import annotations
@@ -36,10 +43,10 @@ FULL = 2 * 132
 SPREAD = 96
 #: The most rows of X whose reading is not counted.
 FEW_ROWS = 4
-#: From how many rows on X is arranged; None: never.
-ARRANGED_FROM: int | None = None
-#: Up to how many rows a read of the weight is of two turns; 0: never.
-WIDE_UP_TO = 0
+#: From how many rows to how many X is arranged, and the least elements of the weight, of each row, for which it is.
+ARRANGED_FROM, MOST_ARRANGED, ARRANGED_WORK = 2, 16, 1 << 24
+#: Up to how many rows a read of the weight is of two turns.
+WIDE_UP_TO = 2
 
 
 @dataclass(frozen=True)
@@ -62,18 +69,35 @@ class Tiling:
 
 def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
     """The tiles of a product of `count` rows of X by a weight (rows, length) with scales of `group` columns."""
-    if ARRANGED_FROM is not None and count >= ARRANGED_FROM:
-        return replace(weight_bound(rows, length, group, count), arranged=True)
-    found = (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
-    return (count <= WIDE_UP_TO and widened(found, length, group, count)) or found
+    found = in_place(rows, length, group, count)
+    if group < TURN.value:
+        return found
+    if ARRANGED_FROM <= count <= MOST_ARRANGED and count * rows * length >= ARRANGED_WORK:
+        return arranged_bound(rows, length, group, count)
+    wide = count <= WIDE_UP_TO and (count > 1 or found.tiles > 1)
+    return (wide and widened(found, length, group, count)) or found
+
+
+def in_place(rows: int, length: int, group: int, count: int) -> Tiling:
+    """Where X is read as it is."""
+    return (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
+
+
+def arranged_bound(rows: int, length: int, group: int, count: int) -> Tiling:
+    """Where X is arranged: reading the weight is all, unless programs of all columns were on few multiprocessors."""
+    found = weight_bound(rows, length, group, count)
+    programs = ceil_div(rows, ROWS.value * found.tiles) * ceil_div(_columns(group, count), found.sums)
+    return replace(found if programs >= SPREAD else input_bound(rows, length, group, count), arranged=True)
 
 
 def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
-    """The same with reads of two turns, in as many steps; None where K, the group or the columns of sums are not for that."""
+    """The same with reads of two turns, in as many steps; None where K is not whole steps, or the group or the columns of sums
+    are not for that."""
     made = replace(tiling, wide=True)
     if tiling.chunks == 1:
         made = replace(made, chunks=2, warps_k=max(1, tiling.warps_k // 2))
-    fits = is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
+    whole = length % (made.warps_k * made.chunks * TURN.value) == 0
+    fits = whole and is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
     return made if fits else None
 
 
@@ -143,4 +167,13 @@ def _chunks(length: int, warps_k: int, most: int, steps: int) -> int:
     return next(fit, 1)
 
 
-__all__ = ["Tiling", "input_bound", "is_wide", "tiling_of", "weight_bound", "widened"]
+__all__ = [
+    "Tiling",
+    "arranged_bound",
+    "in_place",
+    "input_bound",
+    "is_wide",
+    "tiling_of",
+    "weight_bound",
+    "widened",
+]

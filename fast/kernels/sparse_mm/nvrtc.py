@@ -46,6 +46,16 @@ def library() -> Any:
     )
 
 
+@lru_cache(maxsize=1)
+def missing_compiler() -> str | None:
+    """Why there is no NVRTC to compile with, and what to install; None where there is."""
+    try:
+        library()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _candidates() -> Iterator[Path | str]:
     """Files of Python packages first, then names that the system's loader knows."""
     spec = importlib.util.find_spec("nvidia")

@@ -2,8 +2,9 @@
 
 What a stage takes is the longest of three: the tensor core (an instruction of n tokens reads 64 n bytes of tokens and 2048 of
 values from shared memory, 128 a cycle, and multiplies in n / 2 cycles), what the L2 cache delivers to a multiprocessor, and,
-for the weight, what the memory does. The model only has to order variants. `RATES` are of an H200's data sheet and guesses;
-`tests/gpu/sparsity/wgmma/fit_linear_sparse.py` fits them to times.
+for the weight, what the memory does. The model only has to order variants. `RATES` are fitted to times of an H200
+(`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/wgmma/fit_linear_sparse.py`; the same times say how many
+clusters run at once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Rates(NamedTuple):
     of 64 features that a warpgroup writes. clock: of cycles a nanosecond, which changes no order.
     """
 
-    l2: float = 30.0
-    memory: float = 19.0
-    multiply: float = 1.0
-    begin: float = 3000.0
-    token: float = 12.0
+    l2: float = 35.5
+    memory: float = 18.2
+    multiply: float = 1.42
+    begin: float = 6370.0
+    token: float = 9.4
     clock: float = 1.7
 
 
@@ -52,10 +53,15 @@ TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2),
 #: Programs along the features and along K of clusters, which have at most eight.
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
 
+#: Clusters that run at once, by their programs, on as many multiprocessors. A cluster lies in one of the GPU's groups of at
+#: most 18, and not all have 16: 64 clusters of four took three waves, 1.45 times as long as 128 of two in two, and 896 took
+#: thirty. Sixteen of eight took two; two groups short of 16 leave room for fourteen.
+AT_ONCE, MULTIPROCESSORS = {1: 132, 2: 66, 4: 30, 8: 14}, 132
+
 
 @lru_cache(maxsize=4096)
 def choose(
-    tokens: int, features: int, length: int, bits: int, promote: bool, multiprocessors: int = 132
+    tokens: int, features: int, length: int, bits: int, promote: bool, multiprocessors: int = MULTIPROCESSORS
 ) -> Variant:
     """The variant for x (tokens, K) and a weight of features, rows of x having `length` bytes."""
     return min(
@@ -99,15 +105,15 @@ def cycles_of(parts: Terms, rates: Rates) -> float:
 def terms(one: Variant, tokens: int, features: int, length: int, bits: int, multiprocessors: int) -> Terms:
     """What a product by a variant is made of."""
     clusters = -(-tokens // one.tokens) * -(-features // (one.features * one.pair))
-    # A cluster lies in one of a Hopper's groups of 16 or 18 multiprocessors: larger ones leave two of some unused.
-    at_once = max(1, (multiprocessors if one.cluster <= 2 else multiprocessors // 8 * 8) // one.cluster)
+    at_once = max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
+    waves = -(-clusters // at_once)
     metadata = 1024 if bits == 8 else 512
     weight = one.groups * (64 * PANEL // 2 + metadata)
     instruction = max(one.tokens / 2, (64 * one.tokens + 2048) / 128) * (1.15 if one.promote else 1)
-    # Programs that are at work share the memory; one row of tiles reads the weight once.
-    working = min(clusters, at_once) * one.cluster
+    # Programs that are at work, in the mean of the waves, share the memory; one row of tiles reads the weight once.
+    working = clusters * one.cluster / waves
     return Terms(
-        waves=-(-clusters // at_once),
+        waves=waves,
         panels=-(-length // (PANEL * one.splits)),
         multiplied=one.groups * 2 * instruction,
         delivered=one.tokens * PANEL / one.pair + weight,
@@ -116,4 +122,14 @@ def terms(one: Variant, tokens: int, features: int, length: int, bits: int, mult
     )
 
 
-__all__ = ["RATES", "Rates", "Terms", "candidates", "choose", "cycles", "cycles_of", "terms"]
+__all__ = [
+    "MULTIPROCESSORS",
+    "RATES",
+    "Rates",
+    "Terms",
+    "candidates",
+    "choose",
+    "cycles",
+    "cycles_of",
+    "terms",
+]

@@ -1,10 +1,11 @@
-"""The product of 2:4 weights by sparse tensor cores: what it takes, that no rule chooses it, what is kept, and its numbers.
+"""The product of 2:4 weights by sparse tensor cores: what it takes, where it is the default, what is kept, and its numbers.
 
 The test for a GPU is taken away here, so that the reference computes; the kernels are in
 `tests/gpu/sparsity/validate_linear_sparse.py`."""
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,10 +60,34 @@ def inputs(rows, dtype=BF16):
 
 
 @pytest.mark.parametrize(("scheme", "activation", "dtype"), TAKEN)
-def test_what_it_takes_and_that_no_rule_chooses_it(scheme, activation, dtype, kernels):
+def test_what_it_takes_and_that_it_is_the_default_of_8_bits(scheme, activation, dtype, kernels):
+    """Of any number of rows; weights of 16 bits, and of schemes that it does not take, stay with "dequantize"."""
     w = weight(scheme, activation).t()
     assert sparse_wgmma.unsupported_reason(w, dtype) is None
-    assert select_kernel(w, dtype) == select_kernel(w, dtype, 16) == "dequantize"
+    default = "dequantize" if scheme in sparse_wgmma.PLAIN else "sparse_wgmma"
+    assert {select_kernel(w, dtype, rows) for rows in (None, 1, 16, 8192)} == {default}
+    assert select_kernel(weight("int8_g32", "int8_rowwise").t(), BF16) == "dequantize"
+    assert select_kernel(quantized(pruned(64, 128), SCHEMES["int8_rowwise"]).t(), BF16) != "sparse_wgmma"
+
+
+def test_it_is_no_default_elsewhere(monkeypatch):
+    """Of a CPU, of another GPU, and where there is no compiler for it."""
+    w = weight("int8_rowwise", "int8_rowwise").t()
+    assert select_kernel(w, BF16) == "dequantize"
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    for capability, missing in (((9, 0), None), ((10, 0), None), ((9, 0), "no NVRTC")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(sparse_wgmma, "missing_compiler", lambda found=missing: found)
+        taken = capability == (9, 0) and missing is None
+        assert (sparse_wgmma._device_reason(on_gpu) is None) == taken
+
+
+def test_gradients_of_inputs_pass_it_by(kernels):
+    """As those of every kernel: the sum of a gradient does not run along the blocks."""
+    made, x = layer(), inputs(4).requires_grad_()
+    made(x).sum().backward()
+    wanted = torch.ones(4, 64, dtype=BF16) @ made.weight.dequantize()
+    assert same(x.grad, wanted)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +104,8 @@ def test_what_it_takes_and_that_no_rule_chooses_it(scheme, activation, dtype, ke
         (lambda: weight("int8_rowwise", "int8_rowwise_asymmetric").t(), BF16, "neither operand a zero point"),
         (lambda: weight("fp8_rowwise", "fp8_rowwise").t(), torch.float64, "does not write"),
         (lambda: weight("bfloat16"), BF16, "stored as"),
-        (lambda: weight("bfloat16", k=120).t(), BF16, "multiple of 16"),
-        (lambda: weight("int8_rowwise", "int8_rowwise", k=112).t(), BF16, "multiple of 32"),
+        (lambda: weight("bfloat16", k=120).t(), BF16, "multiple of 16 terms"),
+        (lambda: weight("int8_rowwise", "int8_rowwise", k=112).t(), BF16, "multiple of 32 terms"),
         (lambda: weight("bfloat16").t(), BF16, "for Nvidia GPUs"),
     ],
 )
@@ -162,7 +187,7 @@ def test_it_is_not_arranged_during_capture(kernels, monkeypatch):
 
 def test_tune_measures_it_and_explain_lists_it(kernels):
     made = layer()
-    assert explain(made).layers[0].kernel == "dequantize"
+    assert explain(made).layers[0].kernel == "sparse_wgmma"
     (choice,) = tune(made, inputs(8)).choices
     # On a busy CPU one may take so long at first that it drops out.
     measured = [one.kernel for one in choice.candidates if not one.reason or one.reason.startswith("took ")]

@@ -14,7 +14,8 @@ if platform.system() != "Linux":
 import fast
 from fast import dispatch
 from fast.kernels.launch import cache
-from fast.kernels.sparse_linear import host, tilings
+from fast.kernels.sparse_linear import host
+from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
 BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -48,9 +49,9 @@ def test_the_product(name):
     given, most = CALLS[name]
     call = operands(*given)
     rows, length, group = *given[1], given[2]
-    (machine,) = launched(lambda: host.linear_sparse_int4(*call, group))
+    tiling = in_place(rows, length, group, given[0])
+    (machine,) = launched(lambda: host.linear_sparse_int4(*call, group, None, tiling))
     assert (machine.kernel, machine.local, machine.stack) == ("mma_sparse_kernel", 0, 0)
-    tiling = host.tiling_of(rows, length, group, given[0])
     tiles = tiling.chunks * (1 if rows < 16 * tiling.tiles else tiling.tiles)
     sparse = sum(n for name, n in machine.instructions.items() if name.startswith("HMMA.SP.16832.F32"))
     assert sparse == machine.named("HMMA", "HGMMA") == 4 * tiles * tiling.sums
@@ -69,11 +70,10 @@ def test_the_product(name):
 
 @pytest.mark.parametrize("shape", [UP, DOWN, SQUARE], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-def test_two_turns_at_a_read(shape, count, monkeypatch):
+def test_two_turns_at_a_read(shape, count):
     """Codes 16 bytes at a time, the scales of both turns 8, and registers for four programs of two row tiles."""
-    monkeypatch.setattr(tilings, "WIDE_UP_TO", 4)
-    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(count, shape, 128), 128))
-    tiling = host.tiling_of(*shape, 128, count)
+    tiling = widened(weight_bound(*shape, 128, count), shape[1], 128, count)
+    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(count, shape, 128), 128, None, tiling))
     pairs = tiling.tiles * tiling.chunks // 2
     assert (tiling.wide, machine.local, machine.stack) == (True, 0, 0)
     assert machine.accesses("LDG") == {16: 6 * pairs, 8: 2 * pairs, 4: 16 * tiling.chunks}
@@ -89,12 +89,12 @@ def test_wide_reads_that_there_are_not():
 
 @pytest.mark.parametrize("shape", [UP, DOWN, SQUARE, (37, 352)], ids=str)
 @pytest.mark.parametrize("count", [3, 16, 33])
-def test_arranged_inputs(shape, count, monkeypatch):
+def test_arranged_inputs(shape, count):
     """Sixteen bytes at a time, four reads of a column tile and a turn; the first kernel lets the second one begin."""
-    monkeypatch.setattr(tilings, "ARRANGED_FROM", 1)
     group = 32 if shape[1] % 128 else 128
-    arranging, machine = launched(lambda: host.linear_sparse_int4(*operands(count, shape, group), group))
-    tiling = host.tiling_of(*shape, group, count)
+    tiling = arranged_bound(*shape, group, count)
+    call = operands(count, shape, group)
+    arranging, machine = launched(lambda: host.linear_sparse_int4(*call, group, None, tiling))
     assert [one.kernel for one in (arranging, machine)] == ["arrange_kernel", "mma_sparse_kernel"]
     assert (arranging.local, machine.local, machine.stack) == (0, 0, 0)
     assert arranging.accesses("STG") == {16: 1}
@@ -109,10 +109,20 @@ def test_arranged_inputs(shape, count, monkeypatch):
 def test_reads_come_first(name):
     """What a step reads from the memory is under way before its first product."""
     given, _ = CALLS[name]
-    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(*given), given[2]))
+    tiling = in_place(*given[1], given[2], given[0])
+    (machine,) = launched(lambda: host.linear_sparse_int4(*operands(*given), given[2], None, tiling))
     order = [one for one in machine.order if one.startswith(("LDG.E.EF", "HMMA"))]
     reads = sum(one.startswith("LDG") for one in order)
     assert all(one.startswith("LDG") for one in order[:reads])
+
+
+def test_the_rule_launches_what_it_chose():
+    """Of one row one kernel, of more, by a weight that is worth it, one in front that arranges."""
+    names = []
+    for call in (operands(1, SQUARE, 128), operands(8, SQUARE, 128)):
+        found = launched(lambda call=call: host.linear_sparse_int4(*call, 128))
+        names.append([one.kernel for one in found])
+    assert names == [["mma_sparse_kernel"], ["arrange_kernel", "mma_sparse_kernel"]]
 
 
 def test_what_other_paths_take():

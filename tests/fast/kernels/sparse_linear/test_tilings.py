@@ -1,4 +1,5 @@
-"""The rule of choice of `linear_sparse_int4` against times of an H100: what `validate_linear_sparse_int4.py --tune` found."""
+"""The rule of choice of `linear_sparse_int4` against times: of an H100, what `validate_linear_sparse_int4.py --tune` found for
+inputs in place, and of an H200, what `--bar` found for all that the rule chooses among."""
 
 import json
 import platform
@@ -11,8 +12,14 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.sparse_linear import tilings
-from fast.kernels.sparse_linear.tilings import Tiling, tiling_of
+from fast.kernels.sparse_linear.tilings import (
+    Tiling,
+    arranged_bound,
+    in_place,
+    tiling_of,
+    weight_bound,
+    widened,
+)
 from fast.kernels.sparse_linear.weight_reads import TURN
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -21,36 +28,50 @@ GROUP = 128
 MARGIN = 1.05
 
 
-def measured():
+def measured(name):
     """Microseconds by shape and rows of inputs, then by the numbers of tiles; those of before had fewer."""
     found = defaultdict(dict)
-    for row in json.loads((ROOT / "reports/data/linear_sparse_int4_tiles.json").read_text())["times"]:
+    for row in json.loads((ROOT / f"reports/data/linear_sparse_int4_{name}.json").read_text())["times"]:
         name = row["name"].removesuffix(" (chosen)")
         numbers = [*map(int, name.split(",")), 0, 0][: len(fields(Tiling))]
         found[*row["shape"], row["rows"]][tuple(numbers)] = row["us"]
     return dict(found)
 
 
-MEASURED = measured()
+IN_PLACE, ALL = measured("tiles"), measured("rows")
 
 
-@pytest.mark.parametrize("problem", MEASURED, ids=str)
+@pytest.mark.parametrize("problem", IN_PLACE, ids=str)
 def test_the_choice_is_among_the_quickest(problem):
     rows, length, count = problem
-    one, times = tiling_of(rows, length, GROUP, count), MEASURED[problem]
+    one, times = in_place(rows, length, GROUP, count), IN_PLACE[problem]
     assert times[tuple(map(int, astuple(one)))] <= MARGIN * min(times.values())
+
+
+@pytest.mark.parametrize("problem", ALL, ids=str)
+def test_the_rule_takes_the_quickest_of_in_place_arranged_and_wide(problem):
+    rows, length, count = problem
+    one, times = tiling_of(rows, length, GROUP, count), ALL[problem]
+    assert times[tuple(map(int, astuple(one)))] == min(times.values())
+
+
+def test_what_was_not_timed_is_read_in_place():
+    """Small groups, and more rows."""
+    for given in ((14336, 4096, 64, 1), (14336, 4096, 32, 8), (14336, 4096, 128, 17)):
+        assert tiling_of(*given) == in_place(*given)
+    assert len(ALL) == 20
+    assert {count for _, _, count in ALL} == {1, 2, 4, 8, 16}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 16, 17, 32, 64])
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("arranged", [None, 1])
-def test_choices_are_tiles_that_there_are(count, group, arranged, monkeypatch):
+@pytest.mark.parametrize("rule", [tiling_of, in_place, arranged_bound])
+def test_choices_are_tiles_that_there_are(count, group, rule):
     """Of shapes small and large: powers of two, no more warps than turns, no more at once than a row has."""
-    monkeypatch.setattr(tilings, "ARRANGED_FROM", arranged)
     for rows in (1, 16, 500, 2048, 8192, 28672, 128256):
         for length in (256, 768, 4096, 11008, 14336, 28672):
-            one = tiling_of(rows, length, group, count)
-            assert one.arranged == (arranged is not None)
+            one = rule(rows, length, group, count)
+            assert rule is tiling_of or one.arranged == (rule is arranged_bound)
             assert one.tiles in (1, 2)
             assert {one.sums, one.chunks} <= {1, 2, 4}
             assert one.warps_k in (1, 2, 4, 8, 16)
@@ -60,16 +81,19 @@ def test_choices_are_tiles_that_there_are(count, group, arranged, monkeypatch):
             assert one.tiles * one.sums * one.chunks <= 8
 
 
-def test_reads_of_two_turns(monkeypatch):
-    monkeypatch.setattr(tilings, "WIDE_UP_TO", 4)
+def test_reads_of_two_turns():
     assert tiling_of(14336, 4096, 128, 1) == Tiling(2, 1, 4, 2, wide=True)
-    assert tiling_of(1024, 4096, 128, 4).chunks == 2
+    small = weight_bound(1024, 4096, 128, 4)
+    assert (small.chunks, widened(small, 4096, 128, 4).chunks) == (1, 2)
     # Five rows of two parts have more columns than a tile; groups of 32, eight parts; K that 256 does not divide.
     for given in ((4096, 4096, 128, 5), (4096, 4096, 64, 3), (4096, 4096, 32, 1), (4096, 4224, 128, 1)):
-        assert not tiling_of(*given).wide
+        assert widened(weight_bound(*given), *given[1:]) is None
 
 
 def test_programs_spread_where_there_are_few():
     """The rule of several rows: columns of X, then row tiles, become programs of their own."""
-    found = [tiling_of(rows, 4096, GROUP, 16) for rows in (4096, 2048, 1024)]
+    found = [in_place(rows, 4096, GROUP, 16) for rows in (4096, 2048, 1024)]
     assert [(one.tiles, one.sums) for one in found] == [(2, 2), (2, 1), (1, 1)]
+    # Where X is arranged, only programs that would be on few multiprocessors.
+    found = [arranged_bound(rows, 4096, GROUP, 16) for rows in (14336, 2048, 1024)]
+    assert [(one.tiles, one.sums) for one in found] == [(2, 2), (1, 2), (1, 1)]

@@ -3,7 +3,7 @@
 import pytest
 
 from fast.kernels.sparse_mm.host import programs_of, steps_of, tiles_of
-from fast.kernels.sparse_mm.select import candidates, choose, cycles
+from fast.kernels.sparse_mm.select import candidates, choose, cycles, terms
 from fast.kernels.sparse_mm.variants import Variant
 
 
@@ -32,6 +32,21 @@ def test_few_tokens_are_split_along_k_and_many_are_not():
 def test_twice_the_work_takes_longer():
     for one in candidates(128, 8, False):
         assert cycles(one, 128, 8192, 14336, 8, 132) < cycles(one, 128, 16384, 28672, 8, 132)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "pair", "splits", "waves"),
+    [
+        (2048, (4096, 14336), 2, 1, 2),
+        (2048, (4096, 14336), 4, 1, 3),
+        (8192, (14336, 4096), 4, 1, 30),
+        (128, (4096, 14336), 2, 4, 2),
+    ],
+)
+def test_groups_of_multiprocessors_leave_some_idle(tokens, shape, pair, splits, waves):
+    """30 clusters of four and 14 of eight are at work at once, not 33 and 16."""
+    one = Variant(min(tokens, 256), 2, 1, 5, pair, splits)
+    assert terms(one, tokens, *shape, 8, 132).waves == waves
 
 
 def test_programs_cover_the_product():

@@ -13,7 +13,16 @@ import torch
 
 import fast
 from fast.kernels.sparse_linear import host
-from fast.kernels.sparse_linear.tilings import FEW_ROWS, Tiling, input_bound, tiling_of, weight_bound, widened
+from fast.kernels.sparse_linear.tilings import (
+    FEW_ROWS,
+    Tiling,
+    arranged_bound,
+    in_place,
+    input_bound,
+    tiling_of,
+    weight_bound,
+    widened,
+)
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.sparsity.products import int4_timing as speed
 
@@ -23,15 +32,14 @@ OWN, DENSE, TORCH = "int4 2:4", "int4", "bf16"
 
 
 def choices(shape: tuple[int, int], count: int) -> dict[str, Tiling]:
-    """The tiles of the rule, and where it could become another: inputs arranged first."""
+    """The tiles of the rule, and those of all that it chooses among: X as it is or arranged first, reads of one turn or two."""
     given = (*shape, speed.GROUP, count)
-    found = {OWN: tiling_of(*given)}
+    found = {OWN: tiling_of(*given), "in place": in_place(*given)}
     if count <= FEW_ROWS and (made := widened(weight_bound(*given), shape[1], speed.GROUP, count)):
         found["wide"] = made
     if count > 1:
-        found["arranged"] = replace(weight_bound(*given), arranged=True)
+        found["arranged"] = arranged_bound(*given)
     if count > FEW_ROWS:
-        found["in place"] = input_bound(*given)
         found["arranged, its tiles"] = replace(input_bound(*given), arranged=True)
     # The first name of those with the same tiles.
     return {name: one for one, name in {one: name for name, one in reversed(found.items())}.items()}

@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python tests/gpu/sparsity/wgmma/fit_linear_sparse.py linear_sparse_model.json
 
-The file is what `validate_linear_sparse.py --model` writes. Prints the constants for `fast.kernels.sparse_mm.select.Rates`, how
-far predictions are off, and for each shape what the model takes of what was timed, before and after.
+The file is what `validate_linear_sparse.py --model` writes, or `reports/data/linear_sparse_times.json`. Prints the constants
+for `fast.kernels.sparse_mm.select.Rates`, how far predictions are off, and for each shape what the model takes of what was
+timed, before and after.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from fast.kernels.sparse_mm.select import RATES, Rates
-from tests.gpu.sparsity.wgmma.model_fit import choices, fitted, spread
+from tests.gpu.sparsity.wgmma.model_fit import choices, described_now, fitted, spread
 
 
 def main(arguments: list[str]) -> int:
@@ -24,10 +25,11 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     content = json.loads(Path(arguments[0]).read_text())
-    found = fitted(content["rows"])
+    rows = described_now(content["rows"])
+    found = fitted(rows)
     print(f"{content['device']}: Rates({', '.join(f'{k}={v:.4g}' for k, v in found._asdict().items())})")
     for name, rates in (("before", RATES), ("fitted", found)):
-        report(name, content["rows"], rates)
+        report(name, rows, rates)
     return 0
 
 

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fast.kernels.sparse_mm.select import RATES, Rates, Terms, cycles_of
+from fast.kernels.sparse_mm.select import MULTIPROCESSORS, RATES, Rates, Terms, cycles_of, terms
+from fast.kernels.sparse_mm.variants import Variant
 
+#: Bits of an element, by the dtypes of rows.
+BITS = {"fp8": 8, "bf16": 16}
 #: The weight of a constant's deviation: a factor of e counts as a time that is off by so much (in logarithms).
 PRIOR = 0.1
 STEPS, DIFFERENCE = 60, 1e-4
@@ -37,6 +40,16 @@ class Choice(NamedTuple):
 def usable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows that were right and timed."""
     return [row for row in rows if row.get("us") and row.get("right", True)]
+
+
+def described_now(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with what the model says of their variants as it is now; files of before have what it said then."""
+
+    def now(row: dict[str, Any]) -> Terms:
+        (m, n, k), bits = row["shape"], BITS[row["dtype"]]
+        return terms(Variant(**row["variant"]), m, n, k * bits // 8, bits, MULTIPROCESSORS)
+
+    return [{**row, "terms": now(row)._asdict()} for row in rows]
 
 
 def fitted(rows: Sequence[dict[str, Any]], before: Rates = RATES) -> Rates:
@@ -114,4 +127,4 @@ def choices(rows: Sequence[dict[str, Any]], rates: Rates) -> list[Choice]:
     return found
 
 
-__all__ = ["Choice", "choices", "fitted", "microseconds", "spread"]
+__all__ = ["BITS", "Choice", "choices", "described_now", "fitted", "microseconds", "spread"]

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 
 from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.select import RATES, candidates, cycles_of, terms
+from fast.kernels.sparse_mm.select import MULTIPROCESSORS, RATES, candidates, cycles_of, terms
 from fast.kernels.sparse_mm.variants import Variant
 from tests.gpu.sparsity.products.inputs import Case, case
 from tests.gpu.sparsity.products.timing import COLD, Method, prepare, times
+from tests.gpu.sparsity.wgmma.model_fit import BITS
 
 #: Tokens, then features and K: in the order in which they say most.
 TOKENS = (16, 128, 2048, 8192)
 WEIGHTS = ((8192, 8192), (14336, 4096), (4096, 14336))
 SHAPES = tuple((m, n, k) for n, k in WEIGHTS for m in TOKENS)
-BITS = {"fp8": 8, "bf16": 16}
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-MULTIPROCESSORS = 132
 #: Largest difference of a result, relative to its norm: one rounding to bfloat16 and sums that are cut.
 LIMIT = 1e-2
 COMPARED = 256

@@ -1,0 +1,127 @@
+"""Kernels of 2:4 storage named in a configuration: asked about the weight as it will be stored, refused for a dense one.
+
+The tests for a GPU are taken away where one has to be there; the reference computes then.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import (
+    Int8DynamicActivationInt8WeightConfig,
+    Recipe,
+    SchemeConfig,
+    SparseQuantizedTensor,
+    SparsityConfig,
+    explain,
+    load_pretrained,
+    quantize_,
+    quantized,
+    quantized_compressed,
+    save_pretrained,
+    sparsify_,
+)
+from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS
+from ao_lab.gemm import sparse_int4, sparse_wgmma
+from ao_lab.gemm.select import PRODUCTS
+from reference import SCHEMES
+from tests.support.quantized_weights import pruned, same
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Weights count as lying on a GPU that has the kernels."""
+    for module in (sparse_int4, sparse_wgmma):
+        monkeypatch.setattr(module, "_device_reason", lambda w: None)
+
+
+def model(lengths=(64, 128)):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(lengths[1], lengths[0])).to(BF16)
+    sparsify_(made, SparsityConfig())
+    return made
+
+
+def config(kernel, **options):
+    if kernel == "sparse_int4":
+        return SchemeConfig(scheme="int4_g32", kernel=kernel, **options)
+    return Int8DynamicActivationInt8WeightConfig(kernel=kernel, **options)
+
+
+def test_every_name_is_that_of_a_kernel():
+    assert set(KERNELS) == {"auto", *PRODUCTS}
+    for name in SPARSE_KERNELS:
+        assert "not in 2:4 storage" in PRODUCTS[name].unsupported_reason(
+            quantized(pruned(64, 128), "int8_rowwise").t(), BF16
+        )
+
+
+@pytest.mark.parametrize("kernel", ["sparse_int4", "sparse_wgmma"])
+def test_a_kernel_that_is_named_multiplies(kernel, gpu, monkeypatch):
+    made, x = model(), torch.randn(3, 128).to(BF16)
+    quantize_(made, config(kernel, sparsity="2:4"))
+    weight = made[0].weight
+    assert isinstance(weight, SparseQuantizedTensor)
+    assert weight.recipe.kernel == kernel
+    assert explain(made).layers[0].kernel.split(",")[0] == kernel
+    with torch.no_grad():
+        assert same(made(x), PRODUCTS[kernel].run(x, weight.t(), made[0].bias))
+    # Its dense equivalent is multiplied as any other.
+    assert weight.to_layout("plain").recipe.kernel == "auto"
+    assert same(weight.to_layout("plain").dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("kernel", SPARSE_KERNELS)
+def test_a_kernel_of_24_storage_needs_it(kernel):
+    with pytest.raises(
+        ValueError, match=rf"{kernel}' multiplies weights in 2:4 storage alone; give sparsity='2:4'"
+    ):
+        config(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lengths", "reason"),
+    [
+        (
+            "sparse_wgmma",
+            (64, 128),
+            "for Nvidia GPUs, this weight is on cpu; these do: dequantize, reference",
+        ),
+        ("sparse_wgmma", (64, 48), "multiple of 32 terms, got 48"),
+        ("sparse_int4", (64, 128), "for Nvidia GPUs"),
+        ("cusparselt", (64, 128), "for Nvidia GPUs"),
+    ],
+)
+def test_what_it_does_not_take_changes_nothing(kernel, lengths, reason):
+    made = model(lengths)
+    before = copy.deepcopy(made.state_dict())
+    with pytest.raises(ValueError, match=f"kernel '{kernel}' does not take .*{reason}"):
+        quantize_(made, config(kernel, sparsity="2:4"))
+    assert type(made[0].weight.data) is torch.Tensor
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+def test_a_dense_weight_is_refused_by_its_product(gpu):
+    """A recipe may name the kernel before the weight is compressed."""
+    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"], kernel="sparse_wgmma")
+    dense, x = quantized(pruned(64, 128), recipe), torch.ones(2, 128, dtype=BF16)
+    with pytest.raises(ValueError, match="the weight is not in 2:4 storage; these do: int8, "):
+        nn.functional.linear(x, dense)
+    stored = quantized_compressed(pruned(64, 128), recipe)
+    assert same(nn.functional.linear(x, stored), sparse_wgmma.run(x, stored.t(), None))
+
+
+def test_files_are_read_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
+    made = model()
+    quantize_(made, config("sparse_wgmma", sparsity="2:4"))
+    save_pretrained(made, tmp_path, layout="ao_lab")
+    monkeypatch.undo()
+    other = load_pretrained(tmp_path, model())
+    assert other[0].weight.recipe.kernel == explain(other).layers[0].kernel == "sparse_wgmma"
+    assert same(other[0].weight.dequantize(), made[0].weight.dequantize())
+    with pytest.raises(ValueError, match=r"does not take .*for Nvidia GPUs"), torch.no_grad():
+        other(torch.ones(1, 128, dtype=BF16))
