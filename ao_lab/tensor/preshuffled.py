@@ -48,7 +48,7 @@ def for_products(t: QuantizedTensor) -> QuantizedTensor:
         return t
     if type(t.codes) not in PLAIN or is_traced(t.codes) or is_transformed() or not has_kernels(t.codes):
         return t
-    if torch.cuda.is_current_stream_capturing() or unsupported_reason(t) is not None:
+    if (t.is_cuda and torch.cuda.is_current_stream_capturing()) or unsupported_reason(t) is not None:
         return t
     return t.to_layout(PRESHUFFLED)
 

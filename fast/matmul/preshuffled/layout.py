@@ -22,7 +22,6 @@ import torch
 
 from fast.device import is_traced
 from reference import Quantized, Scheme
-from reference.quantize.blocks import Blocks
 
 #: Rows and columns are multiples of this.
 FILLED = 128
@@ -105,10 +104,9 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
     """What `preshuffled` was given. codes: they, where a kernel has restored them."""
     if codes is None:
         codes = rows_of(q.codes, ELEMENTS[q.scheme.element], torch.arange(q.shape[0], device=q.codes.device))
-    shape = Blocks.of(tuple(q.shape), q.scheme.scale, q.axis).scale_shape
     scale = _narrow(q.scale, q.scheme.scale.storage)
-    scale = scale[0, 0].clone() if shape == () else _turned(scale).reshape(shape)
-    zero = None if q.zero is None else _turned(_singles(q.zero)).reshape(shape)
+    scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
+    zero = None if q.zero is None else _turned(_singles(q.zero))
     return replace(q, codes=codes, scale=scale, zero=zero)
 
 

@@ -96,7 +96,7 @@ def not_a_number() -> None:
 
 def preshuffled(name: str) -> None:
     """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
-    length = 128 * (1 + block_of(name) // 128)
+    length = 2 * max(128, block_of(name))
     w = exact_weight(named(name), 128, length)
     arranged, stored = host.arrange(w), layout.preshuffled(w)
     for made, kernel in ((stored.codes, arranged.words), (stored.scale, arranged.scale)):
