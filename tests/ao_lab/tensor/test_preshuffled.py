@@ -143,8 +143,16 @@ def test_other_dtypes_and_recipes():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: quantized(dense(), Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])), "inputs must not be"),
-        (lambda: quantized(dense(), Recipe(weight=SCHEMES["int8_rowwise"], kernel="dequantize")), "auto or fused"),
+        (
+            lambda: quantized(
+                dense(), Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
+            ),
+            "inputs must not be",
+        ),
+        (
+            lambda: quantized(dense(), Recipe(weight=SCHEMES["int8_rowwise"], kernel="dequantize")),
+            "auto or fused",
+        ),
         (lambda: quantized(dense(), "int8_rowwise", axis=0), "blocks along its last axis"),
         (lambda: quantized(dense(0, (2, 128, 128)), "int8_rowwise"), "a matrix"),
         (lambda: quantized(dense(0, (100, 128)), "int8_rowwise"), "multiples of 128"),

@@ -45,7 +45,14 @@ def test_parts_come_back(name, shape):
 def test_the_schemes_that_are_taken():
     """Integers of 4 and 8 bits and e4m3, in rows, groups and as a whole, scales in float32 and powers of two."""
     names = {name for name, _ in TAKEN}
-    assert {"int4_g32", "int4_g128_asymmetric", "int8_rowwise", "int8_tensorwise", "fp8_1x128", "mxfp8_e4m3"} <= names
+    assert {
+        "int4_g32",
+        "int4_g128_asymmetric",
+        "int8_rowwise",
+        "int8_tensorwise",
+        "fp8_1x128",
+        "mxfp8_e4m3",
+    } <= names
     assert not {"nf4", "mxfp4", "nvfp4", "int2_g32", "fp8_rowwise_e5m2", "fp8_128x128"} & names
     assert len(names) > 40
 
