@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ao_lab.quantization.modules import training_state
@@ -17,14 +19,15 @@ def preshuffle(model: nn.Module) -> bool:
     changed = False
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
             if type(parameter) is QuantizedTensor:
                 places.setdefault(id(parameter), []).append((module, name))
     for each in places.values():
         modules = [module for module, _ in each]
         if all(isinstance(m, nn.Embedding) for m in modules) or any(map(training_state, modules)):
             continue
-        weight: QuantizedTensor = each[0][0]._parameters[each[0][1]]  # type: ignore[assignment]
+        weight: Any = each[0][0]._parameters[each[0][1]]
         made = for_products(weight)
         if made is not weight:
             parameter = nn.Parameter(made, requires_grad=False)

@@ -7,7 +7,7 @@ else goes through the plain layout, made for the call. `to_layout("plain")` is t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -17,9 +17,8 @@ from fast.device import PLAIN, has_kernels, is_traced, is_transformed
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason
 from fast.matmul.preshuffled.linear import INPUTS
 
-if TYPE_CHECKING:
-    from ao_lab.tensor.quantized_tensor import QuantizedTensor
-
+#: A `QuantizedTensor`, whose module imports this one.
+Weight = Any
 #: Kernels of recipes that multiply by it.
 KERNELS = ("auto", "fused")
 
@@ -31,14 +30,14 @@ def recipe_reason(recipe: Recipe) -> str | None:
     return None if recipe.kernel in KERNELS else f"its kernel must be {' or '.join(KERNELS)}"
 
 
-def unsupported_reason(t: QuantizedTensor) -> str | None:
+def unsupported_reason(t: Weight) -> str | None:
     """Why a weight cannot be preshuffled: its recipe, shape, scheme or values; None where it can."""
     if t.meta.layout == PRESHUFFLED:
         return None
     return recipe_reason(t.recipe) or stored_reason(t.quantized)
 
 
-def for_products(t: QuantizedTensor) -> QuantizedTensor:
+def for_products(t: Weight) -> Weight:
     """The weight as products on its device read it best: preshuffled where a kernel takes it, else itself.
 
     Itself too: what trains, has another dtype than 16-bit inputs, shows one axis, has no memory of its own, or is traced,
@@ -53,7 +52,7 @@ def for_products(t: QuantizedTensor) -> QuantizedTensor:
     return t.to_layout(PRESHUFFLED)
 
 
-def moved_to_gpu(before: QuantizedTensor, after: QuantizedTensor) -> QuantizedTensor:
+def moved_to_gpu(before: Weight, after: Weight) -> Weight:
     """What a copy on another device becomes: `for_products` where it came from the host.
 
     Not where processes share a model: there a copy may be a shard (FSDP2, DTensor), which travels plain.

@@ -120,26 +120,19 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout.
-
-        Kept where the parts in it are the tensor's own, which change in place.
-        """
-        known: Quantized | None = self.__dict__.get("_quantized")
-        if known is None:
-            known = LAYOUTS[self.meta.layout].inverse(self.stored)
-            if self.meta.layout == "plain":
-                self.__dict__["_quantized"] = known
-        return known
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout."""
+        return LAYOUTS[self.meta.layout].inverse(self.stored)
 
     @property
     def stored(self) -> Quantized:
-        """The parts as they are, in the layout in which they lie."""
-        axis = self.meta.axis % len(self.stored_shape)
-        tiled = self.meta.layout == "tiled"
-        packed = self.scheme.format.bits < 8
-        return Quantized(
-            self.codes, self.scale, self.outer, self.zero, self.stored_shape, axis, self.scheme, packed, tiled
-        )
+        """The parts as they are, in the layout in which they lie. Kept: they are the tensor's own, which change in place."""
+        known: Quantized | None = self.__dict__.get("_stored")
+        if known is None:
+            shape, tiled, packed = self.stored_shape, self.meta.layout == "tiled", self.scheme.format.bits < 8
+            parts = self.codes, self.scale, self.outer, self.zero
+            known = Quantized(*parts, shape, self.meta.axis % len(shape), self.scheme, packed, tiled)
+            self.__dict__["_stored"] = known
+        return known
 
     @property
     def input_scales(self) -> Scales | None:
@@ -202,7 +195,7 @@ class QuantizedTensor(torch.Tensor):
                 f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
             )
         SET_DATA(self, other)
-        for name in ("_quantized", "_settled", "_flattened"):
+        for name in ("_stored", "_settled", "_flattened"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 

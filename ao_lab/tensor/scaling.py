@@ -37,7 +37,9 @@ def _scaled(t: Any, factor: Any, sign: int) -> QuantizedTensor:
     changed = {name: _moved(plain, name, exponent * way) for name, way in _places(t.scheme).items()}
     for name, part in changed.items():
         getattr(plain, name).copy_(part)
-    return t if plain is t else t.copy_(plain)
+    if plain is not t:
+        t.copy_(plain)
+    return t
 
 
 def _exponent(t: QuantizedTensor, factor: Any) -> int:

@@ -45,7 +45,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     copy = stored.mapped(
         lambda part: torch.ops.aten._to_copy(part, device=device, non_blocking=blocking), dtype=dtype
     )
-    return moved_to_gpu(t, copy)
+    return moved_to_gpu(t, copy)  # type: ignore[no-any-return]
 
 
 @operation(aten.copy_.default)

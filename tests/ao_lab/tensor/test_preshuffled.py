@@ -339,6 +339,32 @@ def test_shards_travel_plain(name, rows):
     assert same_parts(made, expected)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_collectives_send_plain_parts():
+    """Into weights of either layout, each of which keeps its own; DTensor's shards are plain."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    plain, t = pair("int4_g32_asymmetric")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for target in (torch.zeros_like(plain), torch.zeros_like(plain).to_layout(LAYOUT)):
+            layout = target.meta.layout
+            for source in (plain, t):
+                torch.distributed.all_gather([target], source)
+                assert same_parts(target, plain.to_layout(layout))
+                target.copy_(torch.zeros(256, 384))
+                torch.distributed.scatter(target, [source], 0)
+                assert same_parts(target, plain.to_layout(layout))
+                torch.distributed.broadcast(target, 0)
+                assert same_parts(target, plain.to_layout(layout))
+        shard = distribute_tensor(t, init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert shard._local_tensor.meta.layout == "plain"
+        assert torch.equal(shard.full_tensor(), plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_compiled_programs(gpu):
     """The layout is part of what programs are guarded by."""
     torch.compiler.reset()

@@ -82,7 +82,7 @@ def products(made: nn.Linear, plain: QuantizedTensor) -> Iterator[str]:
         if count > 128:
             if not torch.equal(y, functional.linear(x, plain.dequantize(), made.bias)):
                 yield f"{count} rows are not those of the dequantized weight"
-        elif bad := outside(y, x, plain.quantized, made.bias):
+        elif bad := outside(y, x, plain.quantized, made.bias.detach()):
             yield f"{count} rows: {bad} outside the bound"
     x = torch.randn((6, plain.shape[1]), dtype=torch.float32, device=DEVICE)
     with torch.no_grad():
