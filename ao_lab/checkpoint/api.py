@@ -48,7 +48,7 @@ from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.modules import check_model
-from ao_lab.tensor.metadata import described
+from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference.arrays.errors import choice
 
@@ -260,6 +260,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         if not isinstance(value, QuantizedTensor):
             stored.keep(name, value)
             continue
+        value, host = value.plain, value.meta.layout == PRESHUFFLED
         try:
             module = TARGET if name in named.matrices else old.get(name, name).removesuffix(".weight")
             if (module not in linears and name not in named.matrices) or path == name:
@@ -273,7 +274,8 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         layers[module] = (read.format, value.recipe, value.input_scale is not None)
         if name not in named.matrices:
             bare[module] = "weight" not in read.tensors
-        stored.tensors.update({f"{path}.{key}": tensor for key, tensor in read.tensors.items()})
+        written = _on_host(read.tensors) if host else read.tensors
+        stored.tensors.update({f"{path}.{key}": tensor for key, tensor in written.items()})
         outer = None if value.outer is None else value.outer.item()
         stored.record(name, value, format=read.format, parts=list(read.tensors), outer=outer)
         _note(stored, read)
@@ -330,10 +332,17 @@ def _own(model: nn.Module) -> Stored:
         if not isinstance(value, QuantizedTensor):
             stored.keep(name, value)
             continue
+        value, host = value.plain, value.meta.layout == PRESHUFFLED
         parts = {name: part for name, part in value.parts.items() if part is not None}
+        parts = _on_host(parts) if host else parts
         stored.tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
         stored.record(name, value, format="ao_lab", parts=list(parts))
     return stored
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Parts of a preshuffled weight that were made plain to be written: a device would hold all weights twice."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _state(model: nn.Module, stored: Stored) -> Tensors:

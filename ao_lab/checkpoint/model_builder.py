@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.install.extras import needed
+from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
@@ -212,6 +213,7 @@ def fill(model: nn.Module, state: Tensors) -> None:
         places.append((owner._parameters, leaf, result))
     for table, leaf, value in places:
         table[leaf] = value
+    preshuffle(model)
 
 
 __all__ = [

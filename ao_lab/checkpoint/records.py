@@ -22,7 +22,7 @@ from ao_lab.checkpoint.io.strict_json import parsed_object, shown
 from ao_lab.checkpoint.io.weight_specs import INPUT_SPECS, Specs, own_specs
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
-from ao_lab.tensor.metadata import DTYPES, LAYOUTS, Meta, meta_from, stored_shape
+from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, Meta, meta_from, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.tensor.sparse.compress import check_stored
 from ao_lab.tensor.sparse.metadata import LAYOUT
@@ -38,6 +38,8 @@ DESCRIPTION: dict[str, Any] = {
     "flat": tuple[int, ...] | None,
 }  # fmt: skip
 SCHEMES_OF = ("weight", "activation")
+#: Layouts that files have.
+FILE_LAYOUTS = (*(name for name in LAYOUTS if name != PRESHUFFLED), LAYOUT)
 #: Fields of one weight; "recipe" is the place of its description in the list of them.
 FIELDS: dict[str, Any] = {"recipe": int, "shape": tuple[int, ...], "format": str, "parts": tuple[str, ...]}
 OPTIONAL: dict[str, Any] = {"outer": float | None}
@@ -244,8 +246,8 @@ def _check_fields(given: Any, needed: Mapping[str, Any], optional: Mapping[str, 
 def _check_description(meta: Meta, shape: tuple[int, ...]) -> None:
     """ValueError where axis, orientation, layout and shape do not go together."""
     stored = meta.flat if meta.flat is not None else shape
-    if meta.layout not in (*LAYOUTS, LAYOUT):
-        raise ValueError(f"layout is one of {', '.join((*LAYOUTS, LAYOUT))}, got {shown(meta.layout)}")
+    if meta.layout not in FILE_LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(FILE_LAYOUTS)}, got {shown(meta.layout)}")
     if any(n < 0 for n in (*shape, *stored)) or len(stored) > 8:
         raise ValueError(f"shape is up to 8 counts, got {shown(stored)}")
     if meta.flat is not None and (len(shape) != 1 or prod(stored) != shape[0]):

@@ -19,7 +19,7 @@ class Storage(Protocol):
 
     @property
     def layout(self) -> str:
-        """The scales: "plain" or "tiled"."""
+        """Of all parts: "plain", "tiled" (its scales) or "preshuffled"."""
 
 
 class QuantizedWeight(Protocol):
@@ -44,6 +44,10 @@ class QuantizedWeight(Protocol):
     @property
     def quantized(self) -> Quantized:
         """What is stored, in the stored orientation and the plain layout."""
+
+    @property
+    def stored(self) -> Quantized:
+        """The parts as they are, in the layout in which they lie."""
 
     @property
     def input_scales(self) -> Scales | None:

@@ -11,7 +11,8 @@ ValueError. Nothing is measured here.
   Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
   than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
-  on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. For more rows
+  on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
+  is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs. For more rows
   (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
@@ -43,6 +44,7 @@ from fast.cpu.linear import takes as takes_one_row
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.one_row_ops import linear as cpu_linear
+from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small
 from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
@@ -57,6 +59,8 @@ FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
+#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
+PRESHUFFLED = "preshuffled"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
 #: our product of codes.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
@@ -175,6 +179,8 @@ def _rounded(x: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
 
 
 def _fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    if w.meta.layout == PRESHUFFLED:
+        return linear_small(x, w.stored, bias)
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
     if isinstance(x.shape[0], int) and x.shape[0] == 1:
@@ -192,6 +198,8 @@ def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
             found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
         needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
         return f"its kernels are for {needs}, this weight is {found}"
+    if w.meta.layout == PRESHUFFLED:
+        return _preshuffled_unsupported(w, dtype)
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return f"{STORED}, its scales plain"
     return (
@@ -201,8 +209,17 @@ def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     )
 
 
+def _preshuffled_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Other floats than 16-bit ones it takes as `dequantize` does: recipes that name it keep working."""
+    if not w.is_cuda:
+        return "preshuffled weights are multiplied on GPUs"
+    return None if dtype in (*INPUTS, torch.float32) else f"it does not write {dtype}"
+
+
 def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
+    if w.meta.layout == PRESHUFFLED:
+        return MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
     if w.is_cuda:
         return rows_fused(w.quantized, dtype)
     q = w.quantized

@@ -27,7 +27,8 @@ from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
-from ao_lab.quantization.report import ATTRIBUTE, Report, described
+from ao_lab.quantization.preshuffle import preshuffle
+from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -117,6 +118,9 @@ def quantize_(
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration.hooks`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
+    On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
+    the order in which products of few rows read them.
+
     With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before
     anything is rounded) are stored as their kept codes; one that is not 2:4, or compressed already, is a ValueError.
 
@@ -125,7 +129,11 @@ def quantize_(
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress)
-    return transform_of(config)(call)
+    report = transform_of(config)(call)
+    if preshuffle(model):
+        report = explain(model)
+        object.__setattr__(model, ATTRIBUTE, report)
+    return report
 
 
 def quantize_weights(call: Call) -> Report:

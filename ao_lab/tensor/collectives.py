@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
 from torch._C._distributed_c10d import _resolve_process_group
 
 from ao_lab.tensor import slicing
-from ao_lab.tensor.metadata import PARTS
+from ao_lab.tensor.metadata import PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.view_ops import stored_as, stored_dim
@@ -68,17 +68,21 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     tensors = _flat(args)
     if any(not isinstance(t, QuantizedTensor) or _sent_as(t) != _sent_as(tensors[0]) for t in tensors):
         raise ValueError(f"{func} of {tensors}: all have to be QuantizedTensors of one recipe and one shape")
-    work = None
+    work, layouts = None, {id(t): t.plain for t in tensors}
+    plain, tensors = _replaced(args, layouts), list(layouts.values())
     for name in PARTS:
         if getattr(tensors[0], name) is None:
             continue
         sent: dict[int, torch.Tensor] = {}
-        _, work = func(*(_parts_of(arg, name, sent) for arg in args), **kwargs)
+        _, work = func(*(_parts_of(arg, name, sent) for arg in plain), **kwargs)
         work.wait()
-        for t in _flat(args[:1]):
+        for t in _flat(plain[:1]):
             part = getattr(t, name)
             if part.data_ptr() != sent[id(t)].data_ptr():
                 part.copy_(sent[id(t)])
+    for t in _flat(args[:1]):
+        if layouts[id(t)] is not t:  # preshuffled: weights travel plain, as other ranks may have them
+            t.copy_(layouts[id(t)])
     return args[0], work
 
 
@@ -98,7 +102,8 @@ def _everywhere(t: QuantizedTensor, ranks: int, group: Any) -> list[QuantizedTen
 
 def _sent_as(t: QuantizedTensor) -> tuple[Any, ...]:
     """What tensors of one collective must have in common."""
-    return *stored_as(t), t.meta.layout, [name for name, part in t.parts.items() if part is not None]
+    layout = "plain" if t.meta.layout == PRESHUFFLED else t.meta.layout
+    return *stored_as(t), layout, [name for name, part in t.parts.items() if part is not None]
 
 
 def _traced_scalar(part: torch.Tensor) -> bool:
@@ -116,6 +121,13 @@ def _flat(values: Any) -> list[Any]:
     if isinstance(values, (list, tuple)):
         return [tensor for value in values for tensor in _flat(value)]
     return []
+
+
+def _replaced(value: Any, tensors: dict[int, QuantizedTensor]) -> Any:
+    """Nested lists with other tensors in place of these, by their ids."""
+    if isinstance(value, QuantizedTensor):
+        return tensors[id(value)]
+    return [_replaced(item, tensors) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _parts_of(value: Any, name: str, sent: dict[int, torch.Tensor]) -> Any:

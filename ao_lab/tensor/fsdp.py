@@ -58,6 +58,7 @@ def whole_weight(
     that NumPy has seen torch does not give back.
     """
     _, whole, as_bytes = metadata
+    t = t.plain
     gathered = _received(t, outputs, metadata)
     on_cpu = t.device.type == "cpu"
     kept = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}
@@ -128,6 +129,7 @@ def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: M
     names, whole, as_bytes = metadata
     if not as_bytes:
         return dict(zip(names, outputs, strict=True))
+    t = t.plain
     rows = torch.cat([output.flatten(1) for output in outputs], 1)[: whole[0]]
     found: Parts = {}
     start = 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ao_lab.config.recipe import Recipe
+from fast.matmul.preshuffled.ops import preshuffled, restored
 from reference import Quantized
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.schemes.record_text import scheme_fields, scheme_from
@@ -32,8 +33,14 @@ def _same(q: Quantized) -> Quantized:
     return q
 
 
+#: The layout of codes, scales and zero points in which `fast.matmul.preshuffled` multiplies few rows; no file has it.
+PRESHUFFLED = "preshuffled"
 #: "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them (`reference.tile_scales`).
-LAYOUTS = {"plain": Layout(_same, _same), "tiled": Layout(with_tiled_scales, with_plain_scales)}
+LAYOUTS = {
+    "plain": Layout(_same, _same),
+    "tiled": Layout(with_tiled_scales, with_plain_scales),
+    PRESHUFFLED: Layout(preshuffled, restored),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +133,7 @@ __all__ = [
     "DTYPES",
     "LAYOUTS",
     "PARTS",
+    "PRESHUFFLED",
     "Layout",
     "Meta",
     "described",

@@ -20,9 +20,19 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PARTS, Meta, described, meta_from, stored_shape
+from ao_lab.tensor.metadata import (
+    DTYPES,
+    LAYOUTS,
+    PARTS,
+    PRESHUFFLED,
+    Meta,
+    described,
+    meta_from,
+    stored_shape,
+)
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
+from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
@@ -110,25 +120,19 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        """What is stored, as `reference` has it: in the stored orientation and the plain layout.
+        """What is stored, as `reference` has it: in the stored orientation and the plain layout."""
+        return LAYOUTS[self.meta.layout].inverse(self.stored)
 
-        Kept where the parts in it are the tensor's own, which change in place.
-        """
-        known: Quantized | None = self.__dict__.get("_quantized")
+    @property
+    def stored(self) -> Quantized:
+        """The parts as they are, in the layout in which they lie. Kept: they are the tensor's own, which change in place."""
+        known: Quantized | None = self.__dict__.get("_stored")
         if known is None:
-            known = self._stored()
-            if self.meta.layout == "plain":
-                self.__dict__["_quantized"] = known
+            shape, tiled, packed = self.stored_shape, self.meta.layout == "tiled", self.scheme.format.bits < 8
+            parts = self.codes, self.scale, self.outer, self.zero
+            known = Quantized(*parts, shape, self.meta.axis % len(shape), self.scheme, packed, tiled)
+            self.__dict__["_stored"] = known
         return known
-
-    def _stored(self) -> Quantized:
-        axis = self.meta.axis % len(self.stored_shape)
-        tiled = self.meta.layout == "tiled"
-        packed = self.scheme.format.bits < 8
-        q = Quantized(
-            self.codes, self.scale, self.outer, self.zero, self.stored_shape, axis, self.scheme, packed, tiled
-        )
-        return LAYOUTS[self.meta.layout].inverse(q)
 
     @property
     def input_scales(self) -> Scales | None:
@@ -153,12 +157,24 @@ class QuantizedTensor(torch.Tensor):
         """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
         if name not in LAYOUTS:
             raise ValueError(f"unknown layout {name!r}; there are {', '.join(LAYOUTS)}")
+        if name == self.meta.layout:
+            return self.remade(self.parts)
+        if name == PRESHUFFLED and (reason := unsupported_reason(self)) is not None:
+            raise ValueError(f"{self!r} is not {name}: {reason}; leave it plain")
         q = LAYOUTS[name].forward(self.quantized)
-        return self.remade({**self.parts, "scale": q.scale}, layout=name)
+        made = {part: getattr(q, part) for part in ("codes", "scale", "zero")}
+        return self.remade({**self.parts, **made}, layout=name)
+
+    @property
+    def plain(self) -> QuantizedTensor:
+        """Itself where its parts are as `reference` has them; where it is preshuffled, a copy of which they are."""
+        return self.to_layout("plain") if self.meta.layout == PRESHUFFLED else self
 
     def with_recipe(self, **changes: Any) -> QuantizedTensor:
         """The same codes under a recipe with other fields, for instance kernel="reference"."""
-        return self.remade(self.parts, recipe=replace(self.recipe, **changes))
+        recipe = replace(self.recipe, **changes)
+        stored = self if recipe_reason(recipe) is None else self.plain
+        return stored.remade(stored.parts, recipe=recipe)
 
     def remade(
         self, parts: Mapping[str, torch.Tensor | None], shape: Sequence[int] | None = None, **changes: Any
@@ -179,7 +195,7 @@ class QuantizedTensor(torch.Tensor):
                 f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
             )
         SET_DATA(self, other)
-        for name in ("_quantized", "_settled", "_flattened"):
+        for name in ("_stored", "_settled", "_flattened"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 
@@ -254,16 +270,15 @@ class QuantizedTensor(torch.Tensor):
         return sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"QuantizedTensor({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device})"
-        )
+        layout = f", {PRESHUFFLED}" if self.meta.layout == PRESHUFFLED else ""
+        return f"QuantizedTensor({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device}{layout})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Parts and plain values alone, so that torch.load(weights_only=True) reads it."""
-        is_parameter = getattr(self, "_is_param", False)
+        """Parts and plain values alone, so that torch.load(weights_only=True) reads it; a preshuffled weight plain."""
+        is_parameter, plain = getattr(self, "_is_param", False), self.plain
         return rebuilt, (
-            self.parts,
-            described(self.meta),
+            plain.parts,
+            described(plain.meta),
             tuple(self.shape),
             is_parameter,
             self.requires_grad,

@@ -33,9 +33,12 @@ def _scaled(t: Any, factor: Any, sign: int) -> QuantizedTensor:
     if not isinstance(t, QuantizedTensor):
         raise TypeError("a dense tensor is not changed by a quantized one in place; dequantize() that first")
     exponent = sign * _exponent(t, factor)
-    changed = {name: _moved(t, name, exponent * way) for name, way in _places(t.scheme).items()}
+    plain = t.plain
+    changed = {name: _moved(plain, name, exponent * way) for name, way in _places(t.scheme).items()}
     for name, part in changed.items():
-        getattr(t, name).copy_(part)
+        getattr(plain, name).copy_(part)
+    if plain is not t:
+        t.copy_(plain)
     return t
 
 

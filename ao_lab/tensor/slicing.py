@@ -12,8 +12,9 @@ from math import gcd, lcm, prod
 
 import torch
 
-from ao_lab.tensor.metadata import PARTS
+from ao_lab.tensor.metadata import PARTS, PRESHUFFLED
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, swapped
+from fast.matmul.preshuffled.layout import rows_restored
 
 Part = torch.Tensor | None
 
@@ -61,9 +62,18 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     t.check_shaped()
     turned = t.meta.transposed and len(t.shape) == 2
     whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
-    if t.meta.layout != "plain" or is_flat(t) or turned or whole or block_sizes(t)[0] != 1:
+    preshuffled = t.meta.layout == PRESHUFFLED
+    if (
+        not (preshuffled or t.meta.layout == "plain")
+        or is_flat(t)
+        or turned
+        or whole
+        or block_sizes(t)[0] != 1
+    ):
         return None
     flat = index.reshape(-1)
+    if preshuffled:
+        return _preshuffled_rows(t, flat, counted)
     parts = dict(t.parts)
     for name in ("codes", "scale", "zero"):
         part = parts[name]
@@ -71,6 +81,14 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
         if part is not None and part.dim():
             parts[name] = _index_select(part, flat) if counted else part[flat]
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
+
+
+def _preshuffled_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> QuantizedTensor:
+    """Rows of a preshuffled weight as a plain one; torch checks the indices, on rows' numbers."""
+    numbers = torch.arange(t.shape[0], device=index.device)
+    q = rows_restored(t.stored, numbers.index_select(0, index) if counted else numbers[index])
+    parts: dict[str, Part] = {"codes": q.codes, "scale": q.scale, "zero": q.zero}
+    return t.remade({**t.parts, **parts}, q.shape, layout="plain")
 
 
 def _index_select(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -120,7 +138,7 @@ def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         return t.remade(t.parts, wanted, flat=None)
     if len(wanted) == 1:
         return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
-    block = t.scheme.scale.block
+    t, block = t.plain, t.scheme.scale.block
     along_last = t.meta.axis == -1 and isinstance(block, int)
     same_end = bool(wanted) and wanted[-1] == t.shape[-1]
     if t.meta.transposed or t.meta.layout != "plain" or not same_end or not (along_last or block == "tensor"):

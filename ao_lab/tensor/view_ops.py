@@ -10,8 +10,9 @@ import torch
 import fast
 from ao_lab.tensor import slicing
 from ao_lab.tensor.flat_concat import Bundle, joins
-from ao_lab.tensor.metadata import DTYPES, PARTS
+from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation, view
+from ao_lab.tensor.preshuffled import moved_to_gpu, stays
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Scales
 
@@ -31,7 +32,8 @@ def _clone(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Another device moves the parts; another dtype is that of the dense tensor: codes and scales stay."""
+    """Another device moves the parts, preshuffled there if that is quicker (`ao_lab.tensor.preshuffled`); another dtype is that
+    of the dense tensor: codes and scales stay."""
     t, device = args[0], kwargs.get("device")
     dtype = kwargs.get("dtype") or t.dtype
     if dtype not in DTYPES:
@@ -39,9 +41,11 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
             f"a QuantizedTensor stands for floating-point values of 16 bits or more, not {dtype}; dequantize() first"
         )
     blocking = kwargs.get("non_blocking", False)
-    return t.mapped(  # type: ignore[no-any-return]
+    stored = t if stays(t.device if device is None else torch.device(device), dtype) else t.plain
+    copy = stored.mapped(
         lambda part: torch.ops.aten._to_copy(part, device=device, non_blocking=blocking), dtype=dtype
     )
+    return moved_to_gpu(t, copy)  # type: ignore[no-any-return]
 
 
 @operation(aten.copy_.default)
@@ -228,10 +232,12 @@ def _pin_memory(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether both store the same: one description, and equal parts."""
+    """Whether both store the same: one description, and equal parts. A preshuffled weight stores what its plain form does."""
     first, second = args
     if not (isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)):
         return False
+    if first.meta.layout != second.meta.layout:
+        first, second = first.plain, second.plain
     if first.meta != second.meta or first.shape != second.shape:
         return False
     pairs = [(getattr(first, name), getattr(second, name)) for name in PARTS]
@@ -242,6 +248,7 @@ def _zeros(
     t: QuantizedTensor, shape: Any, options: dict[str, Any], held: dict[str, torch.Tensor] | None = None
 ) -> QuantizedTensor:
     """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together."""
+    t = t.plain
     zeros = torch.zeros(
         tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
     )
@@ -253,11 +260,12 @@ def _zeros(
 
 
 def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None) -> QuantizedTensor:
-    """A dense tensor, stored as t is; under scales from outside, if there are any."""
+    """A dense tensor, stored as t is, or plain where that is preshuffled; under scales from outside, if there are any."""
     turned = dense.transpose(-2, -1) if t.meta.transposed else dense
     packed = t.scheme.format.bits < 8
     q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
-    result = from_quantized(q, t.recipe, dense.dtype, t.input_scales).to_layout(t.meta.layout)
+    result = from_quantized(q, t.recipe, dense.dtype, t.input_scales)
+    result = result if t.meta.layout == PRESHUFFLED else result.to_layout(t.meta.layout)
     return result.transposed() if t.meta.transposed else result
 
 

@@ -147,9 +147,9 @@ def same_parts(model: Any, other: Any) -> int:
     count = 0
     for path, weight in model.named_parameters():
         if isinstance(weight, ao_lab.QuantizedTensor):
-            for part, value in weight.parts.items():
+            for part, value in weight.plain.parts.items():
                 if value is not None:
-                    assert_same_bits(value.cpu(), getattr(other.get_parameter(path), part).cpu())
+                    assert_same_bits(value.cpu(), getattr(other.get_parameter(path).plain, part).cpu())
                     count += value.numel()
     if not count:
         raise AssertionError("no weight is quantized")

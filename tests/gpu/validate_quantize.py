@@ -77,7 +77,7 @@ def measured(
     reserved = torch.cuda.max_memory_reserved() if cuda else 0
     for i, dense in picked.items():
         expected = ao_lab.quantized(dense, config.recipe())
-        for name, part in model[i].weight.parts.items():
+        for name, part in model[i].weight.plain.parts.items():
             if part is not None:
                 assert_same_bits(part.cpu(), getattr(expected, name))
     return {"seconds": seconds, "model": before, "peak": peak, "reserved": reserved, "compared": len(picked)}

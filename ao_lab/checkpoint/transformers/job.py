@@ -13,6 +13,7 @@ from ao_lab.config.observer import Observer
 from ao_lab.quantization.api import Progress, keep_report
 from ao_lab.quantization.calibrate import required_observers
 from ao_lab.quantization.plan import ALREADY, Device, planned
+from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.selection import Filter
 from ao_lab.quantization.streamed import StreamedWeights
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -101,6 +102,7 @@ class Job:
             plan.reasons.update({name: why for name, why in last.reasons.items() if why != ALREADY})
         if self.device is not None:
             model.to(self.device)
+        preshuffle(model)
         keep_report(model, plan)
 
 

@@ -26,6 +26,7 @@ from ao_lab.checkpoint.transformers.saving import put_in
 from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.quantization.modules import is_linear, linear_and_experts
+from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
@@ -158,6 +159,7 @@ class Quantizer(HfQuantizer):
             # Saving undoes what reading did; here it undoes nothing.
             model._weight_conversions = None
             stored.finish()
+            preshuffle(model)
         if job is not None and job is not self.given.job:
             job.finish(model)
         return model

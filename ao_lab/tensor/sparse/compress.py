@@ -52,6 +52,7 @@ def compressed(dense: QuantizedTensor, metadata: torch.Tensor) -> SparseQuantize
 
     ValueError where one of them is not: `metadata` is not that of this weight.
     """
+    dense = dense.plain
     q, scheme = dense.quantized, dense_scheme(dense.scheme)
     codes = fast.unpack(q.codes, scheme.format, q.shape) if q.packed else q.codes
     stored = stored_codes(codes, metadata, scheme)

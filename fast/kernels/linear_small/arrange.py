@@ -47,9 +47,9 @@ def arrange_kernel(codes, words, rows, BYTES: tl.constexpr, ELEMENT: tl.constexp
 def restore_kernel(
     words, codes, rows, BYTES: tl.constexpr, ATOMS: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """TILE bytes of a row of codes: program (tile, row). ATOMS: atoms along K."""
-    n = tl.program_id(1)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    """TILE bytes of a row of codes: program (row, tile), as rows may be more than 65535. ATOMS: atoms along K."""
+    n = tl.program_id(0)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = (n // 16 % 4) * 128 + (n % 8) * 16
     half = n // 8 % 2
     if ELEMENT == "int4":

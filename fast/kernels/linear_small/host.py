@@ -31,13 +31,15 @@ def linear_small(
     dtype: torch.dtype | None = None,
     tiling: Tiling | None = None,
     key: Any = None,
+    record: Any = None,
 ) -> torch.Tensor | None:
     """x (..., K) times the transpose of an arranged weight (N, K), plus bias (N): (..., N) in `dtype`, by default x's.
 
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
     `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
-    the rule's. ValueError for shapes and devices that do not go together and for a tiling that is not for the weight.
+    the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a tiling
+    that is not for the weight.
     """
     n, length = w.shape
     dtype = x.dtype if dtype is None else dtype
@@ -67,7 +69,7 @@ def linear_small(
         call.launch(first, ("x", "codes", "scale", "zero", None, "parts"))
         call.allocate("y", (*x.shape[:-1], n), dtype)
         call.launch(second, ("parts", "bias", "y"))
-    y: torch.Tensor = call.result("y", key)
+    y: torch.Tensor = call.result("y", key, record)
     return y
 
 

@@ -10,9 +10,11 @@ Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.select import Weight, weight_of
 from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
@@ -108,22 +110,37 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
     return ArrangedWeight(_words(w.codes, shape, element), scale, zero, shape, element, group)
 
 
-def _words(codes: torch.Tensor, shape: tuple[int, int], element: str) -> torch.Tensor:
+def _words(codes: torch.Tensor, shape: tuple[int, int], element: str, key: Any = None) -> torch.Tensor:
     along_n, along_k = (filled(length) // ATOM for length in shape)
-    words = torch.empty((along_n, along_k, WORDS[element]), dtype=torch.int32, device=codes.device)
     tail = (shape[0], codes.shape[1], element, WORDS[element])
-    launch = CompiledLaunch(arrange_kernel, (along_k, along_n, 1), tail, 4)
-    launch.run([codes.contiguous(), words], codes.get_device())
+    call = Call({"codes": codes})
+    call.allocate("words", (along_n, along_k, WORDS[element]), torch.int32)
+    call.launch(CompiledLaunch(arrange_kernel, (along_k, along_n, 1), tail, 4), ("codes", "words"))
+    words: torch.Tensor = call.result("words", key)
     return words
+
+
+def arranged_words(codes: torch.Tensor, element: str, key: Any = None) -> torch.Tensor:
+    """The words of codes as they are stored, uint8 (N, K), of 4 bits (N, K / 2). key: see `launch.cache`."""
+    return _words(codes, (codes.shape[0], codes.shape[1] * (2 if element == "int4" else 1)), element, key)
 
 
 def restored_codes(w: ArrangedWeight) -> torch.Tensor:
     """The codes as they were stored: uint8 (N, K), of 4 bits (N, K / 2)."""
-    bytes_of_row = w.shape[1] // (2 if w.element == "int4" else 1)
-    codes = torch.empty((w.shape[0], bytes_of_row), dtype=torch.uint8, device=w.words.device)
-    tail = (w.shape[0], bytes_of_row, w.columns // ATOM, w.element, 1024)
-    launch = CompiledLaunch(restore_kernel, (ceil_div(bytes_of_row, 1024), w.shape[0], 1), tail, 4)
-    launch.run([w.words, codes], codes.get_device())
+    shape = (w.shape[0], w.shape[1] // (2 if w.element == "int4" else 1))
+    return restored_words(w.words, shape, w.element)
+
+
+def restored_words(
+    words: torch.Tensor, shape: tuple[int, int], element: str, key: Any = None
+) -> torch.Tensor:
+    """Codes of this shape, of their words. key: see `launch.cache`."""
+    tail = (*shape, words.shape[1], element, 1024)
+    call = Call({"words": words})
+    call.allocate("codes", shape, torch.uint8)
+    launch = CompiledLaunch(restore_kernel, (shape[0], ceil_div(shape[1], 1024), 1), tail, 4)
+    call.launch(launch, ("words", "codes"))
+    codes: torch.Tensor = call.result("codes", key)
     return codes
 
 
@@ -158,4 +175,4 @@ def _with_nan(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-__all__ = ["ArrangedWeight", "arrange", "restored_codes"]
+__all__ = ["ArrangedWeight", "arrange", "arranged_words", "restored_codes", "restored_words"]

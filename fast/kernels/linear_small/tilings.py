@@ -8,8 +8,11 @@ What limits a product of few rows:
   parts of K are written and read as float32, and a second kernel adds them.
 * instructions: decoding, once for each tile of X's rows.
 
-`estimate` is that sum in microseconds on an H200. Bytes, registers and instructions in it are counted, rates of the memory are
-measured, all else of it is a guess: `validate_linear_small.py` of the tests times the candidates.
+`tiling_of` is a rule of what was fastest on an H200 (4-bit codes in groups of 128, 8-bit codes by rows, 14336 x 4096 and
+4096 x 14336, 1 to 128 rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
+programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X were up to twice as slow and are never taken.
+The tests hold the rule to those times. `estimate` is the sum above in microseconds; it puts the other candidates, which
+`validate_linear_small.py` of the tests times, in an order.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from fast.kernels.quantize.geometry import ceil_div
 FULL, SHARED, MOST_SHARED, REGISTERS = 132, 228 * 1024, 227 * 1024, 65536
 #: Registers of a lane by the count of `Tiling.registers` with which none is spilled.
 MOST_REGISTERS = 208
+#: The most parts of K: their sums are written and read.
+MOST_SPLITS = 16
 #: Bytes a microsecond of the memory and of the second-level cache; bytes under way that keep the memory busy.
 MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
 #: Microseconds of a launch, of the second one, and of a step's barriers and waits.
@@ -107,21 +112,38 @@ def _instructions(tiling: Tiling, element: str) -> float:
 
 @lru_cache(maxsize=4096)
 def tiling_of(rows: int, columns: int, element: str, group: int, count: int) -> Tiling:
-    """The rule. rows, columns: of the arranged weight; count: rows of X."""
-    found = _fitting(rows, columns, element, group, count)
-    return min(found, key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
+    """The rule, see the module text. rows, columns: of the arranged weight; count: rows of X."""
+    block_m = block_m_of(count)
+    if element != "int4":
+        if count <= 8:
+            return _in_parts(Tiling(block_m, 64, 128, 1, 4, 4), rows, columns, count, 2)
+        return _in_parts(Tiling(block_m, 128, 128, 1, 4 if count > 64 else 6, 8), rows, columns, count, 1)
+    if count <= 32:
+        return _in_parts(Tiling(block_m, 128, 128, 1, 4 if count > 16 else 6, 4), rows, columns, count, 2)
+    if count <= 64:
+        return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 2)
+    halves = Tiling(64, 128, 128, 1, 3, 8)
+    if halves.programs(rows, count) >= FULL:
+        return halves
+    return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 1)
+
+
+def _in_parts(tiling: Tiling, rows: int, columns: int, count: int, each: int) -> Tiling:
+    """A tiling with as many parts of K as give every multiprocessor at most `each` programs, and a part two steps or more."""
+    most = each * FULL // tiling.programs(rows, count)
+    steps = columns // tiling.block_k
+    splits = max(1, min(most, steps // 2, MOST_SPLITS))
+    # Parts of as many steps as there are then, without an empty one.
+    return replace(tiling, splits=ceil_div(steps, ceil_div(steps, splits)))
 
 
 def candidates(rows: int, columns: int, element: str, group: int, count: int, most: int = 16) -> list[Tiling]:
-    """The rule's tiles first; those next to them by the estimate; and of the best ones variants that it does not see."""
+    """The rule's tiles first; then others by the estimate, and of the best ones variants that it does not see."""
+    rule = tiling_of(rows, columns, element, group, count)
     found = _fitting(rows, columns, element, group, count)
     found.sort(key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
-    first, second = found[0], found[min(1, len(found) - 1)]
-    variants = [replace(first, early=True), replace(second, early=True)]
-    if count <= 8:
-        variants += [replace(first, block_m=8), replace(first, block_m=8, early=True)]
-    others = [tiling for tiling in _varied(found) if tiling not in (first, second)]
-    return [*dict.fromkeys([first, second, *variants, *others])][:most]
+    variants = [replace(rule, early=True), replace(found[0], early=True)]
+    return [*dict.fromkeys([rule, *variants, *_varied(found)])][:most]
 
 
 def _varied(found: list[Tiling]) -> list[Tiling]:

@@ -3,8 +3,11 @@
 Bits are compared in Triton's interpreter (`programs/products/linear_small.py`); where registers lie only a GPU knows.
 """
 
+import json
 import platform
 import re
+from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ if platform.system() != "Linux":
 
 from fast.kernels.linear_small import host, layout
 from fast.kernels.linear_small.layout import WORDS, ArrangedWeight, filled
-from fast.kernels.linear_small.tilings import FULL, MOST_SHARED, Tiling
+from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import launched
@@ -36,7 +39,7 @@ def empty_weight(n, length, element, group, zero=False):
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 21
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 39
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,6 +56,54 @@ def test_the_rule_is_a_candidate_that_fits(shape, element, group):
         assert len(others) >= 3
         if rows * columns >= 1 << 22:
             assert FULL // 2 <= rule.programs(rows, count) <= 4 * FULL
+
+
+def measured():
+    """Microseconds on an H200 by scheme, shape and rows of X, then by the numbers of tiles."""
+    path = Path(__file__).resolve().parents[3] / "reports/data/linear_small_tiles.json"
+    for row in json.loads(path.read_text())["times"]:
+        times = {tuple(map(int, name.split(","))): us for name, us in row["us"].items()}
+        yield (row["scheme"], *row["shape"], row["rows"]), times
+
+
+MEASURED = dict(measured())
+
+
+def loss(problem):
+    """How much slower the rule's tiles are than the quickest of those that were timed; they are among those."""
+    scheme, rows, columns, count = problem
+    form = {"int4_g128": ("int4", 128), "int8_rowwise": ("int8", 0)}[scheme]
+    tiling = host.tiling_of(rows, columns, *form, count)
+    return MEASURED[problem][tuple(map(int, astuple(tiling)))] / min(MEASURED[problem].values()) - 1
+
+
+def test_the_rule_is_among_the_quickest():
+    losses = {problem: loss(problem) for problem in MEASURED}
+    assert len(losses) == 32
+    assert {problem: each for problem, each in losses.items() if each > 0.035} == {}
+    assert sum(losses.values()) / len(losses) < 0.01
+
+
+@pytest.mark.parametrize("element", ["int4", "int8", "e4m3"])
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_the_rule_fits_any_weight(element, group):
+    """Of shapes small and large: whole tiles, no empty part of K, and registers that are not spilled."""
+    for rows in (128, 384, 1024, 6144, 28672, 128256):
+        for columns in (128, 384, 1152, 4096, 11008, 28672):
+            for count in COUNTS:
+                tiling = host.tiling_of(rows, columns, element, group, count)
+                assert tiling.fits(rows, columns, element, group)
+                assert tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS
+                assert tiling.block_m >= 16
+                assert tiling.splits == 1 or tiling.programs(rows, count) <= 2 * FULL
+
+
+@pytest.mark.parametrize("count", [1, 32, 64, 128])
+@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int8", 128)])
+def test_nothing_is_spilled_by_the_rule(element, group, count):
+    w, x = empty_weight(4096, 4096, element, group, zero=True), torch.empty((count, 4096), dtype=BF16)
+    product, *_ = launched(lambda: host.linear_small(x, w))
+    assert (product.local, product.stack) == (0, 0)
 
 
 # Products of an 8-billion-parameter model's layers and what takes other branches; the tiles, and the most registers.

@@ -1,12 +1,13 @@
 """On a GPU: `linear_small` exact on integers, within its bound on others, the same bits twenty times; then its times.
 
     PYTHONPATH=. python tests/gpu/linear/validate_linear_small.py [--bits 40] [--times 120] [--schemes int4_g128 int8_rowwise]
-        [--rows 1 16] [--shapes 0 1] [--candidates 12] [--whole 4]
+        [--rows 1 16] [--shapes 0 1] [--candidates 12] [--whole 4] [--tensor]
 
 Kernels are compiled on all cores first, without the GPU. --bits, --times: seconds after which nothing of a part starts (0:
 leave it out), compilation included. --candidates: tiles that are timed of each number of rows; --whole: that are compared on
-whole layers. Prints as it goes, writes $OUT/linear_small.json after every row. Exits with 1 on any difference, 2 where not
-all was compared.
+whole layers. --tensor: first layers of quantize_ with preshuffled weights (`small/tensors.py`), 40 seconds; with --bits 0
+--times 0 nothing else. Prints as it goes, writes $OUT/linear_small.json after every row. Exits with 1 on any difference, 2
+where not all was compared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.gpu.linear.small import bits, weights
+from tests.gpu.linear.small import bits, tensors, weights
 from tests.gpu.linear.small import times as speed
 
 BEGIN = time.monotonic()
@@ -91,6 +92,19 @@ def compare(pool: ProcessPoolExecutor, seconds: float, most: int) -> tuple[list[
     return wrong, late
 
 
+def look_at_tensors() -> list[str]:
+    """What is wrong with layers of preshuffled weights."""
+    wrong: list[str] = []
+    for label, check in tensors.checks():
+        try:
+            found = list(check)
+        except Exception as error:  # noqa: BLE001  others go on
+            found = [f"{label}: {type(error).__name__}: {str(error)[-600:]}"]
+        say("\n    ".join([f"tensor {label}: {len(found)} wrong", *found[:6]]))
+        wrong += found
+    return wrong
+
+
 def measure(pool: ProcessPoolExecutor, options: Any, found: dict[str, Any]) -> None:
     """Times, written after each."""
     end = time.monotonic() + options.times
@@ -140,6 +154,7 @@ def parsed(arguments: list[str] | None) -> Any:
     )
     parser.add_argument("--bits", type=float, default=40.0)
     parser.add_argument("--times", type=float, default=120.0)
+    parser.add_argument("--tensor", action="store_true")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES, choices=tuple(weights.KINDS))
     parser.add_argument("--rows", type=int, nargs="*", default=speed.COUNTS)
     parser.add_argument(
@@ -157,6 +172,9 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "late": [], "times": []}
     say(f"{found['device']}, {options.workers} processes compile")
     os.environ.setdefault("OMP_NUM_THREADS", "4")
+    if options.tensor:
+        found["wrong_tensors"] = look_at_tensors()
+        written(found)
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
         if options.bits > 0:
             found["wrong"], found["late"] = compare(pool, options.bits, options.whole)
@@ -165,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.times > 0:
             measure(pool, options, found)
         pool.shutdown(wait=False, cancel_futures=True)
-    return 1 if found["wrong"] else 2 if found["late"] else 0
+    return 1 if found["wrong"] or found.get("wrong_tensors") else 2 if found["late"] else 0
 
 
 if __name__ == "__main__":

@@ -18,11 +18,16 @@ import triton
 
 import fast
 import reference
-from ao_lab.config.recipe import named
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.gemm import select
+from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.testing.strategies import assert_same_bits
+from fast import dispatch
 from fast.kernels.linear_small import grouped, host
 from fast.kernels.linear_small.layout import restored_codes
 from fast.kernels.linear_small.tilings import Tiling
+from fast.matmul.preshuffled import layout, ops
+from fast.matmul.preshuffled.linear import linear_small
 from reference import Quantized
 from tests.emulator import ptx_interpreter
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
@@ -105,6 +110,27 @@ def of_experts(name: str) -> None:
         assert_same_bits(got, exact_result(rows, w, None))
 
 
+def preshuffled(name: str) -> None:
+    """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
+    length = 2 * max(128, block_of(name))
+    w = exact_weight(named(name), 128, length)
+    arranged, stored = host.arrange(w), layout.preshuffled(w)
+    for made, kernel in ((stored.codes, arranged.words), (stored.scale, arranged.scale)):
+        assert torch.equal(made, kernel)
+    assert stored.zero is None or torch.equal(stored.zero, arranged.zero)
+    form = layout.form_of(named(name), length)
+    assert form == (arranged.element, arranged.group)
+    assert torch.equal(ops.preshuffled(w).codes, arranged.words)
+    assert torch.equal(ops.restored(stored).codes, w.codes)
+    t = from_quantized(w, Recipe(weight=named(name)), BF16).to_layout("preshuffled")
+    for count in (1, 5):
+        x, bias = exact_inputs(count, length, BF16), (torch.arange(128) % 7 - 3).to(BF16)
+        assert_same_bits(select.PRODUCTS["fused"].run(x, t.transposed(), bias), exact_result(x, w, bias))
+        assert_same_bits(linear_small(x, t.stored, bias), host.linear_small(x, arranged, bias))
+    many = exact_inputs(130, length, BF16)
+    assert_same_bits(linear_small(many, t.stored), torch.nn.functional.linear(many, t.dequantize(BF16)))
+
+
 def main() -> None:
     """Compare all."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -119,6 +145,10 @@ def main() -> None:
             every_code(name, dtype)
         print("every code of", name, flush=True)
     not_a_number()
+    dispatch.has_kernels = lambda x: True
+    for name in chosen:
+        preshuffled(name)
+        print("preshuffled", name, flush=True)
     print("agreed", flush=True)
 
 

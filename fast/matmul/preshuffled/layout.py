@@ -1,0 +1,208 @@
+"""The preshuffled layout of a stored weight (N, K), and back to exactly its parts, as torch operations on any device.
+
+codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
+scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly
+zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
+
+By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/elements.py`):
+
+    4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3
+    8 bits  words k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3     bytes of a word:   k0 n3
+
+N and K are multiples of 128, so that words are as many bytes as the codes. `fast.kernels.linear_small` arranges and restores on
+a GPU; words and rows here are the same bits, and also what a tracer records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fast.device import is_traced
+from reference import Quantized, Scheme
+
+#: Rows and columns are multiples of this.
+FILLED = 128
+#: What elements are to the kernel.
+ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3"}
+#: Blocks along K are one of these, multiples of FILLED, or whole rows.
+SMALL_BLOCKS = (32, 64)
+#: torch's dtypes of scales by their storage.
+STORAGES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+}  # fmt: skip
+#: Zero points of 4-bit codes that the kernel takes.
+LOWEST, HIGHEST = -8, 7
+
+
+def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
+    """What the elements are to the kernel, and columns of a block: 0 where a row, or the whole weight, is one."""
+    block = scheme.scale.block
+    group = block if isinstance(block, int) and block not in (-1, length) else 0
+    return ELEMENTS[scheme.element], group
+
+
+def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | None:
+    """Why no weight of a scheme and shape is preshuffled, whatever its values; None where it is."""
+    if len(shape) != 2 or axis != 1:
+        return "it must be a matrix with blocks along its last axis"
+    if any(length % FILLED or not length for length in shape):
+        return f"its lengths must be multiples of {FILLED}, got {tuple(shape)}"
+    if scheme.element not in ELEMENTS:
+        return f"its elements must be {', '.join(ELEMENTS)}, got {scheme.element}"
+    scale, zero = scheme.scale, scheme.zero
+    if scheme.outer is not None or scale.stored != "decode" or scale.storage not in STORAGES:
+        return f"each block must have one scale for decoding, in {', '.join(STORAGES)}"
+    if zero is not None and (zero.rule != "code" or zero.storage != "int8" or scale.block == "tensor"):
+        return "zero points must be codes, of blocks or rows"
+    block = scale.block
+    if block in (-1, "tensor", shape[1]):
+        return None
+    served = isinstance(block, int) and (block in SMALL_BLOCKS or block % FILLED == 0) and block > 0
+    if not served or shape[1] % int(str(block)):
+        return f"blocks must be {SMALL_BLOCKS[0]}, {SMALL_BLOCKS[1]} or a multiple of {FILLED} columns, or rows, got {block}"
+    return None
+
+
+def unsupported_reason(q: Quantized) -> str | None:
+    """Why a stored weight is not preshuffled: `scheme_reason`, or a value from which its parts would not come back."""
+    reason = scheme_reason(q.scheme, tuple(q.shape), q.axis)
+    if reason is not None:
+        return reason
+    if q.tiled or q.packed != (q.scheme.format.bits < 8):
+        return "its scales must be plain, and its codes packed where they have 4 bits"
+    element, half = q.scheme.element, q.scheme.scale.storage == "float16"
+    narrow = element == "int4" and q.zero is not None
+    if not (narrow or half or element == "float8_e4m3fn"):
+        return None
+    if is_traced(q.codes):
+        return "whether its values can be is not known while a program is traced"
+    if narrow and not LOWEST <= int(q.zero.min()) <= int(q.zero.max()) <= HIGHEST:
+        return f"zero points of 4-bit codes must be {LOWEST} to {HIGHEST}"
+    if element == "float8_e4m3fn" and bool(((q.codes & 0x7F) == 0x7F).any()):
+        return "none of its codes may be NaN"
+    return "none of its scales may be NaN" if half and bool(_wide(q).isnan().any()) else None
+
+
+def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
+    """A stored weight with codes, scale and zero point of the module text; ValueError with the rule for others.
+
+    words: its codes, where a kernel has arranged them.
+    """
+    reason = unsupported_reason(q)
+    if reason is not None:
+        raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
+    codes = arranged(q.codes, ELEMENTS[q.scheme.element]) if words is None else words
+    scale = _blocks(_wide(q), q.shape[0])
+    return replace(q, codes=codes, scale=scale, zero=None if q.zero is None else _pairs(q))
+
+
+def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
+    """What `preshuffled` was given. codes: they, where a kernel has restored them."""
+    if codes is None:
+        codes = rows_of(q.codes, ELEMENTS[q.scheme.element], torch.arange(q.shape[0], device=q.codes.device))
+    scale = _narrow(q.scale, q.scheme.scale.storage)
+    scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
+    zero = None if q.zero is None else _turned(_singles(q.zero))
+    return replace(q, codes=codes, scale=scale, zero=zero)
+
+
+def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
+    """Rows of a preshuffled weight as they were stored, by their numbers (R,): a weight (R, K); nothing else is looked at."""
+    codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)
+    scale = _narrow(q.scale, q.scheme.scale.storage)
+    scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)[index]
+    zero = None if q.zero is None else _turned(_singles(q.zero))[index]
+    return replace(q, codes=codes, scale=scale, zero=zero, shape=(index.shape[0], q.shape[1]))
+
+
+def arranged(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """The words of codes: uint8 (N, K), or (N, K / 2) of 4 bits."""
+    n, bytes_ = codes.shape
+    if element == "int4":
+        # Axes an, n54, n3, n210, ak, k5, k4, k3, k21: a byte has k0.
+        split = codes.reshape(n // 64, 4, 2, 8, bytes_ // 32, 2, 2, 2, 4)
+        first, second = split.unbind(2)
+        both = torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 0xF0)], -1)
+        # an, n54, n210, ak, k5, k4, k3, k21, k0: a byte has n3.
+        order = both.permute(0, 3, 1, 2, 7, 4, 5, 8, 6)
+        return order.contiguous().view(-1).view(torch.int32).reshape(n // 64, bytes_ // 32, 512)
+    # Axes an, n54, n3, n210, ak, k5, k4, k3, k21, k0.
+    split = codes.reshape(n // 64, 4, 2, 8, bytes_ // 64, 2, 2, 2, 4, 2)
+    order = split.permute(0, 4, 5, 1, 3, 8, 6, 7, 9, 2)
+    return order.contiguous().view(-1).view(torch.int32).reshape(n // 64, bytes_ // 64, 1024)
+
+
+def rows_of(words: torch.Tensor, element: str, index: torch.Tensor) -> torch.Tensor:
+    """Codes of the rows of these numbers (R,), as they were stored: uint8 (R, K), or (R, K / 2) of 4 bits."""
+    along_n, along_k, _ = words.shape
+    atom, n54, n3, n210 = index >> 6, (index >> 4) & 3, (index >> 3) & 1, index & 7
+    stored = words.reshape(-1).view(torch.uint8)
+    if element == "int4":
+        # Rows, ak, k21, k5, k4, k0, k3: a byte has n3.
+        found = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210]
+        nibbles = torch.where((n3 == 0).reshape(-1, *[1] * 6), found & 15, found >> 4)
+        low, high = nibbles.unbind(5)
+        return (low | (high << 4)).permute(0, 1, 3, 4, 5, 2).reshape(len(index), -1)
+    # Rows, ak, k5, k21, k4, k3, k0.
+    found = stored.reshape(along_n, along_k, 2, 4, 8, 4, 2, 2, 2, 2)[atom, :, :, n54, n210, ..., n3]
+    return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(len(index), -1)
+
+
+def _wide(q: Quantized) -> torch.Tensor:
+    """Scales as float32."""
+    storage = STORAGES[q.scheme.scale.storage]
+    scale: torch.Tensor = q.scale
+    return scale if storage == torch.float32 else scale.view(storage).float()
+
+
+def _narrow(scale: torch.Tensor, storage: str) -> torch.Tensor:
+    """Widened scales as they were stored: by their bits, which no rounding has part in."""
+    if storage == "float32":
+        return scale
+    if storage == "float16":
+        return scale.half().view(torch.uint16)
+    bits = scale.contiguous().view(torch.int32)
+    if storage == "bfloat16":
+        return (bits >> 16).to(torch.int16).view(torch.uint16)
+    return ((bits >> 23) & 255).to(torch.uint8)
+
+
+def _blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values of blocks (N, blocks), or of the whole, as (blocks, N)."""
+    values = values.reshape(1, 1).expand(rows, 1) if values.dim() == 0 else values
+    return _turned(values)
+
+
+def _turned(values: torch.Tensor) -> torch.Tensor:
+    """The transposed in memory of its own: in place of one layout the other may change."""
+    return values.t().clone(memory_format=torch.contiguous_format)
+
+
+def _pairs(q: Quantized) -> torch.Tensor:
+    """Zero points as pairs: of row n, without bit 3, the low half, and of n + 8 the high one."""
+    pairs = _blocks(q.zero.to(torch.int32), q.shape[0]).unflatten(1, (-1, 2, 8))
+    return ((pairs[:, :, 0] & 0xFFFF) | (pairs[:, :, 1] << 16)).flatten(1).contiguous()
+
+
+def _singles(pairs: torch.Tensor) -> torch.Tensor:
+    """Zero points (blocks, N) of pairs, as int8."""
+    split = pairs.unflatten(1, (-1, 8))
+    both: Any = torch.stack([(split << 16) >> 16, split >> 16], 2)
+    result: torch.Tensor = both.flatten(1).to(torch.int8)
+    return result
+
+
+__all__ = [
+    "arranged",
+    "form_of",
+    "preshuffled",
+    "restored",
+    "rows_of",
+    "rows_restored",
+    "scheme_reason",
+    "unsupported_reason",
+]

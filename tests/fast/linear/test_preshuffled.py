@@ -1,0 +1,169 @@
+"""Preshuffled weights: which there are, their parts bit for bit, and the product's operator. The kernel's bits are compared in
+Triton's interpreter (`tests/emulator/programs/products/linear_small.py`)."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast.matmul.preshuffled import layout, ops
+from fast.matmul.preshuffled.linear import linear_small
+from reference import SCHEMES
+from tests.support.linear_cases import inputs, weight
+
+BF16 = torch.bfloat16
+SHAPES = ((128, 256), (256, 384))
+TAKEN = [
+    (name, shape) for name in SCHEMES for shape in SHAPES if layout.scheme_reason(SCHEMES[name], shape, 1) is None
+]  # fmt: skip
+
+
+def same(first, second):
+    """Whether both are None, or the same bits in one dtype and shape."""
+    if first is None or second is None:
+        return first is second
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("name", "shape"), TAKEN, ids=str)
+def test_parts_come_back(name, shape):
+    w = weight(SCHEMES[name], *shape)
+    made = ops.preshuffled(w)
+    assert made.codes.nbytes == w.codes.nbytes
+    assert made.scale.dtype == torch.float32
+    for back in (ops.restored(made), layout.restored(made)):
+        assert all(same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero"))
+        assert same(fast.dequantize(back), fast.dequantize(w))
+    rows = torch.tensor([5, 0, shape[0] - 1, 77, 8])
+    some = layout.rows_restored(made, rows)
+    assert same(fast.dequantize(some), fast.dequantize(w)[rows])
+
+
+def test_the_schemes_that_are_taken():
+    """Integers of 4 and 8 bits and e4m3, in rows, groups and as a whole, scales in float32 and powers of two."""
+    names = {name for name, _ in TAKEN}
+    assert {
+        "int4_g32",
+        "int4_g128_asymmetric",
+        "int8_rowwise",
+        "int8_tensorwise",
+        "fp8_1x128",
+        "mxfp8_e4m3",
+    } <= names
+    assert not {"nf4", "mxfp4", "nvfp4", "int2_g32", "fp8_rowwise_e5m2", "fp8_128x128"} & names
+    assert len(names) > 40
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float16"])
+def test_narrow_scales_come_back(storage):
+    """Each pattern of 16 bits, NaN where no rounding may change it; where one does, the weight is not preshuffled."""
+    scheme = SCHEMES["int8_g32"]
+    scheme = replace(scheme, name="narrow", scale=replace(scheme.scale, storage=storage, floor=None))
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    nan = patterns.view(getattr(torch, storage)).isnan()
+    patterns = torch.where(nan, 0, patterns) if storage == "float16" else patterns
+    w = weight(SCHEMES["int8_g32"], 128, 2**14)
+    w = replace(w, scheme=scheme, scale=patterns.view(torch.uint16).reshape(128, -1))
+    assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+    w = replace(w, scale=torch.full_like(w.scale.view(torch.int16), -1).view(torch.uint16))
+    if storage == "float16":
+        with pytest.raises(ValueError, match="none of its scales may be NaN"):
+            ops.preshuffled(w)
+    else:
+        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+
+
+def test_what_is_not_taken():
+    w = weight(SCHEMES["int4_g128"], 128, 256)
+    for shape, text in (((100, 256), "multiples of 128"), ((128, 160), "multiples of 128")):
+        with pytest.raises(ValueError, match=text):
+            ops.preshuffled(weight(SCHEMES["int4_g32"], *shape))
+    with pytest.raises(ValueError, match="its elements must be"):
+        ops.preshuffled(weight(SCHEMES["mxfp4"], 128, 256))
+    with pytest.raises(ValueError, match="a matrix with blocks along its last axis"):
+        ops.preshuffled(replace(w, axis=0))
+    with pytest.raises(ValueError, match="blocks must be 32, 64"):
+        ops.preshuffled(weight(SCHEMES["fp8_128x128"], 128, 256))
+    asymmetric = weight(SCHEMES["int4_g128_asymmetric"], 128, 256)
+    ops.preshuffled(replace(asymmetric, zero=torch.full_like(asymmetric.zero, -8)))
+    asymmetric.zero[3, 1] = 8
+    with pytest.raises(ValueError, match="must be -8 to 7"):
+        ops.preshuffled(asymmetric)
+    floats = weight(SCHEMES["fp8_rowwise"], 128, 256)
+    floats.codes[5, 7] = 0xFF
+    with pytest.raises(ValueError, match="none of its codes may be NaN"):
+        ops.preshuffled(floats)
+
+
+def test_parts_have_memory_of_their_own():
+    """A weight with a scale for each row has them in one order in both layouts."""
+    w = weight(SCHEMES["int8_rowwise"], 128, 256)
+    made = ops.preshuffled(w)
+    back = ops.restored(made)
+    assert len({q.scale.data_ptr() for q in (w, made, back)}) == 3
+
+
+@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise"])
+def test_the_product_on_a_cpu(name):
+    w, x, bias = weight(SCHEMES[name], 128, 256), inputs(3, 256, BF16), inputs(1, 128, BF16)[0]
+    made = ops.preshuffled(w)
+    assert same(linear_small(x, made, bias), reference.linear(x, w, bias))
+    with pytest.raises(ValueError, match="256"):
+        linear_small(x[:, :128], made)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200])
+def test_the_operator_is_traced(rows):
+    """In one graph, rows left open, with its gradient; codes come back by an operator too."""
+    torch.compiler.reset()
+    w = weight(SCHEMES["int4_g128_asymmetric"], 128, 256)
+    made = ops.preshuffled(w)
+    seen = []
+
+    def backend(graph, example):
+        seen.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    def product(x):
+        return linear_small(x, made), fast.dequantize(ops.restored(made), BF16)
+
+    x = inputs(rows, 256, BF16).requires_grad_()
+    found, dense = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)(x)
+    assert same(found.detach(), reference.linear(x.detach(), w))
+    assert same(dense, fast.dequantize(w, BF16))
+    operators = {str(target).removesuffix(".default") for target in seen[0]}
+    assert {"ao_lab.linear_small", "ao_lab.restore_codes"} <= operators
+    found.sum().backward()
+    assert same(x.grad, torch.ones(rows, 128, dtype=BF16) @ dense)
+
+
+def test_operators_are_described_to_torch():
+    """Schema, fake and dispatch as torch checks them."""
+    w, x = weight(SCHEMES["int8_g32_asymmetric"], 128, 256), inputs(2, 256, BF16)
+    made = ops.preshuffled(w)
+    operands = (x, made.codes, made.scale, made.zero, None, list(made.shape), made.scheme.key)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.ao_lab.linear_small.default, operands, test_utils=checks)
+    torch.library.opcheck(torch.ops.ao_lab.restore_codes.default, (made.codes, "int8"), test_utils=checks)
+    torch.library.opcheck(torch.ops.ao_lab.preshuffle_codes.default, (w.codes, "int8"), test_utils=checks)
+
+
+def test_values_that_a_tracer_does_not_know():
+    """Where the scheme alone decides, a traced weight is preshuffled; where values do, it is refused."""
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fake = mode.from_tensor
+        taken = weight(SCHEMES["int8_rowwise"], 128, 256)
+        refused = weight(SCHEMES["fp8_rowwise"], 128, 256)
+        taken, refused = (
+            replace(w, codes=fake(w.codes), scale=fake(w.scale)) for w in map(_real, (taken, refused))
+        )
+        assert tuple(ops.preshuffled(taken).codes.shape) == (2, 4, 1024)
+        with pytest.raises(ValueError, match="not known while a program is traced"):
+            ops.preshuffled(refused)
+
+
+def _real(w):
+    return SimpleNamespace(**vars(w)) if not hasattr(w, "__dataclass_fields__") else w
