@@ -12,8 +12,9 @@ import torch
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.select import select_kernel
-from fast.matmul.prepared import Program, prepared_linear, prepared_linear_of_codes
 from fast.matmul.weights import takes_codes
+from fast.prepared.products import prepared_linear, prepared_linear_of_codes
+from fast.prepared.program import Program
 
 #: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
 Prepare = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None, tuple[int, ...]], Program | None]

@@ -18,7 +18,7 @@ from ao_lab.tensor.matmul_ops import eager_linear
 from ao_lab.tensor.op_registry import eager_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN, is_transformed
-from fast.matmul.prepared import Program
+from fast.prepared.program import Program
 
 #: The most rows that are prepared (more take longer than their host time), and the most shapes of inputs of a weight.
 MOST_ROWS, MOST_SHAPES = 128, 64
