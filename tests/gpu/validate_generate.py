@@ -72,8 +72,10 @@ def model_of(args: argparse.Namespace) -> Any:
     return model
 
 
-def generation(model: Any, batch: int, compiled: bool, args: argparse.Namespace) -> list[float]:
-    """Seconds of the steps of one call of `generate()`, the first quarter left out."""
+def generation(
+    model: Any, batch: int, compiled: bool, args: argparse.Namespace, *watches: transformers.StoppingCriteria
+) -> list[float]:
+    """Seconds of the steps of one call of `generate()`, the first quarter left out. watches: called after each step, too."""
     prompt = torch.arange(batch * PROMPT, device=args.device).reshape(batch, PROMPT) % 97 + 3
     clock = Clock()
     options: dict[str, Any] = {"disable_compile": not compiled}
@@ -89,7 +91,7 @@ def generation(model: Any, batch: int, compiled: bool, args: argparse.Namespace)
         max_new_tokens=args.new,
         min_new_tokens=args.new,
         do_sample=False,
-        stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        stopping_criteria=transformers.StoppingCriteriaList([clock, *watches]),
         **options,
     )
     return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][
