@@ -24,6 +24,8 @@ from ao_lab.checkpoint.size import weight_size as weight_size
 from ao_lab.checkpoint.streaming.api import quantize_pretrained as quantize_pretrained
 from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
 from ao_lab.compile.fused_linears import compile_options as compile_options
+from ao_lab.compile.generation import GenerationSettings as GenerationSettings
+from ao_lab.compile.generation import prepare_for_generate_ as prepare_for_generate_
 from ao_lab.config.base import SchemeConfig as SchemeConfig
 from ao_lab.config.float8 import (
     Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,

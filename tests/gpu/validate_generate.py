@@ -1,10 +1,11 @@
 """transformers' `generate()` on shapes of Llama-3.1-8B: milliseconds a token, compiled as it does by itself, and not compiled.
 
-    PYTHONPATH=. python tests/gpu/validate_generate.py [--layers 8 --batch 1 16 --budget 200]
+    PYTHONPATH=. python tests/gpu/validate_generate.py [--layers 8 --batch 1 16 --budget 200 --prepared]
     PYTHONPATH=. python tests/gpu/validate_generate.py --device cpu --divide 32 --layers 1 --new 8 --calls 1
 
 Random weights, each configuration a copy of one bfloat16 model; nothing is switched on but a static cache, with which
-transformers compiles the model (mode "reduce-overhead"). A token's time is that between two steps of its loop, the median over
+transformers compiles the model (mode "reduce-overhead"). --prepared adds "int4wo-prepared": int4wo after
+`ao_lab.prepare_for_generate_`. A token's time is that between two steps of its loop, the median over
 the last three quarters of each call's steps: the prompt is left out, sampling (argmax) is in. `device` is what kernels take of
 it, by the profiler; what is more than that is the host's. Ratios are to bfloat16 of the same batch and mode in the same run.
 Rows that do not fit into --budget seconds are left out and said to be. Each row is printed when it is there; if OUT is set,
@@ -36,6 +37,7 @@ CONFIGS = {
     "fp8wo": lambda: ao_lab.Float8WeightOnlyConfig(),
     "fp8dq": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
 }
+PREPARED = "-prepared"
 PROMPT, HIDDEN, INNER, HEADS, KEYS, WORDS = 32, 4096, 14336, 32, 8, 128256
 
 
@@ -70,13 +72,17 @@ def model_of(args: argparse.Namespace) -> Any:
     return model
 
 
-def generation(model: Any, batch: int, compiled: bool, args: argparse.Namespace) -> list[float]:
-    """Seconds of the steps of one call of `generate()`, the first quarter left out."""
+def generation(
+    model: Any, batch: int, compiled: bool, args: argparse.Namespace, *watches: transformers.StoppingCriteria
+) -> list[float]:
+    """Seconds of the steps of one call of `generate()`, the first quarter left out. watches: called after each step, too."""
     prompt = torch.arange(batch * PROMPT, device=args.device).reshape(batch, PROMPT) % 97 + 3
     clock = Clock()
     options: dict[str, Any] = {"disable_compile": not compiled}
     if compiled and args.device == "cpu":
-        options["compile_config"] = transformers.CompileConfig()
+        options["compile_config"] = copy.copy(
+            model.generation_config.compile_config or transformers.CompileConfig()
+        )
         options["compile_config"]._compile_all_devices = True
     model.generate(
         prompt,
@@ -85,12 +91,22 @@ def generation(model: Any, batch: int, compiled: bool, args: argparse.Namespace)
         max_new_tokens=args.new,
         min_new_tokens=args.new,
         do_sample=False,
-        stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        stopping_criteria=transformers.StoppingCriteriaList([clock, *watches]),
         **options,
     )
     return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][
         args.new // 4 :
     ]
+
+
+def configured(base: Any, name: str) -> Any:
+    """A copy of the model in a configuration."""
+    model, make = copy.deepcopy(base), CONFIGS[name.removesuffix(PREPARED)]
+    if make is not None:
+        ao_lab.quantize_(model, make())
+    if name.endswith(PREPARED):
+        print(ao_lab.prepare_for_generate_(model), flush=True)
+    return model
 
 
 def device_time(model: Any, batch: int, compiled: bool, args: argparse.Namespace) -> float | None:
@@ -158,10 +174,15 @@ def main() -> int:
     parser.add_argument("--divide", type=int, default=1, help="widths and vocabulary, for a stand-in")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--configs", nargs="+", default=["bf16", "int4wo", "int8wo", "fp8wo", "fp8dq"])
+    parser.add_argument("--prepared", action="store_true", help="int4wo with our options, too")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--budget", type=float, default=200.0)
     args = parser.parse_args()
+    if args.prepared:
+        args.configs.insert(
+            args.configs.index("int4wo") + 1 if "int4wo" in args.configs else 0, "int4wo" + PREPARED
+        )
     began, rows, longest = time.perf_counter(), [], 0.0
     base = model_of(args)
     models: dict[str, Any] = {}
@@ -173,9 +194,7 @@ def main() -> int:
                     print(f"{name} batch {batch}: left out, {left:.0f} s are left", flush=True)
                     continue
                 if name not in models:
-                    models[name] = copy.deepcopy(base)
-                    if CONFIGS[name] is not None:
-                        ao_lab.quantize_(models[name], CONFIGS[name]())
+                    models[name] = configured(base, name)
                 row = measured(models[name], name, batch, compiled, args)
                 longest = max(longest, row["seconds"])
                 report(row, rows, args)

@@ -57,6 +57,7 @@ OTHERS = {
     "precompute_float8_dynamic_scale_for_fsdp": ((), "model is a torch.nn.Module"),
     "quantize_": ((INT8,), "model is a torch.nn.Module"),
     "quantized": (("int8_rowwise",), "takes a torch tensor"),
+    "prepare_for_generate_": ((), "takes a transformers model"),
     "quantized_compressed": (("int8_rowwise",), "takes a torch tensor"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
     "sparse_squared_relu": ((), "takes a torch tensor"),

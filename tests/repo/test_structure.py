@@ -61,7 +61,6 @@ TESTED_BY = {
 }
 #: Tests of a folder of a package that stand in a folder of another name.
 TEST_FOLDERS = {
-    "ao_lab/compile": "fast/linear",
     "fast/formats": "fast/kernels",
     "fast/layers": "fast/kernels",
     "fast/matmul": "fast/linear",

@@ -1,0 +1,102 @@
+"""transformers' `generate()` compiled with our options.
+
+    ao_lab.quantize_(model, ao_lab.Int4WeightOnlyConfig())
+    print(ao_lab.prepare_for_generate_(model))
+    model.generate(...)
+
+transformers compiles a model by itself, on a GPU, where its cache has a fixed size; it does so with a mode of torch.compile,
+beside which torch takes no options. So the mode becomes the options that it stands for, and ours are put beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from ao_lab.compile.fused_linears import FuseLinears, compile_options
+from ao_lab.install.extras import needed
+
+CACHE, BACKEND, PASS = "static", "inductor", "post_grad_custom_pre_pass"
+#: Caches of a fixed size, with which transformers compiles. None stands for one that grows, as the other names do.
+FIXED, GROWING = ("static", "offloaded_static", "sliding_window", "hybrid"), (None, "dynamic", "dynamic_full")
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What `prepare_for_generate_` has set in a model's generation_config; as a string, in a sentence.
+
+    before: the cache that was set. options: of torch.compile, by their names, sorted.
+    """
+
+    cache: str
+    before: str | None
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        changed = "as before" if self.before == self.cache else f"before: {self.before}"
+        return (
+            f"generate() has a {self.cache} cache ({changed}) and is compiled by transformers, on GPUs alone, with the options "
+            f"{', '.join(self.options)}"
+        )
+
+
+def prepare_for_generate_(model: Any) -> GenerationSettings:
+    """Let a transformers model's `generate()` run compiled with `compile_options`, in place: what has been set.
+
+    Sets `cache_implementation` to "static" (a fixed one that is set already stays) and `compile_config` in
+    `model.generation_config`, where every later call of `generate` finds them; arguments of a call go before them. CUDA graphs
+    are on unless a mode of the compile_config that is there has none; its other fields and options stay. Weights are not
+    touched, so it may be called before or after `quantize_`, and again: a second call changes nothing, and nothing is compiled
+    anew.
+
+    TypeError for a model without generation_config. ValueError for a cache that transformers does not compile, and for another
+    backend than "inductor".
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        raise TypeError(
+            f"prepare_for_generate_ takes a transformers model with a generation_config, got {type(model).__name__}; compile "
+            f"other loops by torch.compile(step, options=ao_lab.compile_options())"
+        )
+    before = getattr(config, "cache_implementation", None)
+    if before not in (*FIXED, *GROWING):
+        raise ValueError(
+            f"transformers compiles no model with cache_implementation={before!r}; set it to None, or to one of {FIXED}"
+        )
+    compiled = _compile_config(getattr(config, "compile_config", None))
+    config.cache_implementation = before if before in FIXED else CACHE
+    config.compile_config, config.disable_compile = compiled, False
+    return GenerationSettings(config.cache_implementation, before, tuple(sorted(compiled.options)))
+
+
+def _compile_config(given: Any) -> Any:
+    """A CompileConfig with our options, and all else as in the one that was given, if any."""
+    made = needed("transformers").CompileConfig() if given is None else copy.copy(given)
+    if made.backend != BACKEND:
+        raise ValueError(
+            f"a compile_config for backend {made.backend!r} takes no options of ours; set generation_config.compile_config to "
+            f"None, or its backend to {BACKEND!r}"
+        )
+    from torch._inductor import list_mode_options
+
+    # None: its mode is among its options already.
+    mode = list_mode_options(made.mode) if made.mode is not None else {}
+    made.options = {**mode, **(made.options or {}), **_options()}
+    made.mode = None
+    return made
+
+
+def _options() -> dict[str, Any]:
+    """`compile_options`, with a pass that is text too.
+
+    transformers copies a compile_config in each call and compiles again for one that differs, and what it compares, prints and
+    hashes is JSON. Text is equal to its copies, and JSON.
+    """
+    options = compile_options()
+    kind = type(options[PASS])
+    options[PASS] = type(kind.__name__, (kind, str), {})(f"{FuseLinears.__module__}.{FuseLinears.__name__}")
+    return options
+
+
+__all__ = ["GenerationSettings", "prepare_for_generate_"]

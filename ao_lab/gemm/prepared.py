@@ -1,0 +1,56 @@
+"""Which products of a weight can be prepared for eager inference, by the kernel that computes them (`ao_lab.gemm.select`).
+
+Those that are launches of ours and nothing else. Apart from `select.PRODUCTS`, which training reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ao_lab.gemm.choices import choices_for
+from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.select import select_kernel
+from fast.matmul.weights import takes_codes
+from fast.prepared.products import prepared_linear, prepared_linear_of_codes
+from fast.prepared.program import Program
+
+#: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
+Prepare = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None, tuple[int, ...]], Program | None]
+
+
+def is_tuned(device: torch.device) -> bool:
+    """Whether something was tuned for inference on a device: then the kernel depends on the rows, and on what is pinned."""
+    return any(choice.problem.direction == "inference" for choice in choices_for(device))
+
+
+def prepared_product(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Program | None:
+    """The product of x (M, K), which was computed just now, as a program for inputs like x, its result in a shape of as many
+    elements; None for kernels that are more than launches."""
+    make = PREPARE.get(select_kernel(w, x.dtype, x.shape[0]))
+    return None if make is None or not w.is_cuda else make(x, w, bias, shape)
+
+
+def _fused(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Program | None:
+    return prepared_linear(x, w.quantized, bias, shape)
+
+
+def _codes(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Program | None:
+    """Of one row, which is multiplied as codes where a kernel takes them."""
+    scheme, stored = w.recipe.activation, w.quantized
+    if scheme is None or x.shape[0] != 1 or not takes_codes(scheme.key, w.scheme.key, stored.shape, x.dtype):
+        return None
+    return prepared_linear_of_codes(x, stored, bias, shape, scheme, w.input_scales)
+
+
+#: By the names of `select.PRODUCTS`.
+PREPARE: dict[str, Prepare] = {"fused": _fused, "int8": _codes, "scaled_mm": _codes}
+
+__all__ = ["PREPARE", "is_tuned", "prepared_product"]

@@ -1,0 +1,103 @@
+"""F.linear of a weight on a GPU in eager inference, prepared: what is left of the host's time of a layer.
+
+The first product of a shape goes the ordinary way (`matmul_ops.eager_linear`). If it was launches alone, they are kept with the
+weight as a program (`ao_lab.gemm.prepared`), among what `_settled` keeps for the weight's parts and goes with them. Importing
+this module switches it on, as `ao_lab.quantization` and `ao_lab.checkpoint` do; training, which has no such products, does not.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from ao_lab.gemm.choices import VERSION, pinned
+from ao_lab.gemm.prepared import is_tuned, prepared_product
+from ao_lab.tensor.matmul_ops import eager_linear
+from ao_lab.tensor.op_registry import eager_function
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from fast.device import PLAIN, is_transformed
+from fast.prepared.program import Program
+
+#: The most rows that are prepared (more take longer than their host time), and the most shapes of inputs of a weight.
+MOST_ROWS, MOST_SHAPES = 128, 64
+#: Where programs are in `_settled`, beside dtypes.
+PROGRAMS = "programs"
+
+_any_autocast = torch._C._is_any_autocast_enabled
+_autocast_on = torch.is_autocast_enabled
+
+
+class PreparedProducts:
+    """A weight's programs by shapes and dtypes of inputs and bias; None where there is none."""
+
+    def __init__(self, tuned: bool) -> None:
+        """tuned: whether something was, for the device: then what is pinned goes another way."""
+        self.version, self.tuned = VERSION[0], tuned
+        self.programs: dict[Any, Program | None] = {}
+
+    def __deepcopy__(self, memo: object) -> PreparedProducts:
+        """Of another weight: empty."""
+        return PreparedProducts(self.tuned)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The product, or None where it was not prepared."""
+        program = self.programs.get((x.shape, x.dtype) if bias is None else _key(x, bias))
+        if program is None or self.version != VERSION[0] or (self.tuned and pinned()):
+            return None
+        y: torch.Tensor | None = program.run(x, bias)
+        return y
+
+    def add(self, x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> None:
+        """Prepare what was computed just now: inputs (..., K) times a weight (N, K)."""
+        key, rows = _key(x, bias), prod(x.shape[:-1])
+        if key in self.programs or not 0 < rows <= MOST_ROWS or (self.tuned and pinned()):
+            return
+        if len(self.programs) >= MOST_SHAPES:
+            self.programs.clear()
+        turned = w.transposed()
+        shape = (*x.shape[:-1], turned.shape[1])
+        self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), turned, bias, shape)
+
+
+def _key(x: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return (x.shape, x.dtype) if bias is None else (x.shape, x.dtype, bias.shape, bias.dtype)
+
+
+@eager_function(torch.nn.functional.linear)
+def prepared_linear(
+    input: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """F.linear by what the weight keeps prepared, else by `eager_linear`; None where the dispatcher has something to say.
+
+    Meta tensors and those of no axis have no program; the others that `watched` names are looked at here.
+    """
+    settled = weight.__dict__.get("_settled") if isinstance(weight, QuantizedTensor) else None
+    known: PreparedProducts | None = None if settled is None else settled.get(PROGRAMS)
+    if known is not None and _is_plain(input, bias):
+        made = known(input, bias)
+        if made is not None:
+            return made
+    result: torch.Tensor | None = eager_linear(input, weight, bias)
+    if result is not None and on_gpu(weight):
+        with torch._C.DisableTorchFunctionSubclass():
+            settled = weight.__dict__["_settled"]
+            if known is None or known.version != VERSION[0]:
+                known = settled[PROGRAMS] = PreparedProducts(is_tuned(weight.device))
+            known.add(input, weight, bias)
+    return result
+
+
+def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether nobody would change the operands, or see them."""
+    plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN) and not is_transformed()
+    return plain and not (_any_autocast() and _autocast_on(x.device.type)) and not x.is_nested
+
+
+def on_gpu(weight: QuantizedTensor) -> bool:
+    """Whether a weight's parts are a GPU's."""
+    return weight.codes.is_cuda
+
+
+__all__ = ["MOST_SHAPES", "PreparedProducts", "on_gpu", "prepared_linear"]

@@ -1,0 +1,54 @@
+"""`fast.linear`, and `fast.linear_of_codes` of inputs that are quantized first, as a `Program`."""
+
+from __future__ import annotations
+
+import torch
+
+from fast.kernels.launch import cache
+from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.matmul.linear_ops import LINEAR
+from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
+from fast.quantize.ops import QUANTIZE, operands_of
+from fast.quantize.quantize import quantize
+from reference import Quantized, Scales, Scheme
+
+
+def prepared_linear(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Program | None:
+    """`fast.linear(x, w, bias)` of a matrix x, its result in a shape of as many elements; None where the cache has no call like
+    it, which it has after the first."""
+    operands = (x, w.codes, w.scale, w.outer, w.zero, bias)
+    call = cache.find(cache.key_of(LINEAR.name, w.scheme, cache.settings(w), operands))
+    steps = Steps(*operands[1:5])
+    result = steps.add(call, (X, *map(steps.place, operands[1:5]), ABSENT if bias is None else BIAS))
+    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+
+
+def prepared_linear_of_codes(
+    x: torch.Tensor,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    scheme: Scheme,
+    scales: Scales | None = None,
+) -> Program | None:
+    """`fast.linear_of_codes` of x in a scheme, by `fast.quantize(x, scheme, scales=scales)`: both in one program."""
+    given = operands_of(x, scales, None)
+    key = cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given)
+    q = quantize(x, scheme, scales=scales)
+    parts = (w.codes, w.scale)
+    steps = Steps(*given[1:], *parts)
+    codes = steps.add(cache.find(key), (X, *map(steps.place, given[1:])))
+    if not isinstance(codes, Quantized) or q.outer is not None or w.outer is not None or w.zero is not None:
+        return None
+    values = (x.dtype, w.scheme.key, False, False, *cache.settings(q), *cache.settings(w))
+    call = cache.find(
+        cache.key_of(LINEAR_OF_CODES.name, scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
+    )
+    made = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
+    result = steps.add(call, (*made, *map(steps.place, parts), ABSENT if bias is None else BIAS))
+    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+
+
+__all__ = ["prepared_linear", "prepared_linear_of_codes"]

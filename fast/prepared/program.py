@@ -1,0 +1,147 @@
+"""A product that was computed once, prepared for inputs like those it had: from addresses to launches, nothing looked up.
+
+`fast.linear` finds a call by a key of all its operands (`fast.kernels.launch.cache`), which is half of its time on the host.
+Who keeps a weight knows that its parts stay, so that a `Program` looks at the inputs and the bias alone. It launches the steps
+of the calls that the cache has, one call after the other; where the cache has none there is no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+#: Compiled kernels take addresses that are multiples of this (`launcher.ALIGNMENT`; that module needs Triton).
+ALIGNMENT = 16
+#: Addresses in order: of the inputs, of the bias, of the fixed tensors, of buffers, and last that of no tensor.
+X, BIAS, FIXED, ABSENT = 0, 1, 2, -1
+
+Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+
+
+class Steps:
+    """Launches of calls in order, with the places of their addresses."""
+
+    def __init__(self, *fixed: torch.Tensor | None) -> None:
+        self.fixed = [tensor for tensor in fixed if tensor is not None]
+        self.buffers: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]] = []
+        self.launches: list[tuple[Callable[..., Any], list[int]]] = []
+
+    def place(self, tensor: torch.Tensor | None) -> int:
+        """Of a fixed tensor."""
+        return next((FIXED + at for at, one in enumerate(self.fixed) if one is tensor), ABSENT)
+
+    def add(self, call: Any, inputs: Sequence[int]) -> Any:
+        """Add a call whose inputs have these places: its result, with places for tensors. None for what is no `Call`, and where
+        a kernel was not compiled for aligned addresses."""
+        steps = getattr(call, "steps", None)
+        if not steps:
+            return None
+        first = FIXED + len(self.fixed) + len(self.buffers)
+        buffers = range(first, first + len(call.buffers))
+        named = {
+            **dict(zip(call.inputs, inputs, strict=True)),
+            **dict(zip(call.buffers, buffers, strict=True)),
+        }
+        self.buffers += call.buffers.values()
+        for kernel, names, signature in steps:
+            compiled = kernel.compiled.get(signature)
+            if compiled is None:
+                return None
+            places = [ABSENT if name is None else named[name] for name in names]
+            self.launches.append((compiled.function, places))
+        return call.finish([*inputs, *buffers])
+
+
+class Program:
+    """The launches of a product, for inputs of one shape and dtype and a bias of one, all on one device.
+
+    `run(x, bias)` is the product; None where it takes more than launches: tensors elsewhere, odd addresses or strides,
+    listeners. That shapes and dtypes are those that the program was prepared for, the caller has seen to. It is a closure:
+    in so short a time every attribute that is looked up counts.
+    """
+
+    def __init__(self, steps: Steps, result: int, shape: tuple[int, ...], device: torch.device) -> None:
+        """result: its place among the addresses; it gets this shape, whichever its buffer had."""
+        self.index = -1 if device.type == "cpu" else device.index
+        self.sizes = [
+            (made := shape if at == result else size, contiguous_strides(made), dtype)
+            for at, (size, dtype, _) in enumerate(steps.buffers, FIXED + len(steps.fixed))
+        ]
+        self.fills = [
+            (at, fill, prod(size) * dtype.itemsize)
+            for at, (size, dtype, fill) in enumerate(steps.buffers)
+            if fill
+        ]
+        self.launches = [(function, itemgetter(*places)) for function, places in steps.launches]
+        self.result = result - FIXED - len(steps.fixed)
+        self.known, self.fixed = [0] * len(steps.fixed), [part.data_ptr for part in steps.fixed]
+        self.run = self._closure(device)
+
+    def _closure(self, device: torch.device) -> Run:
+        from fast.kernels.launch import direct
+
+        index, fixed, known, hooked = self.index, self.fixed, self.known, direct.hooked
+        current, stream, allocate = direct.current_device, direct.current_stream, direct.allocator(device)
+        sizes, fills, launches, result = self.sizes, self.fills, self.launches, self.result
+        alone = len(sizes) == len(launches) == 1 and not fills
+        (size, *_), ((first, where), *_) = sizes, launches
+
+        def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+            address, other = address_of(x, index), None if bias is None else address_of(bias, index)
+            if not address or other == 0 or current() != index or hooked():
+                return None
+            addresses = [place() for place in fixed]
+            if addresses != known and not self._are_aligned(addresses):
+                return None
+            if alone:  # as below, in three quarters of the time
+                y = allocate(*size)
+                first(stream(index), where((address, other, *addresses, y.data_ptr(), None)))
+                return y
+            made = [allocate(*size) for size in sizes]
+            if fills:
+                self._fill(made, stream(index))
+            addresses = [address, other, *addresses, *[one.data_ptr() for one in made], None]
+            for launch, select in launches:
+                launch(stream(index), select(addresses))
+            return made[result]
+
+        return run
+
+    def _are_aligned(self, addresses: list[int]) -> bool:
+        """Whether kernels take these addresses of the fixed tensors, which are known then."""
+        aligned = not any(address % ALIGNMENT for address in addresses)
+        if aligned:
+            self.known[:] = addresses
+        return aligned
+
+    def _fill(self, made: Sequence[torch.Tensor], stream: int) -> None:
+        """Give buffers the values that they start with."""
+        from fast.kernels.launch import direct
+        from fast.kernels.launch.call import filled
+
+        for at, fill, size in self.fills:
+            if fill != (0,) or not direct.zero(made[at].data_ptr(), size, stream):
+                filled(made[at], fill)
+
+
+def address_of(tensor: torch.Tensor, index: int) -> int:
+    """Where a tensor lies on a device (-1: the CPU), as kernels read it; 0 where they cannot."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # sparse or nested
+        return 0
+    if address % ALIGNMENT or tensor.get_device() != index or not tensor.is_contiguous() or tensor.is_neg():
+        return 0
+    return address
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor whose last axis is the innermost."""
+    return tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+__all__ = ["ABSENT", "BIAS", "Program", "Steps", "X"]

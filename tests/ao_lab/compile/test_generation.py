@@ -1,0 +1,131 @@
+"""`prepare_for_generate_`: what it leaves in a generation_config, and transformers' `generate()` with it, compiled on a CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab.compile.fused_linears import FuseLinears
+
+# What importing Inductor says of torch's own modules.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
+transformers = pytest.importorskip("transformers")
+PASS = "post_grad_custom_pre_pass"
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def test_what_is_set():
+    model = llama()
+    said = ao_lab.prepare_for_generate_(model)
+    config = model.generation_config
+    assert config.cache_implementation == "static"
+    made = config.compile_config
+    assert (made.mode, made.backend, made.options["triton.cudagraphs"]) == (None, "inductor", True)
+    assert isinstance(made.options[PASS], FuseLinears)
+    assert set(ao_lab.compile_options()) < set(made.options)
+    assert (said.cache, said.before, said.options) == ("static", None, tuple(sorted(made.options)))
+    assert str(said) == (
+        "generate() has a static cache (before: None) and is compiled by transformers, on GPUs alone, with the options "
+        + ", ".join(sorted(made.options))
+    )
+    config.validate()
+    torch.compile(model, **made.to_dict())  # torch takes them, before it compiles anything
+
+
+def test_twice_is_once():
+    """A copy, which each call of `generate` makes, is equal too: else transformers would compile in each."""
+    model = llama()
+    ao_lab.prepare_for_generate_(model)
+    first = model.generation_config.compile_config
+    said = ao_lab.prepare_for_generate_(model)
+    assert said.before == said.cache == "static"
+    assert "as before" in str(said)
+    assert model.generation_config.compile_config == first == copy.deepcopy(first)
+    other = llama()
+    ao_lab.prepare_for_generate_(other)
+    assert other.generation_config.compile_config == first
+
+
+def test_what_was_set_stays():
+    model = llama()
+    options = {"max_autotune": True, "epilogue_fusion": False}
+    given = transformers.CompileConfig(mode="default", dynamic=False, fullgraph=True, options=options)
+    model.generation_config.compile_config, model.generation_config.disable_compile = given, True
+    model.generation_config.cache_implementation = "offloaded_static"
+    assert ao_lab.prepare_for_generate_(model).cache == "offloaded_static"
+    config = model.generation_config
+    made = config.compile_config
+    assert (made.dynamic, made.fullgraph, made.mode, config.disable_compile) == (False, True, None, False)
+    assert made.options.items() >= options.items()
+    assert "triton.cudagraphs" not in made.options  # its mode has none
+    assert (given.mode, given.options) == ("default", options)
+
+
+def test_other_models_caches_and_backends_are_refused():
+    with pytest.raises(TypeError, match=r"generation_config, got Linear; .*compile_options"):
+        ao_lab.prepare_for_generate_(nn.Linear(2, 2))
+    model = llama()
+    model.generation_config.cache_implementation = "quantized"
+    with pytest.raises(ValueError, match="cache_implementation='quantized'"):
+        ao_lab.prepare_for_generate_(model)
+    model = llama()
+    model.generation_config.compile_config = transformers.CompileConfig(backend="eager")
+    with pytest.raises(ValueError, match="backend 'eager'"):
+        ao_lab.prepare_for_generate_(model)
+    assert model.generation_config.cache_implementation is None
+
+
+def test_the_settings_are_not_saved(tmp_path):
+    """They hold functions; transformers leaves a compile_config out of files."""
+    model = llama()
+    ao_lab.prepare_for_generate_(model)
+    model.save_pretrained(tmp_path)
+    assert PASS not in (tmp_path / "generation_config.json").read_text()
+    assert "FuseLinears" in repr(model.generation_config)
+    hash(model.generation_config)
+
+
+def test_generate():
+    """The same tokens; compiled once for two calls; products were joined."""
+    from torch._inductor.utils import fresh_cache
+
+    model, prompt = llama(), torch.arange(3, 9)[None]
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+    options = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+    }
+    wanted = model.generate(prompt, **options)
+    ao_lab.prepare_for_generate_(model)
+    made = model.generation_config.compile_config
+    made._compile_all_devices = True
+    seen, original = [], FuseLinears.__call__
+
+    def noted(self, graph):
+        original(self, graph)
+        seen.append([str(node.target) for node in graph.nodes])
+
+    with pytest.MonkeyPatch.context() as patch, fresh_cache():
+        patch.setattr(FuseLinears, "__call__", noted)
+        assert torch.equal(model.generate(prompt, **options), wanted)
+        compiled, count = model._compiled_call, len(seen)
+        assert torch.equal(model.generate(prompt, **options), wanted)
+    assert model._compiled_call is compiled
+    assert len(seen) == count > 0
+    assert any("ao_lab" in target for target in seen[-1]), seen[-1]

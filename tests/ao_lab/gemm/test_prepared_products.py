@@ -1,0 +1,263 @@
+"""Products that a weight keeps prepared: the launches of the ordinary call, and that call wherever something differs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ao_lab
+from ao_lab import QuantizedTensor
+from ao_lab.gemm import choices, select
+from ao_lab.gemm.problem import Choice, Problem
+from ao_lab.tensor import prepared_products
+from ao_lab.tensor.prepared_products import MOST_SHAPES, PROGRAMS
+from fast.kernels.launch import direct
+from fast.kernels.launch.call import Call
+from tests.fast.kernels.compiling.recorded_launches import Flat, Nested, Recorded
+
+WIDTH, ROWS = 512, 256
+CONFIGS = {
+    "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
+    "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
+    "int8 by int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+    "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
+    "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
+}
+
+
+@pytest.fixture(params=[Flat, Nested])
+def gpu(monkeypatch, request):
+    """CPU tensors that pass for a GPU's."""
+    monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
+    monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    recorded = Recorded(monkeypatch, request.param)
+    recorded.calls = []
+    original = Call.__call__
+
+    def noted(self, *inputs):
+        recorded.calls.append(self)
+        return original(self, *inputs)
+
+    monkeypatch.setattr(Call, "__call__", noted)
+    return recorded
+
+
+def layer(name="int4", bias=False, seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
+    ao_lab.quantize_(net, CONFIGS[name]())
+    return net[0]
+
+
+def inputs(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, WIDTH, dtype=dtype)
+
+
+def kept(one):
+    """What a layer's weight keeps prepared."""
+    return vars(one.weight)["_settled"].get(PROGRAMS)
+
+
+def run(gpu, one, x):
+    """The result, how many calls were looked up, and the launches."""
+    before, calls = len(gpu.straight), len(gpu.calls)
+    with torch.no_grad():
+        y = one(x)
+    return y, len(gpu.calls) - calls, gpu.straight[before:]
+
+
+#: Several rows of codes are torch's product.
+SHAPES = {name: [(), (1,), (1, 1), *([(4,), (2, 3)] if name in ("int4", "int8") else [])] for name in CONFIGS}
+
+
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in SHAPES for shape in SHAPES[name]])
+@pytest.mark.parametrize("bias", [False, True])
+def test_launches_are_those_of_the_call(gpu, name, bias, shape):
+    """The same kernels with the same arguments, but for memory that is made anew."""
+    one = layer(name, bias)
+    run(gpu, one, inputs(*shape))
+    programs, x = kept(one).programs, inputs(*shape)
+    (known,) = programs.items()
+    programs[known[0]] = None
+    _, looked_up, ordinary = run(gpu, one, x)
+    assert looked_up == len(ordinary) > 0
+    programs.update([known])
+    y, looked_up, launches = run(gpu, one, x)
+    assert looked_up == 0
+    assert y.shape == (*shape, ROWS)
+    assert y.dtype == x.dtype
+    assert y.is_contiguous()
+    parts = [part.data_ptr() for part in one.weight.parts.values() if part is not None]
+    fixed = {x.data_ptr(), *parts, *([one.bias.data_ptr()] if bias else [])}
+    assert [given(one, fixed) for one in launches] == [given(one, fixed) for one in ordinary]
+    assert y.data_ptr() in launches[-1]
+    assert fixed <= {value for launch in launches for value in launch if isinstance(value, int)}
+
+
+def given(launch, fixed):
+    """Arguments, with a mark for addresses of memory that a call makes."""
+    least = 1 << 32
+    made = [isinstance(value, int) and value > least and value not in fixed for value in launch]
+    return ["made" if new else value for value, new in zip(launch, made, strict=True)]
+
+
+def test_the_codes_of_inputs_are_those_that_are_multiplied(gpu):
+    """What the first launch writes is what the second one reads."""
+    one = layer("float8 by float8")
+    run(gpu, one, inputs(1))
+    _, _, launches = run(gpu, one, inputs(1))
+    made = [{v for v in launch if isinstance(v, int) and v > 1 << 32} for launch in launches]
+    parts = {part.data_ptr() for part in one.weight.parts.values() if part is not None}
+    assert len(made) == 2
+    assert len(made[0] & made[1]) == 2  # codes and scales
+    assert parts <= made[1]
+    assert not parts & made[0]
+
+
+def unaligned(x):
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
+OTHERS = {
+    "another shape": lambda x: inputs(2),
+    "another dtype": lambda x: x.half(),
+    "an odd address": unaligned,
+    "other strides": lambda x: torch.cat([x, x], 1)[:, ::2],
+    "a negative view": lambda x: torch._neg_view(x),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_inputs_are_looked_up(gpu, other):
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    assert run(gpu, one, x)[1] == 0
+    before = sum(gpu.counts())
+    with torch.no_grad():
+        program = kept(one)(OTHERS[other](x), None)
+    assert program is None
+    assert sum(gpu.counts()) == before
+    y, *_ = run(gpu, one, OTHERS[other](x))
+    assert sum(gpu.counts()) > before
+    assert y.shape[-1] == ROWS
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_of_no_memory_are_not_multiplied(gpu):
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    assert kept(one)(x.to_sparse(), None) is None
+    nested = torch.nested.nested_tensor([x[0], x[0]])
+    with torch.no_grad(), pytest.raises((TypeError, RuntimeError)):
+        one(nested)
+
+
+def test_other_biases_are_looked_up(gpu):
+    one = layer(bias=True)
+    run(gpu, one, inputs(1))
+    prepared = kept(one)
+    x = inputs(1)
+    assert prepared(x, one.bias) is not None
+    for bias in (None, one.bias.float(), unaligned(one.bias), torch.stack([one.bias] * 2, 1)[:, 0]):
+        assert prepared(x, bias) is None
+
+
+def test_parts_are_read_where_they_lie(gpu):
+    """In place, in other memory, and exchanged."""
+    one, other = layer(), layer(seed=1)
+    x = inputs(1)
+    run(gpu, one, x)
+    one.weight.codes.data = one.weight.codes.clone()
+    _, looked_up, launches = run(gpu, one, x)
+    assert looked_up == 0
+    assert one.weight.codes.data_ptr() in launches[0]
+    one.weight.codes.data = unaligned(one.weight.codes)
+    assert kept(one)(x, None) is None
+    one, was = layer(), kept(one)
+    run(gpu, one, x)
+    one.weight.data = other.weight.data
+    assert "_settled" not in vars(one.weight)
+    run(gpu, one, x)
+    _, looked_up, launches = run(gpu, one, x)
+    assert looked_up == 0
+    assert other.weight.codes.data_ptr() in launches[0]
+    assert was is not kept(one)
+
+
+def test_a_copy_prepares_its_own(gpu):
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    twin = copy.deepcopy(one)
+    run(gpu, twin, x)
+    _, looked_up, launches = run(gpu, twin, x)
+    assert looked_up == 0
+    assert twin.weight.codes.data_ptr() in launches[0]
+    assert one.weight.codes.data_ptr() not in launches[0]
+
+
+def test_listeners_hear(gpu, monkeypatch):
+    """Hooks of Triton, modes of torch, and gradients."""
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    monkeypatch.setattr(direct.HOOKS, "launch_enter_hook", lambda *given: None)
+    before = gpu.counts()
+    run(gpu, one, x)
+    assert gpu.counts() == (before[0] + 1, before[1])
+    monkeypatch.undo()
+
+
+def test_modes_see_the_product(gpu):
+    one, x, seen = layer(), inputs(1), []
+    run(gpu, one, x)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Mode():
+        one(x)
+    assert seen
+
+
+def test_choices_are_followed(gpu, monkeypatch):
+    """What is tuned later, and what is pinned then."""
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    device = x.device
+    monkeypatch.setattr(choices, "_tables", {device: choices.Choices("one")})
+    keys = select.inference_keys(one.weight)
+    problem = Problem("inference", *keys, ROWS, WIDTH, 1, str(x.dtype), "", "", 0)
+    choices.choices_for(device).add(Choice(problem, "dequantize"))
+    seen = []
+    monkeypatch.setattr(
+        QuantizedTensor,
+        "dequantize",
+        lambda self, dtype: seen.append(dtype) or torch.zeros(WIDTH, ROWS, dtype=dtype),
+    )
+    run(gpu, one, x)
+    run(gpu, one, x)
+    assert len(seen) == 2
+    with choices.default_choices():
+        _, looked_up, launches = run(gpu, one, x)
+    assert (looked_up, len(launches)) == (1, 1)
+    run(gpu, one, x)
+    assert len(seen) == 3
+    choices.changed()
+
+
+def test_shapes_that_are_kept_are_few(gpu):
+    one = layer()
+    for rows in range(1, 140):
+        run(gpu, one, inputs(rows))
+    assert len(kept(one).programs) <= MOST_SHAPES
+
+
+def test_nothing_is_prepared_on_a_cpu():
+    one = layer()
+    with torch.no_grad():
+        one(inputs(1))
+    assert kept(one) is None
