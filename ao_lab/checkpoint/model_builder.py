@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-import ao_lab.tensor.prepared_products  # noqa: F401  F.linear of eager inference
+import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.install.extras import needed

@@ -11,9 +11,8 @@ import torch
 
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import select_kernel
-from fast.matmul.weights import takes_codes
-from fast.prepared.products import prepared_linear, prepared_linear_of_codes
+from ao_lab.gemm.select import PRESHUFFLED, multiplies_codes, select_kernel
+from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
 from fast.prepared.program import Program
 
 #: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
@@ -37,17 +36,19 @@ def prepared_product(
 def _fused(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Program | None:
+    if w.meta.layout == PRESHUFFLED:
+        return prepared_linear_small(x, w.stored, bias, shape)
     return prepared_linear(x, w.quantized, bias, shape)
 
 
 def _codes(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Program | None:
-    """Of one row, which is multiplied as codes where a kernel takes them."""
-    scheme, stored = w.recipe.activation, w.quantized
-    if scheme is None or x.shape[0] != 1 or not takes_codes(scheme.key, w.scheme.key, stored.shape, x.dtype):
+    """Of rows that are multiplied as codes."""
+    scheme = w.recipe.activation
+    if scheme is None or not multiplies_codes(x, w):
         return None
-    return prepared_linear_of_codes(x, stored, bias, shape, scheme, w.input_scales)
+    return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales)
 
 
 #: By the names of `select.PRODUCTS`.

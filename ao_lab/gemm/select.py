@@ -233,7 +233,7 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     inputs = quantized_input(x, w, _activation(w))
-    if _are_integer_codes(x, w):
+    if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     weight = w.codes.view(torch.int8)
     sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
@@ -255,6 +255,13 @@ def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
         rows = length = STEP_CODES if length % STEP_CODES == 0 else 1
     able = _capability(w.device.index or 0) >= OLDEST
     return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
+
+
+def multiplies_codes(x: torch.Tensor, w: QuantizedWeight) -> bool:
+    """Whether kernels "int8" and "scaled_mm" are `linear_of_codes` for these inputs."""
+    if w.scheme.element == "int8":
+        return _are_integer_codes(x, w)
+    return _is_one_row(x, w) or _are_few_rows(x, w)
 
 
 def _are_integer_codes(x: torch.Tensor, w: QuantizedWeight) -> bool:
@@ -309,7 +316,7 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return _dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
-    if _is_one_row(x, w) or _are_few_rows(x, w):
+    if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
     scale_a, scale_b = inputs.scale, _row(w.scale)
@@ -410,6 +417,7 @@ __all__ = [
     "grouped_product",
     "inference_keys",
     "most_fused_rows",
+    "multiplies_codes",
     "product",
     "select_kernel",
     "select_product",

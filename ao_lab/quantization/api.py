@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import ao_lab.tensor.prepared_products  # noqa: F401  F.linear of eager inference
+import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.calibration.hooks import unwatch
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig

@@ -14,7 +14,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 def preshuffle(model: nn.Module) -> bool:
     """Make of each quantized weight what `ao_lab.tensor.preshuffled.for_products` says; whether any is another one now.
 
-    One after the other, in every place that has it. Tables that are only looked up in stay, as do weights of layers that train.
+    One after the other, in every place that has it. Tables that are looked up in stay, tied ones
+    too, as do weights of layers that train.
     """
     changed = False
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -25,7 +26,7 @@ def preshuffle(model: nn.Module) -> bool:
                 places.setdefault(id(parameter), []).append((module, name))
     for each in places.values():
         modules = [module for module, _ in each]
-        if all(isinstance(m, nn.Embedding) for m in modules) or any(map(training_state, modules)):
+        if any(isinstance(m, nn.Embedding) for m in modules) or any(map(training_state, modules)):
             continue
         weight: Any = each[0][0]._parameters[each[0][1]]
         made = for_products(weight)

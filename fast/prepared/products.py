@@ -1,4 +1,4 @@
-"""`fast.linear`, and `fast.linear_of_codes` of inputs that are quantized first, as a `Program`."""
+"""`fast.linear`, `linear_small`, and `fast.linear_of_codes` of inputs that are quantized first, as a `Program`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from fast.kernels.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear_ops import LINEAR
+from fast.matmul.preshuffled.ops import LINEAR_SMALL
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
 from fast.quantize.ops import QUANTIZE, operands_of
 from fast.quantize.quantize import quantize
@@ -22,6 +23,17 @@ def prepared_linear(
     call = cache.find(cache.key_of(LINEAR.name, w.scheme, cache.settings(w), operands))
     steps = Steps(*operands[1:5])
     result = steps.add(call, (X, *map(steps.place, operands[1:5]), ABSENT if bias is None else BIAS))
+    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+
+
+def prepared_linear_small(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Program | None:
+    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear.linear_small`)."""
+    operands = (x, w.codes, w.scale, w.zero, bias)
+    call = cache.find(cache.key_of(LINEAR_SMALL.name, w.scheme, (tuple(w.shape),), operands))
+    steps = Steps(*operands[1:4])
+    result = steps.add(call, (X, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
     return Program(steps, result, shape, x.device) if isinstance(result, int) else None
 
 
@@ -51,4 +63,4 @@ def prepared_linear_of_codes(
     return Program(steps, result, shape, x.device) if isinstance(result, int) else None
 
 
-__all__ = ["prepared_linear", "prepared_linear_of_codes"]
+__all__ = ["prepared_linear", "prepared_linear_of_codes", "prepared_linear_small"]

@@ -18,7 +18,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-import ao_lab.tensor.prepared_products  # noqa: F401  F.linear of eager inference
+import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
 from ao_lab.checkpoint.native_layout import METHOD
 from ao_lab.checkpoint.transformers.config import HfConfig

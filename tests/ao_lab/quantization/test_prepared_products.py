@@ -11,13 +11,15 @@ import ao_lab
 from ao_lab import QuantizedTensor
 from ao_lab.gemm import choices, select
 from ao_lab.gemm.problem import Choice, Problem
-from ao_lab.tensor import prepared_products
-from ao_lab.tensor.prepared_products import MOST_SHAPES, PROGRAMS
+from ao_lab.quantization import prepared_products
+from ao_lab.quantization.prepared_products import MOST_SHAPES, PROGRAMS
 from fast.kernels.launch import direct
 from fast.kernels.launch.call import Call
 from tests.fast.kernels.compiling.recorded_launches import Flat, Nested, Recorded
 
 WIDTH, ROWS = 512, 256
+#: The end of a configuration's name whose weights are in that layout.
+PRESHUFFLED = ", preshuffled"
 CONFIGS = {
     "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
     "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
@@ -48,7 +50,9 @@ def gpu(monkeypatch, request):
 def layer(name="int4", bias=False, seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
-    ao_lab.quantize_(net, CONFIGS[name]())
+    ao_lab.quantize_(net, CONFIGS[name.removesuffix(PRESHUFFLED)]())
+    if name.endswith(PRESHUFFLED):
+        net[0].weight = nn.Parameter(net[0].weight.to_layout("preshuffled"), requires_grad=False)
     return net[0]
 
 
@@ -66,11 +70,20 @@ def run(gpu, one, x):
     before, calls = len(gpu.straight), len(gpu.calls)
     with torch.no_grad():
         y = one(x)
-    return y, len(gpu.calls) - calls, gpu.straight[before:]
+    return y, len(gpu.calls) - calls, [addresses(launch) for launch in gpu.straight[before:]]
 
 
-#: Several rows of codes are torch's product.
-SHAPES = {name: [(), (1,), (1, 1), *([(4,), (2, 3)] if name in ("int4", "int8") else [])] for name in CONFIGS}
+def addresses(launch):
+    """Arguments, of descriptors where their matrices begin."""
+    return [value.base.data_ptr() if hasattr(value, "base") else value for value in launch]
+
+
+#: Several rows of codes are torch's product, or go by descriptors (`tests/fast/kernels/test_scaled_mm.py`).
+SEVERAL = ("int4", "int8", f"int8{PRESHUFFLED}")
+SHAPES = {
+    name: [(), (1,), (1, 1), *([(4,), (2, 3)] if name in SEVERAL else [])]
+    for name in dict.fromkeys([*CONFIGS, *SEVERAL])
+}
 
 
 @pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in SHAPES for shape in SHAPES[name]])
@@ -83,7 +96,7 @@ def test_launches_are_those_of_the_call(gpu, name, bias, shape):
     (known,) = programs.items()
     programs[known[0]] = None
     _, looked_up, ordinary = run(gpu, one, x)
-    assert looked_up == len(ordinary) > 0
+    assert 0 < looked_up <= len(ordinary)
     programs.update([known])
     y, looked_up, launches = run(gpu, one, x)
     assert looked_up == 0
