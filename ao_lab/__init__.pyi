@@ -60,6 +60,7 @@ from ao_lab.config.mx import (
 )
 from ao_lab.config.mx import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
 from ao_lab.config.recipe import Recipe as Recipe
+from ao_lab.config.recipe import SparseRecipe as SparseRecipe
 from ao_lab.config.torchao import as_torchao as as_torchao
 from ao_lab.interop.torch_dtypes import NativeParts as NativeParts
 from ao_lab.interop.torch_dtypes import from_native as from_native

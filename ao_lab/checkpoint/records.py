@@ -22,10 +22,10 @@ from ao_lab.checkpoint.io.strict_json import parsed_object, shown
 from ao_lab.checkpoint.io.weight_specs import INPUT_SPECS, Specs, own_specs
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
-from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, Meta, meta_from, stored_shape
+from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, Meta, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.tensor.sparse.compress import check_stored
-from ao_lab.tensor.sparse.metadata import LAYOUT
+from ao_lab.tensor.sparse.metadata import LAYOUT, sparse_meta_from
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import flat_size
@@ -224,7 +224,7 @@ def _description(index: int, given: Any, folder: Folder) -> Meta:
             )
         if given["version"] < 1:
             raise ValueError(f"version is a count from 1, got {given['version']}")
-        return meta_from(given)
+        return sparse_meta_from(given)
     except (ValueError, TypeError) as error:
         where = f"recipe {index} of the records of {folder.path}"
         raise ValueError(f"{where}: {error}; fetch or write the folder again") from error

@@ -10,9 +10,10 @@ in them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="to
 `activation_scheme=` for the input; `reference.schemes.torchao` says which record is which class's.
 
 Five keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
-`kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`), and `axis`, along which blocks run: by default (None) the
-contraction axis of each weight (-1 for nn.Linear; for batched experts found from the module, -2 where they are stored as
-(experts, in, out)), and `sparsity`: "2:4" stores weights that are 2:4 already, as `ao_lab.sparsify_` makes them, as their kept
+`kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`, or of its `SPARSE_KERNELS` beside `sparsity`), and `axis`, along
+which blocks run: by default (None) the contraction axis of each weight (-1 for nn.Linear; for batched experts found from the
+module, -2 where they are stored as (experts, in, out)), and `sparsity`: "2:4" stores weights that are 2:4 already, as
+`ao_lab.sparsify_` makes them, as their kept
 codes and the places of these (`ao_lab.tensor.sparse`); what torchao asked for by a layout. `set_inductor_config` and `version`
 are accepted and mean nothing: no global setting is touched, and there is one version. Parameters that choose a memory layout of
 torchao's kernels, or an algorithm that is not here, raise ValueError unless they ask for what is done anyway.
@@ -23,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ao_lab.config.recipe import Recipe, named
+from ao_lab.config.recipe import Recipe, named, recipe_of
 from ao_lab.config.storage import check_sparsity
 from reference import Scales, Scheme
 
@@ -78,7 +79,7 @@ class Config:
         if known is None:
             weight = named(self.scheme) or self._weight()
             activation = named(self.activation_scheme) or self._activation()
-            known = self.__dict__["_recipe"] = Recipe(
+            known = self.__dict__["_recipe"] = recipe_of(
                 weight=weight, activation=activation, kernel=self.kernel
             )
         return known

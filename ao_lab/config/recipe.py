@@ -17,10 +17,10 @@ from reference.schemes.default_schemes import stretched_scheme
 from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
 from reference.schemes.torchao import torchao_integer
 
-#: Kernels that multiply weights in 2:4 storage and no others (`ao_lab.gemm.sparse`).
-SPARSE_KERNELS = ("cusparselt", "sparse_int4", "sparse_wgmma")
 #: What `Recipe.kernel` may say; `ao_lab.gemm.select` has the functions.
-KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference", *SPARSE_KERNELS)
+KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
+#: What `SparseRecipe.kernel` may say: those that multiply weights in 2:4 storage and no others (`ao_lab.gemm.sparse`).
+SPARSE_KERNELS = ("cusparselt", "sparse_int4", "sparse_wgmma")
 ACCUMULATIONS = ("exact", "blocked", "hopper_fp8")
 
 
@@ -43,6 +43,30 @@ class Recipe:
     def __str__(self) -> str:
         inputs = "" if self.activation is None else f" x {self.activation.name}"
         return self.weight.name + inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRecipe(Recipe):
+    """How a layer runs by a kernel that multiplies its weight in 2:4 storage alone; a dense one's product is a ValueError."""
+
+    kernel: str
+
+    def __post_init__(self) -> None:
+        choice(self.kernel, SPARSE_KERNELS, "kernel")
+        choice(self.accumulation, ACCUMULATIONS, "accumulation")
+
+
+def recipe_of(*, kernel: str, **others: Any) -> Recipe:
+    """A recipe with these fields: a `SparseRecipe` where the kernel is one of 2:4 storage. ValueError for other names."""
+    if kernel in SPARSE_KERNELS:
+        return SparseRecipe(kernel=kernel, **others)
+    choice(kernel, (*KERNELS, *SPARSE_KERNELS), "kernel")
+    return Recipe(kernel=kernel, **others)
+
+
+def changed_recipe(recipe: Recipe, **changes: Any) -> Recipe:
+    """A recipe with other fields, for instance another kernel; of the class that the kernel asks for."""
+    return recipe_of(**{f.name: getattr(recipe, f.name) for f in fields(Recipe)} | changes)
 
 
 def registered(scheme: Scheme) -> Scheme:
@@ -160,12 +184,15 @@ __all__ = [
     "KERNELS",
     "SPARSE_KERNELS",
     "Recipe",
+    "SparseRecipe",
     "block_name",
     "cast_scales",
+    "changed_recipe",
     "integer_scheme",
     "named",
     "numerics",
     "power_of_two_outer",
+    "recipe_of",
     "registered",
     "stretched",
 ]

@@ -20,8 +20,7 @@ ValueError. Nothing is measured here.
 
 A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and `reference`
 take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default for int4 weights, on
-Hopper `sparse_wgmma` for int8 by int8 and float8 by float8; cuSPARSELt's, and `sparse_wgmma` of 16-bit elements, are what
-`ao_lab.tune` may choose.
+Hopper `sparse_wgmma` for int8, float8 and 16-bit elements; cuSPARSELt's is what `ao_lab.tune` may choose.
 
 A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products (those
 that autograd makes for the input's gradient) take the operands as they are.
@@ -66,20 +65,12 @@ PRESHUFFLED = "preshuffled"
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
 
 
-def _any_weight(w: QuantizedWeight) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype.
-
-    is_default: whether "auto" takes it, in its place among the kernels, for a weight that it takes and nothing was tuned for.
-    """
+    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
 
     run: Product
     unsupported_reason: UnsupportedReason
-    is_default: Callable[[QuantizedWeight], bool] = _any_weight
 
 
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,11 +110,7 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
         chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
         if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:
             return chosen
-    return next(
-        name
-        for name, kernel in PRODUCTS.items()
-        if kernel.is_default(w) and kernel.unsupported_reason(w, dtype) is None
-    )
+    return next(name for name, kernel in PRODUCTS.items() if kernel.unsupported_reason(w, dtype) is None)
 
 
 def inference_keys(w: QuantizedWeight) -> tuple[str, str]:

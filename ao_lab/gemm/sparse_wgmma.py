@@ -1,10 +1,9 @@
-"""The product of a 2:4 weight by Hopper's sparse tensor cores (`fast.linear_sparse`): the default there for int8 by int8 and
-float8 by float8, of any number of rows; of 16-bit elements a candidate of `ao_lab.tune`.
+"""The product of a 2:4 weight by Hopper's sparse tensor cores (`fast.linear_sparse`): the default there, of any number of rows.
 
-At 4096x4096 and 128 rows an H200 took 27.5 us for int8 and 27.1 for float8, where dequantizing took 42.6 and 41.9 and
-cuSPARSELt 47.6 and 27.7; of bfloat16 cuSPARSELt was quickest (25.8, this 27.7, dequantizing 32.0). Of 16 to 8192 rows by a
-float8 weight (8192, 8192) it took 13.3 to 576 us: less than to write that weight dense in bfloat16 (28 us at 4.8 TB/s), and
-of 8192 rows to multiply it (1112 us at 989 TFLOP/s).
+At 4096x4096 and 128 rows an H200 took 27.5 us for int8, 27.1 for float8 and 27.7 for bfloat16, where dequantizing took 42.6,
+41.9 and 32.0 and cuSPARSELt 47.6, 27.7 and 25.8: of 16-bit elements `ao_lab.tune` may find cuSPARSELt quicker. Of 16 to 8192
+rows by a weight (8192, 8192) it took 13.3 to 576 us (float8) and 22.3 to 1040 (bfloat16): less than to write that weight dense
+in bfloat16 (28 us at 4.8 TB/s), and of 8192 rows to multiply it (1112 us at 989 TFLOP/s).
 
 Scales of rows and columns and the bias are applied on the way out, in float32, before the one rounding to the output's dtype:
 
@@ -73,11 +72,6 @@ def _device_reason(w: QuantizedWeight) -> str | None:
     return device_reason(w, HOPPER, later=False) or missing_compiler()
 
 
-def is_default(w: QuantizedWeight) -> bool:
-    """Whether "auto" takes it where nothing was tuned: elements of 8 bits."""
-    return w.scheme.element in CODES
-
-
 def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K) times w (K, N), plus bias (N), in x's dtype."""
     metadata: torch.Tensor = w.metadata  # type: ignore[attr-defined]
@@ -114,6 +108,6 @@ def _fake(x: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element:
 
 
 product_of = traceable("sparse_wgmma_mm", _product, _fake)
-enter(NAME, Kernel(run, unsupported_reason, is_default), before="dequantize")
+enter(NAME, Kernel(run, unsupported_reason), before="dequantize")
 
-__all__ = ["NAME", "is_default", "product_of", "run", "unsupported_reason"]
+__all__ = ["NAME", "product_of", "run", "unsupported_reason"]

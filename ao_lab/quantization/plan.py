@@ -7,7 +7,7 @@ does not take a weight raises, as do filters and patterns that match nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.config.recipe import Recipe
+from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.quantization.modules import (
     check_model,
@@ -185,7 +185,7 @@ def _entered(
     full, module, name = place
     recipe, transposed = config.recipe(), is_transposed(module)
     if isinstance(module, nn.Embedding):
-        recipe = replace(recipe, activation=None, kernel="auto")
+        recipe = changed_recipe(recipe, activation=None, kernel="auto")
     _refuse_plain_elements(full, parameter)
     reason = unsupported_reason(module, name, parameter) or (
         ALREADY if isinstance(parameter, QuantizedTensor) else None

@@ -6,13 +6,15 @@ dense weight of this shape does not hold for it, and reports say at once how it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from ao_lab.config.recipe import Recipe, numerics, registered
-from ao_lab.tensor.metadata import PARTS, Meta
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, changed_recipe, numerics, registered
+from ao_lab.tensor.metadata import PARTS, Meta, meta_from
 from reference import SCHEMES, Scheme
 
 #: `Meta.layout` of these tensors, and the pattern that they store.
@@ -50,6 +52,24 @@ def dense_recipe(recipe: Recipe) -> Recipe:
     return replace(recipe, weight=dense_scheme(recipe.weight))
 
 
+def any_kernel(recipe: Recipe) -> Recipe:
+    """The recipe with kernel "auto" in place of one that multiplies 2:4 storage alone; itself where it names none of those."""
+    return changed_recipe(recipe, kernel="auto") if recipe.kernel in SPARSE_KERNELS else recipe
+
+
+def sparse_meta_from(fields: Mapping[str, Any]) -> Meta:
+    """`meta_from`, also of 2:4 weights whose recipe names a kernel of their own; ValueError where a dense one's does."""
+    kernel = fields["kernel"]
+    if kernel not in SPARSE_KERNELS:
+        return meta_from(fields)
+    meta = meta_from({**fields, "kernel": "auto"})
+    if meta.layout != LAYOUT:
+        raise ValueError(
+            f"kernel {kernel!r} multiplies weights in {LAYOUT} storage alone, this one's is {meta.layout!r}"
+        )
+    return replace(meta, recipe=changed_recipe(meta.recipe, kernel=kernel))
+
+
 def swapped_orientation(meta: Meta) -> Meta:
     """Of the transposed tensor: groups are stored along the last axis always, so the blocks' axis says which way round it is
     read."""
@@ -81,11 +101,13 @@ __all__ = [
     "COLUMNS",
     "LAYOUT",
     "SPARSE_PARTS",
+    "any_kernel",
     "dense_recipe",
     "dense_scheme",
     "received",
     "sent",
     "signed",
+    "sparse_meta_from",
     "sparse_recipe",
     "sparse_scheme",
     "swapped_orientation",

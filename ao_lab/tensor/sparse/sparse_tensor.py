@@ -29,19 +29,21 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.config.recipe import SPARSE_KERNELS
+from ao_lab.config.recipe import changed_recipe
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
 from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
 from ao_lab.gemm import sparse_wgmma as sparse_wgmma  # enters its product
-from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from, swapped
+from ao_lab.tensor.metadata import PARTS, Meta, described, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compressed_codes import dense_codes
 from ao_lab.tensor.sparse.metadata import (
     LAYOUT,
     SPARSE_PARTS,
+    any_kernel,
     dense_recipe,
     dense_scheme,
     signed,
+    sparse_meta_from,
     swapped_orientation,
     unsigned,
 )
@@ -127,13 +129,16 @@ class SparseQuantizedTensor(QuantizedTensor):
     def to_dense(self) -> QuantizedTensor:  # type: ignore[override]  # of a torch.sparse tensor, with other arguments
         """The dense equivalent as a `QuantizedTensor`, in the same orientation; kernels of 2:4 weights become "auto"."""
         self.check_shaped()
-        recipe = dense_recipe(self.recipe)
-        recipe = replace(recipe, kernel="auto") if recipe.kernel in SPARSE_KERNELS else recipe
+        recipe = any_kernel(dense_recipe(self.recipe))
         q = self.dense_stored()
         parts = {**{name: getattr(self, name) for name in PARTS}, "codes": q.codes}
         meta = replace(self.meta, recipe=recipe, layout="plain", axis=-1)
         dense = QuantizedTensor(parts, meta, self.stored_shape)
         return dense.transposed() if self.turned else dense
+
+    def with_recipe(self, **changes: Any) -> SparseQuantizedTensor:
+        """The same parts under a recipe with other fields, for instance kernel="sparse_wgmma"."""
+        return self.remade(self.parts, recipe=changed_recipe(self.recipe, **changes))
 
     def remade(
         self, parts: Mapping[str, torch.Tensor | None], shape: Sequence[int] | None = None, **changes: Any
@@ -196,7 +201,7 @@ def rebuilt_sparse(
 ) -> Any:
     """What `SparseQuantizedTensor.__reduce_ex__` took apart."""
     parts = {name: part if part is None else unsigned(part) for name, part in parts.items()}
-    result = SparseQuantizedTensor(parts, meta_from(fields), shape)
+    result = SparseQuantizedTensor(parts, sparse_meta_from(fields), shape)
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
 
 

@@ -60,12 +60,11 @@ def inputs(rows, dtype=BF16):
 
 
 @pytest.mark.parametrize(("scheme", "activation", "dtype"), TAKEN)
-def test_what_it_takes_and_that_it_is_the_default_of_8_bits(scheme, activation, dtype, kernels):
-    """Of any number of rows; weights of 16 bits, and of schemes that it does not take, stay with "dequantize"."""
+def test_what_it_takes_and_that_it_is_the_default(scheme, activation, dtype, kernels):
+    """Of any number of rows; schemes that it does not take stay with "dequantize", dense weights with their own."""
     w = weight(scheme, activation).t()
     assert sparse_wgmma.unsupported_reason(w, dtype) is None
-    default = "dequantize" if scheme in sparse_wgmma.PLAIN else "sparse_wgmma"
-    assert {select_kernel(w, dtype, rows) for rows in (None, 1, 16, 8192)} == {default}
+    assert {select_kernel(w, dtype, rows) for rows in (None, 1, 16, 8192)} == {"sparse_wgmma"}
     assert select_kernel(weight("int8_g32", "int8_rowwise").t(), BF16) == "dequantize"
     assert select_kernel(quantized(pruned(64, 128), SCHEMES["int8_rowwise"]).t(), BF16) != "sparse_wgmma"
 

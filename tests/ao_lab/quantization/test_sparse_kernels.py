@@ -4,6 +4,7 @@ The tests for a GPU are taken away where one has to be there; the reference comp
 """
 
 import copy
+import io
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ao_lab import (
     Recipe,
     SchemeConfig,
     SparseQuantizedTensor,
+    SparseRecipe,
     SparsityConfig,
     explain,
     load_pretrained,
@@ -23,9 +25,11 @@ from ao_lab import (
     save_pretrained,
     sparsify_,
 )
-from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS
+from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS, changed_recipe
 from ao_lab.gemm import sparse_int4, sparse_wgmma
 from ao_lab.gemm.select import PRODUCTS
+from ao_lab.tensor.metadata import described
+from ao_lab.tensor.sparse.metadata import sparse_meta_from
 from reference import SCHEMES
 from tests.support.quantized_weights import pruned, same
 
@@ -53,7 +57,7 @@ def config(kernel, **options):
 
 
 def test_every_name_is_that_of_a_kernel():
-    assert set(KERNELS) == {"auto", *PRODUCTS}
+    assert {*KERNELS, *SPARSE_KERNELS} == {"auto", *PRODUCTS}
     for name in SPARSE_KERNELS:
         assert "not in 2:4 storage" in PRODUCTS[name].unsupported_reason(
             quantized(pruned(64, 128), "int8_rowwise").t(), BF16
@@ -107,12 +111,50 @@ def test_what_it_does_not_take_changes_nothing(kernel, lengths, reason):
 
 def test_a_dense_weight_is_refused_by_its_product(gpu):
     """A recipe may name the kernel before the weight is compressed."""
-    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"], kernel="sparse_wgmma")
+    recipe = SparseRecipe(
+        weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"], kernel="sparse_wgmma"
+    )
     dense, x = quantized(pruned(64, 128), recipe), torch.ones(2, 128, dtype=BF16)
     with pytest.raises(ValueError, match="the weight is not in 2:4 storage; these do: int8, "):
         nn.functional.linear(x, dense)
     stored = quantized_compressed(pruned(64, 128), recipe)
     assert same(nn.functional.linear(x, stored), sparse_wgmma.run(x, stored.t(), None))
+
+
+def test_recipes_say_which_storage_their_kernel_takes():
+    recipe = SparseRecipe(weight=SCHEMES["int8_rowwise"], kernel="cusparselt", accumulation="blocked")
+    assert str(recipe) == "int8_rowwise"
+    plain = changed_recipe(recipe, kernel="dequantize")
+    assert (type(plain), plain.weight, plain.accumulation) == (Recipe, recipe.weight, "blocked")
+    assert changed_recipe(plain, kernel="cusparselt") == recipe
+    with pytest.raises(ValueError, match="sparse_wgmma"):
+        changed_recipe(recipe, kernel="sparse")
+    with pytest.raises(ValueError, match="kernel"):
+        SparseRecipe(weight=SCHEMES["int8_rowwise"], kernel="auto")
+    w = quantized_compressed(pruned(64, 128), recipe)
+    assert w.with_recipe(kernel="auto").with_recipe(kernel="cusparselt").recipe == w.recipe
+
+
+def test_embeddings_have_no_kernel(gpu):
+    made = nn.Sequential(nn.Embedding(16, 128), nn.Linear(128, 64)).to(BF16)
+    for weight in (made[0].weight, made[1].weight):
+        weight.data = pruned(*weight.shape).to(BF16)
+    quantize_(made, config("sparse_wgmma", sparsity="2:4"), filter_fn=lambda module, name: True)
+    assert [one.weight.recipe.kernel for one in made] == ["auto", "sparse_wgmma"]
+
+
+def test_pickles_and_broken_descriptions(gpu):
+    w = quantized_compressed(
+        pruned(64, 128), SparseRecipe(weight=SCHEMES["int8_rowwise"], kernel="cusparselt")
+    )
+    file = io.BytesIO()
+    torch.save(w, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)
+    assert again.recipe == w.recipe
+    assert torch.equal(again.codes, w.codes)
+    with pytest.raises(ValueError, match="multiplies weights in 2:4 storage alone, this one's is 'plain'"):
+        sparse_meta_from({**described(w.meta), "layout": "plain"})
 
 
 def test_files_are_read_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
