@@ -3,7 +3,8 @@
     PYTHONPATH=. python tests/gpu/host_time.py [dense int8wo int4wo int8dq]
 
 100 linear layers of 64 x 64, one row of bfloat16, the least of 150 calls. "compiled": by `torch.compile` with a compiler whose
-programs compute nothing, so that what is left are guards and what torch does with inputs. "eager": up to the product, which is
+programs compute nothing, so that what is left are guards and what torch does with inputs; then without the guards that
+`ao_lab.prepare_for_generate_` leaves out, of parts and of all modules. "eager": up to the product, which is
 put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out.
 """
 
@@ -20,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import ao_lab
+from ao_lab.compile.guards import guard_options
 from ao_lab.tensor import matmul_ops
 
 CONFIGS: dict[str, Callable[[], Any] | None] = {
@@ -63,11 +65,13 @@ def least(call: Callable[[], Any]) -> float:
     return min(times[5:]) / LAYERS * 1e6
 
 
-def compiled(name: str) -> float:
-    """Of a compiled call."""
+def compiled(name: str, frozen: bool | None = None) -> float:
+    """Of a compiled call; frozen: with `guard_options`."""
     torch.compiler.reset()
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    call = torch.compile(network(name, WIDTH), fullgraph=True, backend=aot_autograd(fw_compiler=nothing))
+    options = None if frozen is None else guard_options(frozen)
+    backend = aot_autograd(fw_compiler=nothing)
+    call = torch.compile(network(name, WIDTH), fullgraph=True, backend=backend, options=options)
     return least(lambda: call(x))
 
 
@@ -86,7 +90,8 @@ def eager(name: str) -> float:
 def main() -> int:
     """Both, of the configurations that are named, or of all."""
     for name in sys.argv[1:] or CONFIGS:
-        times = f"compiled {compiled(name):6.2f} us, eager {eager(name):6.2f} us"
+        guards = " ".join(f"{compiled(name, frozen):6.2f}" for frozen in (None, False, True))
+        times = f"compiled {guards} us, eager {eager(name):6.2f} us"
         sys.stdout.write(f"torch {torch.__version__} {name:7} {times}\n")
         sys.stdout.flush()
     return 0
