@@ -3,16 +3,21 @@
     PYTHONPATH=. python tests/gpu/host_time.py [dense int8wo int4wo int8dq]
 
 100 linear layers of 64 x 64, one row of bfloat16, the least of 150 calls. "compiled": by `torch.compile` with a compiler whose
-programs compute nothing, so that what is left are guards and what torch does with inputs. "eager": up to the product, which is
-put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out.
+programs compute nothing, so that what is left are guards and what torch does with inputs; then without the guards that
+`ao_lab.prepare_for_generate_` leaves out, of parts and of all modules. "eager": up to the product, which is
+put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out. "launched": of CPU
+tensors that pass for a GPU's, all but what the driver does; first looked up as in the first call, then prepared as in all others.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,7 +25,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import ao_lab
-from ao_lab.tensor import matmul_ops
+from ao_lab.compile.guards import guard_options
+from ao_lab.gemm import select
+from ao_lab.tensor import matmul_ops, prepared_products
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from fast import dispatch
+from fast.kernels.launch import cache, direct
+from fast.kernels.launch.launcher import CompiledLaunch
 
 CONFIGS: dict[str, Callable[[], Any] | None] = {
     "dense": None,
@@ -63,11 +74,13 @@ def least(call: Callable[[], Any]) -> float:
     return min(times[5:]) / LAYERS * 1e6
 
 
-def compiled(name: str) -> float:
-    """Of a compiled call."""
+def compiled(name: str, frozen: bool | None = None) -> float:
+    """Of a compiled call; frozen: with `guard_options`."""
     torch.compiler.reset()
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    call = torch.compile(network(name, WIDTH), fullgraph=True, backend=aot_autograd(fw_compiler=nothing))
+    options = None if frozen is None else guard_options(frozen)
+    backend = aot_autograd(fw_compiler=nothing)
+    call = torch.compile(network(name, WIDTH), fullgraph=True, backend=backend, options=options)
     return least(lambda: call(x))
 
 
@@ -83,10 +96,37 @@ def eager(name: str) -> float:
         matmul_ops.select_product = product
 
 
+def launched(name: str) -> tuple[float, float]:
+    """Of a call on a GPU without what the driver does: before `prepared_products` had programs, and with them."""
+
+    def run(self: CompiledLaunch, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
+        signature = (device, *(None if p is None else p.dtype for p in pointers))
+        self.compiled.setdefault(signature, SimpleNamespace(function=lambda stream, addresses: None))
+        return signature
+
+    changes = (
+        (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (direct, "current_device", lambda: -1),
+        (direct, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (cache, "CALLS", {}),
+        (select, "_capability", lambda index: (9, 0)),
+    )  # fmt: skip
+    x, times = torch.ones(1, 1, WIDTH, dtype=torch.bfloat16), []
+    for on_gpu in (False, True):
+        with ExitStack() as stack:
+            for owner, attribute, value in changes:
+                stack.enter_context(mock.patch.object(owner, attribute, value))
+            stack.enter_context(mock.patch.object(prepared_products, "on_gpu", return_value=on_gpu))
+            net = network(name, WIDTH)
+            times.append(least(lambda: net(x)))  # noqa: B023
+    return times[0], times[1]
+
+
 def main() -> int:
     """Both, of the configurations that are named, or of all."""
     for name in sys.argv[1:] or CONFIGS:
-        times = f"compiled {compiled(name):6.2f} us, eager {eager(name):6.2f} us"
+        guards = " ".join(f"{compiled(name, frozen):6.2f}" for frozen in (None, False, True))
+        times = f"compiled {guards} us, eager {eager(name):6.2f} us"
+        if CONFIGS[name] is not None:
+            times += ", launched {:6.2f} {:6.2f} us".format(*launched(name))
         sys.stdout.write(f"torch {torch.__version__} {name:7} {times}\n")
         sys.stdout.flush()
     return 0

@@ -4,10 +4,11 @@
     PYTHONPATH=. python tests/gpu/validate_generate.py --device cpu --divide 32 --layers 1 --new 8 --calls 1
 
 Random weights, each configuration a copy of one bfloat16 model; nothing is switched on but a static cache, with which
-transformers compiles the model (mode "reduce-overhead"). --prepared adds "int4wo-prepared": int4wo after
-`ao_lab.prepare_for_generate_`. A token's time is that between two steps of its loop, the median over
-the last three quarters of each call's steps: the prompt is left out, sampling (argmax) is in. `device` is what kernels take of
-it, by the profiler; what is more than that is the host's. Ratios are to bfloat16 of the same batch and mode in the same run.
+transformers compiles the model (mode "reduce-overhead"). --prepared adds "int4wo-prepared" and "int4wo-frozen": int4wo after
+`ao_lab.prepare_for_generate_`, with frozen=False and True. A token's time is that between two steps of its loop, the median
+over the last three quarters of each call's steps: the prompt is left out, sampling (argmax) is in. `device` is what kernels
+take of it, by the profiler; what is more than that is the host's. Ratios are to bfloat16 of the same batch and mode in the
+same run.
 Rows that do not fit into --budget seconds are left out and said to be. Each row is printed when it is there; if OUT is set,
 all are in $OUT/generate.json.
 """
@@ -37,7 +38,7 @@ CONFIGS = {
     "fp8wo": lambda: ao_lab.Float8WeightOnlyConfig(),
     "fp8dq": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
 }
-PREPARED = "-prepared"
+PREPARED = {"-prepared": False, "-frozen": True}
 PROMPT, HIDDEN, INNER, HEADS, KEYS, WORDS = 32, 4096, 14336, 32, 8, 128256
 
 
@@ -101,11 +102,12 @@ def generation(
 
 def configured(base: Any, name: str) -> Any:
     """A copy of the model in a configuration."""
-    model, make = copy.deepcopy(base), CONFIGS[name.removesuffix(PREPARED)]
+    config, dash, how = name.partition("-")
+    model, make = copy.deepcopy(base), CONFIGS[config]
     if make is not None:
         ao_lab.quantize_(model, make())
-    if name.endswith(PREPARED):
-        print(ao_lab.prepare_for_generate_(model), flush=True)
+    if dash:
+        print(ao_lab.prepare_for_generate_(model, frozen=PREPARED[dash + how]), flush=True)
     return model
 
 
@@ -180,9 +182,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=200.0)
     args = parser.parse_args()
     if args.prepared:
-        args.configs.insert(
-            args.configs.index("int4wo") + 1 if "int4wo" in args.configs else 0, "int4wo" + PREPARED
-        )
+        at = args.configs.index("int4wo") + 1 if "int4wo" in args.configs else 0
+        args.configs[at:at] = ["int4wo" + how for how in PREPARED]
     began, rows, longest = time.perf_counter(), [], 0.0
     base = model_of(args)
     models: dict[str, Any] = {}
