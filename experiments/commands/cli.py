@@ -43,14 +43,14 @@ def reproduce(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training and sparsity: parts "
-            "such as paired or vision; all without."
+            help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training, sparsity and "
+            "linear: parts such as paired, vision or weights; all without."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Of fp8_training and sparsity: start nothing after so many; the same command, here or on another such "
+            help="Of fp8_training, sparsity and linear: start nothing after so many; the same command, here or on another such "
             "machine, goes on with what is missing."
         ),
     ] = None,
@@ -90,7 +90,7 @@ def merge(
     reports: Annotated[Path | None, typer.Option(help="Where to take them in; as for reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take in rows of fp8_training and sparsity that other runs measured at the same time, such as one for each GPU."""
+    """Take in rows of fp8_training, sparsity and linear that other runs measured at the same time, such as one for each GPU."""
     from experiments.commands.merge import run_merge
 
     run_merge(folders, reports, as_json)

@@ -84,7 +84,7 @@ def shared(names: list[str], workers: int) -> dict[str, int]:
     """How many trainings run at once; WrongInput for none, and for experiments whose trainings do not."""
     if workers == 1:
         return {}
-    if names not in ([name] for name in LIMITED) or workers < 1:
+    if names not in ([name] for name in LIMITED if EXPERIMENTS[name].trained) or workers < 1:
         raise WrongInput(
             "--workers is a positive number of processes of one experiment: ao-lab reproduce fp8_training --workers 4"
         )

@@ -29,17 +29,17 @@ def reproduce(
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
     where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` or parts of
-    `fp8_training` or `sparsity` to measure; seconds: after which these two start nothing more; published rows of what is not
-    measured stay. workers: how many of their trainings run at once, in processes. text: the corpus, by default the source of
-    sympy (`experiments.runs.texts` finds others); rows of other corpora stay. Rows that an earlier run measured with the same
-    code are not measured again: however a run ends, the same call goes on; a part of these two also from published rows
-    (`experiments.runs.resume`). ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another
-    process works in the folders; progress goes to stderr.
+    `fp8_training`, `sparsity` or `linear` to measure; seconds: after which these three start nothing more; published rows of
+    what is not measured stay. workers: how many of their trainings run at once, in processes. text: the corpus, by default the
+    source of sympy (`experiments.runs.texts` finds others); rows of other corpora stay. Rows that an earlier run measured with
+    the same code are not measured again: however a run ends, the same call goes on; a part of these three also from published
+    rows (`experiments.runs.resume`). ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where
+    another process works in the folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
     if only and names not in (["decode"], *([name] for name in registry.LIMITED)):
         raise ValueError(
-            "only the tables 'decode', 'fp8_training' and 'sparsity' can be measured in parts; name one alone"
+            f"only the tables {', '.join(map(repr, ('decode', *registry.LIMITED)))} can be measured in parts; name one alone"
         )
     paths = paths or Paths.default()
     settings = settings_for(scale, device, paths.cache)

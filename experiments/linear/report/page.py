@@ -1,0 +1,83 @@
+"""The page of experiment `linear`: heat maps of speed over bfloat16, targets, a table for every number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.linear.methods import PARTS
+from experiments.linear.outputs import ERROR
+from experiments.linear.report import outputs, times
+from experiments.linear.run import TITLE
+from experiments.linear.targets import slow_rows, targets_of
+from experiments.report.content import Section
+from experiments.report.results import Results, Where, by_run
+from experiments.report.targets import Target, missed
+
+ABOUT = (
+    "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
+    "what its rules choose without tuning, beside bfloat16 and torchao.",
+    "Outputs are compared with the product in float32 of what is stored before anything is timed. Times are of a GPU at full "
+    "scale; at quick scale errors and the kernels that were chosen are of small shapes on a CPU.",
+)
+FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
+NOTHING = "Nothing is timed yet: times are of a GPU at full scale."
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Targets and slow rows of every GPU; errors at quick scale."""
+    words, timed = [], False
+    for part in PARTS:
+        for where, results in by_run(rows, part).items():
+            said = times_words(part, where, results) if where.device != "cpu" else []
+            timed, words = timed or bool(said), [*words, *said]
+    return [*words, *([] if timed else [NOTHING]), *outputs_words(rows)]
+
+
+def times_words(part: str, where: Where, results: Results) -> list[str]:
+    """How many targets are met and which are not; where a method is slower than bfloat16."""
+    targets, name = targets_of(part, where, results), f"{part} ({where.data}, {where.device})"
+    held = [one for one in targets if one.reached is not None]
+    words = []
+    if held:
+        lost = missed(held)
+        rest = f"; missed: {grouped(lost)}" if lost else ""
+        words.append(f"{name}: {len(held) - len(lost)} of {len(held)} targets are met{rest}.")
+    slow = [f"{method} at {', '.join(map(str, at))}" for method, at in slow_rows(results)]
+    if slow:
+        words.append(f"{name}, slower than bfloat16: {'; '.join(slow)} rows.")
+    return words
+
+
+def grouped(targets: Sequence[Target]) -> str:
+    """Names of targets, rows of a method together."""
+    found: dict[str, list[str]] = {}
+    for one in targets:
+        method, _, rows = one.name.rpartition(", ")
+        found.setdefault(method, []).append(rows.partition(" ")[0])
+    return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " rows"
+
+
+def outputs_words(rows: Sequence[Row]) -> list[str]:
+    """The largest error of the small shapes."""
+    found = [row for row in rows if row.metric == ERROR and row.device == "cpu"]
+    if not found:
+        return []
+    worst = max(found, key=lambda row: row.value)
+    layers = len({row.line for row in found})
+    return [
+        f"{layers} layers on a CPU: outputs differ from the product of what is stored by at most {worst.value:.1e} of their "
+        f"size ({worst.method})."
+    ]
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Of all parts and runs."""
+    return [
+        (outputs if where.scale == "quick" or where.device == "cpu" else times).section(part, where, results)
+        for part in PARTS
+        for where, results in by_run(rows, part).items()
+    ]
+
+
+__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]

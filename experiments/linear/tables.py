@@ -1,0 +1,170 @@
+"""Tables: the methods of a part at one shape and number of rows, measured whole or not at all, and their rows.
+
+A table's methods are timed in turn, so ratios are of one run: where one is missing, all are measured again, and take the place
+of what was there. Without a GPU at full scale outputs alone are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.fp8_training.deadline import Deadline
+from experiments.harness.outcome import Values, keep, status
+from experiments.harness.progress import bar
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.linear.layers import Layers, Shape
+from experiments.linear.methods import OURS, PARTS, TORCHAO, Method
+from experiments.runs.settings import Settings
+
+EXPERIMENT = "linear"
+#: Up and down of Llama-3.1-8B, and its queries; time may not reach the last.
+SHAPES: tuple[Shape, ...] = ((14336, 4096), (4096, 14336), (4096, 4096))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+#: torchao's layers are compiled for every number of rows, which takes seconds, so they have fewer tables.
+COMPILED_ROWS, COMPILED_SHAPES = (1, 16, 64, 256, 1024), SHAPES[:2]
+STAND_INS: tuple[Shape, ...] = ((256, 512), (512, 256))
+STAND_IN_ROWS = (1, 4, 33)
+#: What is measured, which ends a row's setting.
+TIMES, OUTPUTS = "CUDA graph", "outputs"
+#: About how many seconds a table takes on an H200, kernels compiled; it is not begun where fewer are left.
+NEEDED, NEEDED_COMPILED = 8.0, 16.0
+OK = "status: ok"
+NO_TIMES = "not run: torchao's layers are timed on a GPU at full scale"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The methods of a part. measured: TIMES or OUTPUTS."""
+
+    part: str
+    layers: Layers
+    rows: int
+    measured: str
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Those that are measured here, bfloat16 first; of outputs ours alone, and none of those in two parts."""
+        if self.measured == OUTPUTS:
+            return tuple(one for one in PARTS[self.part] if one.library == OURS and self.part != TORCHAO)
+        return tuple(one for one in PARTS[self.part] if one.name not in self.absent)
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Methods that cannot be measured here, each with the reason."""
+        timed = self.measured == TIMES
+        reasons = {
+            one.name: one.missing or (None if timed else NO_TIMES)
+            for one in PARTS[self.part]
+            if one.library == TORCHAO
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
+
+    @property
+    def data(self) -> str:
+        """The shape."""
+        return data_of(self.layers.shape)
+
+    @property
+    def setting(self) -> str:
+        """Rows, and what is measured."""
+        return setting_of(self.rows, self.measured)
+
+    @property
+    def needed(self) -> float:
+        """Seconds that must be left."""
+        return NEEDED_COMPILED if self.part == TORCHAO else NEEDED
+
+
+Measure = Callable[[Table], Mapping[str, Values]]
+
+
+def data_of(shape: Shape) -> str:
+    """How rows call a shape: outputs x inputs."""
+    return "x".join(map(str, shape))
+
+
+def setting_of(rows: int, measured: str = TIMES) -> str:
+    """How rows call a number of rows."""
+    return f"{rows} row{'s' * (rows > 1)}, {measured}"
+
+
+def tables_of(parts: Sequence[str], device: str, seed: int) -> Iterator[Table]:
+    """Those with times: all of a shape before the next."""
+    for shape in SHAPES:
+        layers = Layers(shape, device, seed)
+        for part in parts:
+            if part != TORCHAO or shape in COMPILED_SHAPES:
+                for rows in COMPILED_ROWS if part == TORCHAO else ROWS:
+                    yield Table(part, layers, rows, TIMES)
+
+
+def stand_ins(parts: Sequence[str], device: str, seed: int) -> Iterator[Table]:
+    """Small ones, with outputs; one that says of torchao that it has none."""
+    for shape in STAND_INS:
+        layers = Layers(shape, device, seed)
+        for part in parts:
+            if part != TORCHAO:
+                for rows in STAND_IN_ROWS:
+                    yield Table(part, layers, rows, OUTPUTS)
+            elif shape == STAND_INS[0]:
+                yield Table(part, layers, STAND_IN_ROWS[0], OUTPUTS)
+
+
+def run_tables(
+    tables: Iterable[Table], measure: Measure, settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+) -> None:  # fmt: skip
+    """Measure those that miss a method; rows of what went well go into the journal, others to `failed`. What was never measured
+    comes first: a method that fails wherever it is tried keeps nothing else waiting."""
+    todo = []
+    for table in tables:
+        for name, reason in table.absent.items():
+            failed += rows_of(settings, table, name, status(reason))
+        if not is_whole(settings, journal, table):
+            todo.append(table)
+    todo.sort(key=lambda one: is_begun(settings, journal, one))
+    with bar("linear layers", len(todo)) as step:
+        for table in todo:
+            reason = deadline.reason(table.needed)
+            late = {method.name: status(reason or "") for method in table.methods}
+            add(settings, journal, failed, table, late if reason else measure(table))
+            step(f"{table.data}, {table.setting}")
+
+
+def is_whole(settings: Settings, journal: Journal, table: Table) -> bool:
+    """Whether nothing is missing that can be measured here; what torchao refused is not asked for again."""
+    own = [one for one in table.methods if one.library != TORCHAO]
+    return all(journal.finished(*where_of(settings, table), one.name) for one in own)
+
+
+def is_begun(settings: Settings, journal: Journal, table: Table) -> bool:
+    """Whether some of it was measured."""
+    return any(journal.finished(*where_of(settings, table), one.name) for one in table.methods)
+
+
+def where_of(settings: Settings, table: Table) -> tuple[str, str]:
+    """Table and setting of its rows."""
+    return table_name(table.part, settings.scale, table.data), table.setting
+
+
+def add(
+    settings: Settings, journal: Journal, failed: list[Row], table: Table, found: Mapping[str, Values]
+) -> None:
+    """Rows of a table in the place of older ones, where something was measured."""
+    if any(OK in values for values in found.values()):
+        where = where_of(settings, table)
+        journal.drop([row for row in journal.rows if (row.table, row.setting) == where])
+    for name, values in found.items():
+        keep(journal, failed, rows_of(settings, table, name, values))
+
+
+def rows_of(settings: Settings, table: Table, method: str, values: Values) -> list[Row]:
+    """Tidy rows of a method."""
+    where = (EXPERIMENT, table.part, table.data, table.setting, method)
+    return [settings.row(*where, metric, value, unit) for metric, (value, unit) in values.items()]
+
+
+__all__ = [
+    "COMPILED_ROWS", "EXPERIMENT", "OUTPUTS", "ROWS", "SHAPES", "TIMES", "Table", "data_of", "run_tables", "setting_of",
+    "stand_ins", "tables_of",
+]  # fmt: skip

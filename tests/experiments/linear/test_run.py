@@ -1,0 +1,96 @@
+"""The whole experiment at quick scale, the command, what ages its rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from ao_lab.cli.app import main
+from experiments.harness import provenance
+from experiments.harness.rows import Journal, table_parts
+from experiments.linear import run as experiment
+from experiments.linear import tables
+from experiments.linear.methods import ACTIVATIONS, PEERS, WEIGHTS
+from experiments.linear.report import page
+from tests.experiments.harness import tiny
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """One small shape; no closure of code is read for a row's hash."""
+    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
+    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+    monkeypatch.setattr(tables, "STAND_INS", ((128, 256),))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return tiny.settings(tmp_path)
+
+
+def test_rows_of_all_parts_and_their_page(settings):
+    rows = experiment.run(settings, journal := Journal())
+    assert len({row.key for row in rows}) == len(rows)
+    found = {
+        (table_parts(row.table)[0], row.setting, row.method) for row in rows if row.metric == "status: ok"
+    }
+    counts = ("1 row, outputs", "4 rows, outputs", "33 rows, outputs")
+    parts = {"weights": WEIGHTS, "activations": ACTIVATIONS}
+    assert found == {
+        (part, rows, one.name) for part, all_of in parts.items() for rows in counts for one in all_of
+    }
+    errors = {row.value for row in rows if row.metric == "relative error"}
+    # Outputs are rounded to bfloat16 at least, and nothing computes anything else than what is stored.
+    assert min(errors) > 1e-3
+    assert max(errors) < 4e-3
+    kernels = {row.method: row.metric for row in rows if row.metric.startswith("kernel: ")}
+    assert kernels["int8 dynamic"] == "kernel: int8"
+    assert kernels["fp8"] == "kernel: dequantize"
+    # A CPU times nothing, and rows say so of torchao's.
+    absent = [row for row in rows if table_parts(row.table)[0] == "torchao"]
+    assert {row.method for row in absent} == {one.name for one in PEERS}
+    assert {row.metric for row in absent} == {f"status: {tables.NO_TIMES}"}
+    first, second = page.findings(rows)
+    assert first == page.NOTHING
+    assert second.startswith(
+        "69 layers on a CPU: outputs differ from the product of what is stored by at most "
+    )
+    sections = page.sections(rows)
+    assert [one.title.partition(" (")[0] for one in sections] == [
+        "Outputs: weights", "Outputs: activations", "Outputs: torchao"
+    ]  # fmt: skip
+    (table,) = sections[0].tables
+    assert table.lines[0][2::2] == ["fused", "dequantize", "dequantize"]
+    before = {row.key: row.value for row in journal.rows}
+    assert {row.key: row.value for row in experiment.run(settings, journal) if row.key in before} == before
+
+
+def test_a_part_alone_and_nothing_after_the_limit(settings):
+    rows = experiment.run(replace(settings, only=("activations",)))
+    assert {table_parts(row.table)[0] for row in rows} == {"activations"}
+    assert experiment.run(replace(settings, seconds=1e-9)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "x"], "the parts are weights, activations, torchao"),
+        (["--seconds", "0"], "--seconds is a positive limit"),
+        (["--workers", "2"], "--workers is a positive number of processes"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, words):
+    assert main(["reproduce", "linear", *arguments, "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rows_age_with_what_they_reach():
+    def reached(kind, setting):
+        return set(provenance.closure(experiment.sources(kind, setting, "x")).modules)
+
+    timed, compared = reached("weights", tables.setting_of(1)), reached("weights", "1 row, outputs")
+    assert (
+        {"ao_lab.gemm.select", "fast.kernels.linear.select", "experiments.linear.layers"} <= compared < timed
+    )
+    assert {"experiments.linear.times", "experiments.fp8_training.speed.steady"} <= timed - compared
+    assert not any(name.startswith("experiments.linear.report") for name in timed)
+    assert experiment.sources("elsewhere", "1 row", "x") == ()
