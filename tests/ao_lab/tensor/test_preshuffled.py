@@ -3,6 +3,7 @@ chosen. GPUs are stood in for by CPU tensors, whose products go through the plai
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import Recipe, SchemeConfig, explain, load_pretrained, quantize_, quantized, save_pretrained
+from ao_lab.gemm import select
 from ao_lab.gemm.select import PRODUCTS, most_fused_rows, select_kernel
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.tensor.fsdp import gathered_parts, whole_weight
@@ -320,6 +322,21 @@ def test_kernels_say_what_they_take(gpu):
     assert most_fused_rows(t, BF16) == 0
     for name in ("int8", "scaled_mm"):
         assert PRODUCTS[name].unsupported_reason(t, BF16) is not None
+
+
+def test_a_gpu_multiplies_by_the_fused_kernel(monkeypatch):
+    """As `select` sees a weight there: what it takes, up to how many rows, and floats that it takes as `dequantize` does."""
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    t = pair("int8_rowwise")[1].transposed()
+    names = ("recipe", "scheme", "meta", "shape", "block_axis", "zero", "codes", "scale")
+    w = SimpleNamespace(
+        **{name: getattr(t, name) for name in names}, device=torch.device("cuda", 0), is_cuda=True
+    )
+    assert [select_kernel(w, dtype) for dtype in (BF16, torch.float16, torch.float32)] == ["fused"] * 3
+    assert [most_fused_rows(w, dtype) for dtype in (BF16, torch.float16, torch.float32)] == [128, 128, 0]
+    assert select_kernel(w, torch.float64) == "dequantize"
+    monkeypatch.setattr(select, "_capability", lambda index: (8, 0))
+    assert select_kernel(w, BF16) == "dequantize"
 
 
 @pytest.mark.parametrize("name", ["int4_g32_asymmetric", "fp8_tensorwise"])
