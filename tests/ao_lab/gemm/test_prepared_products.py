@@ -254,6 +254,11 @@ def test_choices_are_followed(gpu, monkeypatch):
     assert (looked_up, len(launches)) == (1, 1)
     run(gpu, one, x)
     assert len(seen) == 3
+    choices.choices_for(device).add(Choice(problem, "fused"))
+    run(gpu, one, x)
+    assert run(gpu, one, x)[1] == 0
+    with choices.default_choices():
+        assert run(gpu, one, x)[1] == 1  # may be another kernel
     choices.changed()
 
 
