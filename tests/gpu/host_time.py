@@ -6,7 +6,7 @@
 programs compute nothing, so that what is left are guards and what torch does with inputs; then without the guards that
 `ao_lab.prepare_for_generate_` leaves out, of parts and of all modules. "eager": up to the product, which is
 put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out. "launched": of CPU
-tensors that pass for a GPU's, all but what the driver does; first looked up as in the first call, then prepared as in others.
+tensors that pass for a GPU's, all but what the driver does; looked up as the first call is, then prepared as all others are.
 """
 
 from __future__ import annotations

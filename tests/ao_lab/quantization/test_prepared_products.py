@@ -236,6 +236,14 @@ def test_modes_see_the_product(gpu):
     assert seen
 
 
+def test_autocast_is_the_dispatchers(gpu):
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(gpu, one, x)[1] == 1
+    assert run(gpu, one, x)[1] == 0
+
+
 def test_choices_are_followed(gpu, monkeypatch):
     """What is tuned later, and what is pinned then."""
     one, x = layer(), inputs(1)
@@ -259,6 +267,11 @@ def test_choices_are_followed(gpu, monkeypatch):
     assert (looked_up, len(launches)) == (1, 1)
     run(gpu, one, x)
     assert len(seen) == 3
+    choices.choices_for(device).add(Choice(problem, "fused"))
+    run(gpu, one, x)
+    assert run(gpu, one, x)[1] == 0
+    with choices.default_choices():
+        assert run(gpu, one, x)[1] == 1  # may be another kernel
     choices.changed()
 
 
