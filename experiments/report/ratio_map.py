@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from experiments.report.plots import subplots
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: Ratios at the ends of the colours, and their inverse: what is beyond has the same colour. Neighbours that differ by a
@@ -28,12 +29,7 @@ def ratio_map(
     figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
     reach = math.log2(END)
     image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    for place, line in enumerate(values):
-        for column, value in enumerate(line):
-            if not math.isnan(power := power_of(value)):
-                color = "white" if abs(power) > DARK else "black"
-                text = {"ha": "center", "va": "center", "fontsize": 6.5, "color": color}
-                axis.text(column, place, f"{value:.2f}", **text)
+    write_values(axis, values)
     axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
     axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
     axis.grid(False)
@@ -42,6 +38,15 @@ def ratio_map(
     bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
     bar.set_label(label)
     return figure
+
+
+def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
+    """Each value in its cell."""
+    for place, line in enumerate(values):
+        for column, value in enumerate(line):
+            if not math.isnan(power := power_of(value)):
+                color = "white" if abs(power) > DARK else "black"
+                axis.text(column, place, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=color)
 
 
 def power_of(value: float | None) -> float:
