@@ -6,9 +6,9 @@
 Random weights, each configuration a copy of one bfloat16 model; nothing is switched on but a static cache, with which
 transformers compiles the model (mode "reduce-overhead"). --prepared adds "int4wo-prepared" and "int4wo-frozen": int4wo after
 `ao_lab.prepare_for_generate_`, with frozen=False and True. A token's time is that between two steps of its loop, the median
-over the last three quarters of each call's steps: the prompt is left out, sampling (argmax) is in. `device` is what kernels
-take of it, by the profiler; what is more than that is the host's. Ratios are to bfloat16 of the same batch and mode in the
-same run.
+over the last three quarters of each call's steps: the prompt is left out, sampling (argmax) is in. Ratios are to bfloat16 of
+the same batch and mode in the same run. No profiler runs here: once one has, every later launch of the process takes the host
+longer (`profile_generate.py` says where time goes).
 Rows that do not fit into --budget seconds are left out and said to be. Each row is printed when it is there; if OUT is set,
 all are in $OUT/generate.json.
 """
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 
 import ao_lab
 
@@ -111,16 +110,6 @@ def configured(base: Any, name: str) -> Any:
     return model
 
 
-def device_time(model: Any, batch: int, compiled: bool, args: argparse.Namespace) -> float | None:
-    """Seconds of kernels a token, of one call without its prompt's share; None without a GPU."""
-    if args.device == "cpu":
-        return None
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        generation(model, batch, compiled, args)
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in seen.key_averages()) / 1e6 / args.new
-
-
 def measured(model: Any, name: str, batch: int, compiled: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One row."""
     started = time.perf_counter()
@@ -129,7 +118,6 @@ def measured(model: Any, name: str, batch: int, compiled: bool, args: argparse.N
         generation(model, batch, compiled, args)
     warm = time.perf_counter() - started
     steps = [step for _ in range(args.calls) for step in generation(model, batch, compiled, args)]
-    kernels = device_time(model, batch, compiled, args)
     token = statistics.median(steps)
     return {
         "config": name,
@@ -137,7 +125,6 @@ def measured(model: Any, name: str, batch: int, compiled: bool, args: argparse.N
         "compiled": compiled,
         "ms": token * 1e3,
         "tokens_per_second": batch / token,
-        "device_ms": None if kernels is None else kernels * 1e3,
         "warm_up_s": warm,
         "seconds": time.perf_counter() - started,
     }
@@ -149,11 +136,10 @@ def report(row: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Names
     base = next((one["ms"] for one in alike if one["config"] == "bf16"), None)
     row["over_bf16"] = None if base is None else base / row["ms"]
     rows.append(row)
-    kernels = "-" if row["device_ms"] is None else f"{row['device_ms']:.3f}"
     times = "" if row["over_bf16"] is None else f"{row['over_bf16']:.3f} x bf16"
     mode = "compiled" if row["compiled"] else "eager"
     print(
-        f"{row['config']:8} batch {row['batch']:3} {mode:8} {row['ms']:8.3f} ms a token, kernels {kernels}, "
+        f"{row['config']:8} batch {row['batch']:3} {mode:8} {row['ms']:8.3f} ms a token, "
         f"{row['tokens_per_second']:8.1f} tokens/s, warm-up {row['warm_up_s']:5.1f} s  {times}",
         flush=True,
     )
