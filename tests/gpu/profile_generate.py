@@ -134,9 +134,8 @@ def show(mode: str, found: dict[str, dict[str, Any]]) -> None:
     print(f"{mode}, a token:")
     for name, one in found.items():
         numbers = ", ".join(f"{key} {value:.1f}" for key, value in one["gpu"].items())
-        print(
-            f"  {name:16} {'-' if one['ms'] is None else round(one['ms'], 3)} ms, profiled {one['profiled_ms']:.3f} ms; GPU: {numbers}"
-        )
+        token = "-" if one["ms"] is None else f"{one['ms']:.3f} ms"
+        print(f"  {name:16} {token}, profiled {one['profiled_ms']:.3f} ms; GPU: {numbers}")
     beside("kernels, us", {name: one["kernels"] for name, one in found.items()}, "us", MOST_KERNELS)
     beside("host, us", {name: one["host"] for name, one in found.items()}, "us", LARGEST)
     beside(
