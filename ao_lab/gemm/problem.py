@@ -47,7 +47,7 @@ class Problem:
 class Candidate:
     """A function that can compute a product.
 
-    seconds: the median of what the choice goes by, in eager mode the larger one of `host` (until all is launched) and `gpu`
+    seconds: the median of what the choice goes by, in eager mode the larger one of 1.5 `host` (until all is launched) and `gpu`
     (until all is computed, launches hidden), under graphs `gpu`. spread: half of what lies between its 20% and 80% quantiles.
     error: the norm of the difference over the exact product's norm. reason: why it was not measured; "" where it was.
     """

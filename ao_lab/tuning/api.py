@@ -73,8 +73,9 @@ def tune(
     it are not chosen; where all are, a product of training stays dense, and a quantized weight takes the smallest error.
     time_budget: None takes the quickest; a factor takes the smallest error among what needs at most so many times the quickest
     time.
-    launches: how the model will run. "eager": a candidate costs what host or GPU takes, whichever takes longer; "graph" (CUDA
-    graphs, and torch.compile with them): what the GPU takes. A model that is to be compiled is tuned before.
+    launches: how the model will run. "eager": a candidate costs what the GPU or 1.5 times what the host takes, whichever is
+    longer; "graph" (CUDA graphs, and torch.compile with them): what the GPU takes. A model that is to be compiled is tuned
+    before.
     save_choices: for later processes, per GPU and library versions (`ao_lab.gemm.saved`).
 
     With torch.distributed all ranks call this, and have the same choices: those of the lowest rank that has such a layer.
