@@ -29,7 +29,9 @@ def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.
 
 
 @triton.jit
-def _less(zero, block, ROWS: tl.constexpr, NB: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
+def zero_points_of(
+    zero, block, ROWS: tl.constexpr, NB: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr
+):
     """Zero points of a block of the rows of a program, as `decode` takes them (32 NB)."""
     first = block * (ROWS // 2) + tl.program_id(0) * (32 * NB)
     return zero_pairs(tl.load(zero + (first + tl.arange(0, 32 * NB))), ELEMENT, DTYPE)
@@ -79,7 +81,9 @@ def sums_of_tile(
                     block = k // 32 + half
                     less = None
                     if zero is not None:
-                        less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, 1, WORDS // 64)
+                        less = spread(
+                            zero_points_of(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, 1, WORDS // 64
+                        )
                     t = half_elements(parts[half], less, NB, ELEMENT, DTYPE)
                     v = _inputs(x, m, k + 32 * half, count, LENGTH, 32, WHOLE)
                     total += tl.dot(t, v.T) * tl.load(scale + block * ROWS + n)[:, None]
@@ -87,7 +91,9 @@ def sums_of_tile(
                 block = 0 if GROUP == 0 else k // GROUP
                 less = None
                 if zero is not None:
-                    less = spread(_less(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, KB * WORDS // 512, 16)
+                    less = spread(
+                        zero_points_of(zero, block, ROWS, NB, ELEMENT, DTYPE), NB, KB * WORDS // 512, 16
+                    )
                 t = tile_elements(w, less, NB, KB, ELEMENT, DTYPE)
                 v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE)
                 if GROUP > 0:

@@ -15,7 +15,7 @@ import torch
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear_small import host, layout
+from fast.kernels.linear_small import dense, host, layout
 from fast.kernels.linear_small.layout import WORDS, ArrangedWeight, filled
 from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
 from reference import SCHEMES
@@ -207,3 +207,17 @@ def test_errors():
         host.linear_small(x.to("meta"), w)
     with pytest.raises(ValueError, match="take one of `candidates`"):
         host.linear_small(x, w, tiling=Tiling(16, 64, 512, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("element", "group", "zero"),
+    [("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True)],
+)
+def test_the_dense_weight_compiles(element, group, zero):
+    """Words in loads and values in stores of 16 bytes, nothing spilled."""
+    w = empty_weight(14336, 4096, element, group, zero)
+    (machine,) = launched(lambda: dense.arranged_dense(w, BF16))
+    assert (machine.local, machine.stack) == (0, 0)
+    assert all(list(paired(machine)))
+    assert machine.accesses("STG") == {16: 8}
+    assert machine.accesses("LDG")[16] == {"int4": 2, "int8": 4, "e4m3": 4}[element]

@@ -24,6 +24,7 @@ from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels.linear_small import grouped, host
+from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import restored_codes
 from fast.kernels.linear_small.tilings import Tiling
 from fast.matmul.preshuffled import layout, ops
@@ -94,6 +95,14 @@ def not_a_number() -> None:
     assert torch.equal(made.isnan(), (torch.arange(64) == 5).expand(3, -1))
 
 
+def as_dense(name: str) -> None:
+    """The bits of `dequantize`, in every dtype; rows and columns that fill no tile."""
+    for rows, blocks in ((70, 3), (128, 2)):
+        w = weight(named(name), rows, blocks * block_of(name))
+        for dtype in (BF16, HALF, torch.float32):
+            assert_same_bits(arranged_dense(host.arrange(w), dtype), fast.dequantize(w, dtype))
+
+
 #: Rows of each expert: none, one, more than a tile.
 EXPERTS = (3, 0, 1, 40)
 
@@ -139,6 +148,7 @@ def main() -> None:
     for name in chosen:
         compare(name)
         of_experts(name)
+        as_dense(name)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
         for dtype in host.INPUTS:

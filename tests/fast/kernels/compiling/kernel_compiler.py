@@ -31,13 +31,14 @@ from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
 from fast.kernels.linear import w8a8_host as code_linear
+from fast.kernels.linear_small import dense as dense_small
 from fast.kernels.linear_small import grouped as grouped_linear
 from fast.kernels.linear_small import host as small_linear
 from fast.kernels.scaled_mm import host as code_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Modules that remember launches.
-PLANS = (linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear)
+PLANS = (linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear, dense_small)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION_BYTES = 16
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")
@@ -188,8 +189,8 @@ def tile(arguments: dict[str, Any]) -> int:
             * (arguments["ROWS"] * 512 if "ROWS" in arguments else linear.W4A16_ROWS * linear.W4A16_UNIT)
         )
     if "BLOCK_K" in arguments:
-        # Sums of the tensor core.
-        return int(arguments["BLOCK_M"] * arguments["BLOCK_N"])
+        # Sums of the tensor core; of `arranged_dense_kernel` elements of the weight.
+        return int(arguments.get("BLOCK_M", arguments["BLOCK_K"]) * arguments["BLOCK_N"])
     if "DOWN" in arguments:
         return int(2048 * arguments["DOWN"] * arguments["ACROSS"])
     if "WORDS" in arguments:

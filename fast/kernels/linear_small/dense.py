@@ -1,0 +1,98 @@
+"""The dense weight of an arranged one, for products of more rows than `linear_small` takes: one reading, one writing.
+
+Elements less zero points are exact in bfloat16 and float16 (`decode`); times the scale in float32, rounded once: the bits of
+`dequantize` of the codes that were stored, which need not be restored first.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import narrow
+from fast.kernels.launch.call import FLOAT_NAMES, Call
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted
+from fast.kernels.linear_small.elements import half_elements, spread, tile_elements, word_halves
+from fast.kernels.linear_small.layout import ArrangedWeight, filled
+from fast.kernels.linear_small.product import zero_points_of
+from fast.kernels.quantize.geometry import INT32, ceil_div
+
+#: Rows and columns of a program's tile, and its warps.
+BLOCK_N, BLOCK_K, WARPS = 64, 128, 4
+
+
+@triton.jit
+def _store(y, t, s, n, k, N: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr, OUT: tl.constexpr):
+    """SIZE columns from k on of rows n: elements times the rows' scales."""
+    column = k + tl.arange(0, SIZE)[None, :]
+    made = narrow(t.to(tl.float32) * s[:, None], OUT, False)
+    tl.store(y + (n[:, None].to(tl.int64) * LENGTH + column), made, mask=(n < N)[:, None] & (column < LENGTH))
+
+
+@triton.jit
+def arranged_dense_kernel(
+    codes, scale, zero, y,
+    N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    ELEMENT: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of y (N, LENGTH). Other arguments as of `linear_small_kernel`."""
+    NB: tl.constexpr = BLOCK_N // 64
+    KB: tl.constexpr = 2 if GROUP == 0 or GROUP >= 128 else 1
+    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    SPAN: tl.constexpr = 64 * KB
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    atoms = (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
+    words = codes + atoms + tl.arange(0, KB * WORDS)[None, :]
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for piece in tl.static_range(BLOCK_K // SPAN):
+        k = tl.program_id(1) * BLOCK_K + piece * SPAN
+        w = tl.load(words + k // 64 * WORDS)
+        if GROUP == 32:
+            parts = word_halves(w, NB, ELEMENT)
+            for half in tl.static_range(2):
+                block = k // 32 + half
+                less = None
+                if zero is not None:
+                    pairs = zero_points_of(zero, block, ROWS, NB, ELEMENT, "bfloat16")
+                    less = spread(pairs, NB, 1, WORDS // 64)
+                t = half_elements(parts[half], less, NB, ELEMENT, "bfloat16")
+                _store(y, t, tl.load(scale + block * ROWS + n), n, k + 32 * half, N, LENGTH, 32, OUT)
+        else:
+            block = 0 if GROUP == 0 else k // GROUP
+            less = None
+            if zero is not None:
+                pairs = zero_points_of(zero, block, ROWS, NB, ELEMENT, "bfloat16")
+                less = spread(pairs, NB, KB * WORDS // 512, 16)
+            t = tile_elements(w, less, NB, KB, ELEMENT, "bfloat16")
+            _store(y, t, tl.load(scale + block * ROWS + n), n, k, N, LENGTH, SPAN, OUT)
+
+
+def arranged_dense(w: ArrangedWeight, dtype: torch.dtype, *, key: Any = None) -> torch.Tensor | None:
+    """The weight (N, K) in bfloat16, float16 or float32: `dequantize` of what `arrange` was given, bit for bit, but for NaN.
+
+    None for other dtypes and more than 2**31 words. key: see `launch.cache`.
+    """
+    if dtype not in FLOAT_NAMES or w.words.numel() > INT32:
+        return None
+    call = Call({"codes": w.words, "scale": w.scale, "zero": w.zero})
+    call.allocate("y", w.shape, dtype)
+    call.launch(_launch(w.shape, w.element, w.group, FLOAT_NAMES[dtype]), ("codes", "scale", "zero", "y"))
+    y: torch.Tensor = call.result("y", key)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _launch(shape: tuple[int, int], element: str, group: int, dtype: str) -> CompiledLaunch:
+    (n, length), (rows, columns) = shape, map(filled, shape)
+    tail = (n, length, rows, columns, group, element, dtype, BLOCK_N, BLOCK_K, not interpreted())
+    grid = (ceil_div(rows, BLOCK_N), ceil_div(columns, BLOCK_K), 1)
+    return CompiledLaunch(arranged_dense_kernel, grid, tail, WARPS, launch_pdl=True)
+
+
+__all__ = ["arranged_dense"]
