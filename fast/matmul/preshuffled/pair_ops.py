@@ -74,7 +74,7 @@ def _arranged(record: Any, values: Values, operands: Operands) -> list[Any]:
     from fast.kernels.linear_small.layout import ArrangedWeight
 
     form, (_, *stored) = layout.form_of(record, values[0][1]), operands
-    return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]  # type: ignore[arg-type]
+    return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
