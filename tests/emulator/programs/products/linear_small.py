@@ -118,6 +118,10 @@ PAIRS = (
 )  # fmt: skip
 
 
+#: Schemes of which two weights are multiplied at once: every branch of addresses.
+TWO = ("int4_g128", "int4_g32_asymmetric", "int4_g128_asymmetric", "int8_rowwise_asymmetric", "fp8_rowwise")
+
+
 def of_two(name: str) -> None:
     """Two weights at once: exact sums to the bit and swiglu of them; others have the bits of each weight by itself."""
     length = 3 * max(128, block_of(name))
@@ -175,7 +179,8 @@ def main() -> None:
     for name in chosen:
         compare(name)
         of_experts(name)
-        of_two(name)
+        if name in TWO:
+            of_two(name)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
         for dtype in host.INPUTS:
