@@ -5,12 +5,14 @@
 A layer multiplies its inputs by several weights: those of a gate and of what it gates, or of queries, keys and values. For one
 row of inputs each launch loses time at its beginning and end, and the compiler, which fuses products of plain weights by
 itself, cannot look into an operator. This pass over the compiled graph fuses them: silu of one times the other as one launch
-(`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`).
+(`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`). Preshuffled
+weights have operators of their own (`fast.matmul.preshuffled.pair`), for up to 16 rows.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,42 @@ from torch.fx import Graph, Node
 
 from ao_lab.compile import swiglu_pattern
 from ao_lab.compile.swiglu_pattern import HALVES, gated
+from fast.matmul.preshuffled import pair
 
 #: Operators that only say how memory is looked at: the same of the same are the same.
 VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
-#: Arguments of `ao_lab::linear`: its inputs, the parts of the weight, the bias; then how the weight is stored.
-PARTS, BIAS = slice(1, 5), 5
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operator of ours, `ao_lab::name`, of which `name_pair` and `name_swiglu` are two at once.
+
+    Its arguments are inputs, parts of the weight, the bias, and how the weight is stored, the shape first. bias: the bias's
+    place. rows: the most rows of inputs. mixed: whether a gate and what it gates may be stored in different ways.
+    """
+
+    name: str
+    bias: int
+    rows: int
+    mixed: bool
+
+    def parts(self, node: Node) -> tuple[Any, ...]:
+        """What the weight of a node consists of."""
+        return tuple(node.args[1 : self.bias])
+
+    def form(self, node: Node) -> tuple[Any, ...]:
+        """How it is stored."""
+        return tuple(node.args[self.bias + 1 :])
+
+    def at_once(self, kind: str) -> Any:
+        """The operator of two products. kind: pair or swiglu."""
+        return getattr(torch.ops.ao_lab, f"{self.name}_{kind}").default
+
+
+PRODUCTS = {
+    f"ao_lab.{each.name}.default": each
+    for each in (Product("linear", 5, 1, True), Product("linear_small", 4, pair.MOST_ROWS, False))
+}
 
 
 class FuseLinears:
@@ -39,26 +72,27 @@ class FuseLinears:
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its text."""
-        texts = (Path(module).read_bytes() for module in (__file__, swiglu_pattern.__file__))
+        texts = (Path(module).read_bytes() for module in (__file__, swiglu_pattern.__file__, pair.__file__))
         return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def fuse_gated(graph: Graph, node: Node) -> None:
-    """Fuse silu(gate) * up into one node, where both are products of one 16-bit row by weights of one shape."""
+    """Fuse silu(gate) * up into one node, where both are products of the same few 16-bit rows by weights of one shape."""
     found = gated(node)
-    if found is None or not all(map(is_product, found[:2])):
+    products = [product_of(one) for one in found[:2]] if found else []
+    if found is None or products[0] is None or products[0] is not products[1]:
         return
-    gate, up, between = found
-    stored = [one.args[BIAS + 1 :] for one in (gate, up)]
-    like, wanted = gate.meta["val"], node.meta["val"]
+    (gate, up, between), product = found, products[0]
+    like, wanted, stored = gate.meta["val"], node.meta["val"], [product.form(one) for one in (gate, up)]
     alike = source(gate.args[0]) == source(up.args[0]) and stored[0][0] == stored[1][0]
     if not alike or like.dtype not in HALVES or wanted.numel() != like.numel():
         return
+    if not product.mixed and stored[0] != stored[1]:
+        return
     with graph.inserting_before(node):
-        parts = (*gate.args[PARTS], *up.args[PARTS])
-        result = graph.call_function(
-            torch.ops.ao_lab.linear_swiglu.default, (gate.args[0], *parts, *stored[0], *stored[1][1:])
-        )
+        form = (*stored[0], *stored[1][1:]) if product.mixed else stored[0]
+        given = (gate.args[0], *product.parts(gate), *product.parts(up), *form)
+        result = graph.call_function(product.at_once("swiglu"), given)
         result.meta["val"] = like
         shaped = graph.call_function(torch.ops.aten.reshape.default, (result, list(wanted.shape)))
         shaped.meta.update(node.meta)
@@ -73,24 +107,25 @@ def fuse_pairs(graph: Graph) -> None:
     waiting: dict[Any, Node] = {}
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if not is_product(node):
+        product = product_of(node)
+        if product is None:
             continue
-        key = (source(node.args[0]), *map(str, node.args[BIAS + 1 :]))
+        key = (product, source(node.args[0]), *map(str, product.form(node)))
         first = waiting.pop(key, None)
         if first is None:
             waiting[key] = node
         else:
-            fuse_pair(graph, first, node, order)
+            fuse_pair(graph, product, first, node, order)
 
 
-def is_product(node: Node) -> bool:
-    """Whether a node multiplies one row by a stored weight, without a bias. Sizes that are left open are not one."""
-    if node.op != "call_function" or node.target is not torch.ops.ao_lab.linear.default:
-        return False
-    x = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    if x is None or node.args[BIAS] is not None:
-        return False
-    return all(isinstance(size, int) for size in x.shape) and x.numel() == x.shape[-1]
+def product_of(node: Node) -> Product | None:
+    """Of a node that multiplies few rows by a stored weight, without a bias; None for others, and where sizes are left open."""
+    product = PRODUCTS.get(str(node.target)) if node.op == "call_function" else None
+    x = node.args[0].meta.get("val") if product is not None and isinstance(node.args[0], Node) else None
+    if product is None or x is None or node.args[product.bias] is not None:
+        return None
+    few = all(isinstance(size, int) for size in x.shape) and 0 < x.numel() <= product.rows * x.shape[-1]
+    return product if few else None
 
 
 def source(value: Any) -> Any:
@@ -101,19 +136,17 @@ def source(value: Any) -> Any:
     return (name, *map(source, value.args)) if name in VIEWS else value
 
 
-def fuse_pair(graph: Graph, first: Node, second: Node, order: dict[Node, int]) -> None:
+def fuse_pair(graph: Graph, product: Product, first: Node, second: Node, order: dict[Node, int]) -> None:
     """Fuse two products into one node, where the parts of the second weight are there by then.
 
     order: places in the graph as it was; what has been put in since counts as later.
     """
-    parts = [part for part in second.args[PARTS] if isinstance(part, Node)]
+    parts = [part for part in product.parts(second) if isinstance(part, Node)]
     if any(order.get(part, len(order)) > order[first] for part in parts):
         return
     with graph.inserting_before(first):
-        result = graph.call_function(
-            torch.ops.ao_lab.linear_pair.default,
-            (first.args[0], *first.args[PARTS], *second.args[PARTS], *first.args[BIAS + 1 :]),
-        )
+        given = (first.args[0], *product.parts(first), *product.parts(second), *product.form(first))
+        result = graph.call_function(product.at_once("pair"), given)
         result.meta["val"] = (first.meta["val"], second.meta["val"])
         for at, node in enumerate((first, second)):
             one = graph.call_function(getitem, (result, at))
@@ -133,7 +166,7 @@ def compile_options() -> dict[str, Any]:
     import torch._inductor.config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    import fast.matmul.linear_swiglu_ops  # noqa: F401  the operators
+    import fast.matmul.linear_swiglu_ops  # noqa: F401  the operators; those of preshuffled weights are imported above
 
     # The compiler's caches want this class, which takes a second to import.
     fuse = type("FuseLinears", (FuseLinears, CustomGraphPass), {})()

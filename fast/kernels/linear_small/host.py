@@ -43,7 +43,7 @@ def linear_small(
     """
     n, length = w.shape
     dtype = x.dtype if dtype is None else dtype
-    _check(x, w, bias)
+    check_operands(x, w, bias)
     count = x.numel() // length
     if x.dtype not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
         return None
@@ -73,7 +73,8 @@ def linear_small(
     return y
 
 
-def _check(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> None:
+def check_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> None:
+    """ValueError where shapes or devices of inputs, weight and bias do not go together."""
     n, length = w.shape
     if not x.ndim or x.shape[-1] != length:
         raise ValueError(
@@ -111,4 +112,6 @@ def _launch(
     )
 
 
-__all__ = ["MOST_ROWS", "ArrangedWeight", "Tiling", "arrange", "candidates", "linear_small", "tiling_of"]
+__all__ = [
+    "MOST_ROWS", "ArrangedWeight", "Tiling", "arrange", "candidates", "check_operands", "linear_small", "tiling_of",
+]  # fmt: skip

@@ -5,8 +5,9 @@
 
 Kernels are compiled on all cores first, without the GPU. --bits, --times: seconds after which nothing of a part starts (0:
 leave it out), compilation included. --candidates: tiles that are timed of each number of rows; --whole: that are compared on
-whole layers. --tensor: first layers of quantize_ with preshuffled weights (`small/tensors.py`), 40 seconds; with --bits 0
---times 0 nothing else. Prints as it goes, writes $OUT/linear_small.json after every row. Exits with 1 on any difference, 2
+whole layers. --tensor: first layers of quantize_ with preshuffled weights (`small/tensors.py`), 40 seconds, and two
+weights in one launch (`small/pairs.py`) with their times, 20; with --bits 0 --times 0 nothing else. --pairs: the latter
+alone. Prints as it goes, writes $OUT/linear_small.json after every row. Exits with 1 on any difference, 2
 where not all was compared.
 """
 
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.gpu.linear.small import bits, tensors, weights
+from tests.gpu.linear.small import bits, pairs, tensors, weights
 from tests.gpu.linear.small import times as speed
 
 BEGIN = time.monotonic()
@@ -40,6 +41,12 @@ def say(text: str) -> None:
     """With the seconds that have passed."""
     sys.stdout.write(f"[{time.monotonic() - BEGIN:6.1f}] {text}\n")
     sys.stdout.flush()
+
+
+def said(text: str) -> str:
+    """The same."""
+    say(text)
+    return text
 
 
 def submitted(pool: ProcessPoolExecutor, tasks: list[Any]) -> list[Future[str]]:
@@ -92,10 +99,10 @@ def compare(pool: ProcessPoolExecutor, seconds: float, most: int) -> tuple[list[
     return wrong, late
 
 
-def look_at_tensors() -> list[str]:
-    """What is wrong with layers of preshuffled weights."""
+def look_at_tensors(alone: bool) -> list[str]:
+    """What is wrong with layers of preshuffled weights, and with two at once. alone: these only."""
     wrong: list[str] = []
-    for label, check in tensors.checks():
+    for label, check in (*(() if alone else tensors.checks()), *pairs.checks()):
         try:
             found = list(check)
         except Exception as error:  # noqa: BLE001  others go on
@@ -155,6 +162,7 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--bits", type=float, default=40.0)
     parser.add_argument("--times", type=float, default=120.0)
     parser.add_argument("--tensor", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES, choices=tuple(weights.KINDS))
     parser.add_argument("--rows", type=int, nargs="*", default=speed.COUNTS)
     parser.add_argument(
@@ -172,8 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "late": [], "times": []}
     say(f"{found['device']}, {options.workers} processes compile")
     os.environ.setdefault("OMP_NUM_THREADS", "4")
-    if options.tensor:
-        found["wrong_tensors"] = look_at_tensors()
+    if options.tensor or options.pairs:
+        found["wrong_tensors"] = look_at_tensors(not options.tensor)
+        found["pairs"] = [*map(said, pairs.lines())]
         written(found)
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
         if options.bits > 0:

@@ -23,12 +23,13 @@ from ao_lab.gemm import select
 from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
-from fast.kernels.linear_small import grouped, host
+from fast.kernels.linear_small import grouped, host, pair
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import restored_codes
 from fast.kernels.linear_small.tilings import Tiling
 from fast.matmul.preshuffled import layout, ops
 from fast.matmul.preshuffled.linear import linear_small
+from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized
 from tests.emulator import ptx_interpreter
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
@@ -119,6 +120,38 @@ def of_experts(name: str) -> None:
         assert_same_bits(got, exact_result(rows, w, None))
 
 
+#: Rows of X, dtype, tiles for two weights: those of the rule, parts of K, halves of two atoms.
+PAIRS = (
+    (1, BF16, None), (5, HALF, Tiling(16, 128, 64, 3, 2, 4)), (16, BF16, Tiling(8, 256, 64, 1, 2, 8)),
+    (3, BF16, Tiling(16, 256, 64, 2, 2, 8)),
+)  # fmt: skip
+
+
+#: Schemes of which two weights are multiplied at once: every branch of addresses.
+TWO = ("int4_g128", "int4_g32_asymmetric", "int4_g128_asymmetric", "int8_rowwise_asymmetric", "fp8_rowwise")
+
+
+def of_two(name: str) -> None:
+    """Two weights at once: exact sums to the bit and swiglu of them; others have the bits of each weight by itself."""
+    length = 3 * max(128, block_of(name))
+    made = [[draw(named(name), 256, length, seed) for seed in (0, 3)] for draw in (exact_weight, weight)]
+    for count, dtype, tiling in PAIRS:
+        x, arranged = exact_inputs(count, length, dtype) / 64, [host.arrange(w) for w in made[0]]
+        sums = [exact_result(x, w, None) for w in made[0]]
+        if tiling and not tiling.fits(512, length, arranged[0].element, arranged[0].group):
+            continue
+        for got, wanted in zip(pair.linear_small_pair(x, *arranged, tiling=tiling), sums, strict=True):
+            assert_same_bits(got, wanted)
+        assert_same_bits(pair.linear_small_swiglu(x, *arranged, tiling=tiling), reference.swiglu(*sums))
+        x, arranged = inputs(count, length, dtype), [host.arrange(w) for w in made[1]]
+        both = pair.linear_small_pair(x, *arranged, tiling=tiling)
+        for got, w, each in zip(both, arranged, made[1], strict=True):
+            if tiling is not None:
+                assert_same_bits(got, host.linear_small(x, w, tiling=tiling))
+            assert outside(got, x, each, None) == 0
+        assert_same_bits(pair.linear_small_swiglu(x, *arranged, tiling=tiling), reference.swiglu(*both))
+
+
 def preshuffled(name: str) -> None:
     """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
     length = 2 * max(128, block_of(name))
@@ -136,6 +169,13 @@ def preshuffled(name: str) -> None:
         x, bias = exact_inputs(count, length, BF16), (torch.arange(128) % 7 - 3).to(BF16)
         assert_same_bits(select.PRODUCTS["fused"].run(x, t.transposed(), bias), exact_result(x, w, bias))
         assert_same_bits(linear_small(x, t.stored, bias), host.linear_small(x, arranged, bias))
+    both = w, exact_weight(named(name), 128, length, 3)
+    for count in (1, 16, 17):
+        x, ready = exact_inputs(count, length, BF16) / 64, [layout.preshuffled(one) for one in both]
+        sums = [exact_result(x, one, None) for one in both]
+        for got, wanted in zip(linear_small_pair(x, *ready), sums, strict=True):
+            assert_same_bits(got, wanted)
+        assert_same_bits(linear_small_swiglu(x, *ready), reference.swiglu(*sums))
     many = exact_inputs(130, length, BF16)
     assert_same_bits(linear_small(many, t.stored), torch.nn.functional.linear(many, t.dequantize(BF16)))
 
@@ -149,6 +189,8 @@ def main() -> None:
         compare(name)
         of_experts(name)
         as_dense(name)
+        if name in TWO:
+            of_two(name)
         print(name, flush=True)
     for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
         for dtype in host.INPUTS:

@@ -34,11 +34,14 @@ from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.linear_small import dense as dense_small
 from fast.kernels.linear_small import grouped as grouped_linear
 from fast.kernels.linear_small import host as small_linear
+from fast.kernels.linear_small import pair as small_pair
 from fast.kernels.scaled_mm import host as code_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Modules that remember launches.
-PLANS = (linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear, dense_small)
+PLANS = (
+    linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear, dense_small, small_pair,
+)  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION_BYTES = 16
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")

@@ -15,6 +15,7 @@ from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
 from fast.kernels.launch import cache, direct
 from fast.kernels.linear import pair_host, select, w8a8_host
 from fast.kernels.linear_small import host as linear_small_host
+from fast.kernels.linear_small import pair as linear_small_pair
 from fast.kernels.scaled_mm import host as scaled_mm_host
 
 # Shared by JIT and C function: how Triton names what it compiled.
@@ -77,7 +78,9 @@ class Recorded:
         monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
         monkeypatch.setattr(cache, "CALLS", {})
         # Launches that are kept would keep what passes for compiled here.
-        for module in (select, pair_host, w8a8_host, scaled_mm_host, int_scaled_mm_host, linear_small_host):
+        for module in (
+            select, pair_host, w8a8_host, scaled_mm_host, int_scaled_mm_host, linear_small_host, linear_small_pair,
+        ):  # fmt: skip
             monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
 
     def note(self, head: tuple[Any, ...], given: tuple[Any, ...]) -> None:

@@ -48,7 +48,7 @@ class Peers:
     def __init__(self, name: str, shape: tuple[int, int]) -> None:
         size, bits = shape[0] * shape[1], named(name).format.bits
         first = stored_weight(name, shape)
-        self.stored = several(lambda: _copied(first), size * bits / 8)
+        self.stored = several(lambda: copied(first), size * bits / 8)
         self.dense = several(
             lambda: torch.randn(shape, device=weights.DEVICE, dtype=torch.bfloat16), 2.0 * size
         )
@@ -61,7 +61,8 @@ class Peers:
         }
 
 
-def _copied(w: Quantized) -> Quantized:
+def copied(w: Quantized) -> Quantized:
+    """In memory of its own."""
     from dataclasses import replace
 
     parts = {part: getattr(w, part) for part in ("codes", "scale", "zero")}
