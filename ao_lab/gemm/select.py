@@ -90,9 +90,10 @@ def grouped_product(
     able = groups_reason(w, x.dtype) is None
     if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
         raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
-    offsets, bias, dtype = (*args, *(kwargs.get(name) for name in ("offs", "bias", "out_dtype")[len(args) :]))
-    if able and x.dim() == 2 and offsets is not None and bias is None and dtype in (None, x.dtype):
-        return grouped_linear_small(x, w.stored, offsets)
+    given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
+    plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
+    if able and plain and x.dim() == 2 and given.get("offs") is not None:
+        return grouped_linear_small(x, w.stored, given["offs"])
     result: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
     return result
 

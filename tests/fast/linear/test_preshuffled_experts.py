@@ -66,7 +66,8 @@ def test_the_schemes_that_are_taken():
 @pytest.mark.parametrize(
     ("shape", "axis", "text"),
     [
-        ((3, 128, 256), 1, "along its last axis"), ((3, 100, 128), 2, "multiples of 128"), ((0, 128, 128), 2, "multiples of 128"),
+        ((3, 128, 256), 1, "along its last axis"), ((3, 100, 128), 2, "multiples of 128"),
+        ((0, 128, 128), 2, "multiples of 128"),
         ((2, 3, 128, 128), 3, "a matrix, or experts"), ((128,), 0, "a matrix, or experts"),
     ],
 )  # fmt: skip
