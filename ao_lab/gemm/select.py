@@ -12,8 +12,8 @@ ValueError. Nothing is measured here.
   than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
-  is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs. For more rows
-  (`explain` says how many) as ``dequantize``.
+  is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
+  up to 64 of an expert on average. For more rows (`explain` says how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
@@ -43,6 +43,7 @@ from fast.cpu.linear import takes as takes_one_row
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.one_row_ops import linear as cpu_linear
+from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small
 from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, rows_fused, takes_codes
 from reference import Quantized, Scales, Scheme
@@ -81,11 +82,29 @@ def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = Non
 def grouped_product(
     x: torch.Tensor, w: QuantizedWeight, func: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N): kernel "dequantize"."""
-    if sums_along_blocks(w) and w.recipe.kernel not in ("auto", "dequantize"):
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N).
+
+    args, kwargs: offsets, bias and dtype, as torch has them. Kernel "fused" where the weights are preshuffled on a GPU, inputs
+    have 16 bits and nothing but offsets is asked for; else "dequantize".
+    """
+    able = groups_reason(w, x.dtype) is None
+    if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
         raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
+    plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
+    if able and plain and x.dim() == 2 and given.get("offs") is not None:
+        return grouped_linear_small(x, w.stored, given["offs"])
     result: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
     return result
+
+
+def groups_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why groups of rows of a dtype are not multiplied by weights (E, K, N) as these are stored; None where they are."""
+    if w.meta.layout != PRESHUFFLED or len(w.shape) != 3 or not w.meta.transposed:
+        return "the weights must be preshuffled, and stored as (experts, out, in)"
+    if not w.is_cuda or _capability(w.device.index or 0) < OLDEST:
+        return "its kernel is for GPUs of compute capability {}.{} and later".format(*OLDEST)
+    return None if dtype in INPUTS else f"it does not read {dtype}"
 
 
 def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> str:
@@ -185,7 +204,7 @@ def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
             found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
         needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
         return f"its kernels are for {needs}, this weight is {found}"
-    if w.meta.layout == PRESHUFFLED:
+    if w.meta.layout == PRESHUFFLED and len(w.shape) == 2:
         return _preshuffled_unsupported(w, dtype)
     if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return f"{STORED}, its scales plain"
@@ -402,6 +421,7 @@ __all__ = [
     "Scales",
     "as_right_operand",
     "grouped_product",
+    "groups_reason",
     "inference_keys",
     "most_fused_rows",
     "multiplies_codes",

@@ -11,11 +11,12 @@ from torch import nn
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
-from ao_lab.gemm.select import inference_keys, most_fused_rows, select_kernel
+from ao_lab.gemm.select import groups_reason, inference_keys, most_fused_rows, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from fast.matmul.preshuffled.grouped import MOST_AVERAGE
 from reference import Scheme, decode, encode
 
 #: Where a model keeps its report.
@@ -168,6 +169,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
         return "embedding"
     transposed = weight if weight.block_axis == -2 else weight.transposed()
     named = weight.recipe.kernel
+    if groups_reason(transposed, weight.dtype) is None:
+        return f"fused, up to {MOST_AVERAGE} rows an expert on average"
     # A model of them may lie on the host, where its products raise and reports do not.
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
     if name == sparse_int4.NAME:

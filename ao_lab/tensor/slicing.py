@@ -7,7 +7,7 @@ sliced. Axes here are those of the stored orientation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd, lcm, prod
 
 import torch
@@ -22,10 +22,12 @@ Part = torch.Tensor | None
 def slice_axis(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
     """Elements start to end (excluded) of an axis."""
     t.check_shaped()
-    t = t.to_layout("plain") if t.meta.layout != "plain" else t
     length = t.stored_shape[dim]
     start, end = _clamped(start, length), max(_clamped(end, length), _clamped(start, length))
     shape = _with(t.stored_shape, dim, end - start)
+    if dim == 0 and end > start and are_preshuffled_experts(t):
+        return _stored(t, _of_experts(t, lambda part: _narrowed(part, 0, start, end)), shape)
+    t = t.to_layout("plain") if t.meta.layout != "plain" else t
     if is_flat(t):
         return _slice_flat(t, dim, start, end, shape)
     _check_slice(t, dim, start, end)
@@ -49,6 +51,9 @@ def select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if not -length <= index < length:
         raise IndexError(f"entry {index} of axis {dim} with {length} entries")
     index = index % length
+    t.check_shaped()
+    if are_preshuffled_experts(t):
+        return _stored(t, _of_experts(t, lambda part: part[index]), t.stored_shape[1:])
     one = slice_axis(t, dim, index, index + 1)
     parts = {name: _without(part, dim, name, one) for name, part in one.parts.items()}
     return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
@@ -72,6 +77,11 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     ):
         return None
     flat = index.reshape(-1)
+    if are_preshuffled_experts(t) and flat.shape[0] == 0:
+        return select_rows(t.plain, index, counted)
+    if are_preshuffled_experts(t):
+        chosen = _of_experts(t, lambda part: _index_select(part, flat) if counted else part[flat])
+        return _stored(t, chosen, (flat.shape[0], *t.stored_shape[1:]))
     if preshuffled:
         return _preshuffled_rows(t, flat, counted)
     parts = dict(t.parts)
@@ -81,6 +91,17 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
         if part is not None and part.dim():
             parts[name] = _index_select(part, flat) if counted else part[flat]
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
+
+
+def are_preshuffled_experts(t: QuantizedTensor) -> bool:
+    """Whether pieces along axis 0 are preshuffled as well: experts, whose parts have them in front."""
+    return t.meta.layout == PRESHUFFLED and len(t.stored_shape) == 3
+
+
+def _of_experts(t: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Part]:
+    """Parts of some of the experts."""
+    found = {name: part for name in ("codes", "scale", "zero") if (part := t.parts[name]) is not None}
+    return {**t.parts, **{name: function(part) for name, part in found.items()}}
 
 
 def _preshuffled_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> QuantizedTensor:

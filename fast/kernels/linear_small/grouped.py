@@ -12,37 +12,74 @@ from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_devic
 from fast.kernels.linear_small.grouped_product import grouped_linear_small_kernel
 from fast.kernels.linear_small.host import INPUTS
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
-from fast.kernels.linear_small.tilings import block_m_of
+from fast.kernels.linear_small.tilings import FULL, block_m_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
-#: The most rows of X that a program takes at once, and those that an expert has on average up to which the kernel is chosen.
-MOST_TILE, MOST_AVERAGE = 64, 64
-#: Rows and columns of a program's tile of the weight, stages and warps, by the rows of X at once.
-TILES = {16: (128, 128, 6, 4), 32: (128, 128, 4, 4), 64: (128, 128, 4, 8)}
+#: The most rows of X that a program takes at once.
+MOST_TILE = 64
+#: Rows and columns of a program's tile of the weight, stages and warps.
+Tile = tuple[int, int, int, int]
 
 
 def grouped_linear_small(
-    x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor, *, key: Any = None
+    x: torch.Tensor,
+    experts: ArrangedWeight,
+    ends: torch.Tensor,
+    *,
+    tile: Tile | None = None,
+    key: Any = None,
+    record: Any = None,
 ) -> torch.Tensor | None:
     """x (T, K), sorted by expert, times the transpose of each expert's weight (N, K): (T, N) in x's dtype.
 
     experts: an arranged weight whose parts have an axis of experts in front; `shape` is that of one of them. ends: int32 (E,),
     on x's device: the row after each expert's last one; rows behind the last end are undefined, as torch's `_grouped_mm` leaves
     them. None where the kernel does not take it: inputs that are not bfloat16 or float16, no rows, more than 2**31 elements.
-    ValueError for shapes and devices that do not go together. Each row has the bits it has by `linear_small` with one part of K
+    tile: another one than the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not go
+    together. Each row has the bits it has by `linear_small` with one part of K
     and these tiles, within `reference.linear_error_bound`.
     """
     (n, length), count = experts.shape, x.shape[0]
     _check(x, experts, ends)
     if x.dtype not in INPUTS or not count or count * max(n, length) > INT32:
         return None
-    rows = min(MOST_TILE, block_m_of(min(MOST_TILE, ceil_div(2 * count, len(ends)))))
-    launch = _launch(n, length, len(ends), experts.element, experts.group, rows, FLOAT_NAMES[x.dtype], count)
+    rows = rows_at_once(count, len(ends))
+    tile = tile or tile_of(experts.rows, experts.columns, experts.element, count, len(ends))
+    launch = _launch(
+        n, length, len(ends), experts.element, experts.group, rows, FLOAT_NAMES[x.dtype], count, tile
+    )
     call = Call({"x": x, "codes": experts.words, "scale": experts.scale, "zero": experts.zero, "ends": ends})
     call.allocate("y", (count, n), x.dtype)
     call.launch(launch, ("x", "codes", "scale", "zero", "ends", "y"))
-    y: torch.Tensor = call.result("y", key)
+    y: torch.Tensor = call.result("y", key, record)
     return y
+
+
+def rows_at_once(count: int, experts: int) -> int:
+    """Rows of X that a program takes at once: twice those of an expert on average, as they are not divided evenly."""
+    return block_m_of(min(MOST_TILE, ceil_div(2 * count, experts)))
+
+
+def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> Tile:
+    """The tile of a program, a rule of what was fastest on an H200, to which the tests hold it.
+
+    rows, columns: of an expert's arranged weight; count: rows of X. Experts that have rows are few where rows are fewer than
+    experts: then a program has 64 rows of the weight, so that there are more programs, and where there are still fewer than
+    multiprocessors a step of 4-bit codes has 256 columns. Of 8-bit codes, whose steps are as many bytes with half the columns,
+    it is the other way round. Many programs of many rows and 4-bit codes take shorter steps: more of them run at once.
+    """
+    at_once, busy = rows_at_once(count, experts), min(count, experts)
+    wide = (64, 256, 4, 4) if columns % 256 == 0 else (64, 128, 6, 4)
+    halves = busy * (rows // 64)
+    if at_once == 16 and element == "int4":
+        if count >= experts:
+            return 128, 128, 6, 4
+        return (64, 128, 6, 4) if halves >= FULL else wide
+    if at_once == 16:
+        return wide if halves >= FULL else (64, 128, 6, 4)
+    if at_once == 32:
+        return 128, 128, 4, 4
+    return (128, 64, 4, 8) if element == "int4" and halves >= 6 * FULL else (128, 128, 4, 8)
 
 
 def _check(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None:
@@ -65,10 +102,10 @@ def _check(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None
 
 @lru_cache(maxsize=4096)
 def _launch(
-    n: int, length: int, experts: int, element: str, group: int, rows: int, dtype: str, count: int
+    n: int, length: int, experts: int, element: str, group: int, rows: int, dtype: str, count: int, tile: Tile
 ) -> CompiledLaunch:
     """Tiles of the weight by experts."""
-    block_n, block_k, stages, warps = TILES[rows]
+    block_n, block_k, stages, warps = tile
     filled_n, filled_k = filled(n), filled(length)
     blocks = ceil_div(filled_k, group) if group else 1
     tail = (
@@ -94,4 +131,4 @@ def stacked(experts: list[ArrangedWeight]) -> ArrangedWeight:
     return ArrangedWeight(words, scale, zero, first.shape, first.element, first.group)
 
 
-__all__ = ["MOST_AVERAGE", "grouped_linear_small", "stacked"]
+__all__ = ["ArrangedWeight", "Tile", "grouped_linear_small", "rows_at_once", "stacked", "tile_of"]

@@ -1,8 +1,11 @@
-"""The preshuffled layout of a stored weight (N, K), and back to exactly its parts, as torch operations on any device.
+"""The preshuffled layout of a stored weight (N, K), or of experts' weights (E, N, K), and back to exactly its parts, as torch
+operations on any device.
 
 codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
 scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly
 zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
+
+Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
 
 By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/elements.py`):
 
@@ -47,9 +50,9 @@ def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
 
 def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | None:
     """Why no weight of a scheme and shape is preshuffled, whatever its values; None where it is."""
-    if len(shape) != 2 or axis != 1:
-        return "it must be a matrix with blocks along its last axis"
-    if any(length % FILLED or not length for length in shape):
+    if len(shape) not in (2, 3) or axis != len(shape) - 1:
+        return "it must be a matrix, or experts' matrices, with blocks along its last axis"
+    if not shape[0] or any(length % FILLED or not length for length in shape[-2:]):
         return f"its lengths must be multiples of {FILLED}, got {tuple(shape)}"
     if scheme.element not in ELEMENTS:
         return f"its elements must be {', '.join(ELEMENTS)}, got {scheme.element}"
@@ -59,10 +62,12 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
     if zero is not None and (zero.rule != "code" or zero.storage != "int8" or scale.block == "tensor"):
         return "zero points must be codes, of blocks or rows"
     block = scale.block
-    if block in (-1, "tensor", shape[1]):
+    if block == "tensor" and len(shape) == 3:
+        return "each expert must have scales of its own"
+    if block in (-1, "tensor", shape[-1]):
         return None
     served = isinstance(block, int) and (block in SMALL_BLOCKS or block % FILLED == 0) and block > 0
-    if not served or shape[1] % int(str(block)):
+    if not served or shape[-1] % int(str(block)):
         return f"blocks must be {SMALL_BLOCKS[0]}, {SMALL_BLOCKS[1]} or a multiple of {FILLED} columns, or rows, got {block}"
     return None
 
@@ -95,15 +100,17 @@ def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
     reason = unsupported_reason(q)
     if reason is not None:
         raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
-    codes = arranged(q.codes, ELEMENTS[q.scheme.element]) if words is None else words
-    scale = _blocks(_wide(q), q.shape[0])
+    codes = arranged(rows_in_all(q.codes), ELEMENTS[q.scheme.element]) if words is None else words
+    codes = codes.reshape(*q.shape[:-2], -1, *codes.shape[1:])
+    scale = _blocks(_wide(q), q.shape[-2])
     return replace(q, codes=codes, scale=scale, zero=None if q.zero is None else _pairs(q))
 
 
 def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
     """What `preshuffled` was given. codes: they, where a kernel has restored them."""
     if codes is None:
-        codes = rows_of(q.codes, ELEMENTS[q.scheme.element], torch.arange(q.shape[0], device=q.codes.device))
+        codes = all_rows(atoms_in_all(q.codes), ELEMENTS[q.scheme.element])
+    codes = codes.reshape(*q.shape[:-1], codes.shape[-1])
     scale = _narrow(q.scale, q.scheme.scale.storage)
     scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
     zero = None if q.zero is None else _turned(_singles(q.zero))
@@ -117,6 +124,16 @@ def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
     scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)[index]
     zero = None if q.zero is None else _turned(_singles(q.zero))[index]
     return replace(q, codes=codes, scale=scale, zero=zero, shape=(index.shape[0], q.shape[1]))
+
+
+def rows_in_all(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of experts as those of one tall matrix, which their words are too."""
+    return codes.reshape(-1, codes.shape[-1])
+
+
+def atoms_in_all(words: torch.Tensor) -> torch.Tensor:
+    """Words of experts as those of one tall matrix."""
+    return words.reshape(-1, *words.shape[-2:])
 
 
 def arranged(codes: torch.Tensor, element: str) -> torch.Tensor:
@@ -152,6 +169,11 @@ def rows_of(words: torch.Tensor, element: str, index: torch.Tensor) -> torch.Ten
     return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(len(index), -1)
 
 
+def all_rows(words: torch.Tensor, element: str) -> torch.Tensor:
+    """`rows_of` of every row."""
+    return rows_of(words, element, torch.arange(64 * words.shape[0], device=words.device))
+
+
 def _wide(q: Quantized) -> torch.Tensor:
     """Scales as float32."""
     storage = STORAGES[q.scheme.scale.storage]
@@ -172,35 +194,38 @@ def _narrow(scale: torch.Tensor, storage: str) -> torch.Tensor:
 
 
 def _blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Values of blocks (N, blocks), or of the whole, as (blocks, N)."""
+    """Values of blocks (..., N, blocks), or of the whole, as (..., blocks, N)."""
     values = values.reshape(1, 1).expand(rows, 1) if values.dim() == 0 else values
     return _turned(values)
 
 
 def _turned(values: torch.Tensor) -> torch.Tensor:
     """The transposed in memory of its own: in place of one layout the other may change."""
-    return values.t().clone(memory_format=torch.contiguous_format)
+    return values.transpose(-2, -1).clone(memory_format=torch.contiguous_format)
 
 
 def _pairs(q: Quantized) -> torch.Tensor:
     """Zero points as pairs: of row n, without bit 3, the low half, and of n + 8 the high one."""
-    pairs = _blocks(q.zero.to(torch.int32), q.shape[0]).unflatten(1, (-1, 2, 8))
-    return ((pairs[:, :, 0] & 0xFFFF) | (pairs[:, :, 1] << 16)).flatten(1).contiguous()
+    low, high = _blocks(q.zero.to(torch.int32), q.shape[-2]).unflatten(-1, (-1, 2, 8)).unbind(-2)
+    return ((low & 0xFFFF) | (high << 16)).flatten(-2).contiguous()
 
 
 def _singles(pairs: torch.Tensor) -> torch.Tensor:
-    """Zero points (blocks, N) of pairs, as int8."""
-    split = pairs.unflatten(1, (-1, 8))
-    both: Any = torch.stack([(split << 16) >> 16, split >> 16], 2)
-    result: torch.Tensor = both.flatten(1).to(torch.int8)
+    """Zero points (..., blocks, N) of pairs, as int8."""
+    split = pairs.unflatten(-1, (-1, 8))
+    both: Any = torch.stack([(split << 16) >> 16, split >> 16], -2)
+    result: torch.Tensor = both.flatten(-3).to(torch.int8)
     return result
 
 
 __all__ = [
+    "all_rows",
     "arranged",
+    "atoms_in_all",
     "form_of",
     "preshuffled",
     "restored",
+    "rows_in_all",
     "rows_of",
     "rows_restored",
     "scheme_reason",

@@ -32,17 +32,21 @@ SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, SymInt[] shape, str scheme) -> Tensor"
 )
 STORED = ("codes", "scale", "zero point")
+#: Rows of as many atoms as a grid has along its second axis.
+MOST_ROWS_ARRANGED = 64 * 65535
 
 
 def weight_of(record: Any, shape: Sequence[int], stored: Sequence[Any]) -> Quantized:
-    """The preshuffled weight of its record, shape and parts."""
+    """The preshuffled weight (N, K), or of experts (E, N, K), of its record, shape and parts."""
     codes, scale, zero = stored
-    return Quantized(codes, scale, None, zero, tuple(shape), 1, record, record.format.bits < 8)
+    axis = len(shape) - 1
+    return Quantized(codes, scale, None, zero, tuple(shape), axis, record, record.format.bits < 8)
 
 
 def restored(q: Quantized) -> Quantized:
     """A preshuffled weight as it was stored: its codes by a kernel on a GPU."""
-    codes: torch.Tensor = run(CODES, None, (layout.ELEMENTS[q.scheme.element],), (q.codes,))
+    words = layout.atoms_in_all(q.codes)
+    codes: torch.Tensor = run(CODES, None, (layout.ELEMENTS[q.scheme.element],), (words,))
     return layout.restored(q, codes)
 
 
@@ -50,7 +54,8 @@ def preshuffled(q: Quantized) -> Quantized:
     """A stored weight in the layout, see `layout.preshuffled`: its codes by a kernel on a GPU."""
     if layout.unsupported_reason(q) is not None:
         return layout.preshuffled(q)
-    words: torch.Tensor = run(WORDS, None, (layout.ELEMENTS[q.scheme.element],), (q.codes,))
+    codes = layout.rows_in_all(q.codes)
+    words: torch.Tensor = run(WORDS, None, (layout.ELEMENTS[q.scheme.element],), (codes,))
     return layout.preshuffled(q, words)
 
 
@@ -151,8 +156,11 @@ def _codes_shape(words: torch.Tensor, element: str) -> tuple[int, int]:
 
 
 def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By the kernel, where its grid holds the rows: those of many experts may be more."""
     from fast.kernels.linear_small.layout import arranged_words
 
+    if operands[0].shape[0] > MOST_ROWS_ARRANGED:
+        return None
     return arranged_words(operands[0], values[0], key)
 
 
@@ -162,16 +170,12 @@ def _restore(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     return restored_words(operands[0], _codes_shape(operands[0], values[0]), values[0], key)
 
 
-def _all_rows(words: torch.Tensor, element: str) -> torch.Tensor:
-    return layout.rows_of(words, element, torch.arange(64 * words.shape[0], device=words.device))
-
-
 WORDS = Function(
     "preshuffle_codes", ("codes",), lambda r, v, o: layout.arranged(o[0], v[0]),
     lambda r, v, o: torch.ops.ao_lab.preshuffle_codes(o[0], v[0]), _arrange,
 )  # fmt: skip
 CODES = Function(
-    "restore_codes", ("codes",), lambda r, v, o: _all_rows(o[0], v[0]),
+    "restore_codes", ("codes",), lambda r, v, o: layout.all_rows(o[0], v[0]),
     lambda r, v, o: torch.ops.ao_lab.restore_codes(o[0], v[0]), _restore,
 )  # fmt: skip
 register(

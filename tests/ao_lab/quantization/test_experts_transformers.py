@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
+from ao_lab.gemm import select
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -58,3 +60,44 @@ def test_inputs_are_quantized_in_every_way(name, way):
         with torch.no_grad():
             logits.append(made(TOKENS).logits)
     assert not torch.equal(*logits)
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_preshuffled_experts_give_the_outputs_of_the_dequantized_model(name, way, monkeypatch):
+    """Where they are stored along K, as Mixtral's; GPT-OSS's, stored along N, stay plain."""
+    model, axis = model_of(name, way)
+    dense = copy.deepcopy(model.bfloat16())
+    monkeypatch.setattr(rule, "has_kernels", lambda x: True)
+    config = SchemeConfig(scheme="fp8_rowwise", axis=axis)
+    quantize_(model, config, lambda module, path: path.endswith("experts"))
+    layouts = set()
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            layouts.add(parameter.meta.layout)
+            dense.get_parameter(path).data.copy_(parameter.dequantize())
+    assert layouts == {"preshuffled" if axis == -1 else "plain"}
+    # Of one row plain weights have a kernel on a CPU, which is not what dequantizes.
+    monkeypatch.setitem(select.PRODUCTS, "fused", select.PRODUCTS["dequantize"])
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, dense(TOKENS).logits)
+
+
+def test_grouped_products_of_mixtral_go_to_the_operator(monkeypatch):
+    """Two of each layer, as transformers calls torch."""
+    model, axis = model_of("mixtral", "grouped_mm")
+    monkeypatch.setattr(rule, "has_kernels", lambda x: True)
+    quantize_(
+        model.bfloat16(),
+        SchemeConfig(scheme="int8_rowwise", axis=axis),
+        lambda m, path: path.endswith("experts"),
+    )
+    calls = []
+    monkeypatch.setattr(select, "groups_reason", lambda w, dtype: None)
+    run = select.grouped_linear_small
+    monkeypatch.setattr(
+        select, "grouped_linear_small", lambda x, w, ends: calls.append(tuple(w.shape)) or run(x, w, ends)
+    )
+    with torch.no_grad():
+        model(TOKENS)
+    assert calls == [(4, 256, 128), (4, 128, 128)]

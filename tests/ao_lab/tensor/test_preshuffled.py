@@ -156,7 +156,9 @@ def test_other_dtypes_and_recipes():
             "auto or fused",
         ),
         (lambda: quantized(dense(), "int8_rowwise", axis=0), "blocks along its last axis"),
-        (lambda: quantized(dense(0, (2, 128, 128)), "int8_rowwise"), "a matrix"),
+        (lambda: quantized(dense(0, (2, 2, 128, 128)), "int8_rowwise"), "a matrix, or experts"),
+        (lambda: quantized(dense(0, (2, 128, 128)), "int8_rowwise", axis=1), "blocks along its last axis"),
+        (lambda: quantized(dense(0, (2, 128, 128)), "fp8_tensorwise"), "scales of its own"),
         (lambda: quantized(dense(0, (100, 128)), "int8_rowwise"), "multiples of 128"),
         (lambda: quantized(dense(), "nf4"), "its elements must be"),
     ],
@@ -197,7 +199,7 @@ def layouts(net):
 
 
 def test_quantize_chooses_it(gpu):
-    """Where layers multiply; tables stay, and a table that is a head too does not."""
+    """Where layers multiply; tables stay, and a table that is a head too."""
     net = model()
     report = quantize_(net, SchemeConfig(scheme="int4_g128"), every)
     assert layouts(net) == ["plain", LAYOUT, LAYOUT]
@@ -210,7 +212,7 @@ def test_quantize_chooses_it(gpu):
     tied[1].weight = tied[0].weight
     quantize_(tied, SchemeConfig(scheme="int4_g128"), every)
     assert tied[0].weight is tied[1].weight
-    assert layouts(tied)[0] == LAYOUT
+    assert layouts(tied)[0] == "plain"
     index = torch.tensor([3, 77])
     assert torch.equal(tied[0](index), tied[1].weight.dequantize()[index])
     assert not preshuffle(net)

@@ -3,8 +3,10 @@
 Bits are compared in Triton's interpreter (`programs/products/linear_small.py`, through `test_linear_small.test_bits`).
 """
 
+import json
 import platform
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear_small import grouped, host
+from fast.kernels.linear_small import grouped
+from fast.kernels.linear_small.tilings import MOST_SHARED, Tiling
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.linear.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
 
@@ -25,16 +28,19 @@ def experts(*kind, **more):
     return grouped.stacked([empty_weight(*kind, **more)] * EXPERTS)
 
 
+@pytest.mark.parametrize("rows", [1024, 14336])
 @pytest.mark.parametrize(
     ("element", "group", "count", "dtype", "zero"),
     [
         ("int4", 128, 128, BF16, False), ("int4", 32, 128, BF16, True), ("e4m3", 0, 128, HALF, False),
-        ("int8", 0, 8, BF16, True), ("int4", 128, 512, HALF, False),
+        ("int8", 0, 8, BF16, True), ("int4", 128, 512, HALF, False), ("int4", 128, 2, BF16, True), ("e4m3", 0, 2, HALF, False),
+        ("int8", 128, 512, BF16, True), ("e4m3", 128, 16, BF16, False), ("int8", 32, 2, BF16, True),
+        ("int4", 32, 2, BF16, True),
     ],
 )  # fmt: skip
-def test_the_kernel_compiles_as_that_of_one_weight(element, group, count, dtype, zero):
+def test_the_kernel_compiles_as_that_of_one_weight(rows, element, group, count, dtype, zero):
     """The weight goes from registers to the tensor core, which is waited for before they change; nothing is spilled."""
-    w = experts(1024, 4096, element, group, zero=zero)
+    w = experts(rows, 4096, element, group, zero=zero)
     (machine,) = launched(
         lambda: grouped.grouped_linear_small(torch.empty((count, 4096), dtype=dtype), w, ENDS)
     )
@@ -42,6 +48,44 @@ def test_the_kernel_compiles_as_that_of_one_weight(element, group, count, dtype,
     assert all(list(paired(machine)))
     assert set(WGMMA.findall(machine.ptx)) == {"{"}
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", machine.ptx)) == {"0"}
+
+
+def measured():
+    """Microseconds on an H200 by scheme, shape, rows and experts, then by rows at once and tile."""
+    path = Path(__file__).resolve().parents[3] / "reports/data/grouped_linear_small_tiles.json"
+    for row in json.loads(path.read_text())["times"]:
+        times = {tuple(map(int, name.split(","))): us for name, us in row["us"].items() if name != "bf16"}
+        yield (row["scheme"], *row["shape"], row["rows"], row["experts"]), times, row["us"]["bf16"]
+
+
+def test_the_rule_is_among_the_quickest():
+    """Of the tiles that were timed, and quicker than torch's product of bfloat16 weights."""
+    losses = {}
+    for problem, times, bf16 in measured():
+        name, *lengths, count, each = problem
+        element = {"int4_g128": "int4", "int8_rowwise": "int8", "fp8_rowwise": "e4m3"}[name]
+        tile = grouped.tile_of(*lengths, element, count, each)
+        us = times[(grouped.rows_at_once(count, each), *tile)]
+        losses[problem] = us / min(times.values()) - 1
+        assert bf16 / us > 1.3
+    assert len(losses) == 24
+    assert {problem: loss for problem, loss in losses.items() if loss > 0.027} == {}
+    assert sum(losses.values()) / len(losses) < 0.005
+
+
+@pytest.mark.parametrize("element", ["int4", "int8", "e4m3"])
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_the_rule_fits_any_weight(element, group):
+    for rows in (128, 384, 1024, 6144, 28672):
+        for columns in (128, 384, 1152, 4096, 14336):
+            for count in (1, 7, 16, 64, 200, 4096, 16384):
+                for each in (2, 8, 64, 256):
+                    block_n, block_k, stages, warps = grouped.tile_of(rows, columns, element, count, each)
+                    at_once = grouped.rows_at_once(count, each)
+                    tiling = Tiling(at_once, block_n, block_k, 1, stages, warps)
+                    assert tiling.fits(rows, columns, element, group)
+                    assert at_once <= grouped.MOST_TILE
+                    assert tiling.shared(element, group) <= MOST_SHARED
 
 
 def test_what_it_does_not_take():
@@ -62,4 +106,3 @@ def test_errors():
             grouped.grouped_linear_small(*given)
     with pytest.raises(ValueError, match="one shape, scheme and kind of zero point"):
         grouped.stacked([empty_weight(128, 256, "int4", 128), empty_weight(128, 256, "int8", 128)])
-    assert host.MOST_ROWS > grouped.MOST_AVERAGE

@@ -39,7 +39,7 @@ def empty_weight(n, length, element, group, zero=False):
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 39
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 44
 
 
 @pytest.mark.parametrize("shape", SHAPES)

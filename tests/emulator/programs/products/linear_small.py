@@ -20,7 +20,7 @@ import fast
 import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.gemm import select
-from ao_lab.tensor.quantized_tensor import from_quantized
+from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels.linear_small import grouped, host, pair
@@ -40,6 +40,8 @@ SCHEMES = (
     "torchao.int4_g32", "int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32",
     "int8_g32_asymmetric", "int8_g128", "fp8_rowwise", "fp8_tensorwise", "fp8_1x128", "mxfp8_e4m3",
 )  # fmt: skip
+#: Those of which every tile of experts is compared.
+TILED = ("int4_g32_asymmetric", "int4_g64", "int4_g128", "int8_rowwise", "fp8_1x128")
 #: Rows of the weight and of X, K in blocks, dtype, tiles: parts that are not of one length, rows and columns that are filled.
 CASES = (
     (64, 3, 2, BF16, Tiling(16, 64, 128, 1, 2, 4)), (70, 17, 3, HALF, Tiling(32, 128, 128, 2, 2, 8)),
@@ -152,6 +154,67 @@ def of_two(name: str) -> None:
         assert_same_bits(pair.linear_small_swiglu(x, *arranged, tiling=tiling), reference.swiglu(*both))
 
 
+#: Every tile that the rule takes, by rows at once: rows of X that an expert has on average.
+TILES = {
+    16: ((128, 128, 6, 4), (64, 128, 6, 4), (64, 256, 4, 4)), 32: ((128, 128, 4, 4),), 64: ((128, 128, 4, 8), (128, 64, 4, 8)),
+}  # fmt: skip
+
+
+def tiles_of_experts(name: str) -> None:
+    """Each tile, for as many rows as it is for."""
+    length = 2 * max(128, block_of(name))
+    weights = [exact_weight(named(name), 256, length, seed) for seed in range(4)]
+    experts = grouped.stacked([host.arrange(w) for w in weights])  # type: ignore[misc]
+    for at_once, tiles in TILES.items():
+        counts = (at_once // 2 + 3, 0, at_once + 1, at_once // 2 - 4)
+        x = exact_inputs(sum(counts), length, BF16)
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        assert grouped.rows_at_once(len(x), 4) == at_once
+        each = zip(x.split(counts), weights, strict=True)
+        wanted = torch.cat([exact_result(rows, w, None) for rows, w in each])
+        for tile in tiles:
+            assert_same_bits(grouped.grouped_linear_small(x, experts, ends, tile=tile), wanted)
+
+
+def tensors_of_experts(name: str) -> None:
+    """`torch._grouped_mm` by preshuffled weights of three axes: the kernel's bits; of many rows those of dense weights."""
+    length, counts = 2 * max(128, block_of(name)), torch.tensor((3, 0, 21))
+    dense = torch.randn(3, 128, length, generator=torch.Generator().manual_seed(0)).to(BF16)
+    plain = quantized(dense, name)
+    t = plain.to_layout("preshuffled")
+    for parts in ("codes", "scale", "zero"):
+        made = [
+            getattr(host.arrange(plain[at].quantized), parts.replace("codes", "words")) for at in range(3)
+        ]
+        assert made[0] is None or torch.equal(getattr(t, parts), torch.stack(made))
+    assert all(
+        torch.equal(getattr(ops.preshuffled(plain.quantized), part), getattr(t, part))
+        for part in ("codes", "scale")
+    )
+    assert torch.equal(ops.restored(t.stored).codes, plain.codes)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    for dtype in host.INPUTS:
+        x = inputs(24, length, dtype)
+        made = torch._grouped_mm(x, t.mT, ends)
+        for rows, got, at in zip(
+            x.split(counts.tolist()), made.split(counts.tolist()), range(3), strict=True
+        ):
+            assert not len(rows) or outside(got, rows, plain[at].quantized, None) == 0
+            assert (
+                not len(rows)
+                or outside(linear_small(rows, t[at].stored), rows, plain[at].quantized, None) == 0
+            )
+        experts = grouped.ArrangedWeight(
+            t.codes, t.scale, t.zero, (128, length), *layout.form_of(named(name), length)
+        )
+        assert_same_bits(made, grouped.grouped_linear_small(x, experts, ends))
+    many = inputs(3 * 64 + 1, length, BF16)
+    ends = torch.tensor((100, 101, 193), dtype=torch.int32)
+    assert_same_bits(
+        torch._grouped_mm(many, t.mT, ends), torch._grouped_mm(many, plain.dequantize().mT, ends)
+    )
+
+
 def preshuffled(name: str) -> None:
     """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
     length = 2 * max(128, block_of(name))
@@ -197,9 +260,16 @@ def main() -> None:
             every_code(name, dtype)
         print("every code of", name, flush=True)
     not_a_number()
+    for name in (name for name in chosen if name in TILED):
+        tiles_of_experts(name)
+        print("tiles of experts", name, flush=True)
     dispatch.has_kernels = lambda x: True
+    # Groups ask where weights are, and of which kind of GPU.
+    select.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         preshuffled(name)
+        if named(name).scale.block != "tensor":
+            tensors_of_experts(name)
         print("preshuffled", name, flush=True)
     print("agreed", flush=True)
 

@@ -1,0 +1,136 @@
+"""Rows sorted by expert times the experts' preshuffled weights (E, N, K): the function, its operator and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import reference
+from fast.dispatch import Function, execute, run
+from fast.matmul.preshuffled import layout
+from fast.matmul.preshuffled.linear import INPUTS
+from fast.matmul.preshuffled.ops import STORED, restored, weight_of
+from fast.matmul.stored_weight_ops import Operands, Values, dense, refuse_scale_gradients
+from fast.matmul.weights import parts
+from fast.ops import record_name, register
+from reference import Quantized
+from reference.schemes.record_text import record_of
+
+SCHEMA = "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor offsets, SymInt[] shape, str scheme) -> Tensor"
+#: The most rows an expert, on average, that read the weights as they are stored; on an H200 they took two thirds of the time
+#: that torch takes for bfloat16 weights, beside which dequantizing comes.
+MOST_AVERAGE = 64
+
+
+def grouped_linear_small(x: torch.Tensor, w: Quantized, offsets: torch.Tensor) -> torch.Tensor:
+    """x (T, K), sorted by expert, times the transpose of each expert's preshuffled weight (N, K): (T, N) in x's dtype.
+
+    w: what `ops.preshuffled` makes of weights (E, N, K). offsets: int32 (E,), on x's device: the row after each expert's last
+    one; on a GPU the host reads none of them. Rows behind the last are undefined there, as torch's `_grouped_mm` leaves them,
+    and zeros on a CPU. On a GPU up to MOST_AVERAGE rows an expert, on average, of bfloat16 or float16 read the weights as they
+    are stored: within `reference.linear_error_bound` of the exact product, the same bits in every call; more are multiplied by
+    torch with what `dequantize` gives in x's dtype. CPU tensors run `reference.linear` of each expert. ValueError for shapes
+    and offsets that do not go together. Differentiable in x; NotImplementedError where scales require a gradient.
+    """
+    operands = (x, w.codes, w.scale, w.zero, offsets)
+    y: torch.Tensor = run(GROUPED_LINEAR_SMALL, w.scheme, (tuple(w.shape),), operands)
+    return y
+
+
+def grouped_linear_small_op(*arguments: Any) -> torch.Tensor:
+    """Rows by the transposed weight of the expert of each."""
+    *operands, shape, scheme = arguments
+    y: torch.Tensor = execute(GROUPED_LINEAR_SMALL, record_of(scheme), (tuple(shape),), operands)
+    return y
+
+
+def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quantized, Any]:
+    """Inputs, weights and offsets."""
+    x, *stored, offsets = operands
+    w = weight_of(record, values[0], stored)
+    if len(w.shape) != 3 or x.dim() != 2 or x.shape[1] != w.shape[2]:
+        raise ValueError(
+            f"grouped_linear_small takes rows (T, K) and experts' weights (E, N, K), got {tuple(x.shape)} and {tuple(w.shape)}"
+        )
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (w.shape[0],):
+        raise ValueError(
+            f"grouped_linear_small takes int32 offsets, one for each of {w.shape[0]} experts, got {offsets.dtype} of shape "
+            f"{tuple(offsets.shape)}"
+        )
+    return x, w, offsets
+
+
+def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
+    x, w, offsets = _checked(record, values, operands)
+    name = record_name(w.scheme)
+    y: torch.Tensor = GROUPED_LINEAR_SMALL_OP(x, w.codes, w.scale, w.zero, offsets, list(w.shape), name)
+    return y
+
+
+def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], arguments[-2][1]))
+
+
+def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """Of few 16-bit rows by the kernel; of more torch's product with what `dequantize` gives."""
+    from fast.kernels.linear_small import grouped
+
+    x, w, offsets = _checked(record, values, operands)
+    if x.dtype not in INPUTS:
+        return None
+    shape = (w.shape[1], w.shape[2])
+    experts = grouped.ArrangedWeight(w.codes, w.scale, w.zero, shape, *layout.form_of(record, shape[1]))
+    y = None
+    if x.shape[0] <= MOST_AVERAGE * w.shape[0]:
+        y = grouped.grouped_linear_small(x, experts, offsets, key=key, record=record)
+    return torch._grouped_mm(x, dense(restored(w), x.dtype).transpose(1, 2), offsets) if y is None else y
+
+
+def _reference(record: Any, values: Values, operands: Operands) -> Any:
+    x, w, offsets = _checked(record, values, operands)
+    y = x.new_zeros((x.shape[0], w.shape[1]))
+    bounds = [0, *(min(end, x.shape[0]) for end in offsets.tolist())]
+    for (begin, end), one in zip(pairwise(bounds), _experts(layout.restored(w)), strict=True):
+        if begin < end:
+            y[begin:end] = reference.linear(x[begin:end], one)
+    return y
+
+
+def _experts(w: Quantized) -> Iterator[Quantized]:
+    """The weight (N, K) of each."""
+    for at in range(w.shape[0]):
+        zero = None if w.zero is None else w.zero[at]
+        yield replace(w, codes=w.codes[at], scale=w.scale[at], zero=zero, shape=tuple(w.shape[1:]), axis=1)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The parts of the weights, and offsets."""
+    refuse_scale_gradients(ctx, "grouped_linear_small", 2, 3)
+    _, *tensors, shape, scheme = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.stored = shape, scheme
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of x: rows of g times the dequantized weight of the expert of each."""
+    dx, (shape, scheme) = None, ctx.stored
+    *stored, offsets = ctx.saved_tensors
+    if ctx.needs_input_grad[0]:
+        q = restored(weight_of(record_of(scheme), shape, stored))
+        values = torch.ops.ao_lab.dequantize(*parts(q), list(shape), 2, scheme, q.packed, g.dtype)
+        dx = torch._grouped_mm(g.contiguous(), values, offsets)
+    return dx, None, None, None, None, None, None
+
+
+GROUPED_LINEAR_SMALL = Function(
+    "grouped_linear_small", ("x", *STORED, "offsets"), _reference, _operate, _kernel, differentiable=True
+)
+GROUPED_LINEAR_SMALL_OP = register(
+    "grouped_linear_small", grouped_linear_small_op, _fake, _backward, _save, SCHEMA
+)
+
+__all__ = ["GROUPED_LINEAR_SMALL", "MOST_AVERAGE", "grouped_linear_small"]
