@@ -256,6 +256,24 @@ def test_listeners_hear(gpu, monkeypatch):
     monkeypatch.undo()
 
 
+def test_graphs_have_the_product_alone(gpu, monkeypatch):
+    """Of a shape that is new while one is captured; a program that is there runs."""
+    one, x = layer("int8 by int8"), inputs(1)
+    run(gpu, layer("int8 by int8"), x)  # compiles
+    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    for _ in range(2):
+        _, looked_up, launches = run(gpu, one, x)
+        assert (looked_up, len(launches)) == (2, 2)
+
+
+def test_programs_run_in_graphs(gpu, monkeypatch):
+    one, x = layer("int8 by int8"), inputs(1)
+    run(gpu, one, x)
+    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    _, looked_up, launches = run(gpu, one, x)
+    assert (looked_up, len(launches)) == (0, 2)
+
+
 def test_modes_see_the_product(gpu):
     one, x, seen = layer(), inputs(1), []
     run(gpu, one, x)
