@@ -50,9 +50,12 @@ class PreparedProducts:
         return y
 
     def add(self, x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> None:
-        """Prepare what was computed just now: inputs (..., K) times a weight (N, K)."""
+        """Prepare what was computed just now: inputs (..., K) times a weight (N, K).
+
+        Not while a CUDA graph is captured: what is launched to prepare a product would stay in the graph.
+        """
         key, rows = _key(x, bias), prod(x.shape[:-1])
-        if key in self.programs or not 0 < rows <= MOST_ROWS or (self.tuned and pinned()):
+        if key in self.programs or not 0 < rows <= MOST_ROWS or (self.tuned and pinned()) or is_captured():
             return
         if len(self.programs) >= MOST_SHAPES:
             self.programs.clear()
@@ -95,9 +98,14 @@ def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return plain and not (_any_autocast() and _autocast_on(x.device.type)) and not x.is_nested
 
 
+def is_captured() -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def on_gpu(weight: QuantizedTensor) -> bool:
     """Whether a weight's parts are a GPU's."""
     return weight.codes.is_cuda
 
 
-__all__ = ["MOST_SHAPES", "PreparedProducts", "on_gpu", "prepared_linear"]
+__all__ = ["MOST_SHAPES", "PreparedProducts", "is_captured", "on_gpu", "prepared_linear"]

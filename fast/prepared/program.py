@@ -78,7 +78,8 @@ class Program:
         ]
         self.launches = [(function, itemgetter(*places)) for function, places in steps.launches]
         self.result = result - FIXED - len(steps.fixed)
-        self.known, self.fixed = [0] * len(steps.fixed), [part.data_ptr for part in steps.fixed]
+        self.parts, self.known = steps.fixed, [0] * len(steps.fixed)
+        self.fixed = [part.data_ptr for part in steps.fixed]
         self.run = self._closure(device)
 
     def _closure(self, device: torch.device) -> Run:
@@ -95,7 +96,7 @@ class Program:
             if not address or other == 0 or current() != index or hooked():
                 return None
             addresses = [place() for place in fixed]
-            if addresses != known and not self._are_aligned(addresses):
+            if addresses != known and not self._are_readable(addresses):
                 return None
             if alone:  # as below, in three quarters of the time
                 y = allocate(*size)
@@ -111,12 +112,14 @@ class Program:
 
         return run
 
-    def _are_aligned(self, addresses: list[int]) -> bool:
-        """Whether kernels take these addresses of the fixed tensors, which are known then."""
-        aligned = not any(address % ALIGNMENT for address in addresses)
-        if aligned:
+    def _are_readable(self, addresses: list[int]) -> bool:
+        """Whether kernels read the fixed tensors at these addresses, which are known then: not columns of a wider weight, which
+        the ordinary call copies."""
+        readable = not any(address % ALIGNMENT for address in addresses)
+        readable = readable and all(part.is_contiguous() for part in self.parts)
+        if readable:
             self.known[:] = addresses
-        return aligned
+        return readable
 
     def _fill(self, made: Sequence[torch.Tensor], stream: int) -> None:
         """Give buffers the values that they start with."""

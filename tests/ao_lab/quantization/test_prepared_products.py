@@ -200,6 +200,40 @@ def test_parts_are_read_where_they_lie(gpu):
     assert was is not kept(one)
 
 
+def columns(name):
+    """A layer whose weight is the first half of a wider one's columns: its parts are views with strides."""
+    one, wide = layer(name), nn.Sequential(nn.Linear(2 * WIDTH, ROWS)).bfloat16().requires_grad_(False)
+    ao_lab.quantize_(wide, CONFIGS[name]())
+    one.weight = nn.Parameter(wide[0].weight[:, :WIDTH], requires_grad=False)
+    assert not one.weight.codes.is_contiguous()
+    return one
+
+
+@pytest.mark.parametrize("name", ["int4", "int8 by int8"])
+@pytest.mark.parametrize("another_first", [False, True])
+def test_parts_with_strides_are_copied(gpu, name, another_first):
+    """Kernels read rows one behind the other: every call makes them so, whichever weight was first of its shape."""
+    x = inputs(1)
+    if another_first:
+        run(gpu, layer(name), x)
+    one = columns(name)
+    run(gpu, one, x)
+    before = sum(gpu.counts())
+    assert kept(one)(x, None) is None
+    y, _, launches = run(gpu, one, x)
+    assert sum(gpu.counts()) > before
+    assert y.shape == (1, ROWS)
+    assert one.weight.codes.data_ptr() not in [value for launch in launches for value in launch]
+
+
+def test_parts_that_get_strides_are_copied(gpu):
+    one, x = layer(), inputs(1)
+    run(gpu, one, x)
+    assert kept(one)(x, None) is not None
+    one.weight.codes.data = columns("int4").weight.codes
+    assert kept(one)(x, None) is None
+
+
 def test_a_copy_prepares_its_own(gpu):
     one, x = layer(), inputs(1)
     run(gpu, one, x)
@@ -220,6 +254,24 @@ def test_listeners_hear(gpu, monkeypatch):
     run(gpu, one, x)
     assert gpu.counts() == (before[0] + 1, before[1])
     monkeypatch.undo()
+
+
+def test_graphs_have_the_product_alone(gpu, monkeypatch):
+    """Of a shape that is new while one is captured; a program that is there runs."""
+    one, x = layer("int8 by int8"), inputs(1)
+    run(gpu, layer("int8 by int8"), x)  # compiles
+    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    for _ in range(2):
+        _, looked_up, launches = run(gpu, one, x)
+        assert (looked_up, len(launches)) == (2, 2)
+
+
+def test_programs_run_in_graphs(gpu, monkeypatch):
+    one, x = layer("int8 by int8"), inputs(1)
+    run(gpu, one, x)
+    monkeypatch.setattr(prepared_products, "is_captured", lambda: True)
+    _, looked_up, launches = run(gpu, one, x)
+    assert (looked_up, len(launches)) == (0, 2)
 
 
 def test_modes_see_the_product(gpu):
