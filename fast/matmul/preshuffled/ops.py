@@ -87,17 +87,17 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """Of few 16-bit rows by the kernel; of others torch's product with what `dequantize` gives."""
     from fast.kernels.linear_small import host
+    from fast.kernels.linear_small.dense import arranged_dense
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
-    y = None
-    if x.shape[-1] and x.numel():
-        arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
-        y = host.linear_small(x, arranged, bias, key=key, record=record)
+    arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
+    y = host.linear_small(x, arranged, bias, key=key, record=record) if x.numel() else None
     if y is not None:
         return y
-    values_of = dense(restored(w), x.dtype)
+    made = arranged_dense(arranged, x.dtype)
+    values_of = dense(restored(w), x.dtype) if made is None else made
     return torch.nn.functional.linear(x, values_of, None if bias is None else bias.to(x.dtype))
 
 
