@@ -60,7 +60,7 @@ def test_the_rule_is_a_candidate_that_fits(shape, element, group):
 
 def measured():
     """Microseconds on an H200 by scheme, shape and rows of X, then by the numbers of tiles."""
-    path = Path(__file__).resolve().parents[3] / "reports/data/linear_small_tiles.json"
+    path = Path(__file__).resolve().parents[4] / "reports/data/linear_small_tiles.json"
     for row in json.loads(path.read_text())["times"]:
         times = {tuple(map(int, name.split(","))): us for name, us in row["us"].items()}
         yield (row["scheme"], *row["shape"], row["rows"]), times

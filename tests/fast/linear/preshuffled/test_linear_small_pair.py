@@ -52,7 +52,7 @@ def test_kernels_compile_as_those_of_one_weight(which, more, tiles):
     from fast.kernels.linear_small import host, pair
     from fast.kernels.linear_small.tilings import Tiling
     from tests.fast.kernels.compiling.kernel_compiler import launched
-    from tests.fast.linear.test_linear_small import WGMMA, empty_weight, paired
+    from tests.fast.linear.preshuffled.test_linear_small import WGMMA, empty_weight, paired
 
     element, group, count = which
     w = empty_weight(14336, 4096, element, group, more.get("zero", False))
@@ -104,7 +104,7 @@ def test_the_rule_fits_any_two_weights(element, group):
 def test_what_other_kernels_take():
     """More rows, none, other floats, weights of two forms or shapes or with filler."""
     from fast.kernels.linear_small import pair as kernels
-    from tests.fast.linear.test_linear_small import empty_weight
+    from tests.fast.linear.preshuffled.test_linear_small import empty_weight
 
     w, x = empty_weight(*SHAPE, "int4", 128), torch.empty((17, 256), dtype=BF16)
     assert kernels.MOST_ROWS == pair.MOST_ROWS == 16
@@ -125,7 +125,7 @@ def test_what_other_kernels_take():
 def test_errors_of_kernels():
     from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu
     from fast.kernels.linear_small.tilings import Tiling
-    from tests.fast.linear.test_linear_small import empty_weight
+    from tests.fast.linear.preshuffled.test_linear_small import empty_weight
 
     w, x = empty_weight(*SHAPE, "int4", 128), torch.empty((2, 256), dtype=BF16)
     for function in (linear_small_pair, linear_small_swiglu):

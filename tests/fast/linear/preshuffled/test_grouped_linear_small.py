@@ -17,7 +17,7 @@ if platform.system() != "Linux":
 from fast.kernels.linear_small import grouped
 from fast.kernels.linear_small.tilings import MOST_SHARED, Tiling
 from tests.fast.kernels.compiling.kernel_compiler import launched
-from tests.fast.linear.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
+from tests.fast.linear.preshuffled.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
 
 EXPERTS = 8
 ENDS = torch.zeros(EXPERTS, dtype=torch.int32)
@@ -52,7 +52,7 @@ def test_the_kernel_compiles_as_that_of_one_weight(rows, element, group, count, 
 
 def measured():
     """Microseconds on an H200 by scheme, shape, rows and experts, then by rows at once and tile."""
-    path = Path(__file__).resolve().parents[3] / "reports/data/grouped_linear_small_tiles.json"
+    path = Path(__file__).resolve().parents[4] / "reports/data/grouped_linear_small_tiles.json"
     for row in json.loads(path.read_text())["times"]:
         times = {tuple(map(int, name.split(","))): us for name, us in row["us"].items() if name != "bf16"}
         yield (row["scheme"], *row["shape"], row["rows"], row["experts"]), times, row["us"]["bf16"]
