@@ -239,7 +239,7 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     inputs = quantized_input(x, w, _activation(w))
-    if multiplies_codes(x, w):
+    if multiplies_codes(x, w) and (bias is None or bias.shape == w.shape[1:]):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     weight = w.codes.view(torch.int8)
     sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())

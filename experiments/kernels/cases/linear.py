@@ -136,7 +136,7 @@ def linear_of_codes(name: str, rows: int = 1) -> Case:
         shapes=WEIGHTS,
         beside={}
         if rows == 1
-        else {"int_mm": int_mm}
+        else {"int_mm, eager": int_mm}
         if scheme.element == "int8"
         else {"scaled_mm": scaled_mm},
         host=True,

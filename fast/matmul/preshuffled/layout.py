@@ -120,8 +120,12 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
 def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
     """Rows of a preshuffled weight as they were stored, by their numbers (R,): a weight (R, K); nothing else is looked at."""
     codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)
-    scale = _narrow(q.scale, q.scheme.scale.storage)
-    scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)[index]
+    one, storage = q.scheme.scale.block == "tensor", q.scheme.scale.storage
+    scale = (
+        _narrow(q.scale[:1, :1], storage)[0, 0].clone()
+        if one
+        else _turned(_narrow(q.scale[:, index], storage))
+    )
     zero = None if q.zero is None else _turned(_singles(q.zero))[index]
     return replace(q, codes=codes, scale=scale, zero=zero, shape=(index.shape[0], q.shape[1]))
 
@@ -163,10 +167,10 @@ def rows_of(words: torch.Tensor, element: str, index: torch.Tensor) -> torch.Ten
         found = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210]
         nibbles = torch.where((n3 == 0).reshape(-1, *[1] * 6), found & 15, found >> 4)
         low, high = nibbles.unbind(5)
-        return (low | (high << 4)).permute(0, 1, 3, 4, 5, 2).reshape(len(index), -1)
+        return (low | (high << 4)).permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
     # Rows, ak, k5, k21, k4, k3, k0.
     found = stored.reshape(along_n, along_k, 2, 4, 8, 4, 2, 2, 2, 2)[atom, :, :, n54, n210, ..., n3]
-    return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(len(index), -1)
+    return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(index.shape[0], 64 * along_k)
 
 
 def all_rows(words: torch.Tensor, element: str) -> torch.Tensor:

@@ -145,7 +145,7 @@ def exact(name: str) -> Iterator[str]:
 
 
 def programs(name: str) -> Iterator[str]:
-    """torch.compile with CUDA graphs and with rows left open, a captured graph that meets other offsets: eager bits."""
+    """torch.compile with CUDA graphs and with rows left open, a captured graph that meets other offsets: as eager calls."""
     torch.compiler.reset()
     made, _ = model(name)
     with torch.no_grad():
