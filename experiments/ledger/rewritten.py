@@ -70,8 +70,8 @@ REWRITES = (
             "fast/matmul/preshuffled/ops.py",
             "fast/matmul/weights.py",
         ),
-        "products of quantized weights, which trainings in low precision do not have: the preshuffled layout, rows of int8 codes, "
-        "joined products; choices for eager mode bear a busy host, those for graphs go by the same times",
+        "products of quantized weights, which trainings in low precision do not have: the preshuffled layout, rows of int8 "
+        "codes, joined products; choices for eager mode bear a busy host, those for graphs go by the same times",
     ),
     Rewrite(
         "8759cbc",
