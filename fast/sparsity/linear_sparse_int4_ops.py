@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.matmul.stored_weight_ops import refuse_scale_gradients, sum_of_rows
+from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
 from fast.ops import register
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
 
@@ -43,7 +43,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, codes, metadata, scale, bias = operands
     group = check_operands(*operands)[2]
     y = host.linear_sparse_int4(x, codes, metadata, scale, bias, group, key)
-    if y is not None or (bias is not None and not bias.is_floating_point()):
+    if y is not None or not has_float_inputs(bias):
         return y
     w = execute(SPARSE_INT4_DENSE, None, (x.dtype,), (codes, metadata, scale))
     return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))

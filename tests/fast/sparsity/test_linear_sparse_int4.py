@@ -6,6 +6,7 @@ import torch
 import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.sparsity import linear_sparse_int4_ops as ops
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
 
@@ -53,3 +54,9 @@ def test_operators_by_themselves():
         assert set(torch.library.opcheck(torch.ops.ao_lab.sparse_int4_dense, given).values()) == {"SUCCESS"}
         wanted = fast.dequantize(sparse_int4_weight(*case[1:4])).to(dtype)
         assert_same_bits(torch.ops.ao_lab.sparse_int4_dense(*given), wanted)
+
+
+def test_a_bias_in_float64_is_the_references():
+    """On a GPU torch would round it to the input's dtype before it is added, which the reference does not."""
+    case = as_tensors(random_case(3, 8, 128, 64))
+    assert ops._kernel(None, (), (*case[:4], case.bias.double()), None) is None
