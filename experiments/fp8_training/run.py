@@ -2,7 +2,8 @@
 
 Parts, each a kind of table: "linear" (one layer, forward and backward), "grid" (LayerNorm, linear, sigmoid; 36 by 6 shapes),
 "grid_eager" (its smaller cells, tuned for eager mode; GPUs alone), "blocks" (decoder layers of published models), trainings
-("paired", "curves", "gaps", "sweep", "long") and "faults"; "paired:nvfp4" is one recipe of "paired". Published values
+("paired", "curves", "gaps", "sweep", "long"), "faults", and "fsdp" (decoder layers on two GPUs, weights gathered as bfloat16
+and as float8; on a CPU two processes); "paired:nvfp4" is one recipe of "paired". Published values
 (`experiments/published/fp8_training.csv` and `fp8_rowwise_grid.csv`) stand beside measured ones of the same shape and recipe
 alone. Stand-in: on a CPU recipes are emulated, shapes and models are tiny; their times say nothing, their losses and
 errors are those of the recipes.
@@ -21,7 +22,7 @@ from functools import cache, partial
 from typing import Any
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
+from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
 from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, RECIPES, SWEEP, Trial
@@ -51,6 +52,7 @@ def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
         grid.KIND: (f"{CODE}.speed.grid.measure",),
         grid_eager.KIND: (f"{CODE}.speed.grid_eager.measure",),
         blocks.KIND: (f"{CODE}.speed.blocks.measure", f"{CODE}.speed.blocks.GPU_GROUPS"),
+        fsdp.KIND: (f"{CODE}.speed.fsdp.measure", f"{CODE}.speed.fsdp.CASES"),
         planted.KIND: (f"{CODE}.training.planted.measure", f"{CODE}.training.plans.Plan"),
         convergence.GAPS: (f"{CODE}.training.convergence.gap_rows", *trained),
     }
@@ -133,6 +135,15 @@ def part_of(group: blocks.Group, bench: Callable[[], blocks.Bench]) -> Part:
     return Part.of([(group.setting, one.name, one.missing()) for one in group.methods], measure)
 
 
+def fsdp_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
+    """Decoder layers on two ranks."""
+    case = fsdp.CASES["cuda" if published_shapes(settings) else "cpu"]
+    methods = [(case.setting, side.name, case.missing()) for side in fsdp.SIDES]
+    part = Part.of(methods, lambda: fsdp.measure(case, settings.seed))
+    wholes = [Whole(fsdp.KIND, case.shape.name, case.setting, (part,))]
+    measure_wholes("two ranks", wholes, settings, journal, failed, deadline)
+
+
 def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The grid, cell by cell."""
     cells = grid.CELLS if published_shapes(settings) else grid.STAND_INS
@@ -179,6 +190,7 @@ def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadlin
 PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
     linear.KIND: linear_part,
     blocks.KIND: blocks_part,
+    fsdp.KIND: fsdp_part,
     grid.KIND: grid_part,
     grid_eager.KIND: grid_eager_part,
     planted.KIND: faults_part,

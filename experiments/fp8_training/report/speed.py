@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from experiments.fp8_training.report.lines import Columns, failures, table
 from experiments.fp8_training.report.published_tables import SPEED, model_table, of_grid
-from experiments.fp8_training.report.targets import of_blocks, of_linear, target_table, verdict
-from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
+from experiments.fp8_training.report.targets import of_blocks, of_fsdp, of_linear, target_table, verdict
+from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.speed.blocks import LLAMA_3_2_3B_FOUR_LAYERS
 from experiments.fp8_training.speed.steady import IDLE, SETTLE, SINGLE
 from experiments.harness.rows import Row
@@ -43,6 +43,17 @@ BLOCKS: Columns = {
     "peak memory over bfloat16": ("over bfloat16", 3, 1.0),
     "kept for backward": ("saved for backward (MB)", 1, 1.0),
 }
+FSDP: Columns = {
+    "time": ("ms", 2, 1.0),
+    "time, 20%": ("20%", 2, 1.0),
+    "time, 80%": ("80%", 2, 1.0),
+    "tokens/s": ("tokens/s of a rank", 0, 1.0),
+    "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+    "speed over bfloat16 all-gather": ("over bfloat16 all-gather", 3, 1.0),
+    "all-gather": ("gathered (MB)", 3, 1.0),
+    "reduce-scatter": ("gradients (MB)", 3, 1.0),
+    "peak memory": ("peak of a step (GB)", 3, 1.0),
+}
 SUMS = (
     "**How sums are accumulated**: by default as the recipes say, which is as torchao does it: fast (the tensor core's own "
     "accumulator) in the output, precise (partial sums added in float32) in both gradients; blockwise is precise in all three. "
@@ -67,6 +78,12 @@ STEP = (
     "their tokens a second cannot, and no value of ours stands for one of theirs.",
     SUMS,
 )
+TWO_RANKS = (
+    "Decoder layers under FSDP2 on two GPUs: forward, backward and AdamW, all sides in turn in the same two processes. Weights "
+    "travel in bfloat16, or as float8 codes and scales, which hold half the bytes; bytes are counted where a rank calls "
+    "collectives, and gradients are reduced in bfloat16 either way. On a CPU two processes train a tiny model: bytes mean what "
+    "they say.",
+)
 STAND_IN = "**A stand-in**: on a CPU recipes are emulated by the specification; errors mean what they say, times mean nothing."
 CELLS = (
     "LayerNorm without parameters, linear layer without bias, sigmoid; forward and backward in bfloat16, both sides eager "
@@ -85,6 +102,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     """Of all runs."""
     found = [linear_section(where, results) for where, results in by_run(rows, linear.KIND).items()]
     found += [blocks_section(where, results) for where, results in by_run(rows, blocks.KIND).items()]
+    found += [fsdp_section(where, results) for where, results in by_run(rows, fsdp.KIND).items()]
     found += [grid_section(where, results) for where, results in by_run(rows, grid.KIND).items()]
     return found + [eager_section(where, results) for where, results in by_run(rows, grid_eager.KIND).items()]
 
@@ -112,6 +130,14 @@ def blocks_section(where: Where, results: Results) -> Section:
         tables += [model_table(published[where.data])] if where.data in published else []
         tables += [model_table("not stated")] if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
     return Section(f"Decoder layers: {where.data} ({where})", text, (), tables)
+
+
+def fsdp_section(where: Where, results: Results) -> Section:
+    """One model on two ranks."""
+    targets = of_fsdp(where, results)
+    text = [*verdict(targets), *stand_in(where), *failures(results), *TWO_RANKS]
+    tables = [*target_table(targets), table("A training step", results, FSDP)]
+    return Section(f"Two ranks: {where.data} ({where})", text, (), tables)
 
 
 def grid_section(where: Where, results: Results) -> Section:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method
-from experiments.fp8_training.speed import blocks, linear
+from experiments.fp8_training.speed import blocks, fsdp, linear
 from experiments.fp8_training.speed.blocks import COMPILED
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
@@ -40,6 +40,9 @@ TIMES = {
 SMALL, OF_TORCHAO = ("4096x1024x2048", "2048x1024x1024"), 0.5
 #: Smallest speeds over bfloat16 of two blocks of Llama-3-8B, two texts of 8192 tokens, no checkpointing.
 SPEEDS = {"tensorwise": 1.38, "rowwise": 1.30}
+#: Smallest speed of a step on two GPUs whose weights are gathered as float8, over the same gathered as bfloat16; largest part
+#: of the bytes: one of two of each weight, and scales.
+OF_GATHER, OF_BYTES, OF_WIDE, GATHERED = 1.05, 0.52, "speed over bfloat16 all-gather", "all-gather"
 #: Largest eager time there over the compiled one, and largest peak of memory over bfloat16's.
 OF_COMPILED, OF_MEMORY = 1.10, 1.0
 
@@ -97,6 +100,22 @@ def of_memory(results: Results, name: str) -> Iterator[Target]:
         )
 
 
+def of_fsdp(where: Where, results: Results) -> list[Target]:
+    """Float8 against bfloat16 all-gather of each recipe on two GPUs, and the bytes that are gathered."""
+    if where.device == "cpu":
+        return []
+    setting, found = fsdp.TWO_GPUS.setting, list[Target]()
+    base = results.value(setting, fsdp.SIDES[0].name, GATHERED)
+    for side in fsdp.SIDES:
+        if side.codes:
+            found.append(
+                Target(f"{side.name}: {OF_WIDE}", results.value(setting, side.name, OF_WIDE), OF_GATHER)
+            )
+            bytes_ratio = ratio(results.value(setting, side.name, GATHERED), base)
+            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES))
+    return found
+
+
 def best_over_best(results: Results, name: str, settings: Sequence[str]) -> float | None:
     """bfloat16's shortest time among some settings over a method's; None where one is missing."""
     base, mine = ([results.value(one, method, TIME) for one in settings] for method in (PLAIN.name, name))
@@ -122,6 +141,7 @@ def at_most(name: str, value: float | None, limit: float) -> Target:
 TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ...]]] = {
     linear.KIND: (of_linear, tuple(dict.fromkeys([*(data for data, _ in TIMES), *SMALL]))),
     blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
+    fsdp.KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
 }
 
 
@@ -129,7 +149,7 @@ def finding(rows: Sequence[Row]) -> list[str]:
     """How many targets of single layers and of blocks are reached, and how many were not measured, by device; nothing of one
     on which none was."""
     found: dict[tuple[str, str], list[Target]] = {}
-    tables = {kind: by_run(rows, kind) for kind in (linear.KIND, blocks.KIND)}
+    tables = {kind: by_run(rows, kind) for kind in TARGETS}
     for scale, device in dict.fromkeys((one.scale, one.device) for runs in tables.values() for one in runs):
         found[scale, device] = [
             target
@@ -182,4 +202,4 @@ def target_table(targets: Sequence[Target]) -> list[Table]:
     return [Table("Targets", ["target", "measured", "limit", "reached"], lines)] if lines else []
 
 
-__all__ = ["finding", "of_blocks", "of_linear", "target_table", "verdict"]
+__all__ = ["finding", "of_blocks", "of_fsdp", "of_linear", "target_table", "verdict"]

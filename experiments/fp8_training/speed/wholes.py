@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ao_lab.cli.terminal.progress import say
 from experiments.fp8_training.deadline import Deadline, is_late
-from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
+from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.training.plans import LONG, SWEEP
 from experiments.harness.outcome import Values, keep, status
 from experiments.harness.progress import bar
@@ -117,13 +117,14 @@ def measured_whole(row: Row) -> tuple[str, str] | None:
 
 
 def whole_of(table: str, setting: str) -> tuple[str, str] | None:
-    """By table and setting: a whole layer, decoder layers whether compiled or not, a cell, trainings of one size and budget."""
+    """By table and setting: a whole layer, decoder layers whether compiled or not, those on two ranks, a cell, trainings of one
+    size and budget."""
     kind, _, _ = table_parts(table)
     if kind == linear.KIND:
         return table, ""
     if kind == blocks.KIND:
         return table, setting.partition(", ")[2]
-    return (table, setting) if kind in (grid.KIND, grid_eager.KIND, SWEEP, LONG) else None
+    return (table, setting) if kind in (grid.KIND, grid_eager.KIND, fsdp.KIND, SWEEP, LONG) else None
 
 
 __all__ = ["Found", "Part", "Whole", "measure_wholes", "measured_whole"]

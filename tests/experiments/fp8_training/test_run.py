@@ -61,7 +61,7 @@ def kinds(rows):
 
 def test_rows_of_all_parts_and_their_page(settings):
     rows = experiment.run(settings, journal := Journal())
-    assert kinds(rows) == {"linear", "blocks", "grid", "faults", "sweep", "paired", "curves", "gaps"}
+    assert kinds(rows) == {"linear", "blocks", "fsdp", "grid", "faults", "sweep", "paired", "curves", "gaps"}
     assert len({row.key for row in rows}) == len(rows)
     assert [row.metric for row in rows if row.metric.startswith("status") and row.value != 1] == []
     paired = {(row.method, row.seed) for row in rows if table_parts(row.table)[0] == PAIRED}
@@ -173,7 +173,7 @@ def test_one_recipe_of_the_paired_trainings(settings):
     [
         (
             ["fp8_training", "--only", "pairs"],
-            "the parts are linear, blocks, grid, grid_eager, faults, sweep, paired, long, and paired:RECIPE for one of "
+            "the parts are linear, blocks, fsdp, grid, grid_eager, faults, sweep, paired, long, and paired:RECIPE for one of "
             "tensorwise, rowwise,",
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),

@@ -50,7 +50,7 @@ def test_each_accumulation_has_its_limit():
     ]
     rows = [replace(row, table=f"linear/full/{where.data}") for row in results(*values).rows]
     assert targets.finding(rows) == [
-        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 35 not measured."
+        "Targets of speed and memory reached, full scale on a GPU: 2 of 3, 39 not measured."
     ]
     assert targets.finding([replace(row, metric="other") for row in rows]) == []
     assert targets.finding([]) == []
