@@ -72,7 +72,7 @@ def test_rows_of_all_parts_and_their_page(settings):
     assert ("Gap" in gaps, "rate" in rates, "fault" in faults) == (True, True, True)
     titles = [section.title.partition(" (")[0] for section in page.sections(rows)]
     assert titles[0] == "Recipes over paired seeds"
-    assert len(titles) == 6
+    assert len(titles) == 7
     before = len(rows)
     assert len(experiment.run(settings, journal)) == before
 
