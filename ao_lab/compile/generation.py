@@ -53,7 +53,7 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
 
     Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
     that (`ao_lab.compile.guards`). frozen: all modules are, which saves 1.4 us of the host a quantized weight and token. From
-    the first call of `generate` on no weight is exchanged then, no hook, mode or layer changed, nothing quantized, and no module
+    the first call of `generate` on no weight is exchanged then, no hook, mode or layer changed, nothing quantized, no module
     sets an attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong.
     `torch.compiler.reset()` lets the next call see it.
 
