@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import LONG, PAIRED, PLANS, RECIPES, SWEEP, Trial
+from experiments.fp8_training.training.plans import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP, Trial
 from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings, published_shapes
@@ -200,18 +200,20 @@ PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
 }
 
 
-def one_recipe(recipe: str) -> Callable[[Settings, Journal, list[Row], Deadline], None]:
-    """Paired trainings of a recipe and of the baseline alone."""
+def one_recipe(kind: str, recipe: str) -> Callable[[Settings, Journal, list[Row], Deadline], None]:
+    """Trainings of a kind by one recipe; paired ones with the baseline, which their gaps are to."""
 
     def part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
-        plan = replace(PLANS[settings.scale], recipes=(recipe,))
-        convergence.run(settings, journal, plan, (PAIRED,), deadline)
+        plan = PLANS[settings.scale].of_recipe(recipe)
+        convergence.run(settings, journal, plan, (kind,), deadline)
 
     return part
 
 
-#: Parts of `paired`, for a device whose time is not enough for all recipes: "paired:nvfp4".
-ONE_RECIPE = {f"{PAIRED}:{recipe}": one_recipe(recipe) for recipe in RECIPES}
+#: Parts of `paired` and `long`, for devices whose time is not enough for all recipes: "paired:nvfp4", "long:rowwise".
+ONE_RECIPE = {f"{PAIRED}:{recipe}": one_recipe(PAIRED, recipe) for recipe in RECIPES} | {
+    f"{LONG}:{recipe}": one_recipe(LONG, recipe) for recipe in LONG_RECIPES
+}
 
 
 def check_parts(names: Sequence[str]) -> None:
@@ -219,8 +221,8 @@ def check_parts(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in PARTS and name not in ONE_RECIPE]
     if unknown:
         raise ValueError(
-            f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, and paired:RECIPE for one of "
-            f"{', '.join(RECIPES)}"
+            f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, paired:RECIPE for one of "
+            f"{', '.join(RECIPES)}, and long:RECIPE for one of {', '.join(LONG_RECIPES)}"
         )
 
 

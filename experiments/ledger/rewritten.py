@@ -105,6 +105,11 @@ REWRITES = (
         ("fast/sparsity/linear_sparse_int4_ops.py",),
         "a bias in float64 goes to the reference, which nothing that is timed has",
     ),
+    Rewrite(
+        "74de05c",
+        ("experiments/fp8_training/run.py", "experiments/fp8_training/training/plans.py"),
+        "long trainings recipe by recipe, and longer: what is trained otherwise is what it was",
+    ),
 )
 
 

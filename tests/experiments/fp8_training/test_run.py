@@ -173,8 +173,8 @@ def test_one_recipe_of_the_paired_trainings(settings):
     [
         (
             ["fp8_training", "--only", "pairs"],
-            "the parts are linear, blocks, fsdp, grid, grid_eager, faults, sweep, paired, long, and paired:RECIPE for one of "
-            "tensorwise, rowwise,",
+            "the parts are linear, blocks, fsdp, grid, grid_eager, faults, sweep, paired, long, paired:RECIPE for one of "
+            "tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8, mxfp6, mxfp4, nvfp4, and long:RECIPE for one of bf16, rowwise",
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
         (["formats", "--seconds", "5"], "--seconds is a positive limit"),
@@ -197,6 +197,9 @@ def test_the_plan_of_a_gpu_names_what_the_issue_asks():
     assert {one.settings.compiled for one in paired} == {False}
     assert [one.settings.seed for one in paired[:6]] == [0, 1, 2, 3, 4, 0]
     assert [one.settings.rate for one in plan.trials((SWEEP,))] == [1.25e-4, 2.5e-4, 5e-4, 1e-3] * 2
+    assert [one.recipe for one in plan.trials((LONG,))] == ["bf16", "rowwise", "mxfp8"]
+    assert [one.recipe for one in plan.of_recipe("mxfp8").trials((LONG,))] == ["mxfp8"]
+    assert [one.recipe for one in plan.of_recipe("bf16").trials((PAIRED, LONG))] == ["bf16"] * 6
 
 
 def test_the_record_of_a_run_names_every_training_once():
