@@ -12,7 +12,7 @@ from experiments.fp8_training.report import page
 from experiments.fp8_training.report.published_tables import of_grid, of_models
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import KNOWN_SIZES, PAIRED, PLANS, RECIPES, SWEEP, Plan
+from experiments.fp8_training.training.plans import KNOWN_SIZES, LONG, PAIRED, PLANS, RECIPES, SWEEP, Plan
 from experiments.harness import provenance
 from experiments.harness.rows import Journal, table_parts
 from experiments.models.language_model import ModelSettings
