@@ -3,7 +3,7 @@
 Two runs cannot write to one folder. Each is given parts (`--only`) and a folder of its own (`--reports`) that begins as a copy
 of the first; then the first takes what each measured. Only of experiments whose parts are measured in turn (`GOES_ON`): their
 rows carry where they come from (`experiments.runs.resume`). What is compared with each other leaves as a whole where some of it
-was measured anew (`measured_whole`).
+was measured anew (`measured_whole`), by one copy or by several together.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def merge_one(name: str, folder: Path, paths: Paths, begin: Sequence[Row]) -> Wr
 def merged(
     ours: Sequence[Row], theirs: Sequence[Row], whole: Callable[[Row], str | None], begin: Sequence[Row]
 ) -> Merged:
-    """Ours, with what they measured in the place of what it replaces. begin: the rows that their copy began with."""
+    """Ours, with what they measured in the place of what it replaces. begin: the rows that their copy began with.
+
+    What is compared with each other leaves as a whole where it is older than their copy; what another copy has measured of it
+    since, at the same time, stays beside theirs.
+    """
     known = {row.key: row for row in begin}
     new = [row for row in theirs if known.get(row.key) != row]
     current = [row for row in new if is_current(row)]
@@ -82,7 +86,12 @@ def merged(
     groups = {group(row) for row in current}
     taken = [row for row in theirs if group(row) in groups and is_current(row)]
     keys = {row.key for row in taken}
-    kept = [row for row in ours if row.key not in keys and (whole(row) is None or group(row) not in groups)]
+    older = {
+        row.key
+        for row in ours
+        if known.get(row.key) == row and whole(row) is not None and group(row) in groups
+    }
+    kept = [row for row in ours if row.key not in keys | older]
     rows = sorted([*kept, *taken], key=lambda row: (row.experiment, row.table, row.device))
     return Merged(rows, [row for row in taken if known.get(row.key) != row], len(new) - len(current))
 

@@ -80,10 +80,8 @@ def larger_found(where: Where, results: Results) -> list[str]:
     for setting in results.settings:
         mine = results.with_setting(setting)
         base = next((name for name in BASE_NAMES.values() if name in mine.methods), None)
-        words = [
-            larger_words(mine, setting, method, base)
-            for method in dict.fromkeys(row.method for row in mine.rows)
-        ]
+        methods = sorted(mine.methods, key=lambda name: name != base)
+        words = [larger_words(mine, setting, method, base) for method in methods]
         sentences.append(f"One training each of {setting}, {where}: {'; '.join(words)}.")
     return sentences
 
@@ -95,13 +93,28 @@ def larger_words(results: Results, setting: str, method: str, base: str | None) 
     words = [method] if bits is None else [f"{method} {bits:.4f} bits per byte held out"]
     known = results.value(setting, base, metric) if base and base != method and metric else None
     if bits is not None and known:
-        words.append(f"{100 * (bits / known - 1):+.2f}%")
+        words.append(f"{100 * (bits / known - 1):+.2f}%{elsewhere(results, setting, method, base)}")
     speed, share = (
         results.value(setting, method, one) for one in ("tokens a second", "share of the bfloat16 peak")
     )
     words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
     words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
     return ", ".join(words)
+
+
+def elsewhere(results: Results, setting: str, method: str, base: str | None) -> str:
+    """The distance from the base on texts of other kinds."""
+    main = held_out(results.metrics)
+    metrics = [
+        one for one in results.metrics if one.startswith(f"{BITS}, ") and "/" not in one and one != main
+    ]
+    pairs = [
+        (name_of(one), results.value(setting, method, one), results.value(setting, base, one))
+        for one in metrics
+        if base
+    ]
+    words = [f"{100 * (mine / known - 1):+.1f}% on {name}" for name, mine, known in pairs if mine and known]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def faults_found(where: Where, results: Results) -> list[str]:

@@ -122,4 +122,16 @@ FULL = Plan(
 PLANS = {"quick": QUICK, "full": FULL}
 
 
-__all__ = ["BASE", "BASE_NAMES", "LONG", "LONG_RECIPES", "MARGIN", "PAIRED", "PLANS", "RECIPES", "SWEEP", "Plan", "Trial"]
+__all__ = [
+    "BASE",
+    "BASE_NAMES",
+    "LONG",
+    "LONG_RECIPES",
+    "MARGIN",
+    "PAIRED",
+    "PLANS",
+    "RECIPES",
+    "SWEEP",
+    "Plan",
+    "Trial",
+]

@@ -50,6 +50,11 @@ def test_the_larger_model_is_compared_with_bfloat16():
         "bfloat16 2.0000 bits per byte held out; mxfp8 2.0200 bits per byte held out, +1.00%, 500 thousand tokens a second."
     )
     assert "+" not in found.of_trainings(rows[1:])[0]
+    others = [
+        row("long", "120m", name, OTHER, value) for name, value in {"bfloat16": 3.0, "mxfp8": 3.3}.items()
+    ]
+    (sentence,) = found.of_trainings([*others, *rows])
+    assert sentence.endswith("mxfp8 2.0200 bits per byte held out, +1.00% (+10.0% on wiki).")
 
 
 def test_faults_are_compared_with_the_training_without_one():

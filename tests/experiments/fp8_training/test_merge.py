@@ -62,6 +62,18 @@ def test_what_is_compared_leaves_as_a_whole(tmp_path):
     assert rows == [replace(CELL, value=3.0), new]
 
 
+def test_parts_of_a_whole_that_copies_measured_at_the_same_time_stand_side_by_side(tmp_path):
+    old = [
+        replace(ROW, table="long/full/prose-1-f09e1e60", method=name)
+        for name in ("bfloat16", "rowwise", "mxfp8")
+    ]
+    new = [replace(row, value=2.0) for row in old]
+    folder(tmp_path / "reports", old)
+    copies = [folder(tmp_path / row.method, [row]) for row in new[:2]]
+    rows, _, _ = merged(tmp_path, *copies)
+    assert sorted(rows, key=str) == sorted(new[:2], key=str)
+
+
 def test_rows_of_other_code_stay_away_and_two_origins_are_none(tmp_path):
     stale, second = replace(ROW, seed=1, source_hash="then"), replace(ROW, seed=2)
     folder(tmp_path / "reports", [ROW])
