@@ -28,12 +28,16 @@ def linear_small(
     w: ArrangedWeight,
     bias: torch.Tensor | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     tiling: Tiling | None = None,
     key: Any = None,
     record: Any = None,
 ) -> torch.Tensor | None:
     """x (..., K) times the transpose of an arranged weight (N, K), plus bias (N): (..., N) in `dtype`, by default x's.
+
+    x_scale: float32, one for each row of x, by which its sums are multiplied in float32: x is then the rows' codes, which are
+    exact in its dtype.
 
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
@@ -45,6 +49,7 @@ def linear_small(
     dtype = x.dtype if dtype is None else dtype
     check_operands(x, w, bias)
     count = x.numel() // length
+    check_row_scales(x_scale, x, count)
     if x.dtype not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
         return None
     if bias is not None and bias.dtype not in FLOAT_NAMES:
@@ -60,15 +65,15 @@ def linear_small(
     first, second = _launch(
         n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
     )
-    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias})
     if second is None:
         call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(first, ("x", "codes", "scale", "zero", "bias", "y"))
+        call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))
     else:
         call.allocate("parts", (given.splits, count, n), torch.float32)
-        call.launch(first, ("x", "codes", "scale", "zero", None, "parts"))
+        call.launch(first, ("x", "codes", "scale", "zero", None, None, "parts"))
         call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(second, ("parts", "bias", "y"))
+        call.launch(second, ("parts", "x_scale", "bias", "y"))
     y: torch.Tensor = call.result("y", key, record)
     return y
 
@@ -87,6 +92,17 @@ def check_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None
             f"linear_small: inputs on {x.device}, the weight on {w.words.device}"
             + ("" if bias is None else f", bias on {bias.device}")
             + "; move them to one device"
+        )
+
+
+def check_row_scales(x_scale: torch.Tensor | None, x: torch.Tensor, count: int) -> None:
+    """ValueError where there are scales of inputs that are not one in float32 for each row, beside them on their device."""
+    if x_scale is None:
+        return
+    if x_scale.numel() != count or x_scale.dtype != torch.float32 or not same_device(x, x_scale):
+        raise ValueError(
+            f"linear_small: scales {tuple(x_scale.shape)} in {x_scale.dtype} on {x_scale.device} of inputs {tuple(x.shape)} on "
+            f"{x.device}: there must be one in float32 for each row, on the same device"
         )
 
 

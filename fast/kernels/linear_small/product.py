@@ -104,15 +104,16 @@ def sums_of_tile(
 
 @triton.jit(do_not_specialize=["count"])
 def linear_small_kernel(
-    x, codes, scale, zero, bias, y, count,
+    x, codes, scale, zero, x_scale, bias, y, count,
     N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without bias, where SPLITS > 1.
+    """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without x_scale and bias, where SPLITS > 1.
 
     x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
     scale: float32 (blocks, ROWS); zero: None, or int32 (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
+    x_scale: None, or float32 (count): of rows of X, whose sums are multiplied by it.
     EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.
     """
     NB: tl.constexpr = BLOCK_N // 64
@@ -140,6 +141,8 @@ def linear_small_kernel(
     if SPLITS > 1:
         tl.store(y + (tl.program_id(1) * count * N + at), total, mask=inside)
     else:
+        if x_scale is not None:
+            total *= tl.load(x_scale + m, mask=m < count, other=0.0)[None, :]
         if bias is not None:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(y + at, narrow(total, OUT, False), mask=inside)
@@ -147,10 +150,10 @@ def linear_small_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def sum_splits_kernel(
-    parts, bias, y, count, N: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
+    parts, x_scale, bias, y, count, N: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added from the first on, plus bias."""
+    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added from the first on, times x_scale, plus bias."""
     m = tl.program_id(1)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = n < N
@@ -160,6 +163,8 @@ def sum_splits_kernel(
     total = tl.load(parts + (m * N + n), mask=inside, other=0.0)
     for part in tl.static_range(1, SPLITS):
         total += tl.load(parts + ((part * count + m) * N + n), mask=inside, other=0.0)
+    if x_scale is not None:
+        total *= tl.load(x_scale + m)
     if bias is not None:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + (m * N + n), narrow(total, OUT, False), mask=inside)
