@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from experiments.data.corpora.record import load
 from experiments.data.corpora.split_corpus import evaluation_texts
 from experiments.fp8_training.training.convergence import converter
 from experiments.fp8_training.training.plans import BASE, PAIRED, PLANS
 from experiments.models.pretraining.evaluation import BATCH, windows
 from experiments.models.pretraining.training import pretrain, text_of
-from experiments.runs.texts import text_for
 
 RARE = 10
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=[BASE, "tensorwise", "rowwise", "mxfp8"])
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
-    corpus, plan, rows = text_for(["fp8_training"], "prose", args.folder), PLANS["full"], []
+    corpus, plan, rows = load("prose", args.folder), PLANS["full"], []
     rare = torch.bincount(text_of(corpus).long().cpu().flatten(), minlength=256)[:256] <= RARE
     for recipe in args.recipes:
         for seed in range(args.seeds):
