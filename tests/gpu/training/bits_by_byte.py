@@ -23,7 +23,7 @@ from experiments.data.corpora.split_corpus import evaluation_texts
 from experiments.fp8_training.training.convergence import converter
 from experiments.fp8_training.training.plans import BASE, PAIRED, PLANS
 from experiments.models.pretraining.evaluation import BATCH, windows
-from experiments.models.pretraining.training import pretrain, text_of
+from experiments.models.pretraining.training import pretrain
 
 RARE = 10
 
