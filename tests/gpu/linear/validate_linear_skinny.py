@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/gpu/linear/validate_linear_skinny.py [--times 60] [--schemes int4_g128 int8_rowwise] [--rows 1 16]
 
 Exactness is of every scheme, of every variant that is timed, poisoned outputs between guards. Times are of CUDA graphs in turn,
-over weights that exceed the L2 cache, beside bfloat16 and `linear_small`; the rule's variant is first. Prints as it goes, writes
-$OUT/linear_skinny.json; exits with 1 on any difference.
+over weights that exceed the L2 cache, beside bfloat16 and `linear_small`; the rule's variant is first. Prints as it goes,
+writes $OUT/linear_skinny.json; exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from ao_lab.config.recipe import named
 from fast.kernels.linear_skinny.host import linear_skinny
 from fast.kernels.linear_skinny.select import choose
-from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted
+from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted, sources
 from fast.kernels.linear_small import host
+from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.linear.small import times as speed
@@ -58,6 +60,20 @@ def variants(form: Form, count: int, shape: tuple[int, int]) -> list[Variant]:
             if one.stages >= 2 or one.stages == steps // splits:
                 found.append(one)
     return list(dict.fromkeys(found))
+
+
+def compile_all(wanted: Iterable[tuple[Form, int, tuple[int, int]]]) -> None:
+    """Variants into the cache of cubins, many at once: NVRTC lets other threads run."""
+    began, todo = time.monotonic(), {(one, form) for form, *rest in wanted for one in variants(form, *rest)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda pair: cached_cubin(*sources(*pair)), todo))
+    print(f"compiled {len(todo)} variants in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def form_named(scheme: str, dtype: torch.dtype) -> Form:
+    """Of a scheme's weights."""
+    zero = scheme.endswith("asymmetric")
+    return Form(*weights.KINDS[scheme], zero, dtype == torch.float16, str(dtype).removeprefix("torch."))
 
 
 def wrong_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dtype) -> Iterator[str]:
@@ -94,6 +110,7 @@ def compare(found: dict[str, Any]) -> None:
         for shape in SHAPES[:2]
         for count in (1, 16)
     ]
+    compile_all((form_named(scheme, dtype), count, shape) for scheme, shape, count, dtype in tasks)
     for task in tasks:
         wrong = list(wrong_bits(*task))
         found["wrong"] += wrong
@@ -156,6 +173,8 @@ def main() -> int:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     if not options.no_bits:
         compare(found)
+    wanted = product(options.schemes, options.rows, SHAPES)
+    compile_all((form_named(scheme, torch.bfloat16), count, shape) for scheme, count, shape in wanted)
     end = time.monotonic() + options.times
     for scheme, shape in product(options.schemes, SHAPES):
         if time.monotonic() > end:

@@ -24,6 +24,7 @@ from experiments.fp8_training.training.convergence import converter
 from experiments.fp8_training.training.plans import BASE, PAIRED, PLANS
 from experiments.models.pretraining.evaluation import BATCH, windows
 from experiments.models.pretraining.training import pretrain
+from experiments.models.train import text_of
 
 RARE = 10
 

@@ -63,7 +63,7 @@ class Device:
             return (device,)
 
         with (
-            mock.patch.object(host, "is_taken", lambda *_: True),
+            mock.patch.object(host, "is_taken", return_value=True),
             mock.patch.object(launch.SkinnyLaunch, "run", run),
             mock.patch.object(host.Call, "allocate", allocate),
         ):
