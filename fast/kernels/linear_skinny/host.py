@@ -42,11 +42,14 @@ def linear_skinny(
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return None
     form = Form(w.element, w.group, w.zero is not None, x.dtype == torch.float16, FLOAT_NAMES[dtype])
+    given = variant or choose(form, count, *w.shape)
+    if given is None:
+        return None
     call = Call(
         {"x": x, "words": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias}
     )
     call.allocate("y", (*x.shape[:-1], w.shape[0]), dtype)
-    call.launch(launch_of(variant or choose(form, count, *w.shape), form, count, w.shape), POINTERS)  # type: ignore[arg-type]
+    call.launch(launch_of(given, form, count, w.shape), POINTERS)  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, record)
     return y
 

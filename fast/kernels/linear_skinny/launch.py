@@ -15,7 +15,7 @@ import torch
 
 from fast.kernels.launch.direct import current_stream
 from fast.kernels.launch.launcher import Signature
-from fast.kernels.linear_skinny.variants import KINDS, Form, Variant, sources
+from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
 from fast.kernels.sparse_mm.driver import LaunchAttribute, LaunchConfig, check, driver, function_of
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 
@@ -59,15 +59,18 @@ class SkinnyLaunch:
 
     def launch(self, bias_kind: int, device: int) -> Launch:
         """What launches with a bias of a dtype, by its number in KINDS."""
-        function = loaded(self.variant, self.form, device)
-        shared = self.variant.shared(self.form)
+        count, _, k = self.sizes
+        function, shared = (
+            loaded(self.variant, self.form, device),
+            self.variant.shared(self.form, count, k // STEP),
+        )
         return launcher(function, self.programs, self.variant.threads, shared, (*self.sizes, bias_kind))
 
 
 @lru_cache(maxsize=256)
 def loaded(variant: Variant, form: Form, device: int) -> ctypes.c_void_p:
     """The kernel of a variant on a device, compiled at first use."""
-    return function_of(cached_cubin(*sources(variant, form)), "linear_skinny", variant.shared(form), device)
+    return function_of(cached_cubin(*sources(variant, form)), "linear_skinny", MOST_SHARED, device)
 
 
 def launcher(

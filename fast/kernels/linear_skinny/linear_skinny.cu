@@ -1,10 +1,11 @@
 // y = x @ w.T * x_scale + bias of at most TOKENS rows of x with a preshuffled weight w, for Hopper. `variants.py` says what is
 // defined for a variant, `host.py` launches it; the order of the weight's words is that of `linear_small/elements.py`.
 //
-// The weight is a stream: one warp asks the bulk copy engine for steps of 128 columns as far ahead as the ring has stages, each
-// a contiguous piece of memory, with the step's columns of x, scales and zero points. The other warps have 16 rows of a block of
-// 64 each, BLOCKS blocks; PHASES of them share a block and take its steps in turn. A lane's 16 bytes of words are operands of
-// `mma.m16n8k16` where they are: decoded in registers, multiplied from zero, added to the total times the group's scale.
+// The weight is a stream: one warp asks the bulk copy engine for stages of STEPS times 128 columns as far ahead as the ring goes,
+// each a contiguous piece of memory. Asking takes that warp some hundred cycles, so nothing small is copied this way: x, scales
+// and zero points of the program's part of K are copied before by all others. Those have 16 rows of a block of 64 each, BLOCKS
+// blocks; PHASES of them share a block and take its stages in turn. A lane's 16 bytes of words are operands of `mma.m16n8k16`
+// where they are: decoded in registers, multiplied from zero, added to the total times the group's scale.
 //
 // A cluster has SPLITS programs along K, which add their sums through each other's shared memory in the order of K; phases of
 // a program are added before, in their order. So the same operands have the same bits every time.
@@ -34,10 +35,8 @@ constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int ATOM = ELEMENT == INT4 ? 2048 : 4096;            // bytes of 64 rows by 64 columns
 constexpr int STEP = 128, EACH = GROUP == 0 || GROUP >= STEP ? 1 : STEP / GROUP;  // columns of a step, and its groups
 constexpr int TILES = TOKENS / 8, WARPS = 4 * BLOCKS * PHASES, ROWS = 64 * BLOCKS;
-constexpr int PITCH = 2 * STEP + 16;                           // bytes of a row of x: eight rows in eight groups of banks
-constexpr int WORDS_BYTES = BLOCKS * 2 * ATOM, X_BYTES = TOKENS * PITCH;
-constexpr int SCALE_BYTES = GROUP == 0 ? 0 : EACH * ROWS * 4, ZERO_BYTES = ZERO ? EACH * ROWS * 2 : 0;
-constexpr int STAGE_BYTES = WORDS_BYTES + X_BYTES + SCALE_BYTES + ZERO_BYTES;
+constexpr int BLOCK_BYTES = STEPS * 2 * ATOM, STAGE_BYTES = BLOCKS * BLOCK_BYTES;
+constexpr int GROUPED = GROUP > STEP ? GROUP / STEP : 1;       // steps of a group
 constexpr int LINE = ROWS + 4;                                 // words of a row of sums
 
 #include "copies.cuh"
@@ -150,50 +149,73 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
 
 // Loading
 
-struct Ring {
-  u32 stages, sums, full, empty;
-  __device__ __forceinline__ Ring(u32 base)
-      : stages(base), sums(base + STAGES * STAGE_BYTES), full(sums + PHASES * TOKENS * LINE * 4), empty(full + 8 * STAGES) {}
-};
-
-// Part of K of a program: its first step and the one behind its last.
+// Part of K of a program: its first step and the one behind its last; the first group and the one behind the last.
 struct Span {
-  int first, last;
+  int first, last, group, groups;
   __device__ __forceinline__ Span(const Problem& p, int split) {
     const int steps = p.k / STEP;
     first = steps * split / SPLITS, last = steps * (split + 1) / SPLITS;
+    group = GROUP == 0 ? 0 : first / GROUPED * EACH;
+    groups = GROUP == 0 ? 1 : ((last - 1) / GROUPED + 1) * EACH - group;
   }
+  __device__ __forceinline__ int stages() const { return (last - first + STEPS - 1) / STEPS; }
+};
+
+// Shared memory: the ring, the sums, barriers; then what the host counted for a part of K: scales, zero points, rows of x, whose
+// pitch puts eight rows into eight groups of banks.
+struct Ring {
+  u32 stages, sums, full, empty, scale, zero, x, pitch;
+  __device__ __forceinline__ Ring(u32 base, const Span& span)
+      : stages(base), sums(base + STAGES * STAGE_BYTES), full(sums + PHASES * TOKENS * LINE * 4), empty(full + 8 * STAGES),
+        scale((empty + 8 * STAGES + 15) & ~15u), zero(scale + (GROUP > 0 ? span.groups * ROWS * 4 : 0)),
+        x(zero + (ZERO ? span.groups * ROWS * 2 : 0)), pitch((span.last - span.first) * 2 * STEP + 16) {}
 };
 
 // Ask for the weight of the first stages before the kernel in front has ended: into the L2 cache, nothing is read of it.
 __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, int row, int lane) {
-  const int steps = min(STAGES, span.last - span.first);
-  for (int i = lane; i < steps * BLOCKS; i += 32) {
-    const char* from = p.words + (i64(row / 64 + i % BLOCKS) * (p.k / 64) + 2 * (span.first + i / BLOCKS)) * ATOM;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "n"(2 * ATOM) : "memory");
+  const int bytes = min(STAGES * STEPS, span.last - span.first) * 2 * ATOM;
+  if (lane < BLOCKS) {
+    const char* from = p.words + (i64(row / 64 + lane) * (p.k / 64) + 2 * span.first) * ATOM;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
   }
 }
 
-// One warp: copy the steps of a program's rows and part of K.
-__device__ __forceinline__ void produce(const Problem& p, const Ring& ring, const Span& span, int row, int lane) {
-  const u32 bytes = WORDS_BYTES + p.count * 2 * STEP + SCALE_BYTES + ZERO_BYTES;
+// One thread: copy the weight of a program's rows and part of K, stage by stage.
+__device__ __forceinline__ void produce(const Problem& p, const Ring& ring, const Span& span, int row) {
+  const char* from = p.words + (i64(row / 64) * (p.k / 64) + 2 * span.first) * ATOM;
+  const i64 block = i64(p.k / 64) * ATOM;
 #pragma unroll 1
-  for (int step = span.first, i = 0; step < span.last; step++, i++) {
+  for (int i = 0; i < span.stages(); i++) {
     const int stage = i % STAGES;
     const u32 bar = ring.full + 8 * stage, to = ring.stages + stage * STAGE_BYTES;
+    const u32 bytes = min(STEPS, span.last - span.first - i * STEPS) * 2 * ATOM;
     wait_for(ring.empty + 8 * stage, (i / STAGES & 1) ^ 1);
-    if (lane == 0) expect_bytes(bar, bytes);
-    __syncwarp();
-    if (lane < BLOCKS)
-      copy_bytes(p.words + (i64(row / 64 + lane) * (p.k / 64) + 2 * step) * ATOM, to + lane * 2 * ATOM, bar, 2 * ATOM);
-    if (lane < p.count) copy_bytes(p.x + (i64(lane) * p.k + step * STEP) * 2, to + WORDS_BYTES + lane * PITCH, bar, 2 * STEP);
-    if ((GROUP > 0 || ZERO) && lane < EACH) {
-      const i64 block = GROUP > 0 ? step * STEP / (GROUP > 0 ? GROUP : 1) + lane : 0;
-      const u32 at = to + WORDS_BYTES + X_BYTES;
-      if (GROUP > 0) copy_bytes(p.scale + (block * p.n + row) * 4, at + lane * ROWS * 4, bar, ROWS * 4);
-      if (ZERO) copy_bytes(p.zero + (block * p.n + row) * 2, at + SCALE_BYTES + lane * ROWS * 2, bar, ROWS * 2);
-    }
+    expect_bytes(bar, BLOCKS * bytes);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) copy_bytes(from + b * block + i64(i) * BLOCK_BYTES, to + b * BLOCK_BYTES, bar, bytes);
   }
+}
+
+__device__ __forceinline__ void copy_16(u32 to, const char* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+
+// Rows of memory, `bytes` (a multiple of 16) of each, by all threads that multiply.
+__device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const char* from, i64 step, int rows, int bytes, int thread) {
+  const int each = bytes / 16;
+#pragma unroll 1
+  for (int i = thread; i < rows * each; i += 32 * WARPS) copy_16(to + i / each * pitch + i % each * 16, from + i / each * step + i % each * 16);
+}
+
+// What is small, of the part of K; it is there after `settle`.
+__device__ __forceinline__ void collect(const Problem& p, const Ring& ring, const Span& span, int row, int thread) {
+  copy_rows(ring.x, ring.pitch, p.x + i64(span.first) * 2 * STEP, i64(p.k) * 2, p.count, (span.last - span.first) * 2 * STEP, thread);
+  if (GROUP > 0) copy_rows(ring.scale, ROWS * 4, p.scale + (i64(span.group) * p.n + row) * 4, i64(p.n) * 4, span.groups, ROWS * 4, thread);
+  if (ZERO) copy_rows(ring.zero, ROWS * 2, p.zero + (i64(span.group) * p.n + row) * 2, i64(p.n) * 2, span.groups, ROWS * 2, thread);
+}
+
+__device__ __forceinline__ void settle() {
+  asm volatile("cp.async.wait_all;\nbar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
 
 // Multiplying
@@ -236,12 +258,21 @@ __device__ __forceinline__ void operands(u32 (&a)[2][4], u32 words, int half, co
   }
 }
 
-// The products of a stage.
-__device__ __forceinline__ void multiply_stage(Sums& total, u32 stage, const Lane& at) {
-  const u32 words = stage + at.block * 2 * ATOM + at.slab * 512 + at.lane * 16;
-  const u32 x = stage + WORDS_BYTES + at.lane % 8 * PITCH + at.lane / 8 * 16;
-  const u32 scale = stage + WORDS_BYTES + X_BYTES + at.first() * 4;
-  const u32 zero = stage + WORDS_BYTES + X_BYTES + SCALE_BYTES + (at.block * 32 + at.slab * 8 + at.row) * 4;
+// Where a lane finds its operands: words in a stage; x at the program's first step, rows behind the last are the last; scales and
+// zero points of the first group.
+struct Places {
+  u32 words, x[TILES], scale, zero;
+  __device__ __forceinline__ Places(const Problem& p, const Ring& ring, const Lane& at)
+      : words(at.block * BLOCK_BYTES + at.slab * 512 + at.lane * 16), scale(ring.scale + at.first() * 4),
+        zero(ring.zero + (at.block * 32 + at.slab * 8 + at.row) * 4) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) x[t] = ring.x + min(8 * t + at.lane % 8, p.count - 1) * ring.pitch + at.lane / 8 * 16;
+  }
+};
+
+// The products of a step. words: of the step in its stage; index: of the step in the program's part; first: its group there.
+__device__ __forceinline__ void multiply_step(Sums& total, u32 words, const Places& places, int index, int first) {
+  const u32 scale = places.scale + first * ROWS * 4, zero = places.zero + first * ROWS * 2;
   Sums sums;
   Less less;
 #pragma unroll
@@ -257,7 +288,7 @@ __device__ __forceinline__ void multiply_stage(Sums& total, u32 stage, const Lan
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       u32 b[4];
-      load_inputs(b, x + t * 8 * PITCH + part * 64);
+      load_inputs(b, places.x[t] + index * 2 * STEP + part * 64);
       Sums& into = GROUP == 0 ? total : sums;
       multiply(into[t], a[0], b[0], b[1]);
       multiply(into[t], a[1], b[2], b[3]);
@@ -269,13 +300,19 @@ __device__ __forceinline__ void multiply_stage(Sums& total, u32 stage, const Lan
 }
 
 // The sums of a warp's steps, every PHASES-th.
-__device__ __forceinline__ void consume(Sums& total, const Ring& ring, const Span& span, const Lane& at) {
+__device__ __forceinline__ void consume(Sums& total, const Ring& ring, const Span& span, const Lane& at, const Places& places) {
   clear(total);
 #pragma unroll 1
-  for (int i = at.phase; i < span.last - span.first; i += PHASES) {
+  for (int i = at.phase; i < span.stages(); i += PHASES) {
     const int stage = i % STAGES;
     wait_for(ring.full + 8 * stage, i / STAGES & 1);
-    multiply_stage(total, ring.stages + stage * STAGE_BYTES, at);
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+      const int index = i * STEPS + j, step = span.first + index;
+      if (step < span.last)
+        multiply_step(total, ring.stages + stage * STAGE_BYTES + places.words + j * 2 * ATOM, places, index,
+                      GROUP == 0 ? 0 : step / GROUPED * EACH - span.group);
+    }
     __syncwarp();
     if (at.lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.empty + 8 * stage) : "memory");
   }
@@ -347,12 +384,12 @@ __device__ __forceinline__ void finish(const Problem& p, const Ring& ring, int r
 extern "C" __global__ __launch_bounds__(32 * (WARPS + 1), AT_ONCE) __cluster_dims__(SPLITS, 1, 1) void linear_skinny(
     const __grid_constant__ Problem p) {
   extern __shared__ char memory[];
-  const Ring ring((shared_address(memory) + 127) & ~127u);
   const int thread = threadIdx.x, warp = __shfl_sync(0xFFFFFFFF, thread / 32, 0), lane = thread % 32;
   u32 split = 0;
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
   const int row = blockIdx.x / SPLITS * ROWS;
   const Span span(p, split);
+  const Ring ring((shared_address(memory) + 127) & ~127u, span);
   if (thread == 0) {
     for (int s = 0; s < STAGES; s++) {
       init_barrier(ring.full + 8 * s, 1);
@@ -364,11 +401,14 @@ extern "C" __global__ __launch_bounds__(32 * (WARPS + 1), AT_ONCE) __cluster_dim
   sync_cluster();
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if (warp == WARPS) {
-    produce(p, ring, span, row, lane);
+    if (lane == 0) produce(p, ring, span, row);
+    __syncwarp();
   } else {
+    collect(p, ring, span, row, thread);
+    settle();
     const Lane at(warp, lane);
     Sums total;
-    consume(total, ring, span, at);
+    consume(total, ring, span, at, Places(p, ring, at));
     if constexpr (GROUP == 0) {
       const float* scale = reinterpret_cast<const float*>(p.scale) + row + at.first();
       Sums sums;

@@ -13,8 +13,8 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3")
 #: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
 SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
-#: Columns of a step; bytes of a row of x in a stage; bytes of 64 rows by 64 columns.
-STEP, PITCH, ATOMS = 128, 272, {"int4": 2048, "int8": 4096, "e4m3": 4096}
+#: Columns of a step; bytes of 64 rows by 64 columns; bytes of a stage of one block: smaller ones are asked for too slowly.
+STEP, ATOMS, STAGE = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}, 8192
 MOST_STAGES = 16
 
 
@@ -28,9 +28,15 @@ class Form(NamedTuple):
     out: str
 
     @property
-    def each(self) -> int:
-        """Groups of a step."""
-        return STEP // self.group if 0 < self.group < STEP else 1
+    def steps(self) -> int:
+        """Steps of a stage."""
+        return STAGE // (2 * ATOMS[self.element])
+
+    def groups(self, steps: int) -> int:
+        """Groups that so many steps may touch."""
+        if self.group == 0:
+            return 1
+        return steps * STEP // self.group + (2 if self.group > STEP else 0)
 
 
 class Variant(NamedTuple):
@@ -51,35 +57,39 @@ class Variant(NamedTuple):
         """Threads of a program, the warp that loads included."""
         return 32 * (4 * self.blocks * self.phases + 1)
 
-    def stage(self, form: Form) -> int:
-        """Bytes of a stage: words, columns of x, scales, zero points."""
-        rows = 64 * self.blocks
-        words, x = 2 * self.blocks * ATOMS[form.element], self.tokens * PITCH
-        return words + x + form.each * rows * (4 * (form.group > 0) + 2 * form.zero)
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage and its barriers."""
+        return self.blocks * STAGE + 16
 
-    def shared(self, form: Form) -> int:
-        """Bytes of dynamic shared memory: ring, sums, barriers, alignment."""
-        sums = self.phases * self.tokens * (64 * self.blocks + 4) * 4
-        return self.stages * (self.stage(form) + 16) + sums + 128
+    def shared(self, form: Form, count: int, steps: int) -> int:
+        """Bytes of dynamic shared memory for `count` rows of x and `steps` along K: ring, sums, alignment; of a program's part
+        of K scales, zero points and rows of x."""
+        rows, part = 64 * self.blocks, -(-steps // self.splits)
+        sums = self.phases * self.tokens * (rows + 4) * 4
+        small = form.groups(part) * rows * (4 * (form.group > 0) + 2 * form.zero)
+        return self.stages * self.stage + sums + 144 + small + count * (part * 2 * STEP + 16)
 
 
 def fitted(
-    form: Form, tokens: int, blocks: int, phases: int, splits: int, steps: int, at_once: int = 2
-) -> Variant:
-    """The variant with as many stages as shared memory holds for `at_once` programs, no more than its steps."""
-    one = Variant(tokens, blocks, phases, splits, 1, at_once)
-    each = one.stage(form) + 16
-    room = min(SHARED // at_once - SYSTEM, MOST_SHARED) - (one.shared(form) - each)
-    return one._replace(stages=max(1, min(room // each, MOST_STAGES, -(-steps // splits))))
+    form: Form, sizes: tuple[int, int, int, int], count: int, steps: int, at_once: int = 2
+) -> Variant | None:
+    """The variant with as many stages as shared memory holds for `at_once` programs, no more than its steps; None where that
+    is none. sizes: tokens, blocks, phases, splits."""
+    one = Variant(*sizes, 1, at_once)
+    room = min(SHARED // at_once - SYSTEM, MOST_SHARED) - one.shared(form, count, steps) + one.stage
+    part = -(-steps // one.splits)
+    stages = min(room // one.stage, MOST_STAGES, -(-part // form.steps))
+    return one._replace(stages=stages) if stages > 0 else None
 
 
 def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
-    defined = {
-        "TOKENS": variant.tokens, "BLOCKS": variant.blocks, "PHASES": variant.phases, "SPLITS": variant.splits, "STAGES":
-        variant.stages, "AT_ONCE": variant.at_once, "ELEMENT": ELEMENTS.index(form.element), "GROUP": form.group, "ZERO":
-        int(form.zero), "HALF": int(form.half), "OUT": KINDS.index(form.out),
+    numbers = {
+        "STEPS": form.steps, "ELEMENT": ELEMENTS.index(form.element), "GROUP": form.group, "ZERO": int(form.zero),
+        "HALF": int(form.half), "OUT": KINDS.index(form.out),
     }  # fmt: skip
+    defined = {name.upper(): value for name, value in variant._asdict().items()} | numbers
     source, header = texts()
     return (
         source,
@@ -94,4 +104,4 @@ def texts() -> tuple[str, str]:
     return SOURCE.read_text(), (HEADERS / "copies.cuh").read_text()
 
 
-__all__ = ["ELEMENTS", "KINDS", "STEP", "Form", "Variant", "fitted", "sources"]
+__all__ = ["ELEMENTS", "KINDS", "MOST_SHARED", "STEP", "Form", "Variant", "fitted", "sources"]

@@ -28,6 +28,8 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
     parts = opcode.split(".")
     if parts[0] == "griddepcontrol" or ".prefetch." in opcode:
         return lambda th: None
+    if opcode.startswith("cp.async."):
+        return _copy_late(opcode, operands, o)
     if parts[0] == "ldmatrix":
         return _load_matrices(operands, o, at, meet)
     if parts[0] == "mma":
@@ -91,6 +93,28 @@ def halves(word: int, kind: Any) -> Any:
 def joined(values: Any, kind: Any) -> int:
     """Two values, each rounded once, as a pair."""
     return int(np.asarray(values).astype(kind).view(np.uint32)[0])
+
+
+def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:
+    """A thread's own copies: what they bring is there when it has waited, and not before."""
+    if "bulk" in opcode:
+        return None
+    if opcode == "cp.async.wait_all":
+
+        def wait(th: Any) -> None:
+            for to, data in th.__dict__.pop("late", []):
+                th.cta.shared.view(to, len(data))[:] = data
+
+        return wait
+    if opcode != "cp.async.cg.shared.global" or operands[2] != "16":
+        raise NotImplementedError(f"{opcode} {operands}")
+    to, source = o.address(operands[0]), o.address(operands[1])
+
+    def copy(th: Any) -> None:
+        data = th.cta.cluster.machine.memory.view(source(th), 16)
+        th.__dict__.setdefault("late", []).append((to(th), data.copy()))
+
+    return copy
 
 
 def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:

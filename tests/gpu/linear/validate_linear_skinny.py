@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from ao_lab.config.recipe import named
 from fast.kernels.linear_skinny.host import linear_skinny
-from fast.kernels.linear_skinny.select import choose
+from fast.kernels.linear_skinny.select import TILES, choose
 from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted, sources
 from fast.kernels.linear_small import host
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
@@ -51,15 +51,15 @@ def form_of(w: host.ArrangedWeight, dtype: torch.dtype) -> Form:
 
 def variants(form: Form, count: int, shape: tuple[int, int]) -> list[Variant]:
     """The rule's first."""
-    steps, tokens = shape[1] // STEP, choose(form, count, *shape).tokens
-    found = [choose(form, count, *shape)]
+    steps, tokens = shape[1] // STEP, next(size for size in TILES if count <= size)
+    found: list[Variant | None] = [choose(form, count, *shape)]
     for blocks, phases, splits, at_once in product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2)):
         programs = shape[0] // 64 // blocks * splits
         if steps // splits >= 2 and 60 <= programs <= 600 and blocks * phases <= 4:
-            one = fitted(form, tokens, blocks, phases, splits, steps, at_once)
-            if one.stages >= 2 or one.stages == steps // splits:
+            one = fitted(form, (tokens, blocks, phases, splits), count, steps, at_once)
+            if one is not None and one.stages >= 2:
                 found.append(one)
-    return list(dict.fromkeys(found))
+    return [one for one in dict.fromkeys(found) if one is not None]
 
 
 def compile_all(wanted: Iterable[tuple[Form, int, tuple[int, int]]]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fast.kernels.linear_skinny import host, launch
-from fast.kernels.linear_skinny.variants import sources
+from fast.kernels.linear_skinny.variants import STEP, sources
 from fast.kernels.sparse_mm import nvrtc
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
@@ -31,7 +31,7 @@ class Device:
             packed = launch.ARGUMENTS.pack(*[one or 0 for one in addresses], *sizes, bias_kind)
             machine = Machine(
                 ptx, self.memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=variant.threads,
-                shared=variant.shared(form), early=self.early, seed=self.seed,
+                shared=variant.shared(form, sizes[0], sizes[2] // STEP), early=self.early, seed=self.seed,
             )  # fmt: skip
             machine.run(programs, variant.splits)
 

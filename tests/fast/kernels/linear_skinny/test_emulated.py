@@ -5,7 +5,8 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.linear_skinny.variants import Form, Variant, fitted
+from fast.kernels.linear_skinny.select import choose
+from fast.kernels.linear_skinny.variants import Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
 from tests.fast.kernels.linear_skinny.emulated import Device
@@ -104,10 +105,13 @@ def test_planted_faults_are_seen(fault):
     assert seen
 
 
-@pytest.mark.parametrize("tokens", [8, 16, 32])
+@pytest.mark.parametrize("count", [1, 8, 16, 32])
 @pytest.mark.parametrize("scheme", [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 128)])
-def test_stages_fit_two_programs_of_a_multiprocessor(tokens, scheme):
-    for splits in (1, 8):
-        one = fitted(Form(*scheme, True, False, "bfloat16"), tokens, 1 + (tokens > 8), 2, splits, 112)
-        assert one.stages >= 2
-        assert 2 * (one.shared(Form(*scheme, True, False, "bfloat16")) + 1024) <= 233472
+@pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336), (1024, 4096), (128, 128)])
+def test_programs_fit_a_multiprocessor(count, scheme, shape):
+    form, steps = Form(*scheme, True, False, "bfloat16"), shape[1] // 128
+    one = choose(form, count, *shape)
+    assert one is not None or (count > 8 and shape[1] > 4096)
+    if one is not None:
+        assert one.stages * form.steps <= max(form.steps, steps // one.splits + 1)
+        assert one.at_once * (one.shared(form, count, steps) + 1024) <= 233472
