@@ -37,6 +37,8 @@ constexpr int STEP = 128, EACH = GROUP == 0 || GROUP >= STEP ? 1 : STEP / GROUP;
 constexpr int TILES = TOKENS / 8, WARPS = 4 * BLOCKS * PHASES, ROWS = 64 * BLOCKS;
 constexpr int BLOCK_BYTES = STEPS * 2 * ATOM, STAGE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr int GROUPED = GROUP > STEP ? GROUP / STEP : 1;       // steps of a group
+// A stage is always the same phase's: a barrier's parity says nothing to warps that have not waited for it every time before.
+static_assert(STAGES % PHASES == 0, "stages are a multiple of phases");
 constexpr int LINE = ROWS + 4;                                 // words of a row of sums
 
 #include "copies.cuh"

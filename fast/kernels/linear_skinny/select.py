@@ -7,7 +7,7 @@ from functools import lru_cache
 from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted
 
 #: The most rows of x, of a tile of it, and of x that programs of one block of the weight take: each reads all of x.
-MOST_ROWS, TILES, ONE_BLOCK = 32, (8, 16, 32), 8
+MOST_ROWS, TILES, ONE_BLOCK = 16, (8, 16), 8
 #: Multiprocessors; programs that there should be at least; the most parts of K, and the fewest steps of one.
 FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS = 132, 200, 8, 2
 #: Warps that share a block's steps.

@@ -74,12 +74,14 @@ class Variant(NamedTuple):
 def fitted(
     form: Form, sizes: tuple[int, int, int, int], count: int, steps: int, at_once: int = 2
 ) -> Variant | None:
-    """The variant with as many stages as shared memory holds for `at_once` programs, no more than its steps; None where that
-    is none. sizes: tokens, blocks, phases, splits."""
+    """The variant with as many stages as shared memory holds for `at_once` programs, a multiple of the phases, no more than its
+    steps ask for; None where that is none. sizes: tokens, blocks, phases, splits."""
     one = Variant(*sizes, 1, at_once)
     room = min(SHARED // at_once - SYSTEM, MOST_SHARED) - one.shared(form, count, steps) + one.stage
     part = -(-steps // one.splits)
-    stages = min(room // one.stage, MOST_STAGES, -(-part // form.steps))
+    phases = one.phases
+    needed = -(-part // form.steps // phases) * phases
+    stages = min(room // one.stage // phases * phases, MOST_STAGES, needed)
     return one._replace(stages=stages) if stages > 0 else None
 
 

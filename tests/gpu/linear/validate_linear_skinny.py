@@ -38,7 +38,7 @@ from tests.support.linear_cases import inputs, outside, weight
 
 SCHEMES = ("int4_g128", "int4_g128_asymmetric", "int8_rowwise", "int4_g32", "fp8_rowwise", "int8_g128")
 BITS = (*SCHEMES, "int4_g64", "int4_g32_asymmetric", "int8_rowwise_asymmetric", "fp8_tensorwise")
-SHAPES, ROWS, REPEATS = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)), (1, 4, 8, 16, 32), 100
+SHAPES, ROWS, REPEATS = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)), (1, 2, 4, 8, 16), 100
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -102,7 +102,7 @@ def compare(found: dict[str, Any]) -> None:
     tasks = [
         (scheme, (256, 1024), count, dtype)
         for scheme in BITS
-        for count, dtype in product((1, 5, 16, 29), DTYPES)
+        for count, dtype in product((1, 5, 16), DTYPES)
     ]
     tasks += [
         (scheme, shape, count, torch.bfloat16)

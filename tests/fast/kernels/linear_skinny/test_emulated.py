@@ -17,15 +17,15 @@ BF16, HALF, WIDE = torch.bfloat16, torch.float16, torch.float32
 #: Scheme; rows and columns of the weight, rows of x; dtypes of x and y; tokens, blocks, phases, splits; stages.
 CASES = {
     "one row": ("int4_g128", (128, 384, 1), BF16, BF16, (8, 1, 2, 1), 2),
-    "zero points": ("int4_g128_asymmetric", (128, 256, 3), BF16, BF16, (8, 1, 2, 1), 3),
+    "zero points": ("int4_g128_asymmetric", (128, 256, 3), BF16, BF16, (8, 1, 2, 1), 4),
     "two blocks, parts of K": ("int4_g64", (128, 512, 11), BF16, WIDE, (16, 2, 2, 2), 2),
     "groups of 32, float16": ("int4_g32_asymmetric", (128, 256, 8), HALF, HALF, (8, 1, 1, 1), 2),
     "long groups, four parts": ("int4_g256", (128, 1024, 5), BF16, BF16, (8, 1, 2, 4), 2),
     "int8 by rows": ("int8_rowwise", (128, 384, 8), BF16, BF16, (8, 1, 2, 1), 2),
     "int8, zero points by rows": ("int8_rowwise_asymmetric", (128, 256, 4), HALF, WIDE, (8, 1, 2, 1), 2),
     "int8 in groups": ("int8_g128", (128, 256, 16), BF16, BF16, (16, 2, 1, 1), 2),
-    "fp8 by rows": ("fp8_rowwise", (128, 256, 3), BF16, BF16, (8, 1, 4, 1), 2),
-    "fp8 in groups, float16": ("fp8_1x128", (128, 256, 2), HALF, HALF, (8, 1, 2, 2), 1),
+    "fp8 by rows": ("fp8_rowwise", (128, 256, 3), BF16, BF16, (8, 1, 4, 1), 4),
+    "fp8 in groups, float16": ("fp8_1x128", (128, 256, 2), HALF, HALF, (8, 1, 2, 2), 2),
     "one scale": ("fp8_tensorwise", (128, 256, 2), BF16, BF16, (8, 1, 2, 1), 2),
     "32 rows": ("int4_g128", (128, 256, 29), BF16, BF16, (32, 2, 2, 1), 2),
 }  # fmt: skip
@@ -56,7 +56,7 @@ def test_variants_give_exact_sums(name, early):
 def test_random_values_are_within_the_bound():
     require_nvrtc()
     w, x = weight(named("int4_g128_asymmetric"), 128, 256), inputs(2, 256, BF16)
-    got = Device(early=False).product(x, arranged(w), None, variant=Variant(8, 1, 2, 2, 1))
+    got = Device(early=False).product(x, arranged(w), None, variant=Variant(8, 1, 2, 2, 2))
     assert outside(got, x, w, None) == 0
 
 
@@ -76,6 +76,7 @@ FAULTS = {
         "    wait_for(ring.full + 8 * stage, i / STAGES & 1);\n", ""),
     "a stage is loaded before it is handed back": (
         "    wait_for(ring.empty + 8 * stage, (i / STAGES & 1) ^ 1);\n", ""),
+    "x is read before it is there": ("cp.async.wait_all;", ""),
     "sums are added before all are there": ("  sync_cluster();\n  if (warp < WARPS) finish", "  if (warp < WARPS) finish"),
     "columns in another order": ("w.z : w.x", "w.x : w.z"),
     "the other row's scale": ("i < 2 ? low : high", "i < 2 ? high : low"),
@@ -105,7 +106,7 @@ def test_planted_faults_are_seen(fault):
     assert seen
 
 
-@pytest.mark.parametrize("count", [1, 8, 16, 32])
+@pytest.mark.parametrize("count", [1, 8, 16])
 @pytest.mark.parametrize("scheme", [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 128)])
 @pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336), (1024, 4096), (128, 128)])
 def test_programs_fit_a_multiprocessor(count, scheme, shape):
@@ -113,5 +114,5 @@ def test_programs_fit_a_multiprocessor(count, scheme, shape):
     one = choose(form, count, *shape)
     assert one is not None or (count > 8 and shape[1] > 4096)
     if one is not None:
-        assert one.stages * form.steps <= max(form.steps, steps // one.splits + 1)
+        assert one.stages % one.phases == 0
         assert one.at_once * (one.shared(form, count, steps) + 1024) <= 233472
