@@ -10,7 +10,7 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import ALIGNMENT, interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch
-from fast.kernels.linear_skinny.select import MOST_ROWS, choose
+from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.linear_skinny.variants import ELEMENTS, STEP, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 
@@ -33,7 +33,7 @@ def linear_skinny(
     """`linear_small` of at most MOST_ROWS rows, whose operands it has checked; None where it does not take them: devices that
     are not Hopper's, weights whose rows or columns are filled, addresses that are no multiples of 16, other dtypes.
 
-    variant: another than `choose`'s.
+    variant: by default that of `choose`, and None where it would gain nothing.
     """
     dtype = x.dtype if dtype is None else dtype
     count = x.numel() // w.shape[1]
@@ -43,7 +43,7 @@ def linear_skinny(
         return None
     form = Form(w.element, w.group, w.zero is not None, x.dtype == torch.float16, FLOAT_NAMES[dtype])
     given = variant or choose(form, count, *w.shape)
-    if given is None:
+    if given is None or (variant is None and not gains(form, count)):
         return None
     call = Call(
         {"x": x, "words": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias}

@@ -9,6 +9,7 @@ import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
+from fast.kernels.linear_skinny.host import linear_skinny
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
 from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
@@ -42,7 +43,7 @@ def linear_small(
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
     `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
-    the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a tiling
+    the rule's, and no `linear_skinny`; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a tiling
     that is not for the weight.
     """
     n, length = w.shape
@@ -54,6 +55,10 @@ def linear_small(
         return None
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return None
+    if tiling is None:
+        made = linear_skinny(x, w, bias, x_scale=x_scale, dtype=dtype, key=key, record=record)
+        if made is not None:
+            return made
     given = tiling or tiling_of(w.rows, w.columns, w.element, w.group, count)
     if not given.fits(w.rows, w.columns, w.element, w.group):
         raise ValueError(
@@ -65,7 +70,9 @@ def linear_small(
     first, second = _launch(
         n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
     )
-    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias})
+    call = Call(
+        {"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias}
+    )
     if second is None:
         call.allocate("y", (*x.shape[:-1], n), dtype)
         call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))

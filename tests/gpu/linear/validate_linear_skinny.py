@@ -100,9 +100,7 @@ def wrong_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dty
 def compare(found: dict[str, Any]) -> None:
     """All schemes; whole layers of two."""
     tasks = [
-        (scheme, (256, 1024), count, dtype)
-        for scheme in BITS
-        for count, dtype in product((1, 5, 16), DTYPES)
+        (scheme, (256, 1024), count, dtype) for scheme in BITS for count, dtype in product((1, 5, 16), DTYPES)
     ]
     tasks += [
         (scheme, shape, count, torch.bfloat16)
@@ -139,9 +137,10 @@ def time_row(
     """Microseconds of variants and peers."""
     x = torch.randn(count, shape[1], device="cuda", dtype=torch.bfloat16)
     form = form_of(held[0], torch.bfloat16)
+    tiling = host.tiling_of(*shape, held[0].element, held[0].group, count)
     calls: dict[str, list[Any]] = {
         "bf16": [lambda w=w: torch.nn.functional.linear(x, w) for w in dense],
-        "linear_small": [lambda w=w: host.linear_small(x, w) for w in held],
+        "linear_small": [lambda w=w, t=tiling: host.linear_small(x, w, tiling=t) for w in held],
     }
     for variant in variants(form, count, shape):
         calls[",".join(map(str, variant))] = [
