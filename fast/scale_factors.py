@@ -3,9 +3,9 @@
 A power of two times e2m1 or e4m3, and an e4m3 scale times e2m1, have at most 8 significant bits: bfloat16 holds them. So these
 scales are factors of the decoded weight and not of the sums, and take 2 bytes of a product's reading:
 
-    int32 (1 + K / block, N / 2)     row 0         float32 bits of the weight's own scale, the same N / 2 times: the outer scale,
-                                                   or 2**S of weights with scales beyond what a factor holds
-                                     the others    as (K / 64, N / 2, 64 / block): factors of rows n, the low half, and n + 8
+    int32 (1 + K / block, N / 2)    row 0        float32 bits of the weight's own scale, N / 2 times: the outer scale, or 2**S
+                                                 of weights with scales beyond what a factor holds
+                                    the others   as (K / 64, N / 2, 64 / block): factors of rows n, the low half, and n + 8
 
 A factor is the bfloat16 scale times 2**(EXPONENTS - S), which is also what decoding lacks: the bits of an element, put into a
 bfloat16 as they are, are that many powers of two too small. Experts have an axis in front.
@@ -82,7 +82,7 @@ def _shift(scale: torch.Tensor, exponent: int) -> torch.Tensor:
 
 
 def factors_of(q: Quantized, rows: int, columns: int) -> torch.Tensor:
-    """The scales of a plain weight (..., N, K) in the order of the module text, of as many rows and columns, filled by zeros."""
+    """Scales of a plain weight (..., N, K) in the order of the module text, of as many rows and columns, filled by zeros."""
     exponent, block = exponent_of(q.scheme), int(str(q.scheme.scale.block))
     if q.scheme.scale.storage == "float8_e4m3fn":
         values = q.scale.view(torch.float8_e4m3fn).float() * 2.0**exponent
@@ -105,7 +105,7 @@ def factors_of(q: Quantized, rows: int, columns: int) -> torch.Tensor:
 def scales_of(
     factors: torch.Tensor, scheme: Scheme, index: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales (..., N, K / block) and the outer scale that `factors_of` was given. index: numbers of the rows that are asked for."""
+    """Scales (..., N, K / block) and the outer scale that `factors_of` was given. index: numbers of rows, of these alone."""
     exponent, block = exponent_of(scheme), int(str(scheme.scale.block))
     own, ordered = factors[..., :1, :1], factors[..., 1:, :]
     pairs = ordered.reshape(*factors.shape[:-2], -1, factors.shape[-1], ATOM // block).transpose(-3, -2)

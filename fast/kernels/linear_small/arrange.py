@@ -1,7 +1,7 @@
 """From codes as they are stored to the private layout (`elements` has its order), and back: each word, each byte once.
 
-A word of 4-bit codes has a byte (two neighbours along K) of rows n, n + 8 at columns k, k + 8, one of 8 bits two bytes of both rows.
-Rows and columns that do not exist become codes of 0, which meet inputs that are 0 and results that are not written.
+A word of 4-bit codes has a byte (two neighbours along K) of rows n, n + 8 at columns k, k + 8, one of 8 bits two bytes of both
+rows. Rows and columns that do not exist become codes of 0, which meet inputs that are 0 and results that are not written.
 """
 
 import triton

@@ -159,8 +159,8 @@ def zero_pairs(zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def factor_pairs(factors, DTYPE: tl.constexpr):
-    """Pairs of bfloat16 factors as decoding multiplies by them: for float16, which lacks 2**14 in place of 2**126, rounded to it,
-    which is exact of e4m3 scales."""
+    """Pairs of bfloat16 factors as decoding multiplies by them: in float16, which lacks 2**14 in place of 2**126; exact of e4m3
+    scales."""
     if DTYPE == "bfloat16":
         return factors
     else:

@@ -115,9 +115,9 @@ def spread_factors(
     factors: of blocks, (atoms, ROWS / 2, 64 / GROUP) words of rows n and n + 8.
     """
     EACH: tl.constexpr = 64 // GROUP
-    i = tl.arange(0, 32 * NB * EACH)
-    at = (atom + tl.arange(0, KB))[:, None] * (ROWS // 2 * EACH) + (tl.program_id(0) * (32 * NB * EACH) + i)[None, :]
-    f = factor_pairs(tl.load(factors + at), DTYPE)
+    first = (atom + tl.arange(0, KB))[:, None] * (ROWS // 2 * EACH)
+    inside = tl.program_id(0) * (32 * NB * EACH) + tl.arange(0, 32 * NB * EACH)
+    f = factor_pairs(tl.load(factors + (first + inside[None, :])), DTYPE)
     if has_nibbles(ELEMENT):
         # Words by k21, k5, k4.
         f = tl.reshape(f, (KB, NB, 32, 1, 2, EACH // 2))

@@ -102,7 +102,7 @@ def every_code(name: str, dtype: torch.dtype) -> None:
 
 
 def far_scales(name: str, dtype: torch.dtype) -> None:
-    """Powers of two beyond what a factor holds, and NaN: sums are exact, NaN is in its row alone, dense weights have the bits."""
+    """Powers of two beyond what a factor holds: exact sums, and the bits of dense weights; NaN: in its row alone."""
     w = exact_weight(named(name), 64, 256)
     w.scale[:] = torch.arange(w.scale.numel()).reshape(w.scale.shape) % 3 + 180
     x = exact_inputs(3, 256, dtype)
