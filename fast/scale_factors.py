@@ -1,11 +1,12 @@
 """Scales of blocks that are multiplied into 16-bit elements without rounding, as the product of few rows stores them.
 
 A power of two times e2m1 or e4m3, and an e4m3 scale times e2m1, have at most 8 significant bits: bfloat16 holds them. So these
-scales are factors of the decoded weight and not of the sums, and take 2 bytes of a product's reading:
+scales are factors of the decoded weight and not of the sums, and a product reads 2 bytes of one, of a power of two 1:
 
-    int32 (1 + K / block, N / 2)    row 0        float32 bits of the weight's own scale, N / 2 times: the outer scale, or 2**S
-                                                 of weights with scales beyond what a factor holds
-                                    the others   as (K / 64, N / 2, 64 / block): factors of rows n, the low half, and n + 8
+    int32 (rows, N / 2)    row 0        float32 bits of the weight's own scale, N / 2 times: the outer scale, or 2**S of weights
+                                        with scales beyond what a factor holds
+                           the others   blocks of 16: (K / 64, N / 2, 4) factors of rows n, the low half, and n + 8
+                                        blocks of 32: (K / 64, N / 2) exponent fields of rows n, blocks 0 and 1, and n + 8
 
 A factor is the bfloat16 scale times 2**(EXPONENTS - S), which is also what decoding lacks: the bits of an element, put into a
 bfloat16 as they are, are that many powers of two too small. Experts have an axis in front.
@@ -32,10 +33,10 @@ EXPONENTS = {("e2m1", 32): 126, ("e2m1", 16): 118, ("e4m3_mx", 32): 120}
 SMALLEST = {"e2m1": -1, "e4m3_mx": -9}
 #: Outer scales from here on are not taken: sums of a product times these may be beyond float32 where its result is not.
 OUTER = 2.0**119
-#: The largest exponent field of a number, the pattern of NaN, and NaN among powers of two.
-LARGEST, NAN, NAN_POWER = 254, 0x7FC0, 255
-#: Columns whose factors of a pair of rows lie side by side.
-ATOM = 64
+#: The largest exponent field of a number, and NaN among powers of two.
+LARGEST, NAN = 254, 255
+#: Rows of words for columns, by those of a block.
+COLUMNS = {16: 16, 32: 64}
 
 
 def element_with_factors(scheme: Scheme) -> str | None:
@@ -65,6 +66,8 @@ def values_reason(q: Quantized) -> str | None:
         outer = q.outer
         large = outer is not None and bool(((outer.abs() >= OUTER) & outer.isfinite()).any())
         return f"its outer scale must be below {OUTER:.0e}" if large else None
+    if bool((q.scale == NAN).any()):
+        return "none of its scales may be NaN"
     element = str(element_with_factors(scheme))
     block = int(str(scheme.scale.block)) * scheme.format.bits // 8
     codes = q.codes & (0x77 if scheme.format.bits == 4 else 0x7F)
@@ -77,29 +80,31 @@ def values_reason(q: Quantized) -> str | None:
 
 def _shift(scale: torch.Tensor, exponent: int) -> torch.Tensor:
     """S of weights (..., 1, 1): what the largest power of two is beyond a factor."""
-    powers = torch.where(scale == NAN_POWER, 0, scale.to(torch.int32))
-    return (powers.amax((-2, -1), keepdim=True) + (exponent - LARGEST)).clamp(min=0)
+    return (scale.to(torch.int32).amax((-2, -1), keepdim=True) + (exponent - LARGEST)).clamp(min=0)
 
 
 def factors_of(q: Quantized, rows: int, columns: int) -> torch.Tensor:
     """Scales of a plain weight (..., N, K) in the order of the module text, of as many rows and columns, filled by zeros."""
     exponent, block = exponent_of(q.scheme), int(str(q.scheme.scale.block))
-    if q.scheme.scale.storage == "float8_e4m3fn":
+    missing = (0, columns // block - q.scale.shape[-1], 0, rows - q.scale.shape[-2])
+    if block == 16:
         values = q.scale.view(torch.float8_e4m3fn).float() * 2.0**exponent
-        halves = values.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+        fields = values.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
         own = torch.ones((), device=q.scale.device) if q.outer is None else q.outer.float()
-        own = own.view(torch.int32).reshape([1] * halves.dim()).expand(*halves.shape[:-2], 1, 1)
+        own = own.view(torch.int32).reshape([1] * fields.dim()).expand(*fields.shape[:-2], 1, 1)
     else:
         shift = _shift(q.scale, exponent)
-        field = (q.scale.to(torch.int32) + exponent - shift) << 7
-        halves, own = torch.where(q.scale == NAN_POWER, NAN, field), (shift + 127) << 23
-    missing = (0, columns // block - halves.shape[-1], 0, rows - halves.shape[-2])
-    halves = torch.nn.functional.pad(halves, missing).unflatten(-2, (-1, 2, 8))
-    low, high = halves.unbind(-3)
-    pairs = ((low & 0xFFFF) | (high << 16)).flatten(-3, -2)
-    ordered = pairs.unflatten(-1, (-1, ATOM // block)).transpose(-3, -2)
-    factors = ordered.reshape(*pairs.shape[:-2], columns // block, rows // 2)
-    return torch.cat([own.expand(*own.shape[:-1], rows // 2), factors], -2)
+        fields, own = q.scale.to(torch.int32) + exponent - shift, (shift + 127) << 23
+    fields = torch.nn.functional.pad(fields, missing)
+    if block == 32:
+        fields = fields[..., 0::2] | (fields[..., 1::2] << 8)
+    low, high = fields.unflatten(-2, (-1, 2, 8)).unbind(-3)
+    pairs = (low | (high << 16)).flatten(-3, -2)
+    # Words of an atom's columns and a pair of rows: side by side.
+    ordered = pairs.unflatten(-1, (-1, 64 // COLUMNS[block])).transpose(-3, -2)
+    return torch.cat(
+        [own.expand(*own.shape[:-1], rows // 2), ordered.reshape(*pairs.shape[:-2], -1, rows // 2)], -2
+    )
 
 
 def scales_of(
@@ -108,15 +113,15 @@ def scales_of(
     """Scales (..., N, K / block) and the outer scale that `factors_of` was given. index: numbers of rows, of these alone."""
     exponent, block = exponent_of(scheme), int(str(scheme.scale.block))
     own, ordered = factors[..., :1, :1], factors[..., 1:, :]
-    pairs = ordered.reshape(*factors.shape[:-2], -1, factors.shape[-1], ATOM // block).transpose(-3, -2)
-    halves = _halves(pairs.flatten(-2), index)
-    if scheme.scale.storage == "float8_e4m3fn":
-        values = (halves << 16).view(torch.float32) * 2.0**-exponent
-        scale = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    each = 64 // COLUMNS[block]
+    pairs = ordered.reshape(*factors.shape[:-2], -1, factors.shape[-1], each).transpose(-3, -2)
+    fields = _halves(pairs.flatten(-2), index)
+    if block == 16:
+        values = (fields << 16).view(torch.float32) * 2.0**-exponent
         outer = own.reshape(-1)[0].clone().view(torch.float32) if scheme.outer is not None else None
-        return scale, outer
-    powers = ((halves >> 7) & 255) - exponent + ((own >> 23) - 127)
-    return torch.where(halves & 0xFFFF == NAN, NAN_POWER, powers).to(torch.uint8), None
+        return values.to(torch.float8_e4m3fn).view(torch.uint8), outer
+    both = torch.stack([fields & 255, fields >> 8], -1).flatten(-2)
+    return (both - exponent + ((own >> 23) - 127)).to(torch.uint8), None
 
 
 def _halves(pairs: torch.Tensor, index: torch.Tensor | None) -> Any:
@@ -128,4 +133,9 @@ def _halves(pairs: torch.Tensor, index: torch.Tensor | None) -> Any:
     return torch.stack([split & 0xFFFF, (split >> 16) & 0xFFFF], -3).flatten(-4, -2)
 
 
-__all__ = ["element_with_factors", "exponent_of", "factors_of", "scales_of", "values_reason"]
+def rows_of_words(columns: int, block: int) -> int:
+    """Rows of the words of a weight of as many columns, its own scale among them."""
+    return 1 + columns // COLUMNS[block]
+
+
+__all__ = ["element_with_factors", "exponent_of", "factors_of", "rows_of_words", "scales_of", "values_reason"]

@@ -36,6 +36,12 @@ def has_factors(element):
 
 
 @triton.constexpr_function
+def words_before(columns, group):
+    """Rows of words of a weight's factors, its own scale among them."""
+    return 1 + columns // (16 if group == 16 else 64)
+
+
+@triton.constexpr_function
 def takes_factors(element, group, dtype):
     """Whether elements are multiplied by their scales before they are summed: float16 has no place for powers of two."""
     return element in ("e2m1", "e4m3_mx") and (dtype == "bfloat16" or group == 16)
@@ -112,15 +118,20 @@ def spread_factors(
 ):  # fmt: skip
     """Factors of KB atoms along K from `atom` on, of the rows of a program, in the shape of the atoms' words.
 
-    factors: of blocks, (atoms, ROWS / 2, 64 / GROUP) words of rows n and n + 8.
+    factors: of rows n and n + 8, (atoms, ROWS / 2, 4) pairs of 16 bits, or of blocks of 32 columns (atoms, ROWS / 2) words of
+    the exponents of four.
     """
-    EACH: tl.constexpr = 64 // GROUP
+    EACH: tl.constexpr = 4 if GROUP == 16 else 1
     first = (atom + tl.arange(0, KB))[:, None] * (ROWS // 2 * EACH)
     inside = tl.program_id(0) * (32 * NB * EACH) + tl.arange(0, 32 * NB * EACH)
-    f = factor_pairs(tl.load(factors + (first + inside[None, :])), DTYPE)
+    f = tl.load(factors + (first + inside[None, :]))
+    if GROUP == 16:
+        f = factor_pairs(f, DTYPE)
+    else:
+        f = tl.join((f & 0x00FF00FF) << 7, ((f >> 8) & 0x00FF00FF) << 7)
     if has_nibbles(ELEMENT):
         # Words by k21, k5, k4.
-        f = tl.reshape(f, (KB, NB, 32, 1, 2, EACH // 2))
+        f = tl.reshape(f, (KB, NB, 32, 1, 2, 2 if GROUP == 16 else 1))
         f = tl.broadcast_to(tl.permute(f, (1, 0, 2, 3, 4, 5)), (NB, KB, 32, 4, 2, 2))
     else:
         # Words by k5, n5 n4 n2 n1 n0, k21 k4 k3.
@@ -132,10 +143,14 @@ def spread_factors(
 @triton.jit
 def row_factors(factors, n, block, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """Factors of rows n of a block in float32; n and block: of shapes that go together."""
-    EACH: tl.constexpr = 64 // GROUP
     pair = n // 16 * 8 + n % 8
-    f = tl.load(factors + ((block // EACH * (ROWS // 2) + pair) * EACH + block % EACH))
-    return tl.where(n // 8 % 2 == 0, f << 16, f & -65536).to(tl.float32, bitcast=True)
+    if GROUP == 16:
+        f = tl.load(factors + ((block // 4 * (ROWS // 2) + pair) * 4 + block % 4))
+        f = tl.where(n // 8 % 2 == 0, f << 16, f & -65536)
+    else:
+        f = tl.load(factors + (block // 2 * (ROWS // 2) + pair))
+        f = ((f >> (n // 8 % 2 * 16 + block % 2 * 8)) & 255) << 23
+    return f.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.linear_small.elements import atoms_of_product, has_factors, words_of
+from fast.kernels.linear_small.elements import atoms_of_product, has_factors, words_before, words_of
 from fast.kernels.linear_small.product import sums_of_tile
 
 
@@ -32,7 +32,7 @@ def grouped_linear_small_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     atom = expert * (ROWS // 64) + tl.program_id(0) * NB + tl.arange(0, NB)
     words = codes + atom[:, None] * (COLUMNS // 64 * WORDS) + tl.arange(0, KB * WORDS)[None, :]
-    scale += expert * ((1 + BLOCKS) * (ROWS // 2) if has_factors(ELEMENT) else BLOCKS * ROWS)
+    scale += expert * (ROWS // 2 * words_before(COLUMNS, GROUP) if has_factors(ELEMENT) else BLOCKS * ROWS)
     if zero is not None:
         zero += expert * (BLOCKS * ROWS // 2)
     if USE_PDL:

@@ -146,7 +146,7 @@ def linear_small_kernel(
     """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without x_scale and bias, where SPLITS > 1.
 
     x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
-    scale: float32 (blocks, ROWS), or int32 (1 + blocks, ROWS / 2) of elements with factors; zero: None, or int32
+    scale: float32 (blocks, ROWS), or int32 (rows of words, ROWS / 2) of elements with factors; zero: None, or int32
     (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
     x_scale: None, or float32 (count): of rows of X, whose sums are multiplied by it.
     EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.

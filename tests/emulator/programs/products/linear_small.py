@@ -102,7 +102,7 @@ def every_code(name: str, dtype: torch.dtype) -> None:
 
 
 def far_scales(name: str, dtype: torch.dtype) -> None:
-    """Powers of two beyond what a factor holds: exact sums, and the bits of dense weights; NaN: in its row alone."""
+    """Powers of two beyond what a factor holds: exact sums, and the bits of dense weights. NaN is not taken."""
     w = exact_weight(named(name), 64, 256)
     w.scale[:] = torch.arange(w.scale.numel()).reshape(w.scale.shape) % 3 + 180
     x = exact_inputs(3, 256, dtype)
@@ -110,8 +110,7 @@ def far_scales(name: str, dtype: torch.dtype) -> None:
     assert_same_bits(made.double(), x.double() @ fast.dequantize(w).double().t())
     assert_same_bits(arranged_dense(host.arrange(w), torch.float32), fast.dequantize(w))
     w.scale[7, 3] = 255
-    made = host.linear_small(x, host.arrange(w))
-    assert torch.equal(made.isnan(), (torch.arange(64) == 7).expand(3, -1))
+    assert host.arrange(w) is None
 
 
 def not_a_number() -> None:

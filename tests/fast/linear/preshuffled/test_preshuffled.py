@@ -122,17 +122,19 @@ def powers(name, scale, element=1):
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3"])
 def test_powers_of_two_come_back(name):
-    """Each, NaN too, where blocks are zeros, of either sign, or not so far apart that an element is lost."""
+    """Each but NaN, where blocks are zeros, of either sign, or not so far apart that an element is lost."""
     for element in (0, 0x80 if name == "mxfp8_e4m3" else 0x88):
-        w = powers(name, torch.arange(256), element)
+        w = powers(name, torch.arange(255), element)
         assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
     smallest = {"mxfp4": 1, "mxfp8_e4m3": 9}[name]
-    for scale in (torch.arange(1 + smallest, 128), torch.arange(150, 255), torch.tensor([255])):
+    for scale in (torch.arange(1 + smallest, 128), torch.arange(150, 255)):
         w = powers(name, scale)
         assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
     for scale in (torch.tensor([smallest, 100]), torch.tensor([100, 254])):
         with pytest.raises(ValueError, match="must leave their elements"):
             ops.preshuffled(powers(name, scale))
+    with pytest.raises(ValueError, match="none of its scales may be NaN"):
+        ops.preshuffled(powers(name, torch.tensor([100, 255])))
 
 
 def test_scales_of_nvfp4_come_back():

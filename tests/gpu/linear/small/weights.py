@@ -9,6 +9,7 @@ import torch
 from ao_lab.config.recipe import named
 from fast.kernels.linear_small import host
 from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
+from fast.scale_factors import rows_of_words
 from reference import Quantized
 
 #: Where calls run.
@@ -77,8 +78,10 @@ def filled_weight(name: str, shape: tuple[int, int]) -> ArrangedWeight:
     blocks = columns // group if group else 1
     scale = torch.rand((blocks, rows), device=DEVICE) * 0.01
     if element in FACTORED:
-        # Pairs of powers of two, and 1 as float32 in front.
-        scale = torch.randint(200, 230, (1 + blocks, rows // 2), device=DEVICE, dtype=torch.int32) * 0x800080
+        # Powers of two, as pairs or as fields of four, and 1 as float32 in front.
+        size, times = (rows_of_words(columns, group), rows // 2), 0x800080 if group == 16 else 0x1010101
+        scale = torch.randint(200, 230, size, device=DEVICE, dtype=torch.int64)
+        scale = ((scale * times + 2**31) % 2**32 - 2**31).to(torch.int32)
         scale[0] = 127 << 23
     zero = None
     if name.endswith("asymmetric"):
@@ -107,7 +110,7 @@ def compiled(task: tuple[Any, ...]) -> str:
     words = torch.empty((rows // 64, columns // 64, WORDS[element]), dtype=torch.int32)
     scale = torch.empty((blocks, rows))
     if element in FACTORED:
-        scale = torch.empty((1 + blocks, rows // 2), dtype=torch.int32)
+        scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
     w = ArrangedWeight(words, scale, zero, (n, length), element, group)
     kind = getattr(torch, dtype)
     bias = torch.empty(n, dtype=kind) if biased else None
