@@ -69,16 +69,35 @@ def _e4m3_asm(bf16: bool, factors: bool) -> str:
 
 
 def _e2m1_asm(bf16: bool, factors: bool) -> str:
-    """Two words to eight pairs, as `_int4_asm`. Operands: pairs, words, [factors of either word]."""
-    to, mask, factor = (6, "0x01C001C0", "0x7E807E80") if bf16 else (9, "0x0E000E00", "0x74007400")
-    text = _factors(8, factor, factors)
+    """Two words to eight pairs, as `_int4_asm`. Operands: pairs, words, [factors of either word].
+
+    In bfloat16 a product with a sum of two powers of two is both shifts of a nibble, of its sign and of its other bits; in
+    float16 their bits would meet.
+    """
+    text = _factors(8, "0x7E807E80" if bf16 else "0x74007400", factors)
     for j in range(8):
-        word, by = f"${8 + j // 4}", 4 * (j % 4)
-        text += f"shl.b32 u, {word}, {12 - by}; " if by < 12 else ""
-        text += f"shl.b32 v, {word}, {to - by}; " if by <= to else f"shr.u32 v, {word}, {by - to}; "
-        text += f"and.b32 v, v, {mask}; lop3.b32 ${j}, {'u' if by < 12 else word}, 0x80008000, v, 0xEA; "
-        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, {'lh'[j % 2]}{j // 4}; "
+        word, factor = f"${8 + j // 4}", f"{'lh'[j % 2]}{j // 4}"
+        text += _bf16_nibbles(j, word) if bf16 else _f16_nibbles(j, word)
+        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, {factor}; "
     return "{ .reg .b32 v, u, l0, h0, l1, h1; " + text + "}"
+
+
+def _bf16_nibbles(j: int, word: str) -> str:
+    """Nibbles j % 4 and j % 4 + 4 of a word: signs at bits 15 and 31, the others from bits 6 and 22 on."""
+    text = f"shr.u32 u, {word}, 8; " if j % 4 == 2 else ""
+    mask, both = ("0x000F000F", 1 << 12 | 1 << 6) if j % 2 == 0 else ("0x00F000F0", 1 << 8 | 1 << 2)
+    text += f"and.b32 v, {word if j % 4 < 2 else 'u'}, {mask}; "
+    return text + f"mul.lo.u32 v, v, {both}; and.b32 ${j}, v, 0x81C081C0; "
+
+
+def _f16_nibbles(j: int, word: str) -> str:
+    """The same, from bits 9 and 25 on."""
+    by = 4 * (j % 4)
+    text = f"shl.b32 u, {word}, {12 - by}; " if by < 12 else ""
+    text += f"shl.b32 v, {word}, {9 - by}; " if by <= 9 else f"shr.u32 v, {word}, {by - 9}; "
+    return (
+        text + f"and.b32 v, v, 0x0E000E00; lop3.b32 ${j}, {'u' if by < 12 else word}, 0x80008000, v, 0xEA; "
+    )
 
 
 def _factors(pairs: int, constant: str, given: bool) -> str:
