@@ -45,9 +45,9 @@ def linear_skinny(
     given = variant or choose(form, count, *w.shape)
     if given is None or (variant is None and not gains(form, count)):
         return None
-    call = Call(
-        {"x": x, "words": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias}
-    )
+    inputs = {"x": x, "words": w.words, "scale": w.scale, "zero": w.zero, "bias": bias}
+    # The key of a product without scales of rows has none in its order.
+    call = Call(inputs if x_scale is None else {**inputs, "x_scale": x_scale})
     call.allocate("y", (*x.shape[:-1], w.shape[0]), dtype)
     call.launch(launch_of(given, form, count, w.shape), POINTERS)  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, record)

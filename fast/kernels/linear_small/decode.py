@@ -5,9 +5,11 @@
     int8      7 bits in the fraction of 128, less 128, or 256 where   (code ^ 128) in the fraction of 1024, less 1152
               the sign is set: it is the last bit of the exponent
     e4m3      sign and the other bits 4 to the right, times 2**120    7 bits 1 to the right, times 2**8
+    e2m1      sign, and 3 bits from bit 6 on, times 2**126            from bit 9 on, times 2**14
 
-All are exact, subnormal numbers of e4m3 too. Its NaN becomes 480: `layout.arrange` makes the scales of such rows NaN. A zero
-point is one more number that is taken off: int4 has it in the one that is there anyway. |c - z| is at most 255, exact too.
+All are exact, subnormal numbers of e4m3 and e2m1 too. NaN of e4m3 becomes 480: `layout.arrange` makes the scales of such rows
+NaN. A zero point is one more number that is taken off: int4 has it in the one that is there anyway. |c - z| is at most 255,
+exact too. Floats may have a scale in the power of two that they are multiplied by anyway (`fast.scale_factors`).
 """
 
 import triton
@@ -52,35 +54,79 @@ def _int8_asm(bf16: bool, zero: bool) -> str:
     return "{ .reg .b32 v, u, c, l, h; " + text + "}"
 
 
-def _e4m3_asm(bf16: bool) -> str:
-    """The same of 8-bit floats."""
+def _e4m3_asm(bf16: bool, factors: bool) -> str:
+    """The same of 8-bit floats. Operands: pairs, words, [factors of either word]."""
     by, mask, factor = (4, "0x07F007F0", "0x7B807B80") if bf16 else (1, "0x3F803F80", "0x5C005C00")
-    text = f"mov.b32 c, {factor}; "
+    text = _factors(4, factor, factors)
     for j in range(4):
         word = f"${4 + j // 2}"
         if j % 2 == 0:
             text += f"shl.b32 v, {word}, 8; "
             word = "v"
         text += f"shr.u32 u, {word}, {by}; and.b32 u, u, {mask}; lop3.b32 ${j}, {word}, 0x80008000, u, 0xEA; "
-        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, c; "
-    return "{ .reg .b32 v, u, c; " + text + "}"
+        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, {'lh'[j % 2]}{j // 2}; "
+    return "{ .reg .b32 v, u, l0, h0, l1, h1; " + text + "}"
 
 
-#: Assembly by 2 * (has zero points) + (bfloat16).
+def _e2m1_asm(bf16: bool, factors: bool) -> str:
+    """Two words to eight pairs, as `_int4_asm`. Operands: pairs, words, [factors of either word].
+
+    In bfloat16 a product with a sum of two powers of two is both shifts of a nibble, of its sign and of its other bits; in
+    float16 their bits would meet.
+    """
+    text = _factors(8, "0x7E807E80" if bf16 else "0x74007400", factors)
+    for j in range(8):
+        word, factor = f"${8 + j // 4}", f"{'lh'[j % 2]}{j // 4}"
+        text += _bf16_nibbles(j, word) if bf16 else _f16_nibbles(j, word)
+        text += f"mul.rn.{'bf16x2' if bf16 else 'f16x2'} ${j}, ${j}, {factor}; "
+    return "{ .reg .b32 v, u, l0, h0, l1, h1; " + text + "}"
+
+
+def _bf16_nibbles(j: int, word: str) -> str:
+    """Nibbles j % 4 and j % 4 + 4 of a word: signs at bits 15 and 31, the others from bits 6 and 22 on."""
+    text = f"shr.u32 u, {word}, 8; " if j % 4 == 2 else ""
+    mask, both = ("0x000F000F", 1 << 12 | 1 << 6) if j % 2 == 0 else ("0x00F000F0", 1 << 8 | 1 << 2)
+    text += f"and.b32 v, {word if j % 4 < 2 else 'u'}, {mask}; "
+    return text + f"mul.lo.u32 v, v, {both}; and.b32 ${j}, v, 0x81C081C0; "
+
+
+def _f16_nibbles(j: int, word: str) -> str:
+    """The same, from bits 9 and 25 on."""
+    by = 4 * (j % 4)
+    text = f"shl.b32 u, {word}, {12 - by}; " if by < 12 else ""
+    text += f"shl.b32 v, {word}, {9 - by}; " if by <= 9 else f"shr.u32 v, {word}, {by - 9}; "
+    return (
+        text + f"and.b32 v, v, 0x0E000E00; lop3.b32 ${j}, {'u' if by < 12 else word}, 0x80008000, v, 0xEA; "
+    )
+
+
+def _factors(pairs: int, constant: str, given: bool) -> str:
+    """What rows n (l) and n + 8 (h) of the first and the second word are multiplied by."""
+    if not given:
+        return "".join(f"mov.b32 {name}, {constant}; " for name in ("l0", "h0", "l1", "h1"))
+    return "".join(
+        f"prmt.b32 l{i}, {word}, {word}, 0x1010; prmt.b32 h{i}, {word}, {word}, 0x3232; "
+        for i, word in enumerate((f"${pairs + 2}", f"${pairs + 3}"))
+    )
+
+
+#: Assembly by 2 * (has zero points, or factors) + (bfloat16).
 INT4_ASM = tl.constexpr([_int4_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
 INT8_ASM = tl.constexpr([_int8_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
-E4M3_ASM = tl.constexpr([_e4m3_asm(bf16) for bf16 in (False, True)])
-#: Operands without zero points; those add two registers.
+E4M3_ASM = tl.constexpr([_e4m3_asm(bf16, factors) for factors in (False, True) for bf16 in (False, True)])
+E2M1_ASM = tl.constexpr([_e2m1_asm(bf16, factors) for factors in (False, True) for bf16 in (False, True)])
+#: Operands without zero points and factors; those add two registers.
 EIGHT = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
 FOUR = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 2))
 
 
 @triton.jit
-def int4_pairs(w, less, DTYPE: tl.constexpr):
+def nibble_pairs(w, less, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
     """Eight tensors of the shape of w (words): of words 2 i and 2 i + 1, tensor j has at 2 i and 2 i + 1 the codes of nibbles
-    j % 4 and j % 4 + 4 of word j // 4. less: None, or what is added, pairs of floats in words."""
+    j % 4 and j % 4 + 4 of word j // 4. less: None, or what is added to integers of both words, pairs of floats in words; what
+    floats of each word are multiplied by."""
     KIND: tl.constexpr = (1 if DTYPE == "bfloat16" else 0) + (0 if less is None else 2)
-    ASM: tl.constexpr = INT4_ASM[KIND]
+    ASM: tl.constexpr = INT4_ASM[KIND] if ELEMENT == "int4" else E2M1_ASM[KIND]
     if less is None:
         return _eight((w,), ASM, EIGHT, DTYPE)
     else:
@@ -92,7 +138,7 @@ def byte_pairs(w, less, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
     """Four tensors of the shape of w: of words 2 i and 2 i + 1, tensor j has at 2 i and 2 i + 1 the codes of bytes j % 2 and
     j % 2 + 2 of word j // 2."""
     KIND: tl.constexpr = (1 if DTYPE == "bfloat16" else 0) + (0 if less is None else 2)
-    ASM: tl.constexpr = E4M3_ASM[KIND] if ELEMENT == "e4m3" else INT8_ASM[KIND]
+    ASM: tl.constexpr = INT8_ASM[KIND] if ELEMENT == "int8" else E4M3_ASM[KIND]
     if less is None:
         return _four((w,), ASM, FOUR, DTYPE)
     else:
@@ -128,3 +174,17 @@ def zero_pairs(zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr):
     return tl.inline_asm_elementwise(
         NARROW + " $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def factor_pairs(factors, DTYPE: tl.constexpr):
+    """Pairs of bfloat16 factors as decoding multiplies by them: in float16, which lacks 2**14 in place of 2**126; exact of e4m3
+    scales."""
+    if DTYPE == "bfloat16":
+        return factors
+    else:
+        low = (factors << 16).to(tl.float32, bitcast=True) * 2.0**-112
+        high = (factors & -65536).to(tl.float32, bitcast=True) * 2.0**-112
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+        )

@@ -1,7 +1,8 @@
 """The dense weight of an arranged one, for products of more rows than `linear_small` takes: one reading, one writing.
 
 Elements less zero points are exact in bfloat16 and float16 (`decode`); times the scale in float32, rounded once: the bits of
-`dequantize` of the codes that were stored, which need not be restored first.
+`dequantize` of the codes that were stored, which need not be restored first. So factors are no factors here: an outer scale
+rounds them first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ import triton.language as tl
 from fast.kernels.bits import narrow
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
-from fast.kernels.linear_small.elements import half_elements, spread, tile_elements, word_halves
+from fast.kernels.linear_small.elements import (
+    half_elements,
+    has_factors,
+    own_scale,
+    row_factors,
+    spread,
+    tile_elements,
+    word_halves,
+    words_of,
+)
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
-from fast.kernels.linear_small.product import zero_points_of
+from fast.kernels.linear_small.product import lacking, zero_points_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
 #: Rows and columns of a program's tile, and its warps.
@@ -27,10 +37,23 @@ BLOCK_N, BLOCK_K, WARPS = 64, 128, 4
 
 @triton.jit
 def _store(y, t, s, n, k, N: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr, OUT: tl.constexpr):
-    """SIZE columns from k on of rows n: elements times the rows' scales."""
+    """SIZE columns from k on of rows n: elements times scales that go with them."""
     column = k + tl.arange(0, SIZE)[None, :]
-    made = narrow(t.to(tl.float32) * s[:, None], OUT, False)
+    made = narrow(t.to(tl.float32) * s, OUT, False)
     tl.store(y + (n[:, None].to(tl.int64) * LENGTH + column), made, mask=(n < N)[:, None] & (column < LENGTH))
+
+
+@triton.jit
+def _scales(
+    scale, n, k, ROWS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr
+):  # fmt: skip
+    """Scales of SIZE columns from k on of rows n, of factors times the weight's own: rounded, as `dequantize` rounds them."""
+    BLOCKS: tl.constexpr = SIZE // GROUP
+    ADDED: tl.constexpr = lacking(ELEMENT, GROUP)
+    block = k // GROUP + tl.arange(0, BLOCKS)[None, :]
+    s = row_factors(scale + ROWS // 2, n[:, None], block, ROWS, GROUP) * ADDED[0] * own_scale(scale)
+    s = tl.broadcast_to(s[:, :, None], (n.shape[0], BLOCKS, GROUP))
+    return tl.reshape(s, (n.shape[0], SIZE))
 
 
 @triton.jit
@@ -41,8 +64,8 @@ def arranged_dense_kernel(
 ):  # fmt: skip
     """A tile of y (N, LENGTH). Other arguments as of `linear_small_kernel`."""
     NB: tl.constexpr = BLOCK_N // 64
-    KB: tl.constexpr = 2 if GROUP == 0 or GROUP >= 128 else 1
-    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    KB: tl.constexpr = 2 if GROUP == 0 or GROUP >= 128 or has_factors(ELEMENT) else 1
+    WORDS: tl.constexpr = words_of(ELEMENT)
     SPAN: tl.constexpr = 64 * KB
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     atoms = (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
@@ -53,7 +76,10 @@ def arranged_dense_kernel(
     for piece in tl.static_range(BLOCK_K // SPAN):
         k = tl.program_id(1) * BLOCK_K + piece * SPAN
         w = tl.load(words + k // 64 * WORDS)
-        if GROUP == 32:
+        if has_factors(ELEMENT):
+            t = tile_elements(w, None, NB, KB, ELEMENT, "bfloat16")
+            _store(y, t, _scales(scale, n, k, ROWS, SPAN, GROUP, ELEMENT), n, k, N, LENGTH, SPAN, OUT)
+        elif GROUP == 32:
             parts = word_halves(w, NB, ELEMENT)
             for half in tl.static_range(2):
                 block = k // 32 + half
@@ -62,7 +88,7 @@ def arranged_dense_kernel(
                     pairs = zero_points_of(zero, block, ROWS, NB, ELEMENT, "bfloat16")
                     less = spread(pairs, NB, 1, WORDS // 64)
                 t = half_elements(parts[half], less, NB, ELEMENT, "bfloat16")
-                _store(y, t, tl.load(scale + block * ROWS + n), n, k + 32 * half, N, LENGTH, 32, OUT)
+                _store(y, t, tl.load(scale + block * ROWS + n)[:, None], n, k + 32 * half, N, LENGTH, 32, OUT)
         else:
             block = 0 if GROUP == 0 else k // GROUP
             less = None
@@ -70,7 +96,7 @@ def arranged_dense_kernel(
                 pairs = zero_points_of(zero, block, ROWS, NB, ELEMENT, "bfloat16")
                 less = spread(pairs, NB, KB * WORDS // 512, 16)
             t = tile_elements(w, less, NB, KB, ELEMENT, "bfloat16")
-            _store(y, t, tl.load(scale + block * ROWS + n), n, k, N, LENGTH, SPAN, OUT)
+            _store(y, t, tl.load(scale + block * ROWS + n)[:, None], n, k, N, LENGTH, SPAN, OUT)
 
 
 def arranged_dense(w: ArrangedWeight, dtype: torch.dtype, *, key: Any = None) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_devic
 from fast.kernels.linear_small.grouped_product import grouped_linear_small_kernel
 from fast.kernels.linear_small.host import INPUTS
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
-from fast.kernels.linear_small.tilings import FULL, block_m_of
+from fast.kernels.linear_small.tilings import BITS, FULL, block_m_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
 #: The most rows of X that a program takes at once.
@@ -71,7 +71,7 @@ def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> 
     at_once, busy = rows_at_once(count, experts), min(count, experts)
     wide = (64, 256, 4, 4) if columns % 256 == 0 else (64, 128, 6, 4)
     halves = busy * (rows // 64)
-    if at_once == 16 and element == "int4":
+    if at_once == 16 and BITS[element] == 4:
         if count >= experts:
             return 128, 128, 6, 4
         return (64, 128, 6, 4) if halves >= FULL else wide
@@ -79,7 +79,7 @@ def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> 
         return wide if halves >= FULL else (64, 128, 6, 4)
     if at_once == 32:
         return 128, 128, 4, 4
-    return (128, 64, 4, 8) if element == "int4" and halves >= 6 * FULL else (128, 128, 4, 8)
+    return (128, 64, 4, 8) if BITS[element] == 4 and halves >= 6 * FULL else (128, 128, 4, 8)
 
 
 def _check(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
+from fast.kernels.linear_small.elements import atoms_of_product, has_factors, words_before, words_of
 from fast.kernels.linear_small.product import sums_of_tile
 
 
@@ -25,13 +26,13 @@ def grouped_linear_small_kernel(
     `linear_small_kernel`, with an axis of experts in front; BLOCKS: of scales along K. Rows behind the last are not written.
     """
     NB: tl.constexpr = BLOCK_N // 64
-    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
-    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
     expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     atom = expert * (ROWS // 64) + tl.program_id(0) * NB + tl.arange(0, NB)
     words = codes + atom[:, None] * (COLUMNS // 64 * WORDS) + tl.arange(0, KB * WORDS)[None, :]
-    scale += expert * (BLOCKS * ROWS)
+    scale += expert * (ROWS // 2 * words_before(COLUMNS, GROUP) if has_factors(ELEMENT) else BLOCKS * ROWS)
     if zero is not None:
         zero += expert * (BLOCKS * ROWS // 2)
     if USE_PDL:

@@ -70,9 +70,9 @@ def linear_small(
     first, second = _launch(
         n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
     )
-    call = Call(
-        {"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias}
-    )
+    inputs = {"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias}
+    # The key of a product without scales of rows has none in its order.
+    call = Call(inputs if x_scale is None else {**inputs, "x_scale": x_scale})
     if second is None:
         call.allocate("y", (*x.shape[:-1], n), dtype)
         call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))

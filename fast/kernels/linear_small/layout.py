@@ -1,7 +1,8 @@
 """A weight as `linear_small` keeps it in place of its codes, scales and zero points: `arrange` makes it once, at load.
 
 words   int32 (atoms along N, atoms along K, words of an atom), the order of `elements`: as many bytes as the codes
-scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly
+scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly;
+        or int32 (rows of words, rows / 2) of scales that are multiplied into the elements (`fast.scale_factors`)
 zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits each
 
 Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.
@@ -20,6 +21,7 @@ from fast.kernels.linear.select import Weight, weight_of
 from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scheme.fast_path_rules import ocp_name
+from fast.scale_factors import element_with_factors, factors_of, values_reason
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import check_quantized
@@ -27,7 +29,9 @@ from reference.quantize.quantize import check_quantized
 #: Rows and columns of an atom, and what both are filled to.
 ATOM, FILLED = 64, 128
 #: Words of an atom, by the element.
-WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024}
+WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024}
+#: Elements whose scales are factors.
+FACTORED = ("e2m1", "e4m3_mx")
 #: Zero points of int4 that decoding takes.
 LOWEST, HIGHEST = -8, 7
 #: K is a multiple of this.
@@ -88,13 +92,15 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
     """The private layout of a weight on its device; None where the kernel takes no such weight.
 
     Taken are two's complement integers of 4 bits (packed) and 8 bits and e4m3, with one scale in all, one a row, or one for
-    each 32, 64 or multiple of 128 columns of a row, and for integers a zero point that is a code; K a multiple of 32. Errors
-    are those of `check_quantized`.
+    each 32, 64 or multiple of 128 columns of a row, and for integers a zero point that is a code; MXFP8 of e4m3, MXFP4 and
+    NVFP4 (both packed) whose scales are exact factors; K a multiple of 32. Errors are those of `check_quantized`.
     """
     check_quantized(w)
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
-    if weight is None or not same_device(w.codes, w.scale, w.zero):
+    if weight is None or not same_device(w.codes, w.scale, w.zero, w.outer):
         return None
+    if element_with_factors(w.scheme) is not None:
+        return _arranged_factors(w)
     element, group, rule = element_of(weight), group_of(weight), weight.rule
     plain = not rule.has_outer and not rule.two_level and rule.zero in ("", "code")
     if element is None or group is None or not plain or weight.length % STEP or not weight.rows:
@@ -110,6 +116,19 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
     return ArrangedWeight(_words(w.codes, shape, element), scale, zero, shape, element, group)
 
 
+def _arranged_factors(w: Quantized) -> ArrangedWeight | None:
+    """A weight whose scales are multiplied into its elements."""
+    (n, length), element = w.shape, str(element_with_factors(w.scheme))
+    packed = w.packed == (w.scheme.format.bits < 8)
+    if not packed or length % STEP or not n or values_reason(w) is not None:
+        return None
+    if element == "e4m3_mx" and bool(((w.codes & 0x7F) == 0x7F).any()):
+        return None
+    factors = factors_of(w, filled(n), filled(length))
+    group = int(str(w.scheme.scale.block))
+    return ArrangedWeight(_words(w.codes, (n, length), element), factors, None, (n, length), element, group)
+
+
 def _words(codes: torch.Tensor, shape: tuple[int, int], element: str, key: Any = None) -> torch.Tensor:
     along_n, along_k = (filled(length) // ATOM for length in shape)
     tail = (shape[0], codes.shape[1], element, WORDS[element])
@@ -122,12 +141,12 @@ def _words(codes: torch.Tensor, shape: tuple[int, int], element: str, key: Any =
 
 def arranged_words(codes: torch.Tensor, element: str, key: Any = None) -> torch.Tensor:
     """The words of codes as they are stored, uint8 (N, K), of 4 bits (N, K / 2). key: see `launch.cache`."""
-    return _words(codes, (codes.shape[0], codes.shape[1] * (2 if element == "int4" else 1)), element, key)
+    return _words(codes, (codes.shape[0], codes.shape[1] * (1024 // WORDS[element])), element, key)
 
 
 def restored_codes(w: ArrangedWeight) -> torch.Tensor:
     """The codes as they were stored: uint8 (N, K), of 4 bits (N, K / 2)."""
-    shape = (w.shape[0], w.shape[1] // (2 if w.element == "int4" else 1))
+    shape = (w.shape[0], w.shape[1] // (1024 // WORDS[w.element]))
     return restored_words(w.words, shape, w.element)
 
 

@@ -16,7 +16,7 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
-from fast.kernels.linear_small.layout import ArrangedWeight, filled
+from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
 from fast.kernels.linear_small.pair_product import linear_small_pair_kernel, sum_pair_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
@@ -39,9 +39,9 @@ def linear_small_pair(
 
     Each is within `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. None where
     the kernel does not take them: inputs that are not bfloat16 or float16, no rows or more than MOST_ROWS, weights of two
-    shapes or forms, or of rows or columns that are no multiple of 128, more than 2**31 elements. tiling: other tiles than those
-    of `pair_tiling`; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a
-    tiling that is not for the weights.
+    shapes or forms, or whose scales are factors, or of rows or columns that are no multiple of 128, more than 2**31 elements.
+    tiling: other tiles than those of `pair_tiling`; key, record: see `launch.cache`. ValueError for shapes and devices that do
+    not go together and for a tiling that is not for the weights.
     """
     call = _recorded(x, first, second, ("y", "y2"), tiling)
     if call is None:
@@ -124,7 +124,10 @@ def _is_taken(x: torch.Tensor, first: ArrangedWeight, second: ArrangedWeight) ->
     forms = [(w.shape, w.element, w.group, w.zero is None) for w in (first, second)]
     n, length = first.shape
     whole = (filled(n), filled(length)) == (n, length)
-    return forms[0] == forms[1] and whole and x.dtype in INPUTS and 0 < x.numel() <= MOST_ROWS * length
+    plain = first.element not in FACTORED
+    return (
+        forms[0] == forms[1] and whole and plain and x.dtype in INPUTS and 0 < x.numel() <= MOST_ROWS * length
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fast.kernels.bits import narrow
 from fast.kernels.layers.swiglu import silu
+from fast.kernels.linear_small.elements import atoms_of_product, words_of
 from fast.kernels.linear_small.product import sums_of_tile
 from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 
@@ -46,8 +47,8 @@ def linear_small_pair_kernel(
     x: (count, LENGTH). Weights (N, LENGTH) fill their tiles, else as of `linear_small_kernel`; N is a multiple of BLOCK_N / 2.
     """
     NB: tl.constexpr = BLOCK_N // 64
-    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
-    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
     HALF: tl.constexpr = BLOCK_N // 2
     ATOM: tl.constexpr = LENGTH // 64 * WORDS
     STEPS: tl.constexpr = LENGTH // BLOCK_K

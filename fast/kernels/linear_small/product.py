@@ -5,6 +5,7 @@
 Every product begins at zero, and its sums are added to the total times the scale. That is where a group's scale belongs, and
 what keeps `wgmma` with operands in registers right: with sums that go from product to product both assemblers gave wrong ones.
 So no scale rounds a weight: elements less zero points are exact, and the result is within `reference.linear_error_bound`.
+Scales of few bits are in the elements (`fast.scale_factors`), which stay exact, and sums take what is left, one scale in all.
 
 Parts of K are programs of their own (SPLITS); `sum_splits_kernel` adds their sums, the first part first. So the same operands
 have the same bits every time, with any number of multiprocessors.
@@ -15,7 +16,20 @@ import triton.language as tl
 
 from fast.kernels.bits import narrow
 from fast.kernels.linear_small.decode import zero_pairs
-from fast.kernels.linear_small.elements import half_elements, spread, tile_elements, word_halves
+from fast.kernels.linear_small.elements import (
+    atoms_of_product,
+    half_elements,
+    has_factors,
+    own_scale,
+    row_factors,
+    spread,
+    spread_factors,
+    takes_factors,
+    tile_elements,
+    word_halves,
+    words_of,
+)
+from fast.scale_factors import EXPONENTS
 
 
 @triton.jit
@@ -26,6 +40,13 @@ def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.
     if not WHOLE:
         exists = exists & (column < LENGTH)
     return tl.load(x + (m[:, None] * LENGTH + column), mask=exists, other=0.0)
+
+
+@triton.constexpr_function
+def lacking(element, group):
+    """Powers of two that factors have beside a block's scale, and those of them that decoding does not take off."""
+    exponent, whole = EXPONENTS[(element, group)], 126 if element == "e2m1" else 120
+    return 2.0**-exponent, 2.0 ** (whole - exponent)
 
 
 @triton.jit
@@ -64,18 +85,27 @@ def sums_of_tile(
     words: addresses of the first words of the tile's atoms (NB, words of KB atoms); else as `linear_small_kernel`.
     """
     NB: tl.constexpr = BLOCK_N // 64
-    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
-    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
     SPAN: tl.constexpr = 64 * KB
     WHOLE: tl.constexpr = LENGTH == COLUMNS
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GROUP == 0:
         s = tl.load(scale + n)
+    if has_factors(ELEMENT):
+        ADDED: tl.constexpr = lacking(ELEMENT, GROUP)
+        own, factors = own_scale(scale), scale + ROWS // 2
     for step in tl.range(begin, end, num_stages=STAGES):
         for piece in tl.static_range(BLOCK_K // SPAN):
             k = step * BLOCK_K + piece * SPAN
             w = tl.load(words + k // 64 * WORDS)
-            if GROUP == 32:
+            if takes_factors(ELEMENT, GROUP, DTYPE):
+                f = spread_factors(factors, k // 64, ROWS, NB, KB, GROUP, ELEMENT, DTYPE)
+                t = tile_elements(w, f, NB, KB, ELEMENT, DTYPE)
+                v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE)
+                # The factor is of all, and yet of each: sums that nothing multiplies would go on from product to product.
+                total += tl.dot(t, v.T) * (own * ADDED[1])
+            elif GROUP == 32:
                 parts = word_halves(w, NB, ELEMENT)
                 for half in tl.static_range(2):
                     block = k // 32 + half
@@ -86,7 +116,11 @@ def sums_of_tile(
                         )
                     t = half_elements(parts[half], less, NB, ELEMENT, DTYPE)
                     v = _inputs(x, m, k + 32 * half, count, LENGTH, 32, WHOLE)
-                    total += tl.dot(t, v.T) * tl.load(scale + block * ROWS + n)[:, None]
+                    if has_factors(ELEMENT):
+                        s = row_factors(factors, n, block, ROWS, GROUP) * ADDED[0] * own
+                    else:
+                        s = tl.load(scale + block * ROWS + n)
+                    total += tl.dot(t, v.T) * s[:, None]
             else:
                 block = 0 if GROUP == 0 else k // GROUP
                 less = None
@@ -112,13 +146,14 @@ def linear_small_kernel(
     """A tile of y (count, N), or of its parts (SPLITS, count, N), float32 without x_scale and bias, where SPLITS > 1.
 
     x: (count, LENGTH). The weight (N, LENGTH) is arranged as (ROWS, COLUMNS), multiples of 64 and of BLOCK_K that hold it.
-    scale: float32 (blocks, ROWS); zero: None, or int32 (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
+    scale: float32 (blocks, ROWS), or int32 (rows of words, ROWS / 2) of elements with factors; zero: None, or int32
+    (blocks, ROWS / 2); GROUP: columns of a block, 0 where a row is one.
     x_scale: None, or float32 (count): of rows of X, whose sums are multiplied by it.
     EARLY: ask for the first words before the kernel in front has ended, which must not be what writes them.
     """
     NB: tl.constexpr = BLOCK_N // 64
-    KB: tl.constexpr = 2 if (GROUP == 0 or GROUP >= 128) and BLOCK_K >= 128 else 1
-    WORDS: tl.constexpr = 512 if ELEMENT == "int4" else 1024
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
     STEPS: tl.constexpr = COLUMNS // BLOCK_K
     EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     begin = tl.program_id(1) * EACH
@@ -153,7 +188,7 @@ def sum_splits_kernel(
     parts, x_scale, bias, y, count, N: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added in order, times x_scale, plus bias."""
+    """TILE elements of a row of y (count, N): parts (SPLITS, count, N) added from the first on, times x_scale, plus bias."""
     m = tl.program_id(1)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = n < N

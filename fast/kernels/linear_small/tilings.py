@@ -34,8 +34,9 @@ MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
 #: Microseconds of a launch, of the second one, and of a step's barriers and waits.
 LAUNCH, SECOND, STEP = 2.5, 1.5, 0.25
 #: Instructions of a warp for a column of 64 rows, by the element: decoding, and all else of a step; those of a microsecond.
-DECODING, OTHERS, ISSUED = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5}, 80.0, 4 * 1700.0
-BITS = {"int4": 4, "int8": 8, "e4m3": 8}
+DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5}
+OTHERS, ISSUED = 80.0, 4 * 1700.0
+BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _instructions(tiling: Tiling, element: str) -> float:
 def tiling_of(rows: int, columns: int, element: str, group: int, count: int) -> Tiling:
     """The rule, see the module text. rows, columns: of the arranged weight; count: rows of X."""
     block_m = block_m_of(count)
-    if element != "int4":
+    if BITS[element] == 8:
         if count <= 8:
             return _in_parts(Tiling(block_m, 64, 128, 1, 4, 4), rows, columns, count, 2)
         return _in_parts(Tiling(block_m, 128, 128, 1, 4 if count > 64 else 6, 8), rows, columns, count, 1)

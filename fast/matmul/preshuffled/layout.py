@@ -2,7 +2,8 @@
 operations on any device.
 
 codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
-scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly
+scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly;
+        or int32 (rows of words, N / 2) of scales that are multiplied into the elements, and an outer one (`fast.scale_factors`)
 zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
@@ -24,12 +25,13 @@ from typing import Any
 import torch
 
 from fast.device import is_traced
+from fast.scale_factors import element_with_factors, factors_of, scales_of, values_reason
 from reference import Quantized, Scheme
 
 #: Rows and columns are multiples of this.
 FILLED = 128
-#: What elements are to the kernel.
-ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3"}
+#: What elements are to the kernel, or to those that arrange codes: all of 4 bits have one order.
+ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4"}
 #: Blocks along K are one of these, multiples of FILLED, or whole rows.
 SMALL_BLOCKS = (32, 64)
 #: torch's dtypes of scales by their storage.
@@ -45,7 +47,7 @@ def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
     """What the elements are to the kernel, and columns of a block: 0 where a row, or the whole weight, is one."""
     block = scheme.scale.block
     group = block if isinstance(block, int) and block not in (-1, length) else 0
-    return ELEMENTS[scheme.element], group
+    return element_with_factors(scheme) or ELEMENTS[scheme.element], group
 
 
 def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | None:
@@ -56,6 +58,10 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
         return f"its lengths must be multiples of {FILLED}, got {tuple(shape)}"
     if scheme.element not in ELEMENTS:
         return f"its elements must be {', '.join(ELEMENTS)}, got {scheme.element}"
+    if element_with_factors(scheme) is not None:
+        return None
+    if scheme.element == "float4_e2m1fn":
+        return "blocks of its elements must be 32 columns of e8m0 scales, or 16 of e4m3 ones under an outer scale that decodes"
     scale, zero = scheme.scale, scheme.zero
     if scheme.outer is not None or scale.stored != "decode" or scale.storage not in STORAGES:
         return f"each block must have one scale for decoding, in {', '.join(STORAGES)}"
@@ -81,7 +87,8 @@ def unsupported_reason(q: Quantized) -> str | None:
         return "its scales must be plain, and its codes packed where they have 4 bits"
     element, half = q.scheme.element, q.scheme.scale.storage == "float16"
     narrow = element == "int4" and q.zero is not None
-    if not (narrow or half or element == "float8_e4m3fn"):
+    factors = element_with_factors(q.scheme) is not None
+    if not (narrow or half or factors or element == "float8_e4m3fn"):
         return None
     if is_traced(q.codes):
         return "whether its values can be is not known while a program is traced"
@@ -89,6 +96,8 @@ def unsupported_reason(q: Quantized) -> str | None:
         return f"zero points of 4-bit codes must be {LOWEST} to {HIGHEST}"
     if element == "float8_e4m3fn" and bool(((q.codes & 0x7F) == 0x7F).any()):
         return "none of its codes may be NaN"
+    if factors:
+        return values_reason(q)
     return "none of its scales may be NaN" if half and bool(_wide(q).isnan().any()) else None
 
 
@@ -102,7 +111,8 @@ def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
         raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
     codes = arranged(rows_in_all(q.codes), ELEMENTS[q.scheme.element]) if words is None else words
     codes = codes.reshape(*q.shape[:-2], -1, *codes.shape[1:])
-    scale = _blocks(_wide(q), q.shape[-2])
+    factors = element_with_factors(q.scheme) is not None
+    scale = factors_of(q, *q.shape[-2:]) if factors else _blocks(_wide(q), q.shape[-2])
     return replace(q, codes=codes, scale=scale, zero=None if q.zero is None else _pairs(q))
 
 
@@ -111,6 +121,9 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
     if codes is None:
         codes = all_rows(atoms_in_all(q.codes), ELEMENTS[q.scheme.element])
     codes = codes.reshape(*q.shape[:-1], codes.shape[-1])
+    if element_with_factors(q.scheme) is not None:
+        scale, outer = scales_of(q.scale, q.scheme)
+        return replace(q, codes=codes, scale=scale.contiguous(), outer=outer)
     scale = _narrow(q.scale, q.scheme.scale.storage)
     scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
     zero = None if q.zero is None else _turned(_singles(q.zero))
@@ -120,6 +133,10 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
 def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
     """Rows of a preshuffled weight as they were stored, by their numbers (R,): a weight (R, K); nothing else is looked at."""
     codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)
+    shape = (index.shape[0], q.shape[1])
+    if element_with_factors(q.scheme) is not None:
+        scale, outer = scales_of(q.scale, q.scheme, index)
+        return replace(q, codes=codes, scale=scale, outer=outer, shape=shape)
     one, storage = q.scheme.scale.block == "tensor", q.scheme.scale.storage
     scale = (
         _narrow(q.scale[:1, :1], storage)[0, 0].clone()
@@ -127,7 +144,7 @@ def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
         else _turned(_narrow(q.scale[:, index], storage))
     )
     zero = None if q.zero is None else _turned(_singles(q.zero))[index]
-    return replace(q, codes=codes, scale=scale, zero=zero, shape=(index.shape[0], q.shape[1]))
+    return replace(q, codes=codes, scale=scale, zero=zero, shape=shape)
 
 
 def rows_in_all(codes: torch.Tensor) -> torch.Tensor:

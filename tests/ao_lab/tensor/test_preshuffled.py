@@ -20,7 +20,9 @@ from ao_lab.tensor.metadata import described
 from reference import SCHEMES
 
 LAYOUT = "preshuffled"
-NAMES = ("int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise", "mxfp8_e4m3")
+NAMES = (
+    "int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise", "mxfp8_e4m3", "mxfp4", "nvfp4",
+)  # fmt: skip
 BF16 = torch.bfloat16
 
 

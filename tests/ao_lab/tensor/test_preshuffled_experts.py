@@ -29,7 +29,7 @@ from fast.matmul.preshuffled.grouped import grouped_linear_small
 from reference import SCHEMES
 from tests.ao_lab.tensor.test_preshuffled import BF16, LAYOUT, dense, same_parts
 
-NAMES = ("int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp8_e4m3")
+NAMES = ("int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4")
 SHAPE = (4, 128, 256)
 ENDS = torch.tensor([3, 3, 5, 9], dtype=torch.int32)
 

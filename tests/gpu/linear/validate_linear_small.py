@@ -1,10 +1,11 @@
 """On a GPU: `linear_small` exact on integers, within its bound on others, the same bits twenty times; then its times.
 
     PYTHONPATH=. python tests/gpu/linear/validate_linear_small.py [--bits 40] [--times 120] [--schemes int4_g128 int8_rowwise]
-        [--rows 1 16] [--shapes 0 1] [--candidates 12] [--whole 4] [--tensor]
+        [--compared mxfp4 nvfp4] [--rows 1 16] [--shapes 0 1] [--candidates 12] [--whole 4] [--tensor]
 
 Kernels are compiled on all cores first, without the GPU. --bits, --times: seconds after which nothing of a part starts (0:
-leave it out), compilation included. --candidates: tiles that are timed of each number of rows; --whole: that are compared on
+leave it out), compilation included. --schemes: those that are timed; --compared: those of --bits, by
+default all. --candidates: tiles that are timed of each number of rows; --whole: that are compared on
 whole layers. --tensor: first layers of quantize_ with preshuffled weights (`small/tensors.py`), 40 seconds, and two
 weights in one launch (`small/pairs.py`) with their times, 20; with --bits 0 --times 0 nothing else. --pairs: the latter
 alone. Prints as it goes, writes $OUT/linear_small.json after every row. Exits with 1 on any difference, 2
@@ -19,7 +20,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from itertools import groupby
 from pathlib import Path
@@ -75,10 +76,12 @@ def grouped(tasks: list[Any]) -> Iterator[list[Any]]:
         yield list(each)
 
 
-def compare(pool: ProcessPoolExecutor, seconds: float, most: int) -> tuple[list[str], list[str]]:
-    """What is wrong, and what no time was left for."""
+def compare(
+    pool: ProcessPoolExecutor, seconds: float, most: int, names: Container[str]
+) -> tuple[list[str], list[str]]:
+    """What is wrong of these schemes, and what no time was left for."""
     end = time.monotonic() + seconds
-    odd, whole = bits.odd_tasks(), bits.whole_tasks(most)
+    odd, whole = bits.odd_tasks(names), bits.whole_tasks(most, names)
     compile_all(submitted(pool, [*odd, *whole]), seconds * 0.6)
     parts: list[tuple[str, Callable[..., Iterator[str]], list[Any]]] = []
     for tasks in grouped(odd):
@@ -164,6 +167,9 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--tensor", action="store_true")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES, choices=tuple(weights.KINDS))
+    parser.add_argument(
+        "--compared", nargs="*", choices=tuple(weights.KINDS), help="schemes of --bits; all of them"
+    )
     parser.add_argument("--rows", type=int, nargs="*", default=speed.COUNTS)
     parser.add_argument(
         "--shapes", type=int, nargs="*", default=range(len(speed.SHAPES)), help="their numbers"
@@ -186,7 +192,9 @@ def main(arguments: list[str] | None = None) -> int:
         written(found)
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
         if options.bits > 0:
-            found["wrong"], found["late"] = compare(pool, options.bits, options.whole)
+            found["wrong"], found["late"] = compare(
+                pool, options.bits, options.whole, options.compared or weights.KINDS
+            )
             say(f"{len(found['wrong'])} wrong, not compared: {found['late'] or 'nothing'}")
             written(found)
         if options.times > 0:

@@ -39,9 +39,16 @@ SCHEMES = (
     "int4_g32", "int4_g64", "int4_g128", "int4_g256", "int4_g32_asymmetric", "int4_g64_asymmetric", "int4_g128_asymmetric",
     "torchao.int4_g32", "int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32",
     "int8_g32_asymmetric", "int8_g128", "fp8_rowwise", "fp8_tensorwise", "fp8_1x128", "mxfp8_e4m3",
+    "mxfp4", "nvfp4", "torchao.nvfp4_single_level",
 )  # fmt: skip
+#: Those whose scales are factors, powers of two first.
+WITH_FACTORS = ("mxfp4", "mxfp8_e4m3", "nvfp4")
 #: Those of which every tile of experts is compared.
-TILED = ("int4_g32_asymmetric", "int4_g64", "int4_g128", "int8_rowwise", "fp8_1x128")
+TILED = ("int4_g32_asymmetric", "int4_g64", "int4_g128", "int8_rowwise", "fp8_1x128", *WITH_FACTORS)
+#: Scales that are factors: powers of two, and all of e4m3 that are no NaN, a smallest one and zero among them.
+FACTORS = {
+    "float8_e8m0fnu": torch.arange(100, 140).to(torch.uint8), "float8_e4m3fn": torch.arange(127).to(torch.uint8),
+}  # fmt: skip
 #: Rows of the weight and of X, K in blocks, dtype, tiles: parts that are not of one length, rows and columns that are filled.
 CASES = (
     (64, 3, 2, BF16, Tiling(16, 64, 128, 1, 2, 4)), (70, 17, 3, HALF, Tiling(32, 128, 128, 2, 2, 8)),
@@ -77,17 +84,33 @@ def compare(name: str) -> None:
 
 
 def every_code(name: str, dtype: torch.dtype) -> None:
-    """Each code in each place of a word, one at a time."""
+    """Each code in each place of a word, one at a time, under scales that are different ones where they are factors."""
     scheme, bits = named(name), named(name).format.bits
     codes = (torch.arange(256)[:, None] + 3 * torch.arange(128)[None, :]) % 2**bits
-    if scheme.format.kind == "float":
+    if scheme.element == "float8_e4m3fn":
         codes = torch.where(codes & 0x7F == 0x7F, 1, codes)
     codes = codes.to(torch.uint8)
     stored = fast.pack(codes, scheme.format) if bits < 8 else codes
-    w = Quantized(stored, torch.ones((256, 1)), None, None, (256, 128), 1, scheme, packed=bits < 8)
+    scale, outer = torch.ones((256, 1)), None if scheme.outer is None else torch.tensor(1.0)
+    if (patterns := FACTORS.get(scheme.scale.storage)) is not None:
+        blocks = 128 // int(str(scheme.scale.block))
+        scale = patterns[torch.arange(256 * blocks) % len(patterns)].reshape(256, blocks)
+    w = Quantized(stored, scale, outer, None, (256, 128), 1, scheme, packed=bits < 8)
     x = torch.eye(128, dtype=dtype)
     made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
     assert_same_bits(made + 0.0, fast.dequantize(w).t().contiguous() + 0.0)
+
+
+def far_scales(name: str, dtype: torch.dtype) -> None:
+    """Powers of two beyond what a factor holds: exact sums, and the bits of dense weights. NaN is not taken."""
+    w = exact_weight(named(name), 64, 256)
+    w.scale[:] = torch.arange(w.scale.numel()).reshape(w.scale.shape) % 3 + 180
+    x = exact_inputs(3, 256, dtype)
+    made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
+    assert_same_bits(made.double(), x.double() @ fast.dequantize(w).double().t())
+    assert_same_bits(arranged_dense(host.arrange(w), torch.float32), fast.dequantize(w))
+    w.scale[7, 3] = 255
+    assert host.arrange(w) is None
 
 
 def not_a_number() -> None:
@@ -255,9 +278,11 @@ def main() -> None:
         if name in TWO:
             of_two(name)
         print(name, flush=True)
-    for name in ("int4_g128", "int8_rowwise", "fp8_rowwise") if len(chosen) > 1 else ():
+    for name in ("int4_g128", "int8_rowwise", "fp8_rowwise", *WITH_FACTORS) if len(chosen) > 1 else ():
         for dtype in host.INPUTS:
             every_code(name, dtype)
+            if name in WITH_FACTORS[:2]:
+                far_scales(name, dtype)
         print("every code of", name, flush=True)
     not_a_number()
     for name in (name for name in chosen if name in TILED):

@@ -6,6 +6,7 @@ Bits are compared in Triton's interpreter (`programs/products/linear_small.py`, 
 import json
 import platform
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def experts(*kind, **more):
         ("int4", 128, 128, BF16, False), ("int4", 32, 128, BF16, True), ("e4m3", 0, 128, HALF, False),
         ("int8", 0, 8, BF16, True), ("int4", 128, 512, HALF, False), ("int4", 128, 2, BF16, True), ("e4m3", 0, 2, HALF, False),
         ("int8", 128, 512, BF16, True), ("e4m3", 128, 16, BF16, False), ("int8", 32, 2, BF16, True),
-        ("int4", 32, 2, BF16, True),
+        ("int4", 32, 2, BF16, True), ("e2m1", 16, 2, BF16, False), ("e2m1", 32, 128, BF16, False),
+        ("e4m3_mx", 32, 512, BF16, False),
     ],
 )  # fmt: skip
 def test_the_kernel_compiles_as_that_of_one_weight(rows, element, group, count, dtype, zero):
@@ -73,8 +75,10 @@ def test_the_rule_is_among_the_quickest():
     assert sum(losses.values()) / len(losses) < 0.005
 
 
-@pytest.mark.parametrize("element", ["int4", "int8", "e4m3"])
-@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize(
+    ("element", "group"),
+    [*product(("int4", "int8", "e4m3"), (0, 32, 128)), ("e2m1", 16), ("e2m1", 32), ("e4m3_mx", 32)],
+)
 def test_the_rule_fits_any_weight(element, group):
     for rows in (128, 384, 1024, 6144, 28672):
         for columns in (128, 384, 1152, 4096, 14336):

@@ -7,6 +7,7 @@ import json
 import platform
 import re
 from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.linear_small import dense, host, layout
-from fast.kernels.linear_small.layout import WORDS, ArrangedWeight, filled
+from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
 from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
+from fast.scale_factors import rows_of_words
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import launched
@@ -35,15 +37,20 @@ def empty_weight(n, length, element, group, zero=False):
     blocks = -(-columns // group) if group else 1
     words = torch.empty((rows // 64, columns // 64, WORDS[element]), dtype=torch.int32)
     zeros = torch.empty((blocks, rows // 2), dtype=torch.int32) if zero else None
-    return ArrangedWeight(words, torch.empty((blocks, rows)), zeros, (n, length), element, group)
+    scale = torch.empty((blocks, rows))
+    if element in FACTORED:
+        scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
+    return ArrangedWeight(words, scale, zeros, (n, length), element, group)
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 44
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 56
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0)])
+@pytest.mark.parametrize(
+    ("element", "group"), [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0), ("e2m1", 16)]
+)
 def test_the_rule_is_a_candidate_that_fits(shape, element, group):
     """Its tiles are whole ones, no row of X is left out, and big weights have a program for most multiprocessors."""
     rows, columns = map(filled, shape)
@@ -84,8 +91,10 @@ def test_the_rule_is_among_the_quickest():
     assert sum(losses.values()) / len(losses) < 0.01
 
 
-@pytest.mark.parametrize("element", ["int4", "int8", "e4m3"])
-@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize(
+    ("element", "group"),
+    [*product(("int4", "int8", "e4m3"), (0, 32, 128)), ("e2m1", 16), ("e2m1", 32), ("e4m3_mx", 32)],
+)
 def test_the_rule_fits_any_weight(element, group):
     """Of shapes small and large: whole tiles, no empty part of K, and registers that are not spilled."""
     for rows in (128, 384, 1024, 6144, 28672, 128256):
@@ -99,11 +108,12 @@ def test_the_rule_fits_any_weight(element, group):
 
 
 @pytest.mark.parametrize("count", [1, 32, 64, 128])
-@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int8", 128)])
+@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int8", 128), ("e2m1", 16), ("e4m3_mx", 32)])
 def test_nothing_is_spilled_by_the_rule(element, group, count):
-    w, x = empty_weight(4096, 4096, element, group, zero=True), torch.empty((count, 4096), dtype=BF16)
-    product, *_ = launched(lambda: host.linear_small(x, w))
-    assert (product.local, product.stack) == (0, 0)
+    zero = element not in FACTORED
+    w, x = empty_weight(4096, 4096, element, group, zero), torch.empty((count, 4096), dtype=BF16)
+    machine, *_ = launched(lambda: host.linear_small(x, w))
+    assert (machine.local, machine.stack) == (0, 0)
 
 
 # Products of an 8-billion-parameter model's layers and what takes other branches; the tiles, and the most registers.
@@ -120,6 +130,13 @@ COMPILED = [
     (("int8", 32, 9), {}, Tiling(16, 128, 128, 1, 4, 4), 96),
     (("e4m3", 0, 16), {"dtype": HALF, "bias": True}, Tiling(16, 64, 256, 1, 4, 4), 96),
     (("e4m3", 128, 64), {}, Tiling(64, 128, 128, 1, 4, 8), 128),
+    (("e2m1", 32, 16), {}, Tiling(16, 128, 128, 2, 6, 4), 128), (("e2m1", 16, 1), {}, Tiling(16, 64, 256, 2, 4, 4, True), 96),
+    (("e2m1", 16, 16), {"bias": True}, Tiling(16, 128, 128, 1, 6, 4), 144),
+    (("e2m1", 16, 64), {}, Tiling(64, 128, 128, 1, 4, 8), 128), (("e2m1", 16, 128), {}, Tiling(64, 256, 64, 1, 4, 8), 255),
+    (("e2m1", 16, 9), {"dtype": HALF}, Tiling(16, 64, 128, 1, 4, 4), 96),
+    (("e2m1", 32, 9), {"dtype": HALF}, Tiling(16, 128, 128, 1, 4, 4), 96),
+    (("e4m3_mx", 32, 16), {}, Tiling(16, 128, 128, 1, 6, 8), 80), (("e4m3_mx", 32, 1), {}, Tiling(16, 64, 128, 2, 4, 4), 96),
+    (("e4m3_mx", 32, 9), {"dtype": HALF}, Tiling(16, 128, 128, 1, 4, 4), 104),
 ]  # fmt: skip
 
 
@@ -143,20 +160,20 @@ def test_kernels_compile_as_they_are_meant_to(which, more, tiling, registers):
     w = empty_weight(14336, 4096, element, group, more.get("zero", False))
     bias = torch.empty(14336, dtype=dtype) if more.get("bias") else None
     x = torch.empty((count, 4096), dtype=dtype)
-    product, *others = launched(lambda: host.linear_small(x, w, bias, tiling=tiling))
+    main, *others = launched(lambda: host.linear_small(x, w, bias, tiling=tiling))
     assert [m.kernel for m in others] == ["sum_splits_kernel"] * (tiling.splits > 1)
-    for machine in (product, *others):
+    for machine in (main, *others):
         assert (machine.local, machine.stack) == (0, 0)
-    assert product.registers <= registers
-    pairs = list(paired(product))
+    assert main.registers <= registers
+    pairs = list(paired(main))
     assert pairs
     assert all(pairs), "assembly decodes words together that are no neighbours"
-    operands = WGMMA.findall(product.ptx)
+    operands = WGMMA.findall(main.ptx)
     assert operands
     assert set(operands) == {"{"}, "the weight is read from shared memory"
-    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", product.ptx)) == {"0"}
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", main.ptx)) == {"0"}
     # From registers sums that go on from product to product came out wrong: each begins at zero.
-    loop = product.order[: max(at for at, name in enumerate(product.order) if name.startswith("HGMMA"))]
+    loop = main.order[: max(at for at, name in enumerate(main.order) if name.startswith("HGMMA"))]
     assert not any(name.startswith(("STS", "LDL", "STL")) for name in loop), "weights make a detour"
 
 
@@ -179,7 +196,11 @@ def test_the_layout_compiles(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["nf4", "mxfp4", "nvfp4", "int2_g32", "torchao.int4_g32_tinygemm", "fp8_rowwise_e5m2", "fp8_128x128"]
+    "name",
+    [
+        "nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2", "int2_g32",
+        "torchao.int4_g32_tinygemm", "fp8_rowwise_e5m2", "fp8_128x128",
+    ],
 )  # fmt: skip
 def test_other_weights_are_for_other_kernels(name):
     assert host.arrange(weight(SCHEMES[name], 128, 256)) is None
@@ -211,8 +232,11 @@ def test_errors():
 
 @pytest.mark.parametrize(
     ("element", "group", "zero"),
-    [("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True)],
-)
+    [
+        ("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True),
+        ("e2m1", 32, False), ("e2m1", 16, False), ("e4m3_mx", 32, False),
+    ],
+)  # fmt: skip
 def test_the_dense_weight_compiles(element, group, zero):
     """Words in loads and values in stores of 16 bytes, nothing spilled."""
     w = empty_weight(14336, 4096, element, group, zero)
@@ -220,4 +244,5 @@ def test_the_dense_weight_compiles(element, group, zero):
     assert (machine.local, machine.stack) == (0, 0)
     assert all(list(paired(machine)))
     assert machine.accesses("STG") == {16: 8}
-    assert machine.accesses("LDG")[16] == {"int4": 2, "int8": 4, "e4m3": 4}[element]
+    # Factors of 16 columns are four words of a pair of rows.
+    assert machine.accesses("LDG")[16] == {"int4": 2, "e2m1": 2}.get(element, 4) + (group == 16)

@@ -117,6 +117,9 @@ def test_what_other_kernels_take():
         for given in (x, x[:0], x[:2].float()):
             assert function(given, w, w) is None
         assert function(x[:1], filled, filled) is None
+        for form in (("e2m1", 32), ("e2m1", 16), ("e4m3_mx", 32)):
+            factored = empty_weight(*SHAPE, *form)
+            assert function(x[:1], factored, factored) is None
         for other in others:
             assert function(x[:1], w, other) is None
 

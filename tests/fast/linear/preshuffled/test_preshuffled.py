@@ -11,6 +11,7 @@ import fast
 import reference
 from fast.matmul.preshuffled import layout, ops
 from fast.matmul.preshuffled.linear import linear_small
+from fast.scale_factors import element_with_factors
 from reference import SCHEMES
 from tests.support.linear_cases import inputs, weight
 
@@ -33,17 +34,20 @@ def test_parts_come_back(name, shape):
     w = weight(SCHEMES[name], *shape)
     made = ops.preshuffled(w)
     assert made.codes.nbytes == w.codes.nbytes
-    assert made.scale.dtype == torch.float32
-    for back in (ops.restored(made), layout.restored(made)):
-        assert all(same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero"))
+    assert made.scale.dtype == (torch.int32 if element_with_factors(w.scheme) else torch.float32)
+    alone = ops.weight_of(w.scheme, shape, (made.codes, made.scale, made.zero))
+    for back in (ops.restored(made), layout.restored(made), layout.restored(alone)):
+        assert all(
+            same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero", "outer")
+        )
         assert same(fast.dequantize(back), fast.dequantize(w))
     rows = torch.tensor([5, 0, shape[0] - 1, 77, 8])
-    some = layout.rows_restored(made, rows)
-    assert same(fast.dequantize(some), fast.dequantize(w)[rows])
+    for one in (made, alone):
+        assert same(fast.dequantize(layout.rows_restored(one, rows)), fast.dequantize(w)[rows])
 
 
 def test_the_schemes_that_are_taken():
-    """Integers of 4 and 8 bits and e4m3, in rows, groups and as a whole, scales in float32 and powers of two."""
+    """Integers of 4 and 8 bits and e4m3, in rows, groups and as a whole, scales in float32 and powers of two; MXFP4, NVFP4."""
     names = {name for name, _ in TAKEN}
     assert {
         "int4_g32",
@@ -52,8 +56,13 @@ def test_the_schemes_that_are_taken():
         "int8_tensorwise",
         "fp8_1x128",
         "mxfp8_e4m3",
+        "mxfp4",
+        "nvfp4",
+        "torchao.nvfp4",
+        "compressed_tensors.mxfp4",
     } <= names
-    assert not {"nf4", "mxfp4", "nvfp4", "int2_g32", "fp8_rowwise_e5m2", "fp8_128x128"} & names
+    assert not {"nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2"} & names
+    assert not {"int2_g32", "fp8_rowwise_e5m2", "fp8_128x128"} & names
     assert len(names) > 40
 
 
@@ -82,7 +91,9 @@ def test_what_is_not_taken():
         with pytest.raises(ValueError, match=text):
             ops.preshuffled(weight(SCHEMES["int4_g32"], *shape))
     with pytest.raises(ValueError, match="its elements must be"):
-        ops.preshuffled(weight(SCHEMES["mxfp4"], 128, 256))
+        ops.preshuffled(weight(SCHEMES["mxfp8_e5m2"], 128, 256))
+    with pytest.raises(ValueError, match="or 16 of e4m3 ones under an outer scale that decodes"):
+        ops.preshuffled(weight(SCHEMES["te.nvfp4"], 128, 256))
     with pytest.raises(ValueError, match="with blocks along its last axis"):
         ops.preshuffled(replace(w, axis=0))
     with pytest.raises(ValueError, match="blocks must be 32, 64"):
@@ -98,6 +109,52 @@ def test_what_is_not_taken():
         ops.preshuffled(floats)
 
 
+def powers(name, scale, element=1):
+    """A weight (128, 256) of these scales of blocks, over and over, and of a code."""
+    w = weight(SCHEMES[name], 128, 256)
+    scale = (
+        scale.to(torch.uint8)
+        .repeat(-(-w.scale.numel() // len(scale)))[: w.scale.numel()]
+        .reshape(w.scale.shape)
+    )
+    return replace(w, codes=torch.full_like(w.codes, element), scale=scale)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3"])
+def test_powers_of_two_come_back(name):
+    """Each but NaN, where blocks are zeros, of either sign, or not so far apart that an element is lost."""
+    for element in (0, 0x80 if name == "mxfp8_e4m3" else 0x88):
+        w = powers(name, torch.arange(255), element)
+        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+    smallest = {"mxfp4": 1, "mxfp8_e4m3": 9}[name]
+    for scale in (torch.arange(1 + smallest, 128), torch.arange(150, 255)):
+        w = powers(name, scale)
+        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+    for scale in (torch.tensor([smallest, 100]), torch.tensor([100, 254])):
+        with pytest.raises(ValueError, match="must leave their elements"):
+            ops.preshuffled(powers(name, scale))
+    with pytest.raises(ValueError, match="none of its scales may be NaN"):
+        ops.preshuffled(powers(name, torch.tensor([100, 255])))
+
+
+def test_scales_of_nvfp4_come_back():
+    """Each but NaN, under any outer scale but the largest ones."""
+    signed = torch.cat([torch.arange(127), torch.arange(128, 255)])
+    w = powers("nvfp4", signed)
+    for outer in (1.0, 2.0**-149, 3e-5, -1.5, float("nan"), 2.0**118):
+        w = replace(w, outer=torch.tensor(outer))
+        back = ops.restored(replace(ops.preshuffled(w), outer=None))
+        assert same(back.scale, w.scale)
+        assert same(back.outer.view(torch.int32), w.outer.view(torch.int32))
+    with pytest.raises(ValueError, match="outer scale must be below"):
+        ops.preshuffled(replace(w, outer=torch.tensor(2.0**119)))
+    for pattern in (0x7F, 0xFF):
+        w.scale[3, 1] = pattern
+        with pytest.raises(ValueError, match="none of its scales may be NaN"):
+            ops.preshuffled(replace(w, outer=torch.tensor(1.0)))
+        assert layout.unsupported_reason(w) == "none of its scales may be NaN"
+
+
 def test_parts_have_memory_of_their_own():
     """A weight with a scale for each row has them in one order in both layouts."""
     w = weight(SCHEMES["int8_rowwise"], 128, 256)
@@ -106,7 +163,7 @@ def test_parts_have_memory_of_their_own():
     assert len({q.scale.data_ptr() for q in (w, made, back)}) == 3
 
 
-@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise"])
+@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4", "nvfp4"])
 def test_the_product_on_a_cpu(name):
     w, x, bias = weight(SCHEMES[name], 128, 256), inputs(3, 256, BF16), inputs(1, 128, BF16)[0]
     made = ops.preshuffled(w)

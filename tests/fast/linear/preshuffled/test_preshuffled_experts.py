@@ -48,6 +48,9 @@ def expert(q, at):
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_are_those_of_each_expert(name):
     weights = matrices(name)
+    if weights[0].outer is not None:
+        # One is of all experts.
+        weights = [replace(one, outer=weights[0].outer) for one in weights]
     w = joined(weights)
     made = ops.preshuffled(w)
     for at, one in enumerate(weights):
@@ -59,8 +62,16 @@ def test_parts_are_those_of_each_expert(name):
 
 
 def test_the_schemes_that_are_taken():
-    assert {"int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp8_e4m3"} <= set(NAMES)
-    assert not {"fp8_tensorwise", "int8_tensorwise", "nf4", "mxfp4"} & set(NAMES)
+    assert {
+        "int4_g128",
+        "int4_g32_asymmetric",
+        "int8_rowwise",
+        "fp8_rowwise",
+        "mxfp8_e4m3",
+        "mxfp4",
+        "nvfp4",
+    } <= set(NAMES)
+    assert not {"fp8_tensorwise", "int8_tensorwise", "nf4", "te.nvfp4"} & set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,7 @@ def test_more_rows_than_a_grid_holds_go_to_torch():
     assert ops.WORDS.kernel(None, ("int4",), (codes,), None) is None
 
 
-@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise"])
+@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4"])
 def test_the_product_on_a_cpu(name):
     """Of each expert's rows by its own weight; zeros behind the last."""
     weights, x = matrices(name), inputs(11, K, BF16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -22,30 +22,35 @@ ODD = (
     ("int4_g128_asymmetric", (129, 640), 1, "float16"), ("int4_g32_asymmetric", (1000, 96), 9, BF16),
     ("int8_rowwise", (77, 992), 5, BF16), ("int8_rowwise_asymmetric", (300, 1024), 65, "float16"),
     ("int8_g128", (64, 256), 128, BF16), ("fp8_rowwise", (333, 544), 2, BF16), ("fp8_tensorwise", (96, 128), 100, "float16"),
+    ("mxfp4", (100, 384), 3, BF16), ("mxfp4", (200, 320), 17, "float16"), ("nvfp4", (333, 544), 33, BF16),
+    ("nvfp4", (70, 160), 1, "float16"), ("mxfp8_e4m3", (129, 640), 65, BF16), ("mxfp8_e4m3", (77, 992), 5, "float16"),
 )  # fmt: skip
 #: Whole layers, with every candidate.
 WHOLE = (
     ("int4_g128", (14336, 4096)), ("int4_g32", (4096, 4096)), ("int4_g128_asymmetric", (1024, 4096)),
     ("int8_rowwise", (4096, 4096)), ("fp8_rowwise", (1024, 4096)), ("int4_g128", (4096, 14336)),
+    ("mxfp4", (14336, 4096)), ("nvfp4", (4096, 4096)), ("mxfp8_e4m3", (4096, 4096)), ("nvfp4", (4096, 14336)),
 )  # fmt: skip
 COUNTS = (1, 16, 32, 64, 128)
 Task = tuple[Any, ...]
 
 
-def odd_tasks() -> list[Task]:
-    """Calls, as `weights.compiled` takes them."""
+def odd_tasks(names: Container[str]) -> list[Task]:
+    """Calls of some schemes, as `weights.compiled` takes them."""
     return [
         (name, shape, count, tiling, dtype, True)
         for name, shape, count, dtype in ODD
+        if name in names
         for tiling in weights.tilings(name, shape, count)[::4]
     ]
 
 
-def whole_tasks(most: int) -> list[Task]:
+def whole_tasks(most: int, names: Container[str]) -> list[Task]:
     """The same of layers; most: candidates of each number of rows."""
     return [
         (name, shape, count, tiling, BF16, False)
         for name, shape in WHOLE
+        if name in names
         for count in COUNTS
         for tiling in weights.tilings(name, shape, count, most)
     ]
@@ -104,7 +109,7 @@ def outside_of(tasks: list[Task]) -> Iterator[str]:
 def _moved(w: Any) -> Any:
     from dataclasses import replace
 
-    parts = {part: getattr(w, part) for part in ("codes", "scale", "zero")}
+    parts = {part: getattr(w, part) for part in ("codes", "scale", "zero", "outer")}
     return replace(
         w, **{name: None if part is None else part.to(weights.DEVICE) for name, part in parts.items()}
     )

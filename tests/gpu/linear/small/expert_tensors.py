@@ -18,7 +18,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from tests.gpu.linear.small.tensors import BF16, DEVICE, LAYOUT, same_parts
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, outside
 
-NAMES = ("int4_g128", "int4_g128_asymmetric", "int4_g32", "int8_rowwise", "fp8_rowwise")
+NAMES = ("int4_g128", "int4_g128_asymmetric", "int4_g32", "int8_rowwise", "fp8_rowwise", "mxfp4", "nvfp4")
 COMPILED = ("int4_g128", "fp8_rowwise")
 #: Experts, hidden and intermediate features.
 EXPERTS, HIDDEN, INNER = 8, 1024, 768

@@ -26,8 +26,11 @@ NAMES = (
     "int8_g128",
     "fp8_rowwise",
     "fp8_tensorwise",
+    "mxfp4",
+    "nvfp4",
+    "mxfp8_e4m3",
 )
-COMPILED = ("int4_g128", "int8_rowwise")
+COMPILED = ("int4_g128", "int8_rowwise", "nvfp4")
 #: Out and in features: N and K that a program has parts of, and not.
 SHAPE, SMALL = (2048, 1024), (384, 640)
 ROWS = (1, 2, 16, 64, 128, 129, 300)
@@ -98,9 +101,7 @@ def products(made: nn.Linear, plain: QuantizedTensor) -> Iterator[str]:
 def exact(name: str, shape: tuple[int, int]) -> Iterator[str]:
     """Integers: every sum is exact; the gradient of x too."""
     w = exact_weight(named(name), *shape)
-    t = QuantizedTensor(
-        {**_parts(w), "outer": None}, quantized(torch.zeros(128, 128, dtype=BF16), name).meta, shape
-    )
+    t = QuantizedTensor(_parts(w), quantized(torch.zeros(128, 128, dtype=BF16), name).meta, shape)
     t = t.to(DEVICE)
     if t.meta.layout != LAYOUT:
         yield "a weight that is moved to the GPU stays plain"
@@ -116,7 +117,7 @@ def exact(name: str, shape: tuple[int, int]) -> Iterator[str]:
 
 
 def _parts(w: object) -> dict[str, torch.Tensor | None]:
-    return {part: getattr(w, part) for part in ("codes", "scale", "zero")}
+    return {part: getattr(w, part) for part in ("codes", "scale", "outer", "zero")}
 
 
 def moves(made: nn.Linear, plain: QuantizedTensor) -> Iterator[str]:

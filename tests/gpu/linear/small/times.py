@@ -65,7 +65,7 @@ def copied(w: Quantized) -> Quantized:
     """In memory of its own."""
     from dataclasses import replace
 
-    parts = {part: getattr(w, part) for part in ("codes", "scale", "zero")}
+    parts = {part: getattr(w, part) for part in ("codes", "scale", "zero", "outer")}
     return replace(w, **{name: None if part is None else part.clone() for name, part in parts.items()})
 
 

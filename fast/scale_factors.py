@@ -1,0 +1,141 @@
+"""Scales of blocks that are multiplied into 16-bit elements without rounding, as the product of few rows stores them.
+
+A power of two times e2m1 or e4m3, and an e4m3 scale times e2m1, have at most 8 significant bits: bfloat16 holds them. So these
+scales are factors of the decoded weight and not of the sums, and a product reads 2 bytes of one, of a power of two 1:
+
+    int32 (rows, N / 2)    row 0        float32 bits of the weight's own scale, N / 2 times: the outer scale, or 2**S of weights
+                                        with scales beyond what a factor holds
+                           the others   blocks of 16: (K / 64, N / 2, 4) factors of rows n, the low half, and n + 8
+                                        blocks of 32: (K / 64, N / 2) exponent fields of rows n, blocks 0 and 1, and n + 8
+
+A factor is the bfloat16 scale times 2**(EXPONENTS - S), which is also what decoding lacks: the bits of an element, put into a
+bfloat16 as they are, are that many powers of two too small. Experts have an axis in front.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reference import Quantized, Scheme
+
+#: What elements are to the kernel where their scales are factors, by format, storage and columns of a block.
+FORMS = {
+    ("float4_e2m1fn", "float8_e8m0fnu", 32): "e2m1",
+    ("float4_e2m1fn", "float8_e4m3fn", 16): "e2m1",
+    ("float8_e4m3fn", "float8_e8m0fnu", 32): "e4m3_mx",
+}
+#: Powers of two in a factor, by element and columns of a block. Of blocks of 16 columns 8 fewer than decoding lacks, as their
+#: scales go up to 448: a product of theirs is 2**-8 of the weight's.
+EXPONENTS = {("e2m1", 32): 126, ("e2m1", 16): 118, ("e4m3_mx", 32): 120}
+#: Exponents of the smallest elements.
+SMALLEST = {"e2m1": -1, "e4m3_mx": -9}
+#: Outer scales from here on are not taken: sums of a product times these may be beyond float32 where its result is not.
+OUTER = 2.0**119
+#: The largest exponent field of a number, and NaN among powers of two.
+LARGEST, NAN = 254, 255
+#: Rows of words for columns, by those of a block.
+COLUMNS = {16: 16, 32: 64}
+
+
+def element_with_factors(scheme: Scheme) -> str | None:
+    """What elements of a scheme with such scales are to the kernel; None where it has others, or a zero point."""
+    scale, outer = scheme.scale, scheme.outer
+    if not isinstance(scale.block, int) or scheme.zero is not None or scale.stored != "decode":
+        return None
+    element = FORMS.get((scheme.element, scale.storage, scale.block))
+    single = outer is None or (
+        scale.storage == "float8_e4m3fn" and outer.block == "tensor" and outer.stored == "decode"
+    )
+    plain = scheme.outer_order not in ("encode", "folded") or outer is None
+    return element if single and plain else None
+
+
+def exponent_of(scheme: Scheme) -> int:
+    """Of `EXPONENTS`."""
+    return EXPONENTS[(str(element_with_factors(scheme)), int(str(scheme.scale.block)))]
+
+
+def values_reason(q: Quantized) -> str | None:
+    """Why the scales of a plain weight are no factors of its elements, exactly; None where they are."""
+    scheme = q.scheme
+    if scheme.scale.storage == "float8_e4m3fn":
+        if bool(((q.scale & 0x7F) == 0x7F).any()):
+            return "none of its scales may be NaN"
+        outer = q.outer
+        large = outer is not None and bool(((outer.abs() >= OUTER) & outer.isfinite()).any())
+        return f"its outer scale must be below {OUTER:.0e}" if large else None
+    if bool((q.scale == NAN).any()):
+        return "none of its scales may be NaN"
+    element = str(element_with_factors(scheme))
+    block = int(str(scheme.scale.block)) * scheme.format.bits // 8
+    codes = q.codes & (0x77 if scheme.format.bits == 4 else 0x7F)
+    filled = (codes.unflatten(-1, (-1, block)) != 0).any(-1)
+    least = _shift(q.scale, exponent_of(scheme)) + 1 - SMALLEST[element]
+    if bool((filled & (q.scale < least)).any()):
+        return "scales of blocks that are not all zero must leave their elements 2**-126 or more, of the largest scale's part"
+    return None
+
+
+def _shift(scale: torch.Tensor, exponent: int) -> torch.Tensor:
+    """S of weights (..., 1, 1): what the largest power of two is beyond a factor."""
+    return (scale.to(torch.int32).amax((-2, -1), keepdim=True) + (exponent - LARGEST)).clamp(min=0)
+
+
+def factors_of(q: Quantized, rows: int, columns: int) -> torch.Tensor:
+    """Scales of a plain weight (..., N, K) in the order of the module text, of as many rows and columns, filled by zeros."""
+    exponent, block = exponent_of(q.scheme), int(str(q.scheme.scale.block))
+    missing = (0, columns // block - q.scale.shape[-1], 0, rows - q.scale.shape[-2])
+    if block == 16:
+        values = q.scale.view(torch.float8_e4m3fn).float() * 2.0**exponent
+        fields = values.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+        own = torch.ones((), device=q.scale.device) if q.outer is None else q.outer.float()
+        own = own.view(torch.int32).reshape([1] * fields.dim()).expand(*fields.shape[:-2], 1, 1)
+    else:
+        shift = _shift(q.scale, exponent)
+        fields, own = q.scale.to(torch.int32) + exponent - shift, (shift + 127) << 23
+    fields = torch.nn.functional.pad(fields, missing)
+    if block == 32:
+        fields = fields[..., 0::2] | (fields[..., 1::2] << 8)
+    low, high = fields.unflatten(-2, (-1, 2, 8)).unbind(-3)
+    pairs = (low | (high << 16)).flatten(-3, -2)
+    # Words of an atom's columns and a pair of rows: side by side.
+    ordered = pairs.unflatten(-1, (-1, 64 // COLUMNS[block])).transpose(-3, -2)
+    return torch.cat(
+        [own.expand(*own.shape[:-1], rows // 2), ordered.reshape(*pairs.shape[:-2], -1, rows // 2)], -2
+    )
+
+
+def scales_of(
+    factors: torch.Tensor, scheme: Scheme, index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales (..., N, K / block) and the outer scale that `factors_of` was given. index: numbers of rows, of these alone."""
+    exponent, block = exponent_of(scheme), int(str(scheme.scale.block))
+    own, ordered = factors[..., :1, :1], factors[..., 1:, :]
+    each = 64 // COLUMNS[block]
+    pairs = ordered.reshape(*factors.shape[:-2], -1, factors.shape[-1], each).transpose(-3, -2)
+    fields = _halves(pairs.flatten(-2), index)
+    if block == 16:
+        values = (fields << 16).view(torch.float32) * 2.0**-exponent
+        outer = own.reshape(-1)[0].clone().view(torch.float32) if scheme.outer is not None else None
+        return values.to(torch.float8_e4m3fn).view(torch.uint8), outer
+    both = torch.stack([fields & 255, fields >> 8], -1).flatten(-2)
+    return (both - exponent + ((own >> 23) - 127)).to(torch.uint8), None
+
+
+def _halves(pairs: torch.Tensor, index: torch.Tensor | None) -> Any:
+    """Of pairs (..., N / 2, blocks) those of all rows in order, or of some."""
+    if index is not None:
+        found = pairs[(index >> 4) * 8 + (index & 7)]
+        return torch.where(((index >> 3) & 1)[:, None] == 0, found & 0xFFFF, (found >> 16) & 0xFFFF)
+    split = pairs.unflatten(-2, (-1, 8))
+    return torch.stack([split & 0xFFFF, (split >> 16) & 0xFFFF], -3).flatten(-4, -2)
+
+
+def rows_of_words(columns: int, block: int) -> int:
+    """Rows of the words of a weight of as many columns, its own scale among them."""
+    return 1 + columns // COLUMNS[block]
+
+
+__all__ = ["element_with_factors", "exponent_of", "factors_of", "rows_of_words", "scales_of", "values_reason"]
