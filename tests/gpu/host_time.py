@@ -27,7 +27,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 import ao_lab
 from ao_lab.compile.guards import guard_options
 from ao_lab.gemm import select
-from ao_lab.tensor import matmul_ops, prepared_products
+from ao_lab.quantization import prepared_products
+from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
 from fast.kernels.launch import cache, direct
