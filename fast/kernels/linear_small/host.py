@@ -65,7 +65,9 @@ def linear_small(
     first, second = _launch(
         n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
     )
-    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias})
+    # The operands of the key, in its order, which are what the call is repeated with: x_scale is among them where there is one.
+    scales = {} if x_scale is None else {"x_scale": x_scale}
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, **scales, "bias": bias})
     if second is None:
         call.allocate("y", (*x.shape[:-1], n), dtype)
         call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))
