@@ -88,7 +88,7 @@ def covers(guard: Any, builder: Any, kind: type[Any]) -> bool:
         return False
     module = module_of(source, builder)
     weight: Any = None if module is None else module._parameters.get(source.index)
-    if module is None or not isinstance(weight, kind) or weight is not builder.get(guard):
+    if module is None or not isinstance(weight, kind):
         return False
     names = weight.__tensor_flatten__()[0]
     plain = all(type(getattr(weight, name)) is torch.Tensor for name in names)
