@@ -7,6 +7,7 @@ this module switches it on, as `ao_lab.quantization` and `ao_lab.checkpoint` do;
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -32,6 +33,8 @@ _autocast_on = torch.is_autocast_enabled
 class PreparedProducts:
     """A weight's programs by shapes and dtypes of inputs and bias; None where there is none."""
 
+    __slots__ = ("programs", "tuned", "version")
+
     def __init__(self, tuned: bool) -> None:
         """tuned: whether something was, for the device: then what is pinned goes another way."""
         self.version, self.tuned = VERSION[0], tuned
@@ -46,7 +49,7 @@ class PreparedProducts:
         program = self.programs.get((x.shape, x.dtype) if bias is None else _key(x, bias))
         if program is None or self.version != VERSION[0] or (self.tuned and pinned()):
             return None
-        y: torch.Tensor | None = program.run(x, bias)
+        y: torch.Tensor | None = program.launch(program, x, bias)
         return y
 
     def add(self, x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> None:
@@ -59,9 +62,16 @@ class PreparedProducts:
             return
         if len(self.programs) >= MOST_SHAPES:
             self.programs.clear()
+        key = _one(key)
         turned = w.transposed()
         shape = (*x.shape[:-1], turned.shape[1])
         self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), turned, bias, shape)
+
+
+@lru_cache(maxsize=1024)
+def _one(key: Any) -> Any:
+    """The same key for all weights, so that the processor has at hand what it compares with."""
+    return key
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None) -> Any:

@@ -34,6 +34,7 @@ from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
+from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
@@ -55,6 +56,8 @@ class QuantizedTensor(torch.Tensor):
     meta: Meta
     #: What `__tensor_flatten__` answers; None until it is asked.
     _flattened: tuple[list[str], Meta] | None = None
+    #: What guards of compiled programs compare (`torch_changes.weight_guards`); None until one does.
+    _form: Form | None = None
 
     @staticmethod
     def __new__(
@@ -194,8 +197,9 @@ class QuantizedTensor(torch.Tensor):
             raise TypeError(
                 f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
             )
+        changes_in_place(self)
         SET_DATA(self, other)
-        for name in ("_stored", "_settled", "_flattened"):
+        for name in ("_stored", "_settled", "_flattened", "_form"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 
@@ -203,8 +207,10 @@ class QuantizedTensor(torch.Tensor):
         """How many hold this tensor, as `torch.utils.swap_tensors` counts them for `module.to()` and `module.half()`.
 
         It refuses a tensor that others hold, since a trainable one would get its gradient at the wrong place. A frozen weight
-        gets none: whoever holds it (the graph of an output, a view) keeps what it was, so it counts as held once.
+        gets none: whoever holds it (the graph of an output, a view) keeps what it was, so it counts as held once. What asks is
+        about to make the tensor another one in place, which compiled programs have to hear.
         """
+        changes_in_place(self)
         return super()._use_count() if self.requires_grad else 1  # type: ignore[misc]
 
     def share_memory_(self) -> QuantizedTensor:

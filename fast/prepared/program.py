@@ -8,6 +8,7 @@ of the calls that the cache has, one call after the other; where the cache has n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,7 @@ ALIGNMENT = 16
 #: Addresses in order: of the inputs, of the bias, of the fixed tensors, of buffers, and last that of no tensor.
 X, BIAS, FIXED, ABSENT = 0, 1, 2, -1
 
-Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+Launch = Callable[["Program", torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
 
 class Steps:
@@ -60,59 +61,33 @@ class Program:
     """The launches of a product, for inputs of one shape and dtype and a bias of one, all on one device.
 
     `run(x, bias)` is the product; None where it takes more than launches: tensors elsewhere, odd addresses or strides,
-    listeners. That shapes and dtypes are those that the program was prepared for, the caller has seen to. It is a closure:
-    in so short a time every attribute that is looked up counts.
+    listeners. That shapes and dtypes are those that the program was prepared for, the caller has seen to. Between two runs of a
+    model's layer the processor forgets what belongs to that layer alone, so a program has little of its own: `launch`, called
+    with the program, is one for all weights that are computed alike.
     """
+
+    __slots__ = ("known", "launch", "parts")
 
     def __init__(self, steps: Steps, result: int, shape: tuple[int, ...], device: torch.device) -> None:
         """result: its place among the addresses; it gets this shape, whichever its buffer had."""
-        self.index = -1 if device.type == "cpu" else device.index
-        self.sizes = [
+        sizes = tuple(
             (made := shape if at == result else size, contiguous_strides(made), dtype)
             for at, (size, dtype, _) in enumerate(steps.buffers, FIXED + len(steps.fixed))
-        ]
-        self.fills = [
+        )
+        fills = tuple(
             (at, fill, prod(size) * dtype.itemsize)
             for at, (size, dtype, fill) in enumerate(steps.buffers)
             if fill
-        ]
-        self.launches = [(function, itemgetter(*places)) for function, places in steps.launches]
-        self.result = result - FIXED - len(steps.fixed)
-        self.parts, self.known = steps.fixed, [0] * len(steps.fixed)
-        self.fixed = [part.data_ptr for part in steps.fixed]
-        self.run = self._closure(device)
+        )
+        launches = tuple((function, tuple(places)) for function, places in steps.launches)
+        self.parts, self.known = tuple(steps.fixed), [0] * len(steps.fixed)
+        self.launch = launching(device, sizes, fills, launches, result - FIXED - len(steps.fixed))
 
-    def _closure(self, device: torch.device) -> Run:
-        from fast.kernels.launch import direct
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The product, or None; see above."""
+        return self.launch(self, x, bias)
 
-        index, fixed, known, hooked = self.index, self.fixed, self.known, direct.hooked
-        current, stream, allocate = direct.current_device, direct.current_stream, direct.allocator(device)
-        sizes, fills, launches, result = self.sizes, self.fills, self.launches, self.result
-        alone = len(sizes) == len(launches) == 1 and not fills
-        (size, *_), ((first, where), *_) = sizes, launches
-
-        def run(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-            address, other = address_of(x, index), None if bias is None else address_of(bias, index)
-            if not address or other == 0 or current() != index or hooked():
-                return None
-            addresses = [place() for place in fixed]
-            if addresses != known and not self._are_readable(addresses):
-                return None
-            if alone:  # as below, in three quarters of the time
-                y = allocate(*size)
-                first(stream(index), where((address, other, *addresses, y.data_ptr(), None)))
-                return y
-            made = [allocate(*size) for size in sizes]
-            if fills:
-                self._fill(made, stream(index))
-            addresses = [address, other, *addresses, *[one.data_ptr() for one in made], None]
-            for launch, select in launches:
-                launch(stream(index), select(addresses))
-            return made[result]
-
-        return run
-
-    def _are_readable(self, addresses: list[int]) -> bool:
+    def are_readable(self, addresses: list[int]) -> bool:
         """Whether kernels read the fixed tensors at these addresses, which are known then: not columns of a wider weight, which
         the ordinary call copies."""
         readable = not any(address % ALIGNMENT for address in addresses)
@@ -121,14 +96,49 @@ class Program:
             self.known[:] = addresses
         return readable
 
-    def _fill(self, made: Sequence[torch.Tensor], stream: int) -> None:
-        """Give buffers the values that they start with."""
-        from fast.kernels.launch import direct
-        from fast.kernels.launch.call import filled
 
-        for at, fill, size in self.fills:
-            if fill != (0,) or not direct.zero(made[at].data_ptr(), size, stream):
-                filled(made[at], fill)
+@lru_cache(maxsize=1024)
+def launching(device: torch.device, sizes: Any, fills: Any, launches: Any, result: int) -> Launch:
+    """What runs programs of these buffers (shape, strides, dtype), fills (buffer, bytes, length) and launches (function, places
+    of addresses). It is a closure: in so short a time every attribute that is looked up counts."""
+    from fast.kernels.launch import direct
+
+    index, hooked = -1 if device.type == "cpu" else device.index, direct.hooked
+    current, stream, allocate = direct.current_device, direct.current_stream, direct.allocator(device)
+    steps = [(function, itemgetter(*places)) for function, places in launches]
+    alone = len(sizes) == len(launches) == 1 and not fills
+    (size, *_), ((first, where), *_) = sizes, steps
+
+    def launch(program: Program, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        address, other = address_of(x, index), None if bias is None else address_of(bias, index)
+        if not address or other == 0 or current() != index or hooked():
+            return None
+        addresses = [part.data_ptr() for part in program.parts]
+        if addresses != program.known and not program.are_readable(addresses):
+            return None
+        if alone:  # as below, in three quarters of the time
+            y = allocate(*size)
+            first(stream(index), where((address, other, *addresses, y.data_ptr(), None)))
+            return y
+        made = [allocate(*size) for size in sizes]
+        if fills:
+            fill(made, fills, stream(index))
+        addresses = [address, other, *addresses, *[one.data_ptr() for one in made], None]
+        for step, select in steps:
+            step(stream(index), select(addresses))
+        return made[result]
+
+    return launch
+
+
+def fill(made: Sequence[torch.Tensor], fills: Any, stream: int) -> None:
+    """Give buffers the values that they start with."""
+    from fast.kernels.launch import direct
+    from fast.kernels.launch.call import filled
+
+    for at, value, size in fills:
+        if value != (0,) or not direct.zero(made[at].data_ptr(), size, stream):
+            filled(made[at], value)
 
 
 def address_of(tensor: torch.Tensor, index: int) -> int:

@@ -7,10 +7,13 @@ programs compute nothing, so that what is left are guards and what torch does wi
 `ao_lab.prepare_for_generate_` leaves out, of parts and of all modules. "eager": up to the product, which is
 put aside; of dense layers with the product (1 x 1, so that it is nothing), as it cannot be taken out. "launched": of CPU
 tensors that pass for a GPU's, all but what the driver does; looked up as the first call is, then prepared as all others are.
+"cold": the first figure of "compiled" and the last of "launched" where 64 MB are read before each call, the median: a model's
+host forgets as much between two tokens.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +30,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 import ao_lab
 from ao_lab.compile.guards import guard_options
 from ao_lab.gemm import select
-from ao_lab.tensor import matmul_ops, prepared_products
+from ao_lab.quantization import prepared_products
+from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
 from fast.kernels.launch import cache, direct
@@ -40,6 +44,7 @@ CONFIGS: dict[str, Callable[[], Any] | None] = {
     "int8dq": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
 }
 LAYERS, WIDTH, CALLS = 100, 64, 150
+MEMORY = torch.zeros(16 << 20)
 
 
 def network(name: str, width: int) -> nn.Module:
@@ -63,25 +68,37 @@ def nothing(program: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callab
     return make_boxed_func(answer)  # type: ignore[no-any-return]
 
 
-def least(call: Callable[[], Any]) -> float:
-    """Microseconds a layer of the quickest call."""
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds a layer of the quickest call, and of the median one after other memory was read."""
+    warm, cold = (seconds(call, between) for between in (lambda: None, MEMORY.sum))
+    return min(warm[5:]) / LAYERS * 1e6, statistics.median(cold[5:]) / LAYERS * 1e6
+
+
+def seconds(call: Callable[[], Any], between: Callable[[], Any]) -> list[float]:
+    """Of calls, with something else before each."""
     times = []
     with torch.no_grad():
         for _ in range(CALLS + 5):
+            between()
             started = time.perf_counter()
             call()
             times.append(time.perf_counter() - started)
-    return min(times[5:]) / LAYERS * 1e6
+    return times
 
 
-def compiled(name: str, frozen: bool | None = None) -> float:
+def least(call: Callable[[], Any]) -> float:
+    """Microseconds a layer of the quickest call."""
+    return timed(call)[0]
+
+
+def compiled(name: str, frozen: bool | None = None) -> tuple[float, float]:
     """Of a compiled call; frozen: with `guard_options`."""
     torch.compiler.reset()
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     options = None if frozen is None else guard_options(frozen)
     backend = aot_autograd(fw_compiler=nothing)
     call = torch.compile(network(name, WIDTH), fullgraph=True, backend=backend, options=options)
-    return least(lambda: call(x))
+    return timed(lambda: call(x))
 
 
 def eager(name: str) -> float:
@@ -96,7 +113,7 @@ def eager(name: str) -> float:
         matmul_ops.select_product = product
 
 
-def launched(name: str) -> tuple[float, float]:
+def launched(name: str) -> tuple[float, float, float]:
     """Of a call on a GPU without what the driver does: before `prepared_products` had programs, and with them."""
 
     def run(self: CompiledLaunch, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
@@ -116,17 +133,18 @@ def launched(name: str) -> tuple[float, float]:
                 stack.enter_context(mock.patch.object(owner, attribute, value))
             stack.enter_context(mock.patch.object(prepared_products, "on_gpu", return_value=on_gpu))
             net = network(name, WIDTH)
-            times.append(least(lambda: net(x)))  # noqa: B023
-    return times[0], times[1]
+            times.append(timed(lambda: net(x)))  # noqa: B023
+    return times[0][0], *times[1]
 
 
 def main() -> int:
     """Both, of the configurations that are named, or of all."""
     for name in sys.argv[1:] or CONFIGS:
-        guards = " ".join(f"{compiled(name, frozen):6.2f}" for frozen in (None, False, True))
-        times = f"compiled {guards} us, eager {eager(name):6.2f} us"
+        (first, cold), *others = (compiled(name, frozen) for frozen in (None, False, True))
+        guards = " ".join(f"{one:6.2f}" for one in (first, *(warm for warm, _ in others)))
+        times = f"compiled {guards} us (cold {cold:6.2f}), eager {eager(name):6.2f} us"
         if CONFIGS[name] is not None:
-            times += ", launched {:6.2f} {:6.2f} us".format(*launched(name))
+            times += ", launched {:6.2f} {:6.2f} us (cold {:6.2f})".format(*launched(name))
         sys.stdout.write(f"torch {torch.__version__} {name:7} {times}\n")
         sys.stdout.flush()
     return 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from ao_lab.tensor.torch_changes import dtensor_cache, unwrapping
+from ao_lab.tensor.torch_changes import dtensor_cache, unwrapping, weight_guards
 
 #: By the module that it changes: what makes a change, given the class of quantized weights. Those that are still to be made.
 PENDING: dict[str, Callable[[type], None]] = {
     dtensor_cache.MODULE: dtensor_cache.hash_local_tensors,
     unwrapping.MODULE: unwrapping.unwrap_by_names,
+    weight_guards.MODULE: weight_guards.guard_by_form,
 }
 
 

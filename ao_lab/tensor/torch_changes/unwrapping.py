@@ -18,7 +18,8 @@ import torch
 PACKAGE = "torch._functorch._aot_autograd"
 #: The module whose function of this name takes inputs apart, and the one that versions have which write code for it.
 MODULE, NAME, CODE = f"{PACKAGE}.runtime_wrappers", "runtime_unwrap_tensor_subclasses", "subclass_codegen"
-PLAIN = (torch.Tensor, torch.nn.Parameter, int)
+TENSOR = torch.Tensor
+PLAIN = (TENSOR, torch.nn.Parameter, int)
 
 Unwrap = Callable[..., list[Any]]
 
@@ -57,9 +58,11 @@ def known_parts(tensor: Any, meta: Any) -> list[torch.Tensor] | None:
     parts that have parts themselves."""
     if None in meta.outer_size or None in meta.outer_stride:
         return None
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    held = tensor.__dict__
+    names, _ = held.get("_flattened") or tensor.__tensor_flatten__()
+    parts = [held[name] for name in names]
     for part in parts:  # a loop: twice as fast as all(...) of two or three
-        if type(part) is not torch.Tensor:
+        if type(part) is not TENSOR:
             return None
     return parts
 

@@ -339,3 +339,19 @@ def test_nothing_is_prepared_on_a_cpu():
     with torch.no_grad():
         one(inputs(1))
     assert kept(one) is None
+
+
+@pytest.mark.parametrize("name", ["int4", "int8, preshuffled"])
+def test_weights_that_are_computed_alike_share_what_runs_them(gpu, name):
+    """What each has of its own is its parts: little for the processor to fetch again."""
+    layers, x = [layer(name, seed=seed) for seed in (0, 1)], inputs(1)
+    for one in layers:
+        run(gpu, one, x)
+    (first, second) = ((*kept(one).programs.items(),) for one in layers)
+    assert first[0][0] is second[0][0]
+    assert first[0][1].launch is second[0][1].launch
+    for one in layers:
+        _, looked_up, launches = run(gpu, one, x)
+        parts = {part.data_ptr() for part in one.weight.parts.values() if part is not None}
+        assert looked_up == 0
+        assert parts <= {value for launch in launches for value in launch if isinstance(value, int)}
