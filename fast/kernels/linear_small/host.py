@@ -42,8 +42,8 @@ def linear_small(
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
     `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
-    the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a tiling
-    that is not for the weight.
+    the rule's; key, record: see `launch.cache`, of a call without x_scale. ValueError for shapes and devices that do not go
+    together and for a tiling that is not for the weight.
     """
     n, length = w.shape
     dtype = x.dtype if dtype is None else dtype
@@ -54,28 +54,50 @@ def linear_small(
         return None
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return None
+    chosen = launches_for(w, count, x.dtype, dtype, tiling)
+    if chosen is None:
+        return None
+    scales = {} if x_scale is None else {"x_scale": x_scale}
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, **scales, "bias": bias})
+    add_product(call, chosen, (*x.shape[:-1], n), dtype, "x")
+    y: torch.Tensor = call.result("y", key, record)
+    return y
+
+
+def launches_for(
+    w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype, tiling: Tiling | None = None
+) -> Launches | None:
+    """The launches that multiply `count` rows of inputs by a weight, by the rule's tiles or others; None for more parts of a
+    result than 2**31. ValueError for a tiling that is not for the weight."""
     given = tiling or tiling_of(w.rows, w.columns, w.element, w.group, count)
     if not given.fits(w.rows, w.columns, w.element, w.group):
         raise ValueError(
             f"{given} is not for a weight {w.shape}, {w.element} in groups of {w.group}: tiles are whole ones of "
             f"{(w.rows, w.columns)} and a program's stages fit a multiprocessor; take one of `candidates`"
         )
+    n, length = w.shape
     if given.splits * count * n > INT32:
         return None
-    first, second = _launch(
-        n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
-    )
-    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "x_scale": x_scale, "bias": bias})
+    return _launch(n, length, w.element, w.group, count, FLOAT_NAMES[inputs], FLOAT_NAMES[dtype], given)
+
+
+def add_product(
+    call: Call, launches: Launches, shape: tuple[int, ...], dtype: torch.dtype, x: str
+) -> None:
+    """Launch a product in a call and allocate its result "y" of this shape and dtype.
+
+    The call has the inputs under the name `x`, and as "codes", "scale", "zero", "x_scale" and "bias" what there is of them.
+    """
+    first, second = launches
+    given = (x, "codes", "scale", "zero")
     if second is None:
-        call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))
-    else:
-        call.allocate("parts", (given.splits, count, n), torch.float32)
-        call.launch(first, ("x", "codes", "scale", "zero", None, None, "parts"))
-        call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(second, ("parts", "x_scale", "bias", "y"))
-    y: torch.Tensor = call.result("y", key, record)
-    return y
+        call.allocate("y", shape, dtype)
+        call.launch(first, (*given, "x_scale", "bias", "y"))
+        return
+    call.allocate("parts", (first.grid[1], *first.tail[:2]), torch.float32)
+    call.launch(first, (*given, None, None, "parts"))
+    call.allocate("y", shape, dtype)
+    call.launch(second, ("parts", "x_scale", "bias", "y"))
 
 
 def check_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> None:
@@ -129,5 +151,6 @@ def _launch(
 
 
 __all__ = [
-    "MOST_ROWS", "ArrangedWeight", "Tiling", "arrange", "candidates", "check_operands", "linear_small", "tiling_of",
+    "MOST_ROWS", "ArrangedWeight", "Tiling", "add_product", "arrange", "candidates", "check_operands", "launches_for",
+    "linear_small", "tiling_of",
 ]  # fmt: skip
