@@ -14,14 +14,14 @@ from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import block_launch
-from fast.kernels.quantize.geometry import INT32, power_above
+from fast.kernels.quantize.geometry import INT32, Geometry, power_above
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.tile.block_op import block_op
 from reference.quantize.blocks import Blocks
 from reference.schemes.record_text import record_of
 from reference.schemes.schemes import Scheme
 
-#: The longest row that a program holds, and elements of a warp of one: each thread has 16 of them, in the longest 32.
+#: The longest row that a program takes; elements of a warp, 16 a thread, of which longer rows have more.
 LONGEST, WARP, MOST_WARPS = 32768, 512, 32
 #: A launch, with the names of its pointers.
 InputsLaunch = tuple[CompiledLaunch, list[str | None]]
@@ -106,16 +106,26 @@ def _codes(scheme: Scheme, count: int, length: int, dtype: str) -> InputsLaunch 
 
 
 def _values(scheme: Scheme, count: int, length: int, dtype: str) -> InputsLaunch | None:
-    """`fake_quantize` in one pass, by the tiles that it has."""
+    """`fake_quantize` in one pass, by tiles of one warp: few rows are over sooner in many of them."""
     of = plans.problem_of(dtype, scheme, Blocks.of((count, length), scheme.scale, -1), not interpreted())
     plan = None if of is None else plans.fake_quantizing(of)
     if plan is None or len(plan.passes) != 1:
         return None
-    one, names = block_launch(plan.passes[0])
+    one, names = block_launch(plan.on_tiles(**_small_tiles(plan.passes[0].place)).passes[0])
     options = {**one.options, "launch_pdl": True}
     tail = (*one.tail, not interpreted())
     launch = CompiledLaunch(block_values_kernel, one.grid, tail, one.warps, **options)
     return launch, ["values" if name == "y" else name for name in names]
+
+
+def _small_tiles(place: Geometry) -> dict[str, Any]:
+    """What is other than in a geometry where neighbouring blocks that fill their tiles are taken by fewer at once."""
+    if place.shape != "flat" or place.chunked or place.size != place.integers[3] or place.size > WARP:
+        return {}
+    p = WARP // place.size
+    while place.blocks % p:
+        p //= 2
+    return {"p": p, "warps": 1, "masked": False, "programs": place.blocks // p}
 
 
 __all__ = ["LONGEST", "exact_inputs", "linear_small_dynamic"]

@@ -21,6 +21,10 @@ from fast.kernels.tile.fast_codes import multiplier
 from fast.kernels.tile.fast_values import rounded_values
 
 
+# Elements of a row that stay in registers.
+LONG = tl.constexpr(16384)
+
+
 @triton.jit
 def _wait(USE_PDL: tl.constexpr):
     """Until the kernel in front has ended; the one behind may begin."""
@@ -77,6 +81,10 @@ def row_codes_kernel(
         largest, low, high, 1.0, scale, scale, block, block >= 0, 1, SCHEME, OP
     )
     tl.store(scale + block, s)
+    if SIZE > LONG or SCHEME.zero != "":
+        # Again: a thread of a long row has no registers to keep it in, and a range is taken of other pairs. The store in front
+        # keeps the two apart.
+        tile = read(x + at, inside)
     value = _elements(tile, e, s, scale_code, prepared, z, SCHEME)
     tl.store(y + at, narrow(value, SCHEME.dtype, False), mask=inside)
 

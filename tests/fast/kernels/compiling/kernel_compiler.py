@@ -206,7 +206,7 @@ def tile(arguments: dict[str, Any]) -> int:
         return int(arguments["A"] + arguments["B"] + arguments["C"])
     if "P" in arguments:
         return int(arguments["P"] * arguments["SIZE"])
-    if "SPLITS" in arguments:
+    if "SPLITS" in arguments or "LENGTH" in arguments:
         return int(arguments["SIZE"])
     rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]
     return int(rows * arguments.get("COLUMNS", arguments.get("SIZE")))
