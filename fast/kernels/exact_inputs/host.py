@@ -66,12 +66,15 @@ def exact_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """What such a product multiplies of inputs (M, K): in x's dtype, and for "codes" the scales (M); None where no kernel
     makes it."""
-    launch = _launch(scheme.key, kind, *x.shape, FLOAT_NAMES[x.dtype])
+    count, length = x.shape
+    launch = _launch(scheme.key, kind, count, length, FLOAT_NAMES[x.dtype])
     if launch is None:
         return None
     call = Call({"x": x})
-    _add_inputs(call, launch, kind, tuple(x.shape), x.dtype)
-    made: tuple[torch.Tensor, torch.Tensor | None] = call.result(("values", "x_scale" if kind == "codes" else None))
+    _add_inputs(call, launch, kind, (count, length), x.dtype)
+    made: tuple[torch.Tensor, torch.Tensor | None] = call.result(
+        ("values", "x_scale" if kind == "codes" else None)
+    )
     return made
 
 
@@ -86,9 +89,7 @@ def _add_inputs(
 
 
 @lru_cache(maxsize=4096)
-def _launch(
-    scheme: str, kind: str, count: int, length: int, dtype: str
-) -> InputsLaunch | None:
+def _launch(scheme: str, kind: str, count: int, length: int, dtype: str) -> InputsLaunch | None:
     """The launch that makes "values" of "x", and "x_scale" where there is one, with the names of its pointers."""
     record = record_of(scheme)
     return _codes(record, count, length, dtype) if kind == "codes" else _values(record, count, length, dtype)

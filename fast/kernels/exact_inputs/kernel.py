@@ -20,7 +20,6 @@ from fast.kernels.tile.block_scales import choose_scales
 from fast.kernels.tile.fast_codes import multiplier
 from fast.kernels.tile.fast_values import rounded_values
 
-
 # Elements of a row that stay in registers.
 LONG = tl.constexpr(16384)
 

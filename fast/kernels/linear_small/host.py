@@ -81,9 +81,7 @@ def launches_for(
     return _launch(n, length, w.element, w.group, count, FLOAT_NAMES[inputs], FLOAT_NAMES[dtype], given)
 
 
-def add_product(
-    call: Call, launches: Launches, shape: tuple[int, ...], dtype: torch.dtype, x: str
-) -> None:
+def add_product(call: Call, launches: Launches, shape: tuple[int, ...], dtype: torch.dtype, x: str) -> None:
     """Launch a product in a call and allocate its result "y" of this shape and dtype.
 
     The call has the inputs under the name `x`, and as "codes", "scale", "zero", "x_scale" and "bias" what there is of them.

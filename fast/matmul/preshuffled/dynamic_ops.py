@@ -12,7 +12,7 @@ import torch
 import reference
 from fast.dispatch import Function, execute
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.exact_inputs import kind_of
+from fast.matmul.preshuffled.exact_inputs import inputs_reason, kind_of
 from fast.matmul.preshuffled.ops import STORED, restored, weight_of
 from fast.matmul.stored_weight_ops import (
     Operands,
@@ -26,19 +26,18 @@ from fast.matmul.stored_weight_ops import (
 from fast.matmul.weights import parts
 from fast.ops import record_name, register
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE, VJP_OP
-from reference import Quantized
+from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear, result_dtype
 from reference.schemes.record_text import record_of
 
-SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, SymInt[] shape, str x_scheme, str scheme) -> Tensor"
-)
+TENSORS = "Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias"
+SCHEMA = f"({TENSORS}, SymInt[] shape, str x_scheme, str scheme) -> Tensor"
 
 
 def linear_small_dynamic_op(*arguments: Any) -> torch.Tensor:
     """Inputs in a scheme times the transpose of a preshuffled weight."""
     *operands, shape, x_scheme, scheme = arguments
-    values = (tuple(shape), record_of(x_scheme).key)
+    values = (tuple(shape), x_scheme)
     y: torch.Tensor = execute(LINEAR_SMALL_DYNAMIC, record_of(scheme), values, operands)
     return y
 
@@ -51,9 +50,20 @@ def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quan
     return x, w, bias
 
 
+def _scheme(values: Values) -> tuple[Scheme, str]:
+    """The inputs' record, and what is exact of them; ValueError where nothing is."""
+    scheme = record_of(values[1])
+    kind = kind_of(scheme)
+    if kind is None:
+        raise ValueError(
+            f"linear_small_dynamic: {inputs_reason(scheme)}; fake_quantize the inputs and multiply them by `linear_small`"
+        )
+    return scheme, kind
+
+
 def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, w, bias = _checked(record, values, operands)
-    names = record_name(values[1]), record_name(w.scheme)
+    names = values[1], record_name(w.scheme)
     y: torch.Tensor = LINEAR_SMALL_DYNAMIC_OP(x, w.codes, w.scale, w.zero, bias, list(w.shape), *names)
     return y
 
@@ -71,10 +81,9 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
-    scheme = record_of(values[1])
+    scheme, kind = _scheme(values)
     arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
     if x.numel():
-        kind = str(kind_of(scheme))
         y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, key=key, record=record)
         if y is not None:
             return y
@@ -87,7 +96,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 def _reference(record: Any, values: Values, operands: Operands) -> Any:
     """Of rows of codes."""
     x, w, bias = _checked(record, values, operands)
-    rows = reference.quantize(x.reshape(-1, x.shape[-1]), record_of(values[1]), axis=-1)
+    rows = reference.quantize(x.reshape(-1, x.shape[-1]), _scheme(values)[0], axis=-1)
     y: Any = reference.linear(rows, layout.restored(w), bias, out_dtype=result_dtype(x))
     return y.reshape(*x.shape[:-1], w.shape[0])
 

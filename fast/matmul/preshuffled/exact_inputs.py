@@ -37,9 +37,7 @@ def inputs_reason(scheme: Scheme) -> str | None:
     """Why no product of 16-bit floats computes with inputs in a scheme; None where one does."""
     if kind_of(scheme) is not None:
         return None
-    return (
-        f"16-bit floats must hold {scheme.name} exactly: elements times powers of two, or under one float scale for each row"
-    )
+    return f"16-bit floats must hold {scheme.name} exactly: elements times powers of two, or under one float scale for each row"
 
 
 @lru_cache(maxsize=1024)
@@ -49,7 +47,12 @@ def _kind(key: str) -> str | None:
     plain = scheme.outer is None and scheme.rounding == "nearest_even" and scale.stored == "decode"
     if not plain or fmt.kind not in ("float", "int") or scheme.dequantize == "target":
         return None
-    if scale.power_of_two and isinstance(scale.block, int) and scheme.zero is None and _digits(scheme) <= _least_digits():
+    if (
+        scale.power_of_two
+        and isinstance(scale.block, int)
+        and scheme.zero is None
+        and _digits(scheme) <= _least_digits()
+    ):
         return VALUES
     rows = scale.block == -1 and scale.storage in ROW_STORAGES
     return CODES if rows and _codes_are_exact(scheme) else None
