@@ -79,10 +79,10 @@ def test_gradients_pass_where_nothing_saturated(name):
 
 
 def test_errors():
-    plain, stored = preshuffled()
+    _, stored = preshuffled()
     x = inputs(3, 256, BF16)
     with pytest.raises(
-        ValueError, match="16-bit floats must hold fp8_1x128 exactly.*multiply them by `linear_small`"
+        ValueError, match=r"16-bit floats must hold fp8_1x128 exactly.*multiply them by `linear_small`"
     ):
         linear_small_dynamic(x, "fp8_1x128", stored)
     with pytest.raises(ValueError, match="the last axes must be the same"):
@@ -93,10 +93,9 @@ def test_errors():
         linear_small_dynamic([1.0], "int8_rowwise", stored)
     with pytest.raises(ValueError, match="scheme"):
         linear_small_dynamic(x, "int8_rowwice", stored)
+    stored.scale.requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient for the scales"):
-        scale = stored.scale.requires_grad_()
-        linear_small_dynamic(x, "int8_rowwise", stored).sum().backward()
-    assert scale.grad is None
+        linear_small_dynamic(x, "int8_rowwise", stored)
 
 
 def test_operator():
