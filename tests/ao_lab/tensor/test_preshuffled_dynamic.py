@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ao_lab
 import ao_lab.tensor.preshuffled as rule
@@ -153,3 +154,18 @@ def test_plain_weights_are_told_why():
     w.recipe = replace(w.recipe, kernel="fused")
     assert "but those of preshuffled matrices" in str(fused.unsupported_reason(w, BF16))
     assert PRODUCTS["fused"].unsupported_reason(weight_of("int4_g128", "int8_rowwise").transposed(), BF16)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200])
+def test_programs_that_are_traced_have_the_operator(rows, monkeypatch):
+    """Of tensors that only say where they would be: one operator, whatever the number of rows."""
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    seen, run = [], fused.linear_small_dynamic
+    monkeypatch.setattr(fused, "linear_small_dynamic", lambda *a: seen.append(a) or run(*a))
+    with FakeTensorMode(), torch.no_grad():
+        dense = torch.empty(384, 256, device="cuda:0", dtype=BF16)
+        recipe = Recipe(weight=SCHEMES["int4_g128"], activation=SCHEMES["fp8_rowwise"])
+        t = quantized(dense, recipe).to_layout(LAYOUT)
+        made = nn.functional.linear(dense.new_empty(2, rows, 256), t, dense.new_empty(384))
+    assert (made.shape, made.dtype, made.device.type) == ((2, rows, 384), BF16, "cuda")
+    assert [one[1] for one in seen] == [SCHEMES["fp8_rowwise"]]

@@ -1,6 +1,6 @@
 """On a GPU: layers of preshuffled weights whose inputs are quantized on the way, compared and timed beside bfloat16.
 
-    PYTHONPATH=. python tests/gpu/linear/validate_linear_w4a8.py [--seconds 300] [--rows 1 16 64 128] [--shapes 0]
+    PYTHONPATH=. python tests/gpu/linear/validate_w4a8.py [--seconds 300] [--rows 1 16 64 128] [--shapes 0]
 
 1. Inputs: what the kernel in front writes is what `fast.quantize` and `fast.fake_quantize` give, to the bit.
 2. Products: sums that are exact in float32 to the bit, random ones within `reference.linear_error_bound`; with a bias, as eager
@@ -8,7 +8,7 @@
 3. Times, quantization included, as CUDA graphs in turn over more weights than the second-level cache holds, and microseconds
    of the host for an eager layer. "only": the same weight with inputs as they are.
 
-Prints a line a row, writes $OUT/linear_w4a8.json; exits with 1 on any difference.
+Prints a line a row, writes $OUT/w4a8.json; exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n".join([*wrong, f"{len(wrong)} wrong, {time.monotonic() - begun:.0f} s"]), flush=True)
     if "OUT" in os.environ:
         about = {"device": torch.cuda.get_device_name(), "wrong": wrong, "rows": found}
-        Path(os.environ["OUT"], "linear_w4a8.json").write_text(json.dumps(about, indent=1))
+        Path(os.environ["OUT"], "w4a8.json").write_text(json.dumps(about, indent=1))
     return int(bool(wrong))
 
 
