@@ -1,9 +1,9 @@
 """Where the time of a token of transformers' `generate()` goes, bfloat16 beside int4: GPU, graphs, host, one layer's call.
 
-    PYTHONPATH=. python tests/gpu/profile_generate.py [--layers 8 --configs bf16 int4wo int4wo-prepared --budget 200]
+    PYTHONPATH=. python tests/gpu/profile_generate.py [--layers 8 --configs bfloat16 "int4 g128" --budget 200]
     PYTHONPATH=. python tests/gpu/profile_generate.py --device cpu --divide 32 --layers 1
 
-The models of `validate_generate.py` at batch 1, compiled and eager. Of each: milliseconds a token without a profiler; by
+The models of experiment `generate` at batch 1, compiled and eager. Of each: milliseconds a token without a profiler; by
 torch.profiler over --steps steps of decoding in steady state what the GPU does (in all, inside graphs, between them), its
 largest kernels, and the host by names of operations; of eager mode cProfile of 10 steps. Then microseconds that one call of a
 linear layer takes the host, and parts of it, in chunks of which each begins with an idle GPU. Times under a profiler are
@@ -13,6 +13,7 @@ longer than without: compare them with each other alone. If OUT is set, all of i
 from __future__ import annotations
 
 import argparse
+import copy
 import cProfile
 import json
 import os
@@ -29,9 +30,10 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from experiments.generate.methods import BASE, METHODS
+from experiments.generate.stage import Stage
 from tests.gpu.harness import traces
 from tests.gpu.harness.layer_calls import layer_calls
-from tests.gpu.validate_generate import configured, generation, model_of
 
 #: Steps before the window: prompt, and what is slow in the first ones; those that the profiler runs before it counts.
 BEFORE, WARM, PYTHON_STEPS, LARGEST, MOST_KERNELS = 16, 4, 10, 25, 15
@@ -39,6 +41,18 @@ BEFORE, WARM, PYTHON_STEPS, LARGEST, MOST_KERNELS = 16, 4, 10, 25, 15
 
 #: Whether a profiler has run.
 PROFILED: list[bool] = []
+
+
+def stage_of(args: argparse.Namespace) -> Stage:
+    """The model and its calls."""
+    return Stage(args.layers, args.device, args.divide, args.new)
+
+
+def configured(base: Any, name: str) -> Any:
+    """A copy of the model in a configuration."""
+    model = copy.deepcopy(base)
+    next(one for one in METHODS if one.name == name).apply(model)
+    return model
 
 
 class Steps(transformers.StoppingCriteria):
@@ -61,7 +75,7 @@ def traced(model: Any, compiled: bool, args: argparse.Namespace) -> list[traces.
         with profile(
             activities=activities, schedule=window, on_trace_ready=lambda p: p.export_chrome_trace(str(path))
         ) as seen:
-            generation(model, 1, compiled, args, Steps(seen.step))
+            stage_of(args).steps(model, 1, compiled, Steps(seen.step))
         return traces.complete(json.loads(path.read_text()))
 
 
@@ -77,7 +91,7 @@ def python_functions(model: Any, args: argparse.Namespace) -> list[dict[str, Any
         if count == BEFORE + PYTHON_STEPS:
             profiler.disable()
 
-    generation(model, 1, False, args, Steps(after))
+    stage_of(args).steps(model, 1, False, Steps(after))
     rows = []
     for (file, line, name), (_, calls, own, total, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
         where = name if file == "~" else f"{'/'.join(Path(file).parts[-3:])}:{line}({name})"
@@ -92,9 +106,9 @@ def profiled(model: Any, compiled: bool, args: argparse.Namespace) -> dict[str, 
     """All of one configuration in one mode."""
     torch.compiler.reset()
     for _ in range(2 if compiled else 1):  # compiles; records the graph
-        generation(model, 1, compiled, args)
+        stage_of(args).steps(model, 1, compiled)
     # Once a profiler has run, launches of the process take the host longer: times of later ones would say nothing.
-    token = None if PROFILED else statistics.median(generation(model, 1, compiled, args))
+    token = None if PROFILED else statistics.median(stage_of(args).steps(model, 1, compiled))
     PROFILED.append(True)
     events = traced(model, compiled, args)
     wall = [
@@ -157,14 +171,15 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--divide", type=int, default=1, help="widths and vocabulary, for a stand-in")
-    parser.add_argument("--configs", nargs="+", default=["bf16", "int4wo"])
+    names = [one.name for one in METHODS]
+    parser.add_argument("--configs", nargs="+", default=[BASE.name, "int4 g128"], choices=names)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
         "--budget", type=float, default=200.0, help="seconds; modes that begin later are left out"
     )
     args = parser.parse_args()
     args.new = BEFORE + WARM + args.steps + 8
-    began, base = time.perf_counter(), model_of(args)
+    began, base = time.perf_counter(), stage_of(args).model(0)
     card = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     result: dict[str, Any] = {
         "device": card,

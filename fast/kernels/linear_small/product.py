@@ -153,7 +153,7 @@ def sum_splits_kernel(
     parts, x_scale, bias, y, count, N: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added from the first on, times x_scale, plus bias."""
+    """TILE elements of a row of y (count, N): the parts (SPLITS, count, N) added in order, times x_scale, plus bias."""
     m = tl.program_id(1)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = n < N

@@ -57,13 +57,13 @@ def function_of(cubin: bytes, name: str, shared: int, device: int) -> ctypes.c_v
     return found
 
 
-class _Attribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """A `CUlaunchAttribute`: its number, and of 64 bytes of value the three first words."""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
 
 
-class _Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """A `CUlaunchConfig`."""
 
     _fields_ = (
@@ -74,8 +74,8 @@ class _Config(ctypes.Structure):
 
 def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shared: int, device: int) -> int:
     """How many clusters of a kernel the device runs at once: those that fit into its groups of multiprocessors."""
-    attribute = _Attribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
-    config = _Config(
+    attribute = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+    config = LaunchConfig(
         (cluster, 1, 1), (threads, 1, 1), shared, None, ctypes.addressof(attribute), 1
     )  # fmt: skip
     found = ctypes.c_int()
@@ -128,4 +128,15 @@ def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> by
     return bytes(made)
 
 
-__all__ = ["STEP", "Launch", "check", "clusters_at_once", "driver", "function_of", "launcher", "tensor_map"]
+__all__ = [
+    "STEP",
+    "Launch",
+    "LaunchAttribute",
+    "LaunchConfig",
+    "check",
+    "clusters_at_once",
+    "driver",
+    "function_of",
+    "launcher",
+    "tensor_map",
+]

@@ -16,7 +16,8 @@ import numpy as np
 from tests.emulator.device.memory import BASE, Memory, Shared
 from tests.emulator.device.opcodes import Operands, compiled
 from tests.emulator.device.program import parsed
-from tests.emulator.device.shared_opcodes import special
+from tests.emulator.device.shared_opcodes import meet, special
+from tests.emulator.device.warp_opcodes import of_warp
 
 
 class Thread:
@@ -94,7 +95,11 @@ class Machine:
         self.registers = len(operands.numbers)
 
     def _step(self, one: Any, operands: Operands, at: int) -> Callable[[Thread], Any]:
-        step = compiled(one.opcode, one.operands, operands) or special(one.opcode, one.operands, operands, at)
+        step = (
+            of_warp(one.opcode, one.operands, operands, at, meet)
+            or compiled(one.opcode, one.operands, operands)
+            or special(one.opcode, one.operands, operands, at)
+        )
         if step is None:
             raise NotImplementedError(f"PTX instruction {one.opcode} {one.operands}")
         if one.guard is None:

@@ -39,7 +39,7 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
     if opcode == "bar.sync":
         return _bar(operands, o, at)
     if opcode == "bar.warp.sync":
-        return lambda th: _meet(th, ("warp", at, th.tid_x // 32), 32, lambda group: None)
+        return lambda th: meet(th, ("warp", at, th.tid_x // 32), 32, lambda group: None)
     if opcode.startswith(("setmaxnreg", "fence.mbarrier_init")):
         return lambda th: None
     if opcode == "ret":
@@ -52,7 +52,7 @@ def _ret(th: Any) -> int:
     return int(th.pc)
 
 
-def _meet(th: Any, where: Any, count: int, together: Callable[[list[Any]], None]) -> str | None:
+def meet(th: Any, where: Any, count: int, together: Callable[[list[Any]], None]) -> str | None:
     """Wait for `count` threads of the program; the last one does what they do together."""
     if th.arrived is not None:
         opened, th.arrived = th.arrived[0], th.arrived if not th.arrived[0] else None
@@ -72,7 +72,7 @@ def _meet(th: Any, where: Any, count: int, together: Callable[[list[Any]], None]
 
 def _bar(operands: tuple[str, ...], o: Operands, at: int) -> Step:
     which, count = o.reader(operands[0]), o.reader(operands[1]) if len(operands) > 1 else None
-    return lambda th: _meet(
+    return lambda th: meet(
         th, ("bar", which(th)), count(th) if count else len(th.cta.threads), lambda group: None
     )
 
@@ -89,7 +89,7 @@ def _shuffle(operands: tuple[str, ...], o: Operands, at: int) -> Step:
                 for rest in names[1:]:
                     one.registers[rest] = True
 
-        return _meet(th, ("shuffle", at, th.tid_x // 32), 32, together)
+        return meet(th, ("shuffle", at, th.tid_x // 32), 32, together)
 
     return step
 
@@ -233,7 +233,7 @@ def _wgmma(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step
 
     else:
         return lambda th: None
-    return lambda th: _meet(th, ("wgmma", at, th.tid_x // 128), 128, together)
+    return lambda th: meet(th, ("wgmma", at, th.tid_x // 128), 128, together)
 
 
 def _products(group: list[Any]) -> list[list[Callable[[], None]]]:
@@ -273,4 +273,4 @@ def _multiply(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[
     return together
 
 
-__all__ = ["special"]
+__all__ = ["meet", "special"]

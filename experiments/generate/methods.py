@@ -1,0 +1,78 @@
+"""What generates: bfloat16, our configurations, ours after `ao_lab.prepare_for_generate_`, and torchao's.
+
+Names are those of experiment `linear`. Nothing is switched on but what a method names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+import ao_lab
+from experiments.decode.configs import FLOAT8_DYNAMIC, torchao_config
+from experiments.harness import libraries
+from experiments.linear.methods import Build, float8_dynamic, integers
+
+TRANSFORMERS, TORCHAO = "transformers", libraries.TORCHAO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to store the weights of a model's linear layers, the output layer too.
+
+    build: its configuration, None for bfloat16. library: whose `quantize_`. frozen: None, or that of `prepare_for_generate_`,
+    which has something to do where the model is compiled alone. deep: whether it is measured of all 32 layers, too.
+    """
+
+    name: str
+    build: Build | None = None
+    library: str = "ao_lab"
+    frozen: bool | None = None
+    deep: bool = False
+
+    def apply(self, model: nn.Module) -> None:
+        """Quantize and prepare a model in place."""
+        if self.build is None:
+            return
+        if self.library == TORCHAO:
+            from torchao.quantization import quantize_
+
+            quantize_(model, self.build())
+            return
+        ao_lab.quantize_(model, self.build())
+        if self.frozen is not None:
+            ao_lab.prepare_for_generate_(model, frozen=self.frozen)
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot be measured here; None where it can."""
+        found = libraries.missing(TRANSFORMERS)
+        return found or (libraries.missing(TORCHAO) if self.library == TORCHAO else None)
+
+
+INT4, INT4_ZERO = integers(4, 128), lambda: ao_lab.Int4WeightOnlyConfig(group_size=128)
+BASE = Method(name="bfloat16", deep=True)
+METHODS = (
+    BASE,
+    Method(name="int4 g128", build=INT4, deep=True),
+    Method(name="int4 g128, prepared", build=INT4, frozen=False, deep=True),
+    Method(name="int4 g128, prepared and frozen", build=INT4, frozen=True, deep=True),
+    Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True),
+    Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow())),
+    Method(name="int4 g128, zero points", build=INT4_ZERO),
+    Method(name="mxfp4", build=lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn")),
+    Method(
+        name="torchao int4wo",
+        build=torchao_config("Int4WeightOnlyConfig", group_size=128, int4_packing_format="tile_packed_to_4d"),
+        library=TORCHAO,
+    ),
+    Method(name="torchao int8wo", build=torchao_config("Int8WeightOnlyConfig"), library=TORCHAO),
+    Method(
+        name="torchao fp8dq, rows",
+        build=torchao_config(FLOAT8_DYNAMIC, granularity="PerRow"),
+        library=TORCHAO,
+    ),
+)
+
+__all__ = ["BASE", "METHODS", "TORCHAO", "TRANSFORMERS", "Method"]

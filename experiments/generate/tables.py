@@ -1,0 +1,88 @@
+"""Tables: what all methods are timed at, one after the other in one process, whole or not at all.
+
+bfloat16 is first, and once more last: its second time over its first says what the GPU's state changed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from experiments.generate.methods import BASE, METHODS, Method
+from experiments.generate.stage import Stage
+
+KIND = "generate"
+DECODE, PREFILL = "decode", "prefill"
+#: The model of all tables, and the whole one, of which those that say most are measured.
+DEPTH, WHOLE = 8, 32
+LONG = 2048
+COMPILED, EAGER = "compiled", "not compiled"
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is timed. part: DECODE or PREFILL, the names of `--only`; length: of a prefill. needed: seconds of a method."""
+
+    stage: Stage
+    part: str
+    methods: tuple[Method, ...]
+    batch: int = 1
+    compiled: bool = True
+    length: int = 0
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows."""
+        if self.part == PREFILL:
+            return f"prefill of {self.length} tokens"
+        return f"batch {self.batch}, {COMPILED if self.compiled else EAGER}"
+
+    @property
+    def needed(self) -> float:
+        """About how many seconds it takes on an H200: a compiled layer is generated with for the first time in two."""
+        each = 2.0 + (1.6 * self.stage.layers if self.compiled and self.part == DECODE else 0.0)
+        return each * (len(self.methods) + 1)
+
+
+def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
+    """At full scale: what is asked first comes first."""
+    stage, whole = Stage(DEPTH, device), Stage(WHOLE, device)
+    deep = tuple(one for one in METHODS if one.deep)
+    unprepared = tuple(one for one in METHODS if one.frozen is None)
+    found = (
+        Table(stage, DECODE, METHODS, 1),
+        Table(whole, DECODE, deep, 1),
+        Table(stage, DECODE, METHODS, 16),
+        Table(stage, DECODE, unprepared, 1, compiled=False),
+        Table(stage, PREFILL, unprepared, length=LONG),
+        Table(stage, DECODE, unprepared, 16, compiled=False),
+        Table(stage, DECODE, METHODS, 64),
+        Table(stage, DECODE, unprepared, 64, compiled=False),
+    )
+    return (one for one in found if one.part in parts)
+
+
+def stand_ins(parts: Sequence[str], device: str) -> Iterator[Table]:
+    """A tiny model's, whose times mean nothing: what is measured at full scale runs here too, but for the compiler."""
+    stage = Stage(1, device, divide=32, new=8, calls=1)
+    ours = tuple(one for one in METHODS if one.frozen is None and one.library == BASE.library)
+    found = (
+        Table(stage, DECODE, ours, 2, compiled=False),
+        Table(stage, PREFILL, ours, length=64, compiled=False),
+    )
+    return (one for one in found if one.part in parts)
+
+
+__all__ = [
+    "COMPILED",
+    "DECODE",
+    "DEPTH",
+    "EAGER",
+    "KIND",
+    "LONG",
+    "PREFILL",
+    "WHOLE",
+    "Table",
+    "stand_ins",
+    "tables_of",
+]

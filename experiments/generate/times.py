@@ -1,0 +1,112 @@
+"""Times of a table: each method generates with a copy of one bfloat16 model, after its logits were found near that model's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from experiments.generate.methods import BASE, Method
+from experiments.generate.stage import PROMPT
+from experiments.generate.tables import PREFILL, Table
+from experiments.harness.outcome import Values, Wrong, attempt, free
+from experiments.harness.timing import summary
+from experiments.models.output_check import SCHEME_LIMIT, relative_change
+
+TIME, SPEED, RATE, WARM, REPEAT, CHANGE = (
+    "time", "speed over bfloat16", "tokens/s", "warm-up", "time again over the first", "logits, change"
+)  # fmt: skip
+#: Of calls before the timed ones: two where a program is compiled and its graph recorded.
+COMPILING, EAGERLY = 2, 1
+PREFILLS = 8
+
+
+@dataclass
+class Bench:
+    """The bfloat16 model that others are copies of, made when it is first needed; one at a time."""
+
+    seed: int
+    _model: tuple[str, Any] | None = field(default=None)
+
+    def base(self, table: Table) -> Any:
+        """The model of a table's stage."""
+        if self._model is None or self._model[0] != table.stage.data:
+            self._model = None
+            free()
+            self._model = (table.stage.data, table.stage.model(self.seed))
+        return self._model[1]
+
+    @torch.no_grad()
+    def measure(self, table: Table) -> dict[str, Values]:
+        """Values of each method; one that fails has a status instead."""
+        found: dict[str, Values] = {}
+        for method in table.methods:
+            found[method.name] = attempt(partial(self.one, table, method))
+        if TIME in found[BASE.name]:
+            self.compare(table, found)
+        torch.compiler.reset()
+        return found
+
+    def one(self, table: Table, method: Method) -> Values:
+        """One method's times."""
+        torch.compiler.reset()
+        base = self.base(table)
+        model = base if method.build is None else copy.deepcopy(base)
+        method.apply(model)
+        changed = relative_change(
+            logits(table, model),
+            None if model is base else logits(table, base),
+            SCHEME_LIMIT,
+            "from bfloat16's",
+        )
+        return {CHANGE: changed, **timed(table, model)}
+
+    def compare(self, table: Table, found: Mapping[str, Values]) -> None:
+        """Speeds over bfloat16, whose second time stands beside its first."""
+        base = found[BASE.name][TIME][0]
+        again = attempt(partial(self.one, table, BASE))
+        if TIME in again:
+            found[BASE.name][REPEAT] = (again[TIME][0] / base, "ratio")
+        for values in found.values():
+            if TIME in values:
+                values[SPEED] = (base / values[TIME][0], "ratio")
+
+
+def logits(table: Table, model: Any) -> torch.Tensor:
+    """Those of a prompt's tokens, in float32."""
+    found: torch.Tensor = model(table.stage.prompt(1, PROMPT)).logits
+    return found.float()
+
+
+def timed(table: Table, model: Any) -> Values:
+    """Milliseconds of a token, or of a prompt up to its first token: median and quantiles; seconds before anything is timed."""
+    stage, started = table.stage, time.perf_counter()
+    if table.part == PREFILL:
+        stage.prefill(model, table.length, table.compiled)
+        warm = time.perf_counter() - started
+        taken = [stage.prefill(model, table.length, table.compiled) for _ in range(PREFILLS)]
+        count = table.length
+    else:
+        for _ in range(COMPILING if table.compiled else EAGERLY):
+            stage.steps(model, table.batch, table.compiled)
+        warm = time.perf_counter() - started
+        taken = [one for _ in range(stage.calls) for one in stage.steps(model, table.batch, table.compiled)]
+        count = table.batch
+    if not taken:
+        raise Wrong("no step was timed")
+    timing = summary(taken)
+    return {
+        TIME: (timing.median * 1e3, "ms"),
+        f"{TIME}, 20%": (timing.low * 1e3, "ms"),
+        f"{TIME}, 80%": (timing.high * 1e3, "ms"),
+        RATE: (count / timing.median, "tokens/s"),
+        WARM: (warm, "s"),
+    }
+
+
+__all__ = ["CHANGE", "RATE", "REPEAT", "SPEED", "TIME", "WARM", "Bench"]

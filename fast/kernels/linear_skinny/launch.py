@@ -1,0 +1,97 @@
+"""A variant launched as `fast.kernels.launch.call` launches kernels of Triton: `run` on tensors, then by addresses alone.
+
+Launches are programmatic: a kernel may begin while the one in front of it ends, whose results it waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.launch.direct import current_stream
+from fast.kernels.launch.launcher import Signature
+from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
+from fast.kernels.sparse_mm.driver import LaunchAttribute, LaunchConfig, check, driver, function_of
+from fast.kernels.sparse_mm.nvrtc import cached_cubin
+
+#: `Problem` of the source: addresses of words, scale, zero, x, x_scale, bias, y; count, n, k, bias_kind.
+ARGUMENTS = struct.Struct("=7Q4i")
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+PROGRAMMATIC = 6
+#: Pointers of a launch in their order.
+POINTERS = ("words", "scale", "zero", "x", "x_scale", "bias", "y")
+
+Launch = Callable[[int, Sequence[int | None]], Any]
+
+
+class Compiled:
+    """What was compiled for a signature: `function(stream, addresses)` launches."""
+
+    def __init__(self, function: Launch) -> None:
+        self.function = function
+
+
+class SkinnyLaunch:
+    """A variant with its shape, in place of a `launcher.CompiledLaunch`."""
+
+    def __init__(self, variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> None:
+        self.variant, self.form, self.sizes = variant, form, (count, *shape)
+        self.programs = shape[0] // (64 * variant.blocks) * variant.splits
+        self.compiled: dict[Signature, Compiled] = {}
+
+    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
+        """Run on contiguous tensors of one device, at multiples of 16 bytes, on its stream; what it was compiled for."""
+        signature = (device, *(None if one is None else one.dtype for one in pointers))
+        known = self.compiled.get(signature)
+        if known is None:
+            bias = pointers[POINTERS.index("bias")]
+            kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))
+            known = self.compiled[signature] = Compiled(self.launch(kind, device))
+        with torch.cuda.device(device):
+            addresses = [None if one is None else one.data_ptr() for one in pointers]
+            known.function(current_stream(device), addresses)  # type: ignore[misc]
+        return signature
+
+    def launch(self, bias_kind: int, device: int) -> Launch:
+        """What launches with a bias of a dtype, by its number in KINDS."""
+        count, _, k = self.sizes
+        function, shared = (
+            loaded(self.variant, self.form, device),
+            self.variant.shared(self.form, count, k // STEP),
+        )
+        return launcher(function, self.programs, self.variant.threads, shared, (*self.sizes, bias_kind))
+
+
+@lru_cache(maxsize=256)
+def loaded(variant: Variant, form: Form, device: int) -> ctypes.c_void_p:
+    """The kernel of a variant on a device, compiled at first use."""
+    return function_of(cached_cubin(*sources(variant, form)), "linear_skinny", MOST_SHARED, device)
+
+
+def launcher(
+    function: ctypes.c_void_p, programs: int, threads: int, shared: int, rest: tuple[int, ...]
+) -> Launch:
+    """A launch on a stream, of addresses in the order of POINTERS."""
+    launch, pack = driver().cuLaunchKernelEx, ARGUMENTS.pack_into
+    attribute = LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint * 16)(1))
+
+    def run(stream: int, addresses: Sequence[int | None]) -> None:
+        memory = ctypes.create_string_buffer(ARGUMENTS.size)
+        pack(memory, 0, *[address or 0 for address in addresses], *rest)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        config = LaunchConfig(
+            (programs, 1, 1), (threads, 1, 1), shared, stream, ctypes.addressof(attribute), 1
+        )
+        status = launch(ctypes.byref(config), function, arguments, None)
+        if status:
+            check(status, "launching linear_skinny")
+
+    return run
+
+
+__all__ = ["ARGUMENTS", "POINTERS", "SkinnyLaunch", "launcher", "loaded"]

@@ -1,0 +1,157 @@
+"""Instructions on pairs of 16-bit floats, logic of three operands, and the tensor core of a warp, written from the PTX ISA.
+
+`mma.m16n8k16` (9.7.14.5.8): lane l = 4 g + t has of the first operand rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8,
+2 t + 8, two each; of the second rows (K) 2 t and 2 t + 8, two each, at column g; of sums rows g, g, g + 8, g + 8, columns 2 t
+and 2 t + 1 of both. `ldmatrix.x4`: lane 8 i + r has the address of row r, 16 bytes, of matrix i; register i of lane l is
+elements 2 t, 2 t + 1 of its row g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.emulator.device.opcodes import Operands, Step, pattern, real, signed
+
+KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
+#: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
+PAIRS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+}  # fmt: skip
+
+
+def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step | None:
+    """The function of an instruction, or None where it is not known. meet: `shared_opcodes.meet`."""
+    parts = opcode.split(".")
+    if parts[0] == "griddepcontrol" or ".prefetch." in opcode:
+        return lambda th: None
+    if opcode.startswith("cp.async."):
+        return _copy_late(opcode, operands, o)
+    if parts[0] == "ldmatrix":
+        return _load_matrices(operands, o, at, meet)
+    if parts[0] == "mma":
+        return _multiply(opcode, operands, o, at, meet)
+    make = _value(opcode, parts, [o.reader(text) for text in operands[1:]])
+    if make is None:
+        return None
+    target = o.at(operands[0])
+
+    def step(th: Any) -> None:
+        th.registers[target] = make(th)
+
+    return step
+
+
+def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
+    """What an instruction of one thread makes."""
+    if opcode == "lop3.b32":
+        return lambda th: table(*(read(th) for read in reads))
+    if opcode == "mul.hi.s32":
+        return lambda th: signed(reads[0](th), 32) * signed(reads[1](th) & 0xFFFFFFFF, 32) >> 32 & 0xFFFFFFFF
+    if opcode == "fma.rn.f32":
+        return lambda th: pattern(np.float32(fused(*(real(read(th)) for read in reads))))
+    if opcode in ("sub.f32", "mul.f32", "neg.f32"):
+        make = {"sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a}[parts[0]]
+        return lambda th: pattern(make(*(real(read(th)) for read in reads)))
+    if parts[0] == "cvt" and parts[2] in ("bf16x2", "f16x2"):
+        return lambda th: joined([real(reads[1](th)), real(reads[0](th))], KINDS[parts[2]])
+    if parts[-1] in KINDS and parts[0] in PAIRS:
+        kind, make_pair = KINDS[parts[-1]], PAIRS[parts[0]]
+        return lambda th: joined(make_pair(*(halves(read(th), kind) for read in reads)), kind)
+    return None
+
+
+def fused(a: Any, b: Any, c: Any) -> float:
+    """a b + c rounded to odd in float64, so that rounding it to float32 is the only one: the product is exact there."""
+    product, wide = float(a) * float(b), float(c)
+    total = product + wide
+    lost = (product - (total - wide)) + (wide - (total - (total - wide)))
+    if lost and np.isfinite(total) and not np.float64(total).view(np.uint64) & 1:
+        total = float(np.nextafter(total, np.inf if lost > 0 else -np.inf))
+    return total
+
+
+def table(a: int, b: int, c: int, chosen: int) -> int:
+    """lop3: bit by bit the entry of the table."""
+    a, b, c = (value & 0xFFFFFFFF for value in (a, b, c))
+    made = 0
+    for entry in range(8):
+        if chosen >> entry & 1:
+            terms = (value if entry >> bit & 1 else ~value for value, bit in ((a, 2), (b, 1), (c, 0)))
+            made |= int(np.bitwise_and.reduce([term & 0xFFFFFFFF for term in terms]))
+    return made
+
+
+def halves(word: int, kind: Any) -> Any:
+    """A pair as float64."""
+    return np.array([word & 0xFFFFFFFF], np.uint32).view(kind).astype(np.float64)
+
+
+def joined(values: Any, kind: Any) -> int:
+    """Two values, each rounded once, as a pair."""
+    return int(np.asarray(values).astype(kind).view(np.uint32)[0])
+
+
+def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:
+    """A thread's own copies: what they bring is there when it has waited, and not before."""
+    if "bulk" in opcode:
+        return None
+    if opcode == "cp.async.wait_all":
+
+        def wait(th: Any) -> None:
+            for to, data in th.__dict__.pop("late", []):
+                th.cta.shared.view(to, len(data))[:] = data
+
+        return wait
+    if opcode != "cp.async.cg.shared.global" or operands[2] != "16":
+        raise NotImplementedError(f"{opcode} {operands}")
+    to, source = o.address(operands[0]), o.address(operands[1])
+
+    def copy(th: Any) -> None:
+        data = th.cta.cluster.machine.memory.view(source(th), 16)
+        th.__dict__.setdefault("late", []).append((to(th), data.copy()))
+
+    return copy
+
+
+def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
+    names, address = [o.at(name) for name in o.list(operands[0])], o.address(operands[1])
+
+    def together(group: list[Any]) -> None:
+        rows = [th.cta.shared.view(address(th), 16).view(np.uint32).copy() for th in group]
+        for lane, th in enumerate(group):
+            for matrix, place in enumerate(names):
+                th.registers[place] = int(rows[8 * matrix + lane // 4][lane % 4])
+
+    return lambda th: meet(th, ("matrices", at, th.tid_x // 32), 32, together)
+
+
+def _multiply(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
+    if ".m16n8k16.row.col.f32." not in opcode:
+        raise NotImplementedError(opcode)
+    kind = KINDS[opcode.split(".")[-2]]
+    sums, (a, b, c) = [o.at(name) for name in o.list(operands[0])], (
+        [o.reader(name) for name in o.list(text)] for text in operands[1:]
+    )  # fmt: skip
+
+    def together(group: list[Any]) -> None:
+        first, second = np.zeros((16, 16)), np.zeros((16, 8))
+        for lane, th in enumerate(group):
+            g, t = lane // 4, lane % 4
+            for i, read in enumerate(a):
+                first[g + i % 2 * 8, 2 * t + i // 2 * 8 :][:2] = halves(read(th), kind)
+            for i, read in enumerate(b):
+                second[2 * t + 8 * i :, g][:2] = halves(read(th), kind)
+        made = first @ second
+        for lane, th in enumerate(group):
+            for i, (place, read) in enumerate(zip(sums, c, strict=True)):
+                value = made[lane // 4 + i // 2 * 8, 2 * (lane % 4) + i % 2]
+                th.registers[place] = pattern(np.float32(float(real(read(th))) + value))
+
+    return lambda th: meet(th, ("mma", at, th.tid_x // 32), 32, together)
+
+
+__all__ = ["of_warp"]

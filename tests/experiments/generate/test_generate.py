@@ -1,0 +1,122 @@
+"""The whole experiment at quick scale, what a limit leaves, the page from rows by hand, what ages rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ao_lab.cli.app import main
+from experiments.generate import page, targets, times
+from experiments.generate import run as experiment
+from experiments.generate.methods import BASE, METHODS
+from experiments.generate.stage import Stage
+from experiments.generate.tables import COMPILED, DECODE, KIND, Table, tables_of
+from experiments.harness import provenance
+from experiments.harness.rows import Journal, Row
+from tests.experiments.harness import tiny
+
+pytest.importorskip("transformers")
+OURS = [one.name for one in METHODS if one.frozen is None and one.library == BASE.library]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No closure of code is read for a row's hash."""
+    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
+    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return tiny.settings(tmp_path)
+
+
+def test_rows_of_both_parts_and_their_page(settings):
+    rows = experiment.run(settings, journal := Journal())
+    assert len({row.key for row in rows}) == len(rows)
+    found = {(row.setting, row.method) for row in rows if row.metric == experiment.OK}
+    assert found == {
+        (setting, name) for setting in ("batch 2, not compiled", "prefill of 64 tokens") for name in OURS
+    }
+    changes = {row.method: row.value for row in rows if row.metric == times.CHANGE}
+    assert changes[BASE.name] == 0
+    assert all(0 < changes[name] < 0.7 for name in OURS if name != BASE.name)
+    assert page.findings(rows) == []
+    (section,) = page.sections(rows)
+    assert [len(table.lines) for table in section.tables] == [len(OURS)] * 2
+    before = {row.key: row.value for row in journal.rows}
+    assert {row.key: row.value for row in experiment.run(settings, journal)} == before
+
+
+def test_a_part_alone_and_nothing_after_the_limit(settings):
+    rows = experiment.run(replace(settings, only=("prefill",)))
+    assert {row.setting for row in rows} == {"prefill of 64 tokens"}
+    assert experiment.run(replace(settings, seconds=1e-9)) == []
+
+
+def test_a_model_whose_logits_are_wrong_is_not_timed():
+    stage = Stage(1, "cpu", divide=32, new=8, calls=1)
+
+    class Zeros(type(METHODS[1])):
+        def apply(self, model):
+            torch.nn.init.zeros_(model.lm_head.weight)
+
+    wrong = Zeros(name="wrong", build=METHODS[1].build)
+    found = times.Bench(0).measure(Table(stage, DECODE, (BASE, wrong), 1, compiled=False))
+    assert times.TIME in found[BASE.name]
+    (status,) = found["wrong"]
+    assert status.startswith("status: wrong: outputs differ by")
+
+
+def test_steps_leave_the_first_quarter_out():
+    stage = Stage(1, "cpu", divide=32, new=8, calls=1)
+    assert len(stage.steps(stage.model(0), 1, False)) == 8 - 1 - 2
+
+
+def test_at_full_scale_what_is_asked_first_comes_first():
+    first, second, *others = tables_of(experiment.PARTS, "cuda")
+    assert (first.setting, first.stage.layers, second.stage.layers) == (f"batch 1, {COMPILED}", 8, 32)
+    assert {one.name for one in second.methods} < {one.name for one in first.methods}
+    assert {one.setting for one in (first, *others)} >= {
+        setting for _, settings, _ in targets.LIMITS for setting in settings
+    }
+    assert {name for methods, _, _ in targets.LIMITS for name in methods} <= {one.name for one in METHODS}
+
+
+def test_targets_are_met_or_missed():
+    def row(method, setting, metric, value):
+        return Row(
+            experiment="generate", table=f"{KIND}/full/llama-3.1-8b-8-layers", setting=setting, method=method, metric=metric,
+            value=value, unit="", device="a GPU", seed=0, source_hash="",
+        )  # fmt: skip
+
+    setting = f"batch 1, {COMPILED}"
+    rows = [row("bfloat16", setting, times.TIME, 2.5), row("bfloat16", setting, times.SPEED, 1.0)]
+    rows += [
+        row(name, setting, times.SPEED, value) for name, value in {"int4 g128": 1.45, "int8": 1.2}.items()
+    ]
+    first, second = page.findings(rows)
+    assert first.endswith("bfloat16 2.50 ms; speed over it: int4 g128 1.45, int8 1.20.")
+    assert second.endswith("1 of 2 targets are met; missed: int8, batch 1, compiled 1.20 of 1.35.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "x"], "the parts are decode, prefill"),
+        (["--seconds", "0"], "--seconds is a positive limit"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, words):
+    assert main(["reproduce", "generate", *arguments, "--device", "cpu"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rows_age_with_what_they_reach():
+    modules = set(provenance.closure(experiment.sources(KIND, "x", "y")).modules)
+    assert {
+        "ao_lab.gemm.select",
+        "experiments.generate.stage",
+        "fast.kernels.linear_small.product",
+    } <= modules
+    assert "experiments.generate.page" not in modules
