@@ -11,7 +11,8 @@ import torch
 
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import PRESHUFFLED, multiplies_codes, select_kernel
+from ao_lab.gemm.products.fused import PRESHUFFLED
+from ao_lab.gemm.select import multiplies_codes, select_kernel
 from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
 from fast.prepared.program import Program
 
@@ -37,7 +38,7 @@ def _fused(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Program | None:
     if w.meta.layout == PRESHUFFLED:
-        return prepared_linear_small(x, w.stored, bias, shape)
+        return prepared_linear_small(x, w.stored, bias, shape, w.recipe.activation)
     return prepared_linear(x, w.quantized, bias, shape)
 
 

@@ -13,7 +13,9 @@ ValueError. Nothing is measured here.
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
   is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
-  up to 64 of an expert on average. For more rows (`explain` says how many) as ``dequantize``.
+  up to 64 of an expert on average. Inputs of a preshuffled matrix may have a scheme that 16-bit floats hold exactly (8 bits
+  under a scale for each row, MX): the product is that of what is stored, within the same bound. For more rows (`explain` says
+  how many) as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
@@ -38,14 +40,14 @@ import torch
 import fast
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.products.dense import dequantized, rounded, sums_along_blocks
+from ao_lab.gemm.products.fused import PRESHUFFLED, STORED, fused, most_fused_rows, unsupported_reason
 from fast.cpu.int8 import integer_sums
-from fast.cpu.linear import takes as takes_one_row
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
-from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.preshuffled.grouped import grouped_linear_small
-from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small
-from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, rows_fused, takes_codes
+from fast.matmul.preshuffled.linear import INPUTS
+from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, takes_codes
 from reference import Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
@@ -57,10 +59,6 @@ UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 #: What products of codes write.
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
-#: Products that read the codes as they are stored read rows along which they sum.
-STORED = "the weight must be a matrix, stored as (out, in)"
-#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
-PRESHUFFLED = "preshuffled"
 #: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
 #: our product of codes.
 FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
@@ -94,7 +92,7 @@ def grouped_product(
     plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
     if able and plain and x.dim() == 2 and given.get("offs") is not None:
         return grouped_linear_small(x, w.stored, given["offs"])
-    result: torch.Tensor = func(_rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    result: torch.Tensor = func(rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
     return result
 
 
@@ -102,6 +100,8 @@ def groups_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why groups of rows of a dtype are not multiplied by weights (E, K, N) as these are stored; None where they are."""
     if w.meta.layout != PRESHUFFLED or len(w.shape) != 3 or not w.meta.transposed:
         return "the weights must be preshuffled, and stored as (experts, out, in)"
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
     if not w.is_cuda or _capability(w.device.index or 0) < OLDEST:
         return "its kernel is for GPUs of compute capability {}.{} and later".format(*OLDEST)
     return None if dtype in INPUTS else f"it does not read {dtype}"
@@ -159,44 +159,12 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
     return run
 
 
-def sums_along_blocks(w: QuantizedWeight) -> bool:
-    """Whether the product's sum, over the axis before the last, runs along the blocks."""
-    return w.block_axis == -2
-
-
 def quantized_input(x: torch.Tensor, w: QuantizedWeight, scheme: Scheme) -> Quantized:
     """The input in its scheme: static scales where the weight brings them, else found anew."""
     return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
 
 
-def _dequantized(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    x, dense = _rounded(x, w), w.dequantize(x.dtype)
-    if x.dim() == 2:
-        return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
-    return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
-
-
-def _rounded(x: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
-    """The input as its scheme represents it; itself where it has none."""
-    scheme = w.recipe.activation
-    if scheme is None or not sums_along_blocks(w):
-        return x
-    return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
-
-
-def _fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    if w.meta.layout == PRESHUFFLED:
-        return linear_small(x, w.stored, bias)
-    if w.is_cuda:
-        return fast.linear(x, w.quantized, bias)
-    if isinstance(x.shape[0], int) and x.shape[0] == 1:
-        return cpu_linear(x, w.quantized, bias)
-    return _dequantized(x, w, bias)
-
-
 def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    if w.recipe.activation is not None:
-        return "its inputs must not be quantized"
     device = w.device.type
     if device not in ("cpu", "cuda") or (device == "cuda" and _capability(w.device.index or 0) < OLDEST):
         found = "on " + device
@@ -204,33 +172,7 @@ def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
             found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
         needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
         return f"its kernels are for {needs}, this weight is {found}"
-    if w.meta.layout == PRESHUFFLED and len(w.shape) == 2:
-        return _preshuffled_unsupported(w, dtype)
-    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
-        return f"{STORED}, its scales plain"
-    return (
-        None
-        if most_fused_rows(w, dtype)
-        else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
-    )
-
-
-def _preshuffled_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    """Other floats than 16-bit ones it takes as `dequantize` does: recipes that name it keep working."""
-    if not w.is_cuda:
-        return "preshuffled weights are multiplied on GPUs"
-    return None if dtype in (*INPUTS, torch.float32) else f"it does not write {dtype}"
-
-
-def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
-    """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
-    if w.meta.layout == PRESHUFFLED:
-        return MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
-    if w.is_cuda:
-        return rows_fused(w.quantized, dtype)
-    q = w.quantized
-    # A compiler's sizes become numbers here: which kernel there is depends on them.
-    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
+    return unsupported_reason(w, dtype)
 
 
 def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -320,7 +262,7 @@ def _int8_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
-        return _dequantized(x, w, bias)
+        return dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
     if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
@@ -410,8 +352,8 @@ def _row(scale: torch.Tensor) -> torch.Tensor:
 PRODUCTS = {
     "int8": Kernel(_int8, _int8_unsupported),
     "scaled_mm": Kernel(_scaled_mm, _scaled_mm_unsupported),
-    "fused": Kernel(_fused, _fused_unsupported),
-    "dequantize": Kernel(_dequantized, _supports_all),
+    "fused": Kernel(fused, _fused_unsupported),
+    "dequantize": Kernel(dequantized, _supports_all),
     "reference": Kernel(_reference, _supports_all),
 }
 

@@ -1,4 +1,5 @@
-"""`fast.linear`, `linear_small`, and `fast.linear_of_codes` of inputs that are quantized first, as a `Program`."""
+"""`fast.linear`, `linear_small`, also of inputs in a scheme, and `fast.linear_of_codes` of inputs that are quantized first,
+as a `Program`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from fast.kernels.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear_ops import LINEAR
+from fast.matmul.preshuffled.dynamic_ops import LINEAR_SMALL_DYNAMIC
 from fast.matmul.preshuffled.ops import LINEAR_SMALL
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
 from fast.quantize.ops import QUANTIZE, operands_of
@@ -27,11 +29,17 @@ def prepared_linear(
 
 
 def prepared_linear_small(
-    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, shape: tuple[int, ...]
+    x: torch.Tensor,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    scheme: Scheme | None = None,
 ) -> Program | None:
-    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear.linear_small`)."""
+    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear`), and of inputs in a scheme (`dynamic`)."""
     operands = (x, w.codes, w.scale, w.zero, bias)
-    call = cache.find(cache.key_of(LINEAR_SMALL.name, w.scheme, (tuple(w.shape),), operands))
+    function = LINEAR_SMALL if scheme is None else LINEAR_SMALL_DYNAMIC
+    values = (tuple(w.shape), *([] if scheme is None else [scheme.key]))
+    call = cache.find(cache.key_of(function.name, w.scheme, values, operands))
     steps = Steps(*operands[1:4])
     result = steps.add(call, (X, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
     return Program(steps, result, shape, x.device) if isinstance(result, int) else None

@@ -36,6 +36,7 @@ SHARED_PREFIXES = {
     "tests/gpu/kernels/linear_": "the same on a GPU",
     "tests/gpu/validate_": "commands that a person starts",
     "tests/gpu/linear/validate_": "the same of linear layers",
+    "tests/gpu/linear/validate_linear_": "the same, a function each",
     "tests/gpu/training/validate_": "the same for training",
     "tests/gpu/sparsity/validate_": "the same for sparsity",
     "tests/emulator/ptx_": "the parts of one interpreter",

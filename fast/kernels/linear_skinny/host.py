@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import ALIGNMENT, interpreted
+from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.linear_skinny.variants import ELEMENTS, STEP, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.sparse_mm.nvrtc import library
 
 INPUTS = (torch.bfloat16, torch.float16)
 #: Compute capability that the kernel is compiled for.
 HOPPER = (9, 0)
+
+
+def launch_for(
+    w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype, variant: Variant | None = None
+) -> SkinnyLaunch | None:
+    """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
+
+    None where another kernel has to: devices that are not Hopper's, weights whose rows or columns are filled, other dtypes and
+    elements, more than MOST_ROWS rows. variant: by default that of `choose`, and None where it would gain nothing.
+    """
+    if not is_taken(w, count, inputs, dtype):
+        return None
+    form = Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
+    given = variant or (choose(form, count, *w.shape) if gains(form, count) else None)
+    return None if given is None else launch_of(given, form, count, w.shape)
 
 
 def linear_skinny(
@@ -27,40 +42,41 @@ def linear_skinny(
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     variant: Variant | None = None,
-    key: Any = None,
-    record: Any = None,
 ) -> torch.Tensor | None:
-    """`linear_small` of at most MOST_ROWS rows, whose operands it has checked; None where it does not take them: devices that
-    are not Hopper's, weights whose rows or columns are filled, addresses that are no multiples of 16, other dtypes.
-
-    variant: by default that of `choose`, and None where it would gain nothing.
-    """
+    """`linear_small` by this kernel alone, of operands that it would have checked; None as `launch_for`."""
     dtype = x.dtype if dtype is None else dtype
-    count = x.numel() // w.shape[1]
-    if not is_taken(x, w, dtype, count) or any(one is not None and is_odd(one) for one in (x, bias, x_scale)):
+    launch = launch_for(w, x.numel() // w.shape[1], x.dtype, dtype, variant)
+    if launch is None:
         return None
-    if bias is not None and bias.dtype not in FLOAT_NAMES:
-        return None
-    form = Form(w.element, w.group, w.zero is not None, x.dtype == torch.float16, FLOAT_NAMES[dtype])
-    given = variant or choose(form, count, *w.shape)
-    if given is None or (variant is None and not gains(form, count)):
-        return None
-    inputs = {"x": x, "words": w.words, "scale": w.scale, "zero": w.zero, "bias": bias}
-    # The key of a product without scales of rows has none in its order.
-    call = Call(inputs if x_scale is None else {**inputs, "x_scale": x_scale})
+    scales = {} if x_scale is None else {"x_scale": x_scale}
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, **scales, "bias": bias})
     call.allocate("y", (*x.shape[:-1], w.shape[0]), dtype)
-    call.launch(launch_of(given, form, count, w.shape), POINTERS)  # type: ignore[arg-type]
-    y: torch.Tensor = call.result("y", key, record)
+    call.launch(launch, POINTERS)  # type: ignore[arg-type]
+    y: torch.Tensor = call.result("y")
     return y
 
 
-def is_taken(x: torch.Tensor, w: ArrangedWeight, dtype: torch.dtype, count: int) -> bool:
-    """Whether shapes, dtypes and the device are those of the kernel."""
-    if x.dtype not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
+def is_taken(w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether sizes, dtypes and the device are those of the kernel."""
+    if inputs not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
         return False
     if w.element not in ELEMENTS or w.shape != (w.rows, w.columns) or w.shape[1] % STEP:
         return False
-    return x.is_cuda and not interpreted() and capability(x.get_device()) == HOPPER
+    return (
+        w.words.is_cuda
+        and not interpreted()
+        and capability(w.words.get_device()) == HOPPER
+        and has_compiler()
+    )
+
+
+@lru_cache(maxsize=1)
+def has_compiler() -> bool:
+    """Whether NVRTC is here, which comes with torch's wheels for CUDA; without it `linear_small` multiplies."""
+    try:
+        return bool(library())
+    except RuntimeError:
+        return False
 
 
 @lru_cache(maxsize=64)
@@ -69,15 +85,10 @@ def capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether bulk copies cannot begin at a tensor."""
-    return tensor.data_ptr() % ALIGNMENT != 0
-
-
 @lru_cache(maxsize=4096)
 def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> SkinnyLaunch:
     """One launch, compiled once."""
     return SkinnyLaunch(variant, form, count, shape)
 
 
-__all__ = ["MOST_ROWS", "linear_skinny"]
+__all__ = ["MOST_ROWS", "launch_for", "linear_skinny"]

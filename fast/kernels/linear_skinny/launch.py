@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from fast.kernels.launch.direct import current_stream
-from fast.kernels.launch.launcher import Signature
+from fast.kernels.launch.launcher import ALIGNMENT, Signature
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
 from fast.kernels.sparse_mm.driver import LaunchAttribute, LaunchConfig, check, driver, function_of
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 
-#: `Problem` of the source: addresses of words, scale, zero, x, x_scale, bias, y; count, n, k, bias_kind.
+#: `Problem` of the source: addresses of x, words, scale, zero, x_scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=7Q4i")
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 PROGRAMMATIC = 6
 #: Pointers of a launch in their order.
-POINTERS = ("words", "scale", "zero", "x", "x_scale", "bias", "y")
+POINTERS = ("x", "codes", "scale", "zero", "x_scale", "bias", "y")
 
 Launch = Callable[[int, Sequence[int | None]], Any]
 
@@ -45,7 +45,10 @@ class SkinnyLaunch:
         self.compiled: dict[Signature, Compiled] = {}
 
     def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
-        """Run on contiguous tensors of one device, at multiples of 16 bytes, on its stream; what it was compiled for."""
+        """Run on contiguous tensors of one device, on its current stream; what it was compiled for."""
+        pointers = [
+            one if one is None or one.data_ptr() % ALIGNMENT == 0 else one.clone() for one in pointers
+        ]
         signature = (device, *(None if one is None else one.dtype for one in pointers))
         known = self.compiled.get(signature)
         if known is None:

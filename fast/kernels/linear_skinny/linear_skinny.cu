@@ -17,10 +17,10 @@ typedef long long i64;
 struct TensorMap;
 
 struct Problem {
+  const char* x;          // (count, k) of 16 bits
   const char* words;      // (n / 64, k / 64, ATOM bytes)
   const char* scale;      // float32 (blocks, n)
   const char* zero;       // int32 (blocks, n / 2): pairs of rows n and n + 8; not read without ZERO
-  const char* x;          // (count, k) of 16 bits
   const float* x_scale;   // (count); may be null
   const void* bias;       // (n); may be null
   void* y;                // (count, n)

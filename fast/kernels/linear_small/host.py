@@ -9,7 +9,8 @@ import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.linear_skinny.host import linear_skinny
+from fast.kernels.linear_skinny.host import launch_for
+from fast.kernels.linear_skinny.launch import SkinnyLaunch
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
 from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
@@ -21,7 +22,7 @@ INPUTS = (torch.bfloat16, torch.float16)
 #: Columns of a row of parts that a program adds, and its warps.
 PART, PART_WARPS = 512, 4
 
-Launches = tuple[CompiledLaunch, CompiledLaunch | None]
+Launches = tuple[CompiledLaunch | SkinnyLaunch, CompiledLaunch | None]
 
 
 def linear_small(
@@ -43,8 +44,8 @@ def linear_small(
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
     `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
-    the rule's, and no `linear_skinny`; key, record: see `launch.cache`. ValueError for shapes and devices that do not go together and for a tiling
-    that is not for the weight.
+    the rule's; key, record: see `launch.cache`, of a call without x_scale. ValueError for shapes and devices that do not go
+    together and for a tiling that is not for the weight.
     """
     n, length = w.shape
     dtype = x.dtype if dtype is None else dtype
@@ -55,34 +56,50 @@ def linear_small(
         return None
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return None
-    if tiling is None:
-        made = linear_skinny(x, w, bias, x_scale=x_scale, dtype=dtype, key=key, record=record)
-        if made is not None:
-            return made
+    chosen = launches_for(w, count, x.dtype, dtype, tiling)
+    if chosen is None:
+        return None
+    scales = {} if x_scale is None else {"x_scale": x_scale}
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, **scales, "bias": bias})
+    add_product(call, chosen, (*x.shape[:-1], n), dtype, "x")
+    y: torch.Tensor = call.result("y", key, record)
+    return y
+
+
+def launches_for(
+    w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype, tiling: Tiling | None = None
+) -> Launches | None:
+    """The launches that multiply `count` rows of inputs by a weight, by the rule's tiles or others; None for more parts of a
+    result than 2**31. ValueError for a tiling that is not for the weight."""
+    if tiling is None and (skinny := launch_for(w, count, inputs, dtype)) is not None:
+        return skinny, None
     given = tiling or tiling_of(w.rows, w.columns, w.element, w.group, count)
     if not given.fits(w.rows, w.columns, w.element, w.group):
         raise ValueError(
             f"{given} is not for a weight {w.shape}, {w.element} in groups of {w.group}: tiles are whole ones of "
             f"{(w.rows, w.columns)} and a program's stages fit a multiprocessor; take one of `candidates`"
         )
+    n, length = w.shape
     if given.splits * count * n > INT32:
         return None
-    first, second = _launch(
-        n, length, w.element, w.group, count, FLOAT_NAMES[x.dtype], FLOAT_NAMES[dtype], given
-    )
-    inputs = {"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias}
-    # The key of a product without scales of rows has none in its order.
-    call = Call(inputs if x_scale is None else {**inputs, "x_scale": x_scale})
+    return _launch(n, length, w.element, w.group, count, FLOAT_NAMES[inputs], FLOAT_NAMES[dtype], given)
+
+
+def add_product(call: Call, launches: Launches, shape: tuple[int, ...], dtype: torch.dtype, x: str) -> None:
+    """Launch a product in a call and allocate its result "y" of this shape and dtype.
+
+    The call has the inputs under the name `x`, and as "codes", "scale", "zero", "x_scale" and "bias" what there is of them.
+    """
+    first, second = launches
+    given = (x, "codes", "scale", "zero")
     if second is None:
-        call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(first, ("x", "codes", "scale", "zero", "x_scale", "bias", "y"))
-    else:
-        call.allocate("parts", (given.splits, count, n), torch.float32)
-        call.launch(first, ("x", "codes", "scale", "zero", None, None, "parts"))
-        call.allocate("y", (*x.shape[:-1], n), dtype)
-        call.launch(second, ("parts", "x_scale", "bias", "y"))
-    y: torch.Tensor = call.result("y", key, record)
-    return y
+        call.allocate("y", shape, dtype)
+        call.launch(first, (*given, "x_scale", "bias", "y"))
+        return
+    call.allocate("parts", (first.grid[1], *first.tail[:2]), torch.float32)  # type: ignore[union-attr]
+    call.launch(first, (*given, None, None, "parts"))
+    call.allocate("y", shape, dtype)
+    call.launch(second, ("parts", "x_scale", "bias", "y"))
 
 
 def check_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> None:
@@ -136,5 +153,6 @@ def _launch(
 
 
 __all__ = [
-    "MOST_ROWS", "ArrangedWeight", "Tiling", "arrange", "candidates", "check_operands", "linear_small", "tiling_of",
+    "MOST_ROWS", "ArrangedWeight", "Tiling", "add_product", "arrange", "candidates", "check_operands", "launches_for",
+    "linear_small", "tiling_of",
 ]  # fmt: skip

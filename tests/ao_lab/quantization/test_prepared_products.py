@@ -27,6 +27,12 @@ CONFIGS = {
     "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
     "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
 }
+#: Of which preshuffled weights alone are multiplied by kernels.
+DYNAMIC = {
+    "int8 by int4": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+    "float8 by int4": lambda: ao_lab.Float8DynamicActivationInt4WeightConfig(),
+    "mxfp8 by int4": lambda: ao_lab.SchemeConfig(scheme="int4_g32", activation_scheme="mxfp8_e4m3"),
+}
 
 
 @pytest.fixture(params=[Flat, Nested])
@@ -50,7 +56,7 @@ def gpu(monkeypatch, request):
 def layer(name="int4", bias=False, seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
-    ao_lab.quantize_(net, CONFIGS[name.removesuffix(PRESHUFFLED)]())
+    ao_lab.quantize_(net, (CONFIGS | DYNAMIC)[name.removesuffix(PRESHUFFLED)]())
     if name.endswith(PRESHUFFLED):
         net[0].weight = nn.Parameter(net[0].weight.to_layout("preshuffled"), requires_grad=False)
     return net[0]
@@ -79,7 +85,7 @@ def addresses(launch):
 
 
 #: Several rows of codes are torch's product, or go by descriptors (`tests/fast/kernels/test_scaled_mm.py`).
-SEVERAL = ("int4", "int8", f"int8{PRESHUFFLED}")
+SEVERAL = ("int4", "int8", *(f"{name}{PRESHUFFLED}" for name in ("int8", *DYNAMIC)))
 SHAPES = {
     name: [(), (1,), (1, 1), *([(4,), (2, 3)] if name in SEVERAL else [])]
     for name in dict.fromkeys([*CONFIGS, *SEVERAL])

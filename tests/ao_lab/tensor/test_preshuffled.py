@@ -151,7 +151,7 @@ def test_other_dtypes_and_recipes():
             lambda: quantized(
                 dense(), Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
             ),
-            "inputs must not be",
+            "by those of its inputs",
         ),
         (
             lambda: quantized(dense(), Recipe(weight=SCHEMES["int8_rowwise"], kernel="dequantize")),

@@ -251,7 +251,12 @@ def test_what_takes_groups(monkeypatch):
     class There:
         def __init__(self, w, **more):
             self.__dict__.update(
-                meta=w.meta, shape=w.shape, is_cuda=True, device=torch.device("cuda", 0), **more
+                meta=w.meta,
+                recipe=w.recipe,
+                shape=w.shape,
+                is_cuda=True,
+                device=torch.device("cuda", 0),
+                **more,
             )
 
     monkeypatch.setattr(select, "_capability", lambda index: (9, 0))

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fast.kernels.exact_inputs import host as small_dynamic
 from fast.kernels.int_scaled_mm import host as int_rows
 from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
@@ -41,6 +42,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 #: Modules that remember launches.
 PLANS = (
     linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear, dense_small, small_pair,
+    small_dynamic,
 )  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION_BYTES = 16
@@ -204,7 +206,7 @@ def tile(arguments: dict[str, Any]) -> int:
         return int(arguments["A"] + arguments["B"] + arguments["C"])
     if "P" in arguments:
         return int(arguments["P"] * arguments["SIZE"])
-    if "SPLITS" in arguments:
+    if "SPLITS" in arguments or "LENGTH" in arguments:
         return int(arguments["SIZE"])
     rows = arguments["ROWS"] if "ROWS" in arguments else 32 * arguments["WARPS"]
     return int(rows * arguments.get("COLUMNS", arguments.get("SIZE")))

@@ -11,6 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from fast import dispatch
+from fast.kernels.exact_inputs import host as exact_inputs_host
 from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
 from fast.kernels.launch import cache, direct
 from fast.kernels.linear import pair_host, select, w8a8_host
@@ -80,6 +81,7 @@ class Recorded:
         # Launches that are kept would keep what passes for compiled here.
         for module in (
             select, pair_host, w8a8_host, scaled_mm_host, int_scaled_mm_host, linear_small_host, linear_small_pair,
+            exact_inputs_host,
         ):  # fmt: skip
             monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from ao_lab import Recipe, quantized_compressed, tune
 from ao_lab.gemm import select, sparse_wgmma
+from ao_lab.gemm.products.dense import rounded
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.tensor.sparse import SparseQuantizedTensor
 from fast import prune
@@ -85,7 +86,7 @@ def layers(
 def off(x: torch.Tensor, w: SparseQuantizedTensor, bias: torch.Tensor | None, found: torch.Tensor) -> float:
     """The difference from the product of the input as it is quantized, over its norm."""
     scheme = w.recipe.activation
-    inputs = x if scheme is None else select._rounded(x.float(), w.t())
+    inputs = x if scheme is None else rounded(x.float(), w.t())
     exact = inputs.double() @ w.dequantize(torch.float32).double().t()
     exact = exact if bias is None else exact + bias.double()
     return float((found.double() - exact).norm() / exact.norm())

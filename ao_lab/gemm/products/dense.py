@@ -1,0 +1,32 @@
+"""Products with the dequantized weight, which take every recipe."""
+
+from __future__ import annotations
+
+import torch
+
+import fast
+from ao_lab.gemm.operand import QuantizedWeight
+
+
+def dequantized(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) or (B, M, K) as its scheme represents it times w (K, N) or (B, K, N), both in x's dtype, plus bias (N)."""
+    x, dense = rounded(x, w), w.dequantize(x.dtype)
+    if x.dim() == 2:
+        return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
+    return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)
+
+
+def rounded(x: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
+    """The input as its scheme represents it; itself where it has none."""
+    scheme = w.recipe.activation
+    if scheme is None or not sums_along_blocks(w):
+        return x
+    return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
+
+
+def sums_along_blocks(w: QuantizedWeight) -> bool:
+    """Whether the product's sum, over the axis before the last, runs along the blocks."""
+    return w.block_axis == -2
+
+
+__all__ = ["dequantized", "rounded", "sums_along_blocks"]

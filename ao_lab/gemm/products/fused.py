@@ -1,0 +1,87 @@
+"""Kernel "fused": products that decode a weight's codes on the way, on the devices that `ao_lab.gemm.select` lets it have.
+
+Inputs are taken as they are, and with a preshuffled weight also in schemes that 16-bit floats hold exactly
+(`fast.matmul.preshuffled.exact_inputs`): those are quantized by a kernel in front of the product.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import fast
+from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.products.dense import dequantized
+from fast.cpu.linear import takes as takes_one_row
+from fast.matmul.one_row_ops import linear as cpu_linear
+from fast.matmul.preshuffled.dynamic import linear_small_dynamic
+from fast.matmul.preshuffled.exact_inputs import inputs_reason
+from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small
+from fast.matmul.weights import rows_fused
+
+#: Products that read the codes as they are stored read rows along which they sum.
+STORED = "the weight must be a matrix, stored as (out, in)"
+#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
+PRESHUFFLED = "preshuffled"
+
+
+def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) times w (K, N) plus bias (N), in x's dtype."""
+    scheme = w.recipe.activation
+    if w.meta.layout == PRESHUFFLED:
+        return (
+            linear_small(x, w.stored, bias)
+            if scheme is None
+            else linear_small_dynamic(x, scheme, w.stored, bias)
+        )
+    if w.is_cuda:
+        return fast.linear(x, w.quantized, bias)
+    if isinstance(x.shape[0], int) and x.shape[0] == 1:
+        return cpu_linear(x, w.quantized, bias)
+    return dequantized(x, w, bias)
+
+
+def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight beside inputs of a dtype, whatever the device's kind; None where it does."""
+    reason = _dynamic_reason(w)
+    if reason is not None:
+        return reason
+    if w.meta.layout == PRESHUFFLED and len(w.shape) == 2:
+        return _preshuffled_reason(w, dtype)
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return f"{STORED}, its scales plain"
+    return (
+        None
+        if most_fused_rows(w, dtype)
+        else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
+    )
+
+
+def _dynamic_reason(w: QuantizedWeight) -> str | None:
+    """Why it does not quantize a weight's inputs; None where it does, or they are not quantized."""
+    scheme = w.recipe.activation
+    if scheme is None:
+        return None
+    if w.meta.layout != PRESHUFFLED or len(w.shape) != 2:
+        return "its inputs must not be quantized, but those of preshuffled matrices"
+    return "scales of its inputs must not be given" if w.input_scales is not None else inputs_reason(scheme)
+
+
+def _preshuffled_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Other floats than 16-bit ones it takes as `dequantize` does: recipes that name it keep working."""
+    if not w.is_cuda:
+        return "preshuffled weights are multiplied on GPUs"
+    return None if dtype in (*INPUTS, torch.float32) else f"it does not write {dtype}"
+
+
+def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
+    """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
+    if w.meta.layout == PRESHUFFLED:
+        return MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
+    if w.is_cuda:
+        return rows_fused(w.quantized, dtype)
+    q = w.quantized
+    # A compiler's sizes become numbers here: which kernel there is depends on them.
+    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
+
+
+__all__ = ["PRESHUFFLED", "STORED", "fused", "most_fused_rows", "unsupported_reason"]

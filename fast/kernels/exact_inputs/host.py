@@ -1,0 +1,132 @@
+"""The host side of a product of inputs in a scheme by an arranged weight: the inputs' kernel, then `linear_small`'s."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kernel
+from fast.kernels.launch.call import FLOAT_NAMES, Call
+from fast.kernels.launch.launcher import CompiledLaunch, interpreted
+from fast.kernels.linear_small import host as product
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.quantize import plan as plans
+from fast.kernels.quantize.block_launch import block_launch
+from fast.kernels.quantize.geometry import INT32, Geometry, power_above
+from fast.kernels.scheme.constants import constants_of
+from fast.kernels.tile.block_op import block_op
+from reference.quantize.blocks import Blocks
+from reference.schemes.record_text import record_of
+from reference.schemes.schemes import Scheme
+
+#: The longest row that a program takes; elements of a warp, 16 a thread, of which longer rows have more.
+LONGEST, WARP, MOST_WARPS = 32768, 512, 32
+#: A launch, with the names of its pointers.
+InputsLaunch = tuple[CompiledLaunch, list[str | None]]
+
+
+def linear_small_dynamic(
+    x: torch.Tensor,
+    scheme: Scheme,
+    kind: str,
+    w: ArrangedWeight,
+    bias: torch.Tensor | None,
+    *,
+    key: Any = None,
+    record: Any = None,
+) -> torch.Tensor | None:
+    """x (..., K), quantized in a scheme, times the transpose of an arranged weight (N, K), plus bias (N), in x's dtype.
+
+    kind: what of the inputs is exact in x's dtype, as `exact_inputs.kind_of` says: "codes" under a scale for each row, or
+    "values". None where no kernel takes it: inputs that are not bfloat16 or float16, no rows or more than `MOST_ROWS`, rows
+    of codes longer than LONGEST. key, record: see `launch.cache`. ValueError as `linear_small` raises it.
+    """
+    n, length = w.shape
+    product.check_operands(x, w, bias)
+    count = x.numel() // length
+    if x.dtype not in product.INPUTS or not 0 < count <= product.MOST_ROWS:
+        return None
+    if bias is not None and bias.dtype not in FLOAT_NAMES:
+        return None
+    first = _launch(scheme.key, kind, count, length, FLOAT_NAMES[x.dtype])
+    second = product.launches_for(w, count, x.dtype, x.dtype)
+    if first is None or second is None:
+        return None
+    call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
+    _add_inputs(call, first, kind, (count, length), x.dtype)
+    product.add_product(call, second, (*x.shape[:-1], n), x.dtype, "values")
+    y: torch.Tensor = call.result("y", key, record)
+    return y
+
+
+def exact_inputs(
+    x: torch.Tensor, scheme: Scheme, kind: str
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """What such a product multiplies of inputs (M, K): in x's dtype, and for "codes" the scales (M); None where no kernel
+    makes it."""
+    count, length = x.shape
+    launch = _launch(scheme.key, kind, count, length, FLOAT_NAMES[x.dtype])
+    if launch is None:
+        return None
+    call = Call({"x": x})
+    _add_inputs(call, launch, kind, (count, length), x.dtype)
+    made: tuple[torch.Tensor, torch.Tensor | None] = call.result(
+        ("values", "x_scale" if kind == "codes" else None)
+    )
+    return made
+
+
+def _add_inputs(
+    call: Call, launch: InputsLaunch, kind: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Make "values" of a call's "x", and "x_scale" where there is one."""
+    call.allocate("values", shape, dtype)
+    if kind == "codes":
+        call.allocate("x_scale", shape[:1], torch.float32)
+    call.launch(*launch)
+
+
+@lru_cache(maxsize=4096)
+def _launch(scheme: str, kind: str, count: int, length: int, dtype: str) -> InputsLaunch | None:
+    """The launch that makes "values" of "x", and "x_scale" where there is one, with the names of its pointers."""
+    record = record_of(scheme)
+    return _codes(record, count, length, dtype) if kind == "codes" else _values(record, count, length, dtype)
+
+
+def _codes(scheme: Scheme, count: int, length: int, dtype: str) -> InputsLaunch | None:
+    size, pdl = power_above(length), not interpreted()
+    if size > LONGEST or count * length > INT32:
+        return None
+    rule = constants_of(scheme, dtype, pdl)
+    warps = max(1, min(MOST_WARPS, size // WARP))
+    tail = (length, size, rule, block_op(), pdl)
+    launch = CompiledLaunch(row_codes_kernel, count, tail, warps, launch_pdl=True)
+    return launch, ["x", "values", "x_scale"]
+
+
+def _values(scheme: Scheme, count: int, length: int, dtype: str) -> InputsLaunch | None:
+    """`fake_quantize` in one pass, by tiles of one warp: few rows are over sooner in many of them."""
+    of = plans.problem_of(dtype, scheme, Blocks.of((count, length), scheme.scale, -1), not interpreted())
+    plan = None if of is None else plans.fake_quantizing(of)
+    if plan is None or len(plan.passes) != 1:
+        return None
+    one, names = block_launch(plan.on_tiles(**_small_tiles(plan.passes[0].place)).passes[0])
+    options = {**one.options, "launch_pdl": True}
+    tail = (*one.tail, not interpreted())
+    launch = CompiledLaunch(block_values_kernel, one.grid, tail, one.warps, **options)
+    return launch, ["values" if name == "y" else name for name in names]
+
+
+def _small_tiles(place: Geometry) -> dict[str, Any]:
+    """What is other than in a geometry where neighbouring blocks that fill their tiles are taken by fewer at once."""
+    if place.shape != "flat" or place.chunked or place.size != place.integers[3] or place.size > WARP:
+        return {}
+    p = WARP // place.size
+    while place.blocks % p:
+        p //= 2
+    return {"p": p, "warps": 1, "masked": False, "programs": place.blocks // p}
+
+
+__all__ = ["LONGEST", "exact_inputs", "linear_small_dynamic"]
