@@ -27,11 +27,19 @@ FAILED = "status: error"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A change of some files that changed nothing of what runs, the revision before it, and why it changed nothing."""
+    """A change of some files that changed nothing of what runs, the revision before it, and why it changed nothing.
+
+    experiments: those that it changed nothing of; all, where none is named.
+    """
 
     revision: str
     files: tuple[str, ...]
     why: str
+    experiments: tuple[str, ...] = ()
+
+    def concerns(self, experiment: str) -> bool:
+        """Whether rows of an experiment are carried over it."""
+        return not self.experiments or experiment in self.experiments
 
 
 REWRITES = (
@@ -184,9 +192,14 @@ def main() -> int:
     """Carry all rows over each rewrite in turn, and say how many there were."""
     data = ROOT / "reports" / "data"
     for rewrite in REWRITES:
-        rows = [row for path in sorted(data.glob("*.csv")) for row in read(path)]
+        rows = [
+            row
+            for path in sorted(data.glob("*.csv"))
+            for row in read(path)
+            if rewrite.concerns(row.experiment)
+        ]
         starts = {roots_of(row) for row in rows} | {
-            provenance.experiment_roots(name) for name in provenance.EXPERIMENTS
+            provenance.experiment_roots(name) for name in provenance.EXPERIMENTS if rewrite.concerns(name)
         }
         hashes = renamed(*trees(rewrite), provenance.read_sources(), sorted(one for one in starts if one))
         count = carry(data, {old: new for old, new in hashes.items() if old != new})
