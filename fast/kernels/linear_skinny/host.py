@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -11,7 +12,6 @@ from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.linear_skinny.variants import ELEMENTS, STEP, Form, Variant
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sparse_mm.nvrtc import library
 
 INPUTS = (torch.bfloat16, torch.float16)
@@ -19,8 +19,27 @@ INPUTS = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 
 
+class Weight(Protocol):
+    """What the kernel looks at of a `linear_small.layout.ArrangedWeight`, whose package builds on this one."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    element: str
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """N, filled."""
+
+    @property
+    def columns(self) -> int:
+        """K, filled."""
+
+
 def launch_for(
-    w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype, variant: Variant | None = None
+    w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype, variant: Variant | None = None
 ) -> SkinnyLaunch | None:
     """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
 
@@ -36,7 +55,7 @@ def launch_for(
 
 def linear_skinny(
     x: torch.Tensor,
-    w: ArrangedWeight,
+    w: Weight,
     bias: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
@@ -56,7 +75,7 @@ def linear_skinny(
     return y
 
 
-def is_taken(w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
+def is_taken(w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether sizes, dtypes and the device are those of the kernel."""
     if inputs not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
         return False
