@@ -1,0 +1,103 @@
+"""On a Hopper GPU: `mixed_mm` bit for bit, a hundred times, and its times beside torch's bfloat16 product.
+
+    PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm.py [--bits 40] [--times 60] [--cases 0 1] [--all]
+        [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1]
+
+--bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
+`mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json. Exits
+with 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.gpu.linear.mixed.bits import CASES, wrong_of
+from tests.gpu.linear.mixed.times import Weights
+from tests.gpu.linear.small import weights
+
+BEGIN = time.monotonic()
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096))
+ROWS = (160, 256, 512, 1024, 2048, 8192)
+
+
+def say(text: str) -> None:
+    """With the seconds that have passed."""
+    sys.stdout.write(f"[{time.monotonic() - BEGIN:6.1f}] {text}\n")
+    sys.stdout.flush()
+
+
+def compare(options: Any) -> list[str]:
+    """What is wrong."""
+    end, wrong = time.monotonic() + options.bits, list[str]()
+    for at in options.cases:
+        if time.monotonic() > end:
+            say(f"not compared: {CASES[at]}")
+            continue
+        found = list(wrong_of(CASES[at], options.all))
+        say("\n    ".join([f"{CASES[at]}: {len(found)} wrong", *found[:8]]))
+        wrong += found
+    return wrong
+
+
+def measure(options: Any, found: dict[str, Any]) -> None:
+    """Times, written after each."""
+    end = time.monotonic() + options.times
+    for name in options.schemes:
+        for shape in (SHAPES[at] for at in options.shapes):
+            made = Weights(name, shape)
+            for count in options.rows:
+                if time.monotonic() > end:
+                    say(f"not timed: {name} {shape} {count} rows")
+                    continue
+                text, took = made.told(count, options.all)
+                say(text)
+                found["times"].append({"scheme": name, "shape": shape, "rows": count, "times": took})
+                written(found)
+
+
+def written(found: dict[str, Any]) -> None:
+    """Into $OUT, where there is one."""
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "mixed_mm.json").write_text(json.dumps(found, indent=1))
+
+
+def parsed(arguments: list[str] | None) -> Any:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bits", type=float, default=40.0)
+    parser.add_argument("--times", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--schemes", nargs="*", default=("int4_g128",), choices=tuple(weights.KINDS))
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="their numbers")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare, then time."""
+    options = parsed(arguments)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
+    say(found["device"])
+    if options.bits > 0:
+        found["wrong"] = compare(options)
+        written(found)
+    if options.times > 0:
+        measure(options, found)
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
