@@ -31,9 +31,9 @@ from fast.kernels.sparse_mm.variants import KINDS
 INPUTS = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 NAME = "mixed_mm"
-#: The kernel's arguments: the tensor map of x; then words, scales, zeros, bias, y as addresses, and tokens, features, steps, each,
+#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features, steps, each,
 #: bias_kind, group (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=128s5Q6i"), 128
+ARGUMENTS, MAPS = struct.Struct("=256s5Q6i"), 256
 #: Sizes are 32-bit numbers, and addresses of rows of x.
 MOST_ROWS = 2**31 - 1
 
@@ -92,7 +92,7 @@ class Product:
         if variant is None:
             processors = torch.cuda.get_device_properties(x.device).multi_processor_count
             variant = choose(self.tokens, self.features, self.length, weight, processors)
-        self.variant, self.maps = variant, dict[int, bytes]()
+        self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
         self.programs = programs_of(variant, self.tokens, self.features, at_once)
@@ -119,24 +119,26 @@ class Product:
                 address = kept[-1].data_ptr()
             addresses.append(address)
         y = self.allocate(self.shape, self.strides, self.dtype)
-        described = self.maps.get(addresses[0]) or self._describe(addresses[0])
+        at = addresses[0], y.data_ptr()
+        described = self.maps.get(at) or self._describe(*at)
         self.launch(
             self.programs,
             current_stream(self.index),  # type: ignore[misc]
             described,
             *addresses[1:],
-            y.data_ptr(),
+            at[1],
             *self.rest,
         )
         return y
 
-    def _describe(self, x: int) -> bytes:
-        """The tensor map at an address; the oldest is forgotten."""
-        box = (self.variant.tokens // self.variant.pair, PANEL)
-        made = tensor_map(x, self.tokens, 2 * self.length, box)
+    def _describe(self, x: int, y: int) -> bytes:
+        """The tensor maps at two addresses; the oldest pair is forgotten."""
+        one = self.variant
+        made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
+        made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
         while len(self.maps) >= MOST:
             self.maps.pop(next(iter(self.maps)), None)
-        self.maps[x] = made
+        self.maps[x, y] = made
         return made
 
 

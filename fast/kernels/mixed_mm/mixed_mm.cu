@@ -17,7 +17,7 @@ typedef long long i64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-struct Maps { TensorMap x; };
+struct Maps { TensorMap x, y; };
 
 struct Problem {
   const unsigned char* words;   // (features / 64, steps, ATOM)
@@ -52,15 +52,20 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "output.cuh"
 #include "tiles.cuh"
 #include "decode.cuh"
+#include "store.cuh"
 
 struct Ring {
-  u32 x, words, scales, zeros, tiles, side, full, empty;
+  u32 x, tiles, words, scales, zeros, side, full, empty;
   __device__ __forceinline__ Ring(u32 base)
-      : x(base), words(base + STAGES * X_BYTES), scales(words + STAGES * WORD_BYTES), zeros(scales + STAGES * PARTS * SCALE_BYTES),
-        tiles(SPLITS > 1 ? base : zeros + STAGES * PARTS * ZERO_BYTES),
-        side(zeros + STAGES * PARTS * ZERO_BYTES + (SPLITS > 1 ? 0 : GROUPS * CHUNK * PITCH * 4)),
-        full(side + GROUPS * SIDE * 4), empty(full + 8 * STAGES) {}
+      : x(base), tiles(SPLITS > 1 ? base : base + STAGES * X_BYTES),
+        words(base + STAGES * X_BYTES + (SPLITS > 1 ? 0 : GROUPS * 2 * BUFFER)), scales(words + STAGES * WORD_BYTES),
+        zeros(scales + STAGES * PARTS * SCALE_BYTES), side(zeros + STAGES * PARTS * ZERO_BYTES),
+        full(side + (SPLITS > 1 ? GROUPS * SIDE * 4 : 0)), empty(full + 8 * STAGES) {}
 };
+
+// One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile.
+__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
+__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
 
 // The steps of a program: a part of K, whole pairs.
 struct Steps {
@@ -127,17 +132,18 @@ __device__ __forceinline__ void decode_stage(Fragment (&a)[4], const Ring& ring,
 }
 
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
-__device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
+__device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
   Tiles tiles(p);
   Place at;
   const int lane = thread % 32;
   const Steps steps(p, split);
-  const u32 tile = ring.tiles + group * CHUNK * PITCH * 4, side = ring.side + group * SIDE * 4;
+  const u32 tile = ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER), side = ring.side + group * SIDE * 4;
+  [[maybe_unused]] u32 turn = 0;
   auto release = [&](int stage) {
     if (lane < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + lane);
   };
+  [[maybe_unused]] bool opening = true;
   while (tiles.take(neighbour)) {
-    const Factors factors(p, thread, tiles.token, tiles.feature + 64 * group);
     Sum sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0;
@@ -162,29 +168,31 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
       before = at.stage;
       at.advance();
     };
+    if (SKEW > 0 && group == 1 && opening) skew_wait();
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step += 2) {
+      if (SKEW > 0 && group == 0 && opening && step == steps.first + SKEW) skew_arrive();
       multiply_stage(even, odd, step == steps.first);
       multiply_stage(odd, even, false);
     }
+    if (SKEW > 0 && group == 0 && opening && steps.last <= steps.first + SKEW) skew_arrive();
+    opening = false;
     finish<0>(sum);
     hold(odd, side, p.steps);
     if (steps.last > steps.first) release(before);
-    const int feature = tiles.feature + 64 * group + thread % 8 * 8;
-    sync_group(group);  // nobody needs the factors of the tile before
-    factors.leave(side, thread);
+    const int first = tiles.feature + 64 * group;
     if constexpr (SPLITS == 1) {
-      sync_group(group);
-      const Epilogue e(side, thread);
-      write<0>(p, e, sum, tile, group, thread, tiles.token, feature);
+      write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, tiles.token, first);
     } else {
+      Factors(p, thread, tiles.token, first).leave(side, thread);
       sync_groups();  // the ring becomes the outgoing tile
       put<0>(sum, tile, thread);
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       const Epilogue e(side, thread);
-      take<0>(p, e, tile, thread, tiles.token, feature, split);
+      take<0>(p, e, tile, thread, tiles.token, first + thread % 8 * 8, split);
     }
   }
+  if (SPLITS == 1 && thread == 0) wait_written<0>();
 }
 
 extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) void mixed_mm(
@@ -212,7 +220,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume(p, ring, role, thread % 128, neighbour, split);
+    consume(maps, p, ring, role, thread % 128, neighbour, split);
   }
   sync_cluster();
 }

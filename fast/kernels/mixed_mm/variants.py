@@ -8,15 +8,17 @@ from typing import NamedTuple
 
 from fast.kernels.hopper.headers import common
 from fast.kernels.mixed_mm.products import header
-from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS, PITCH
+from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS
 
 FOLDER = Path(__file__).parent
+OWN = ("decode.cuh", "store.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
 PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}
 MOST_STAGES = 12
+SKEW = int(__import__("os").environ.get("MIXED_SKEW", "2"))
 
 
 class Weight(NamedTuple):
@@ -51,7 +53,7 @@ class Variant(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens of a warpgroup's outgoing tile."""
-        return self.tokens if self.splits > 1 else min(self.tokens, 32 if self.tokens <= 128 else 16)
+        return self.tokens if self.splits > 1 else min(self.tokens, 32)
 
     @property
     def name(self) -> str:
@@ -63,10 +65,10 @@ class Variant(NamedTuple):
         return self.stages * (self.tokens * PANEL + weight.stage)
 
     def shared(self, weight: Weight) -> int:
-        """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), scales and biases, barriers,
-        alignment."""
-        outgoing = 0 if self.splits > 1 else GROUPS * self.chunk * PITCH * 4
-        return self.ring(weight) + outgoing + GROUPS * (self.tokens + 128) * 4 + 16 * self.stages + 1024
+        """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits, and then scales and biases),
+        barriers, alignment."""
+        outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
+        return self.ring(weight) + outgoing + 16 * self.stages + 1024
 
 
 def fitted(tokens: int, pair: int, splits: int, weight: Weight) -> Variant:
@@ -83,13 +85,13 @@ def sources(
     defined = {
         "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
-        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+        "SKEW": SKEW if variant.splits == 1 else 0, "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
-    headers = {"products.h": header(x, variant.tokens), "decode.cuh": text("decode.cuh"), **common()}
+    headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def text(name: str) -> str:
     """A file of this folder."""
     return (FOLDER / name).read_text()

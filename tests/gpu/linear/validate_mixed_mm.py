@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -22,6 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from fast.kernels.mixed_mm.host import NAME
+from fast.kernels.mixed_mm.select import candidates
+from fast.kernels.mixed_mm.variants import Weight, sources
+from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.times import Weights
 from tests.gpu.linear.small import weights
@@ -35,6 +40,24 @@ def say(text: str) -> None:
     """With the seconds that have passed."""
     sys.stdout.write(f"[{time.monotonic() - BEGIN:6.1f}] {text}\n")
     sys.stdout.flush()
+
+
+def compile_all(options: Any) -> None:
+    """Variants of all that is timed, on all cores; nothing of a GPU is touched."""
+    jobs = set()
+    for name in options.schemes:
+        element, group = weights.KINDS[name]
+        weight = Weight(element, name.endswith("asymmetric"), 2 if group == 32 else 1)
+        for shape in (SHAPES[at] for at in options.shapes):
+            jobs |= {(one, weight) for rows in options.rows for one in candidates(rows, shape[1], weight)}
+    with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
+        pool.map(compiled, sorted(jobs), chunksize=1)
+    say(f"compiled {len(jobs)} variants")
+
+
+def compiled(job: Any) -> None:
+    """Into the cache on the disk."""
+    cached_cubin(*sources(*job, "bfloat16", "bfloat16"), name=NAME)
 
 
 def compare(options: Any) -> list[str]:
@@ -89,6 +112,8 @@ def parsed(arguments: list[str] | None) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Compare, then time."""
     options = parsed(arguments)
+    if options.times > 0:
+        compile_all(options)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     say(found["device"])
     if options.bits > 0:
