@@ -7,36 +7,16 @@
 //     4 bits    [k5][k4]        nibbles 2 k3 + n3 and 4 more      128 threads of 4 words
 //     8 bits    [k5] [k4][k3]   bytes n3 and n3 + 2               twice 128 threads of 4 words
 //
-// Elements less zero points are exact in bfloat16: shifts and masks into the fraction of a power of two, less that power
-// (`fast/kernels/linear_small/decode.py` has the same for Triton). Times the scale in float32, rounded once.
+// Elements become float32 exactly: integers in the fraction of a power of two, less that power and the zero point; e4m3 as bfloat16
+// times a power of two. Times the scale, rounded once.
 
 enum { INT4 = 0, INT8 = 1, E4M3 = 2 };
 
 typedef u32 Fragment[4];  // registers of an instruction's first operand
 
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-// a - b
-__device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xBF80BF80u), "r"(a));
-  return d;
-}
-
-// The same value twice.
-__device__ __forceinline__ u32 pair_of(float v) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));
   return d;
 }
 
@@ -52,28 +32,43 @@ __device__ __forceinline__ u32 load_word(u32 address) {
   return w;
 }
 
-// Of the rows n and n + 8 of a thread: scales, and what is added to their elements as they are unpacked.
+// What is taken off an integer in the fraction of a float: of pair r, see above. 4 bits lie 4 r bits from the end.
+__device__ __forceinline__ constexpr float offset_of(int r) { return ELEMENT == INT4 ? float((1 << (23 - 4 * r)) + 8) : float((1 << 23) + 128); }
+
+// Of the rows n and n + 8 of a thread: scales, and what is added to integers where there are zero points.
 struct Rows {
-  float scale[2];
-  u32 less[2];
+  float scale[2], less[4];
+
+  __device__ __forceinline__ Rows() : scale{0.f, 0.f}, less{0.f, 0.f, 0.f, 0.f} {}
 
   // zeros: two zero points, 16 bits each, where there are any.
   __device__ __forceinline__ Rows(u32 scales, u32 zeros) {
     scale[0] = __uint_as_float(load_word(scales));
     scale[1] = __uint_as_float(load_word(scales + 32));
-    constexpr int OFFSET = ELEMENT == INT4 ? 136 : 0;
-    less[0] = less[1] = 0xC308C308u;  // -136
     if constexpr (ZERO) {
       const int both = int(load_word(zeros));
-      less[0] = pair_of(float(-OFFSET - (both << 16 >> 16)));
-      less[1] = pair_of(float(-OFFSET - (both >> 16)));
+      const float zero[2] = {float(-(both << 16 >> 16)), float(-(both >> 16))};
+#pragma unroll
+      for (int r = 0; r < 4; r++) less[r] = __fadd_rn(-offset_of(r), zero[r % 2]);
     }
+  }
+
+  __device__ __forceinline__ float integer(u32 bits, int r) const { return __fadd_rn(__uint_as_float(bits), ZERO ? less[r] : -offset_of(r)); }
+};
+
+// Where the nibbles of pairs are. nibble: 15, which no compiler knows: assemblers, whose instructions have one constant only, would
+// take two for each nibble in place of registers for these.
+struct Masks {
+  u32 at[4];
+  __device__ __forceinline__ Masks(u32 nibble) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) at[r] = nibble << 4 * r;
   }
 };
 
-// A pair of columns of a row, times its scale.
-__device__ __forceinline__ u32 scaled(u32 pair, float scale) {
-  const float low = __fmul_rn(__uint_as_float(pair << 16), scale), high = __fmul_rn(__uint_as_float(pair & 0xFFFF0000u), scale);
+// Two columns of a row, times its scale.
+__device__ __forceinline__ u32 scaled(float first, float second, float scale) {
+  const float low = __fmul_rn(first, scale), high = __fmul_rn(second, scale);
   u32 d;
   if constexpr (HALF) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low) : "memory");
   else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low) : "memory");
@@ -82,35 +77,34 @@ __device__ __forceinline__ u32 scaled(u32 pair, float scale) {
 
 // Fragments whose products were waited for. always: not 0, which no compiler knows. So they seem to be needed here, and no other
 // value has their registers before: of operands of products in flight assemblers do not know that they are read.
-__device__ __forceinline__ void hold(const Fragment (&a)[4], u32 address, int always) {
-#pragma unroll
-  for (int i = 0; i < 4; i++)
+__device__ __forceinline__ void hold(const Fragment& a, u32 address, int always) {
     asm volatile("{\n.reg .pred never;\nsetp.eq.s32 never, %5, 0;\n@never st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}\n" ::"r"(address),
-        "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(always) : "memory");
+        "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(always) : "memory");
 }
 
 // 16 columns of a thread: one word.
-__device__ __forceinline__ void decode_nibbles(Fragment& a, u32 word, const Rows& rows) {
+__device__ __forceinline__ void decode_nibbles(Fragment& a, u32 word, const Rows& rows, const Masks& masks) {
+  const u32 upper = word >> 16;
 #pragma unroll
-  for (int r = 0; r < 4; r++)
-    a[r] = scaled(add_pairs((word >> 4 * r & 0x000F000Fu) ^ 0x43084308u, rows.less[r % 2]), rows.scale[r % 2]);
-}
-
-// Bytes n3 and n3 + 2 of a word.
-__device__ __forceinline__ u32 unpacked_bytes(u32 word, int n3, const Rows& rows) {
-  if constexpr (ELEMENT == E4M3) {
-    const u32 v = n3 ? word : word << 8;
-    return multiply_pairs((v & 0x80008000u) | (v >> 4 & 0x07F007F0u), 0x7B807B80u);  // 2**120
-  } else {
-    const u32 v = n3 ? word >> 8 : word;
-    const u32 made = subtract_pairs((v & 0x007F007Fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u);
-    return ZERO ? add_pairs(made, rows.less[n3]) : made;
+  for (int r = 0; r < 4; r++) {
+    const u32 power = u32(150 - 4 * r) << 23 | 8u << 4 * r;
+    a[r] = scaled(rows.integer(word & masks.at[r] ^ power, r), rows.integer(upper & masks.at[r] ^ power, r), rows.scale[r % 2]);
   }
 }
 
 // 16 columns of a thread: two words.
 __device__ __forceinline__ void decode_bytes(Fragment& a, u32 first, u32 second, const Rows& rows) {
 #pragma unroll
-  for (int r = 0; r < 4; r++)
-    a[r] = scaled(unpacked_bytes(r < 2 ? first : second, r % 2, rows), rows.scale[r % 2]);
+  for (int r = 0; r < 4; r++) {
+    const u32 word = r < 2 ? first : second;
+    if constexpr (ELEMENT == E4M3) {
+      const u32 v = r % 2 ? word : word << 8;
+      const u32 pair = multiply_pairs((v & 0x80008000u) | (v >> 4 & 0x07F007F0u), 0x7B807B80u);  // 2**120
+      a[r] = scaled(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u), rows.scale[r % 2]);
+    } else {
+      const u32 v = word ^ 0x80808080u;
+      a[r] = scaled(rows.integer(__byte_perm(v, 0x4B000000u, 0x7440 + r % 2), r), rows.integer(__byte_perm(v, 0x4B000000u, 0x7442 + r % 2), r),
+                    rows.scale[r % 2]);
+    }
+  }
 }

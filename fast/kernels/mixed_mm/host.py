@@ -31,9 +31,11 @@ from fast.kernels.sparse_mm.variants import KINDS
 INPUTS = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
 NAME = "mixed_mm"
+#: Four bits, which the kernel is told: no compiler may know them.
+NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features, steps, each,
 #: bias_kind, group (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=256s5Q6i"), 256
+ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
 #: Sizes are 32-bit numbers, and addresses of rows of x.
 MOST_ROWS = 2**31 - 1
 
@@ -98,7 +100,7 @@ class Product:
         self.programs = programs_of(variant, self.tokens, self.features, at_once)
         self.rest = (
             self.tokens, self.features, self.length // ATOM, (w.group or self.length) // ATOM or 1,
-            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP,
+            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, NIBBLE,
         )  # fmt: skip
 
     def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:

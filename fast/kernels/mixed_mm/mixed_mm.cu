@@ -29,6 +29,7 @@ struct Problem {
   int each;                     // steps of a block of scales, where PARTS is 1
   int bias_kind;                // FLOAT32, ...; that of y is OUT
   int group;                    // tiles of tokens that share features in the L2 cache
+  u32 nibble;                   // 15
   // What `output.cuh` multiplies sums by.
   static constexpr const float *x_scale = nullptr, *scale = nullptr;
   static constexpr int x_scale_step = 0, scale_step = 0;
@@ -66,6 +67,10 @@ struct Ring {
 // One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile.
 __device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
 __device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
+
+// Warpgroups multiply in turn, so that one decodes while the other multiplies.
+__device__ __forceinline__ void turn_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 5) : "memory"); }
+__device__ __forceinline__ void turn_give(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 5) : "memory"); }
 
 // The steps of a program: a part of K, whole pairs.
 struct Steps {
@@ -106,30 +111,39 @@ __device__ __forceinline__ void produce(const Maps& maps, const Problem& p, cons
   }
 }
 
-// The 64 columns of a stage that a thread has of its warpgroup's features.
-__device__ __forceinline__ void decode_stage(Fragment (&a)[4], const Ring& ring, int stage, int group, int thread) {
-  const int row = 64 * group + thread / 32 * 16 + thread % 32 / 4, pair = 32 * group + thread / 32 * 8 + thread % 32 / 4;
-  const u32 words = ring.words + stage * WORD_BYTES + group * ATOM + 16 * thread;
-  auto rows_of = [&](int part) {
-    const int at = stage * PARTS + part;
-    return Rows(ring.scales + at * SCALE_BYTES + 4 * row, ring.zeros + at * ZERO_BYTES + 4 * pair);
-  };
-  if constexpr (ELEMENT == INT4) {
-    const uint4 w = load_four(words);
-    const Rows first = rows_of(0), second = PARTS > 1 ? rows_of(1) : first;
-    decode_nibbles(a[0], w.x, first);
-    decode_nibbles(a[1], w.y, first);
-    decode_nibbles(a[2], w.z, second);
-    decode_nibbles(a[3], w.w, second);
-  } else {
-    const uint4 v = load_four(words), w = load_four(words + ATOM / 2);
-    const Rows first = rows_of(0), second = PARTS > 1 ? rows_of(1) : first;
-    decode_bytes(a[0], v.x, v.y, first);
-    decode_bytes(a[1], v.z, v.w, first);
-    decode_bytes(a[2], w.x, w.y, second);
-    decode_bytes(a[3], w.z, w.w, second);
+// What a thread has of a stage: its words, and the scales and zero points of its rows.
+struct Loaded {
+  uint4 words[ATOM / 2048];
+  Rows rows[PARTS];
+
+  __device__ __forceinline__ Loaded() {
+#pragma unroll
+    for (uint4& w : words) w = make_uint4(0, 0, 0, 0);
   }
-}
+
+  __device__ __forceinline__ void load(const Ring& ring, int stage, int group, int thread) {
+    const int row = 64 * group + thread / 32 * 16 + thread % 32 / 4, pair = 32 * group + thread / 32 * 8 + thread % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < ATOM / 2048; i++)
+      words[i] = load_four(ring.words + stage * WORD_BYTES + group * ATOM + 2048 * i + 16 * thread);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const int at = stage * PARTS + i;
+      rows[i] = Rows(ring.scales + at * SCALE_BYTES + 4 * row, ring.zeros + at * ZERO_BYTES + 4 * pair);
+    }
+  }
+
+  // 16 columns, number i of the stage's four.
+  __device__ __forceinline__ void decode(int i, Fragment& a, const Masks& masks) const {
+    const Rows& own = rows[PARTS > 1 ? i / 2 : 0];
+    if constexpr (ELEMENT == INT4) {
+      decode_nibbles(a, i == 0 ? words[0].x : i == 1 ? words[0].y : i == 2 ? words[0].z : words[0].w, own, masks);
+    } else {
+      const uint4& w = words[ATOM / 2048 > 1 ? i / 2 : 0];
+      decode_bytes(a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, own);
+    }
+  }
+};
 
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
 __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
@@ -143,6 +157,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
     if (lane < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + lane);
   };
   [[maybe_unused]] bool opening = true;
+  if (MODE == 1 && group == 1) turn_give(0);
+  const Masks masks(p.nibble);
   while (tiles.take(neighbour)) {
     Sum sum[SUMS];
 #pragma unroll
@@ -153,18 +169,65 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
 #pragma unroll
     for (int i = 0; i < 16; i++) even[i / 4][i % 4] = odd[i / 4][i % 4] = 0;
     int before = 0;
-    auto multiply_stage = [&](Fragment (&a)[4], const Fragment (&waited)[4], bool first) {
+#if MODE == 2
+    Loaded next;
+    // Multiply a stage, 16 columns after the other, and decode those of the next one meanwhile.
+    auto multiply_stage = [&](Fragment (&a)[4], Fragment (&b)[4], bool begins, bool more) {
+      const u64 x = descriptor(ring.x + at.stage * X_BYTES, PANEL);
+      const int own = at.stage;
+      at.advance();
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        fence();
+        multiply(sum, a[i], x + 2 * i);
+        commit();
+        if (i == 0 && more) {
+          wait_for(ring.full + 8 * at.stage, at.parity);
+          next.load(ring, at.stage, group, thread);
+        }
+        finish<4>(sum);
+        hold(b[i], side, p.steps);
+        next.decode(i, b[i], masks);
+      }
+      if (!begins) release(before);
+      before = own;
+    };
+    if (SKEW > 0 && group == 1 && opening) skew_wait();
+    if (steps.last > steps.first) {
       wait_for(ring.full + 8 * at.stage, at.parity);
-      decode_stage(a, ring, at.stage, group, thread);
+      next.load(ring, at.stage, group, thread);
+      next.decode(0, even[0], masks);
+      next.decode(1, even[1], masks);
+      next.decode(2, even[2], masks);
+      next.decode(3, even[3], masks);
+    }
+#pragma unroll 1
+    for (int step = steps.first; step < steps.last; step += 2) {
+      if (SKEW > 0 && group == 0 && opening && step == steps.first + SKEW) skew_arrive();
+      multiply_stage(even, odd, step == steps.first, true);
+      multiply_stage(odd, even, false, step + 2 < steps.last);
+    }
+#else
+    auto multiply_stage = [&](Fragment (&a)[4], const Fragment (&waited)[4], bool begins) {
+      wait_for(ring.full + 8 * at.stage, at.parity);
+      Loaded own;
+      own.load(ring, at.stage, group, thread);
+      own.decode(0, a[0], masks);
+      own.decode(1, a[1], masks);
+      own.decode(2, a[2], masks);
+      own.decode(3, a[3], masks);
       const u64 b = descriptor(ring.x + at.stage * X_BYTES, PANEL);
+      if (MODE == 1) turn_wait(group);
       fence();
 #pragma unroll
       for (int i = 0; i < 4; i++) multiply(sum, a[i], b + 2 * i);
       commit();
+      if (MODE == 1) turn_give(1 - group);
       // The tensor core has this stage while the one before is handed back.
       finish<1>(sum);
-      hold(waited, side, p.steps);
-      if (!first) release(before);
+#pragma unroll
+      for (int i = 0; i < 4; i++) hold(waited[i], side, p.steps);
+      if (!begins) release(before);
       before = at.stage;
       at.advance();
     };
@@ -175,10 +238,12 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
       multiply_stage(even, odd, step == steps.first);
       multiply_stage(odd, even, false);
     }
+#endif
     if (SKEW > 0 && group == 0 && opening && steps.last <= steps.first + SKEW) skew_arrive();
     opening = false;
     finish<0>(sum);
-    hold(odd, side, p.steps);
+#pragma unroll
+    for (int i = 0; i < 4; i++) hold(odd[i], side, p.steps), hold(even[i], side, p.steps);
     if (steps.last > steps.first) release(before);
     const int first = tiles.feature + 64 * group;
     if constexpr (SPLITS == 1) {

@@ -212,6 +212,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if parts[0] in ("mov", "cvta"):
         mask = (1 << WIDTHS.get(kind, 64)) - 1
         return lambda th: reads[0](th) & mask
+    if opcode == "prmt.b32":
+        return lambda th: _permuted(*(read(th) for read in reads))
     if opcode == "bfi.b32":
         return lambda th: _inserted(*(read(th) for read in reads))
     if parts[0] == "selp":
@@ -228,6 +230,17 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if name in ARITHMETIC and kind in WIDTHS and kind[0] != "f":
         return _integer(ARITHMETIC[name], kind, reads, shift=parts[0] in ("shl", "shr"))
     return None
+
+
+def _permuted(a: int, b: int, selector: int) -> int:
+    """Bytes of two words by their numbers; no signs."""
+    found, both = 0, (a & 0xFFFFFFFF) | (b & 0xFFFFFFFF) << 32
+    for at in range(4):
+        number = selector >> 4 * at & 15
+        if number > 7:
+            raise NotImplementedError(f"prmt by {selector:#x}")
+        found |= (both >> 8 * number & 255) << 8 * at
+    return found
 
 
 def _inserted(field: int, into: int, place: int, length: int) -> int:
