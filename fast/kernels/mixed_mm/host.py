@@ -33,20 +33,26 @@ HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features, steps, each,
-#: bias_kind, group (`Problem` in the source).
+#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
+#: steps, each, bias_kind, group, nibble (`Problem` in the source).
 ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
-#: Sizes are 32-bit numbers, and addresses of rows of x.
+#: Sizes are 32-bit numbers.
 MOST_ROWS = 2**31 - 1
 
 
 def mixed_mm(
-    x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None = None, *, key: Any = None, record: Any = None
+    x: torch.Tensor,
+    w: ArrangedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    key: Any = None,
+    record: Any = None,
 ) -> torch.Tensor | None:
-    """x (..., K) times the transpose of what `dequantize` gives of a weight (N, K) in x's dtype, plus bias (N): (..., N) in it.
+    """x (..., K) times the transpose of what `dequantize` gives of a weight (N, K) in x's dtype, plus bias (N): (..., N).
 
-    Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32 and the
-    result rounded once. None where another route has to take it, see `refused`. key, record: see `launch.cache`.
+    Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
+    the result rounded once to x's dtype. None where another route has to take it, see `refused`. key, record: see
+    `launch.cache`.
     """
     if refused(x, w, bias) is not None:
         return None
@@ -154,4 +160,14 @@ def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[L
     return launcher(function, THREADS, shared, ARGUMENTS, MAPS), at_once
 
 
-__all__ = ["ARGUMENTS", "ELEMENTS", "INPUTS", "MAPS", "Product", "mixed_mm", "programs_of", "refused", "weight_of"]
+__all__ = [
+    "ARGUMENTS",
+    "ELEMENTS",
+    "INPUTS",
+    "MAPS",
+    "Product",
+    "mixed_mm",
+    "programs_of",
+    "refused",
+    "weight_of",
+]

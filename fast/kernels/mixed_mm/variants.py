@@ -11,6 +11,9 @@ from fast.kernels.mixed_mm.products import header
 from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS
 
 FOLDER = Path(__file__).parent
+#: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
+SKEW = 2
+#: Headers beside the source.
 OWN = ("decode.cuh", "store.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
@@ -18,8 +21,6 @@ FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
 PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}
 MOST_STAGES = 12
-SKEW = int(__import__("os").environ.get("MIXED_SKEW", "2"))
-MODE = int(__import__("os").environ.get("MIXED_MODE", "2"))
 
 
 class Weight(NamedTuple):
@@ -86,7 +87,8 @@ def sources(
     defined = {
         "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
-        "SKEW": SKEW if variant.splits == 1 and MODE != 1 else 0, "MODE": MODE, "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
+        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
     headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))

@@ -26,7 +26,9 @@ class MixedStandIn(StandIn):
 
         def launch(programs: int, stream: Any, *values: Any) -> None:
             packed = host.ARGUMENTS.pack(*values)
-            arguments = [np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])]
+            arguments = [
+                np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])
+            ]
             found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
             machine = Machine(
                 ptx, self.memory, arguments, found, threads=THREADS,

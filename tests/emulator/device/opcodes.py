@@ -78,8 +78,10 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
     "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
 }
+
+
 def both(kind: Any, make: Callable[..., Any]) -> Callable[..., int]:
-    """Of pairs of 16-bit floats; sums and products of two are exact in float64 or round there no differently."""
+    """Of pairs of 16-bit floats; products of two are exact in float64."""
 
     def step(*patterns: int) -> int:
         halves = [np.array([v & 0xFFFF, v >> 16], np.uint16).view(kind).astype(np.float64) for v in patterns]
@@ -96,8 +98,7 @@ def packed(kind: Any) -> Callable[..., int]:
 
 PAIRS: dict[str, Callable[..., int]] = {
     "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16), "cvt.rn.f16x2.f32": packed(np.float16),
-    "add.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b: a + b), "mul.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b: a * b),
-    "fma.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b, c: a * b + c),
+    "mul.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b: a * b),
 }  # fmt: skip
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
@@ -221,8 +222,9 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if parts[0] == "cvt" and len(parts) == 3 and parts[1] in WIDTHS and kind in WIDTHS and "f32" not in parts:
         into, source = (1 << WIDTHS[parts[1]]) - 1, (1 << WIDTHS[kind]) - 1
         return lambda th: number(reads[0](th) & source, kind) & into
-    if opcode == "mul.hi.s32":
-        return lambda th: (number(reads[0](th), "s32") * number(reads[1](th) & 0xFFFFFFFF, "s32") >> 32) & 0xFFFFFFFF
+    if parts[:2] == ["mul", "hi"]:
+        bits, low = WIDTHS[kind], (1 << WIDTHS[kind]) - 1
+        return lambda th: (number(reads[0](th) & low, kind) * number(reads[1](th) & low, kind) >> bits) & low
     if parts[:2] == ["mul", "wide"]:
         mask, wide = (1 << WIDTHS[kind]) - 1, (1 << 2 * WIDTHS[kind]) - 1
         return lambda th: number(reads[0](th) & mask, kind) * number(reads[1](th) & mask, kind) & wide

@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.emulator.device.memory import RANK, Barrier
 from tests.emulator.device.opcodes import WIDTHS, Operands, Step, pattern, real, signed
-from tests.emulator.device.written import written
 from tests.emulator.device.tensor_core import fragment_product, places, product, swizzled
+from tests.emulator.device.written import written
 
 LOW = (1 << RANK) - 1
 
@@ -242,8 +242,8 @@ def _arrives(cta: Any, place: int, barrier: Barrier, data: Any, width: int) -> N
 
 
 def _store_matrices(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step:
-    """Matrices of 8 by 8: thread i has of matrix m, transposed, rows 2 (i % 4) and the next of column i / 4; threads 8 m to 8 m + 7
-    say where rows are."""
+    """Matrices of 8 by 8: thread i has of matrix m, transposed, rows 2 (i % 4) and the next of column i / 4; threads 8 m to
+    8 m + 7 say where rows are."""
     if opcode != "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16":
         raise NotImplementedError(opcode)
     address, reads = o.address(operands[0]), [o.reader(name) for name in o.list(operands[1])]

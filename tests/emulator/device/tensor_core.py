@@ -1,4 +1,5 @@
-"""`wgmma.mma_async` with its first operand in registers, and `wgmma.mma_async.sp`, on shared memory, written from the PTX ISA (9.7.15.5, 9.7.15.6) and not from the kernel.
+"""`wgmma.mma_async` with its first operand in registers, and `wgmma.mma_async.sp`, on shared memory: written from the PTX ISA
+(9.7.15.5, 9.7.15.6) and not from the kernel.
 
 Descriptor: bits 0-13 the address / 16, 32-45 the bytes from eight rows to the next eight / 16, 62-63 the swizzle (1: 128 bytes,
 2: 64). Rows of the swizzle's width lie behind each other; bits 4 to 6 (5) of an address are those plus (xor) bits 7 to 9 (8).

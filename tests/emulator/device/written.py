@@ -25,7 +25,11 @@ def written(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:
 
         return wait
     base, _, coordinates = operands[0].strip("[]").partition(",")
-    target, (x, y), source = o.reader(base.strip()), [o.reader(one) for one in o.list(coordinates.strip())], o.address(operands[1])
+    target, (x, y), source = (
+        o.reader(base.strip()),
+        [o.reader(one) for one in o.list(coordinates.strip())],
+        o.address(operands[1]),
+    )
 
     def begin(th: Any) -> None:
         one, place = th.cta.cluster.machine.maps[target(th)], source(th)

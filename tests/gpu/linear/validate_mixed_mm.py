@@ -4,8 +4,8 @@
         [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1]
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
-`mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json. Exits
-with 1 on any difference.
+`mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
+Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -43,21 +43,33 @@ def say(text: str) -> None:
 
 
 def compile_all(options: Any) -> None:
-    """Variants of all that is timed, on all cores; nothing of a GPU is touched."""
+    """Variants of all that is compared or timed, on all cores; nothing of a GPU is touched."""
     jobs = set()
-    for name in options.schemes:
-        element, group = weights.KINDS[name]
-        weight = Weight(element, name.endswith("asymmetric"), 2 if group == 32 else 1)
-        for shape in (SHAPES[at] for at in options.shapes):
-            jobs |= {(one, weight) for rows in options.rows for one in candidates(rows, shape[1], weight)}
+    if options.bits > 0:
+        for name, (_, length), count, dtype, _ in (CASES[at] for at in options.cases):
+            weight = weight_named(name)
+            some = candidates(count, length, weight) if options.all else ()
+            jobs |= {(one, weight, str(dtype).removeprefix("torch.")) for one in some}
+    for name in options.schemes if options.times > 0 else ():
+        weight = weight_named(name)
+        for length in {SHAPES[at][1] for at in options.shapes}:
+            jobs |= {
+                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, length, weight)
+            }
     with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(compiled, sorted(jobs), chunksize=1)
     say(f"compiled {len(jobs)} variants")
 
 
+def weight_named(name: str) -> Weight:
+    """What the kernel decodes of a scheme."""
+    element, group = weights.KINDS[name]
+    return Weight(element, name.endswith("asymmetric"), 2 if group == 32 else 1)
+
+
 def compiled(job: Any) -> None:
     """Into the cache on the disk."""
-    cached_cubin(*sources(*job, "bfloat16", "bfloat16"), name=NAME)
+    cached_cubin(*sources(*job, job[2]), name=NAME)
 
 
 def compare(options: Any) -> list[str]:
@@ -112,8 +124,7 @@ def parsed(arguments: list[str] | None) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Compare, then time."""
     options = parsed(arguments)
-    if options.times > 0:
-        compile_all(options)
+    compile_all(options)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     say(found["device"])
     if options.bits > 0:

@@ -25,7 +25,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 #: Variant; scheme; shape (M, N, K); dtype of x; that of a bias.
 CASES = {
     "int4": (Variant(16, 1, 1, 3), "int4_g128", (19, 256, 256), BF16, None),
-    "groups of 64": (Variant(32, 1, 1, 2), "int4_g64", (33, 128, 256), BF16, torch.float32),
+    "groups of 64": (Variant(32, 1, 1, 3), "int4_g64", (33, 128, 256), BF16, torch.float32),
     "groups of 32": (Variant(16, 1, 1, 4), "int4_g32", (17, 128, 384), F16, F16),
     "groups of 32 with zero points": (Variant(16, 1, 1, 3), "int4_g32_asymmetric", (5, 128, 256), BF16, BF16),
     "int4 with zero points": (Variant(16, 2, 1, 3), "int4_g128_asymmetric", (20, 384, 256), F16, None),
@@ -34,6 +34,7 @@ CASES = {
     "e4m3": (Variant(16, 1, 1, 3), "fp8_rowwise", (9, 128, 256), BF16, None),
     "e4m3, one scale": (Variant(16, 1, 1, 3), "fp8_tensorwise", (9, 128, 256), F16, None),
     "mxfp8": (Variant(16, 1, 1, 3), "mxfp8_e4m3", (9, 128, 256), BF16, None),
+    "split in three": (Variant(16, 1, 3, 3), "int4_g64", (20, 128, 640), BF16, None),
     "split in two": (Variant(32, 1, 2, 3), "int4_g128", (33, 256, 640), BF16, BF16),
     "pairs, splits": (Variant(32, 2, 2, 5), "int8_rowwise", (40, 384, 256), F16, torch.float32),
     "wide": (Variant(192, 2, 1, 4), "int4_g128", (200, 256, 256), BF16, BF16),
@@ -43,7 +44,9 @@ CASES = {
 def stored(scheme, n, k, seed=0):
     """A weight as the kernel takes it, and what it stands for."""
     draw = torch.Generator().manual_seed(seed)
-    w = fast.quantize(torch.randn(n, k, generator=draw) * 3, named(scheme), packed=named(scheme).format.bits < 8)
+    w = fast.quantize(
+        torch.randn(n, k, generator=draw) * 3, named(scheme), packed=named(scheme).format.bits < 8
+    )
     p = layout.preshuffled(w)
     form = layout.form_of(p.scheme, k)
     return ArrangedWeight(p.codes, p.scale, p.zero, p.shape, *form), fast.dequantize(w)
@@ -77,7 +80,10 @@ def test_elements_of_the_weight_are_those_of_dequantize(name, early):
 def integers(m, n, k):
     """Integers, scales that are powers of two."""
     w, _ = stored("int4_g128", n, k)
-    w = replace(w, scale=2.0 ** torch.randint(-1, 2, w.scale.shape, generator=torch.Generator().manual_seed(1)).float())
+    w = replace(
+        w,
+        scale=2.0 ** torch.randint(-1, 2, w.scale.shape, generator=torch.Generator().manual_seed(1)).float(),
+    )
     x = torch.randint(-2, 3, (m, k), generator=torch.Generator().manual_seed(2)).to(BF16)
     dense = layout.all_rows(w.words, "int4")
     codes = torch.stack([dense & 15, dense >> 4], -1).reshape(n, k).to(torch.int8)
@@ -95,14 +101,14 @@ def test_sums(early):
 
 #: A fault of the kernel, and what is changed.
 FAULTS = {
-    "a stage is handed back while it is read": ("if (!first) release(before);", "release(at.stage);"),
-    "nobody waits for the copies": ("      wait_for(ring.full + 8 * at.stage, at.parity);\n", ""),
-    "words of other columns": ("decode_nibbles(a[1], w.y, first)", "decode_nibbles(a[1], w.z, first)"),
+    "a stage is handed back while it is read": ("if (!begins) release(before);", "release(own);"),
+    "nobody waits for the copies": ("wait_for(ring.full + 8 * at.stage, at.parity);", ""),
+    "words of other columns": ("i == 1 ? words[0].y", "i == 1 ? words[0].z"),
     "scales of another row": ("rows.scale[r % 2]", "rows.scale[r / 2]"),
-    "scales of another block": ("step / p.each", "step"),
+    "scales of another block": ("left = PARTS > 1 ? 1 : p.each;", "left = 1;"),
     "a buffer is written while it is copied": ("wait_written<1>();", ";"),
     "it ends before it is written": ("if (SPLITS == 1 && thread == 0) wait_written<0>();", ""),
-    "columns of another instruction": ("b + 2 * i", "b"),
+    "columns of another instruction": ("x + 2 * i", "x"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,12 +63,15 @@ def wrong_of(case: tuple[Any, ...], all_of_them: bool) -> Iterator[str]:
             bad += not torch.equal(found, wanted)
         if bad:
             different = found != wanted
-            yield f"{label}: integers differ {bad} times, {int(different.sum())} elements, first {different.nonzero()[:3].tolist()}"
+            first = different.nonzero()[:3].tolist()
+            yield f"{label}: integers differ {bad} times, {int(different.sum())} elements, first {first}"
         yield from wrong_columns(label, w, dtype, variant)
         yield from outside_of(label, w, count, dtype, variant)
 
 
-def wrong_columns(label: str, w: ArrangedWeight, dtype: torch.dtype, variant: Variant | None) -> Iterator[str]:
+def wrong_columns(
+    label: str, w: ArrangedWeight, dtype: torch.dtype, variant: Variant | None
+) -> Iterator[str]:
     """Of random scales every element of the weight, which a row of x with one 1 copies."""
     some = randomly_scaled(w)
     wanted = arranged_dense(some, dtype)
@@ -79,8 +83,6 @@ def wrong_columns(label: str, w: ArrangedWeight, dtype: torch.dtype, variant: Va
 
 def randomly_scaled(w: ArrangedWeight) -> ArrangedWeight:
     """The codes with scales that are no powers of two."""
-    from dataclasses import replace
-
     torch.manual_seed(0)
     return replace(w, scale=torch.rand_like(w.scale) * 0.1 + 0.001)
 

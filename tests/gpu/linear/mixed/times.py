@@ -21,7 +21,9 @@ from tests.gpu.linear.small import weights
 COLD, ROUNDS = 150e6, 7
 
 
-def calls_of(x: torch.Tensor, arranged: list[ArrangedWeight], variant: Variant | None) -> list[Callable[[], Any]]:
+def calls_of(
+    x: torch.Tensor, arranged: list[ArrangedWeight], variant: Variant | None
+) -> list[Callable[[], Any]]:
     """By the kernel, with each weight."""
     call = Product(x, arranged[0], None, variant)
     return [partial(call, x, w.words, w.scale, w.zero) for w in arranged]
@@ -40,7 +42,10 @@ class Weights:
     def __init__(self, name: str, shape: tuple[int, int]) -> None:
         first = weights.filled_weight(name, shape)
         self.name, self.shape = name, shape
-        self.arranged = [first, *(weights.filled_weight(name, shape) for _ in range(int(COLD / first.nbytes)))]
+        self.arranged = [
+            first,
+            *(weights.filled_weight(name, shape) for _ in range(int(COLD / first.nbytes))),
+        ]
         draw = partial(torch.randn, shape, device=weights.DEVICE, dtype=torch.bfloat16)
         self.dense = [draw() * 0.02 for _ in range(int(COLD / (2 * shape[0] * shape[1])) + 1)]
 
@@ -59,7 +64,11 @@ class Weights:
     def told(self, count: int, swept: bool) -> tuple[str, dict[str, float]]:
         """A line, and its times."""
         took = self.timed(count, swept)
-        chosen = Product(torch.empty(count, self.shape[1], device=weights.DEVICE, dtype=torch.bfloat16), self.arranged[0], None)
+        chosen = Product(
+            torch.empty(count, self.shape[1], device=weights.DEVICE, dtype=torch.bfloat16),
+            self.arranged[0],
+            None,
+        )
         own = sorted((us, name) for name, us in took.items() if name not in ("bf16", "dense", "rule"))
         text = (
             f"{self.name} {self.shape} {count:5} rows: bf16 {took['bf16']:8.2f} dense {took['dense']:8.2f} "
