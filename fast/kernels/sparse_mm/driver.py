@@ -108,7 +108,7 @@ def launcher(
         pack(arguments.memory, 0, *values)
         status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, arguments.places, None)
         if status:
-            check(status, "launching a sparse product")
+            check(status, "launching a product")
 
     return run
 

@@ -41,7 +41,7 @@ def library() -> Any:
                 )
             return found
     raise RuntimeError(
-        "sparse products on a GPU are compiled at first use by NVRTC, which was not found: pip install nvidia-cuda-nvrtc, "
+        "products in CUDA C++ on a GPU are compiled at first use by NVRTC, which was not found: pip install nvidia-cuda-nvrtc, "
         "or install torch with CUDA, which brings it"
     )
 
@@ -75,15 +75,19 @@ def version_of(nvrtc: Any) -> tuple[int, int]:
 
 
 def compile_source(
-    source: str, headers: Mapping[str, str], options: Sequence[str], ptx: bool = False
+    source: str,
+    headers: Mapping[str, str],
+    options: Sequence[str],
+    ptx: bool = False,
+    name: str = "sparse_mm",
 ) -> tuple[bytes, str]:
-    """(cubin, log) of a source; ptx: its PTX in place of the cubin. CompileError where NVRTC refuses it."""
+    """(cubin, log) of a source; ptx: its PTX in place of the cubin. CompileError where NVRTC refuses it. name: for messages."""
     nvrtc, program = library(), ctypes.c_void_p()
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     _check(
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), b"sparse_mm.cu", len(headers), texts, names
+            ctypes.byref(program), source.encode(), f"{name}.cu".encode(), len(headers), texts, names
         )
     )
     try:
@@ -92,7 +96,7 @@ def compile_source(
         log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         text = log.rstrip(b"\0").decode(errors="replace")
         if status:
-            raise CompileError(f"NVRTC does not compile sparse_mm.cu with {' '.join(options)}:\n{text}")
+            raise CompileError(f"NVRTC does not compile {name}.cu with {' '.join(options)}:\n{text}")
         get = (
             (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
             if ptx
@@ -116,20 +120,22 @@ def _check(status: int) -> None:
         raise RuntimeError(f"NVRTC: {library().nvrtcGetErrorString(status).decode()}")
 
 
-def cached_cubin(source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
-    """The cubin of a source, from disk where it is there."""
+def cached_cubin(
+    source: str, headers: Mapping[str, str], options: Sequence[str], name: str = "sparse_mm"
+) -> bytes:
+    """The cubin of a source, from disk where it is there. name: the files begin with it."""
     parts = (
         source,
         *(part for item in headers.items() for part in item),
         *options,
         str(version_of(library())),
     )
-    path = folder() / f"sparse_mm-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
+    path = folder() / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
         kept = path.read_bytes()
         if kept.startswith(b"\x7fELF"):
             return kept
-    cubin, _ = compile_source(source, headers, options)
+    cubin, _ = compile_source(source, headers, options, name=name)
     with contextlib.suppress(OSError):
         _write(path, cubin)
     return cubin

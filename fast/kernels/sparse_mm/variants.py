@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.kernels.hopper.headers import common
 from fast.kernels.sparse_mm.products import Elements, header
 
 SOURCE = Path(__file__).with_name("sparse_mm.cu")
@@ -92,7 +93,7 @@ def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[s
         int(not variant.serial), "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
     }  # fmt: skip
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return source(), {"products.h": header(elements, variant.tokens)}, options
+    return source(), {"products.h": header(elements, variant.tokens), **common()}, options
 
 
 @lru_cache(maxsize=1)

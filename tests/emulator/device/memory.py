@@ -98,5 +98,12 @@ class TensorMap:
             made[: part.shape[0], : part.shape[1]] = part
         return made
 
+    def write(self, x: int, y: int, box: Bytes) -> None:
+        """A box (rows, bytes) at byte x of row y, what is within the matrix."""
+        rows, length = self.data.shape
+        if 0 <= y < rows and 0 <= x < length:
+            part = self.data[y : y + self.box[0], x : x + self.box[1]]
+            part[:] = box[: part.shape[0], : part.shape[1]]
+
 
 __all__ = ["BASE", "RANK", "Barrier", "Memory", "Shared", "TensorMap"]

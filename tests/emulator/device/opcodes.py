@@ -78,6 +78,28 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
     "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
 }
+
+
+def both(kind: Any, make: Callable[..., Any]) -> Callable[..., int]:
+    """Of pairs of 16-bit floats; products of two are exact in float64."""
+
+    def step(*patterns: int) -> int:
+        halves = [np.array([v & 0xFFFF, v >> 16], np.uint16).view(kind).astype(np.float64) for v in patterns]
+        low, high = make(*halves).astype(kind).view(np.uint16)
+        return int(low) | int(high) << 16
+
+    return step
+
+
+def packed(kind: Any) -> Callable[..., int]:
+    """Two float32, the high half first."""
+    return lambda high, low: narrow(kind)(high) << 16 | narrow(kind)(low)
+
+
+PAIRS: dict[str, Callable[..., int]] = {
+    "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16), "cvt.rn.f16x2.f32": packed(np.float16),
+    "mul.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b: a * b),
+}  # fmt: skip
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
 }  # fmt: skip
@@ -177,6 +199,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     kind = parts[-1]
     if opcode in UNARY:
         return lambda th: UNARY[opcode](reads[0](th))
+    if opcode in PAIRS:
+        return lambda th: PAIRS[opcode](*(read(th) for read in reads))
     if opcode in FLOATS:
         return lambda th: pattern(FLOATS[opcode](real(reads[0](th)), real(reads[1](th))))
     if kind == "pred":
@@ -189,6 +213,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if parts[0] in ("mov", "cvta"):
         mask = (1 << WIDTHS.get(kind, 64)) - 1
         return lambda th: reads[0](th) & mask
+    if opcode == "prmt.b32":
+        return lambda th: _permuted(*(read(th) for read in reads))
     if opcode == "bfi.b32":
         return lambda th: _inserted(*(read(th) for read in reads))
     if parts[0] == "selp":
@@ -196,6 +222,9 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if parts[0] == "cvt" and len(parts) == 3 and parts[1] in WIDTHS and kind in WIDTHS and "f32" not in parts:
         into, source = (1 << WIDTHS[parts[1]]) - 1, (1 << WIDTHS[kind]) - 1
         return lambda th: number(reads[0](th) & source, kind) & into
+    if parts[:2] == ["mul", "hi"]:
+        bits, low = WIDTHS[kind], (1 << WIDTHS[kind]) - 1
+        return lambda th: (number(reads[0](th) & low, kind) * number(reads[1](th) & low, kind) >> bits) & low
     if parts[:2] == ["mul", "wide"]:
         mask, wide = (1 << WIDTHS[kind]) - 1, (1 << 2 * WIDTHS[kind]) - 1
         return lambda th: number(reads[0](th) & mask, kind) * number(reads[1](th) & mask, kind) & wide
@@ -203,6 +232,17 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if name in ARITHMETIC and kind in WIDTHS and kind[0] != "f":
         return _integer(ARITHMETIC[name], kind, reads, shift=parts[0] in ("shl", "shr"))
     return None
+
+
+def _permuted(a: int, b: int, selector: int) -> int:
+    """Bytes of two words by their numbers; no signs."""
+    found, both = 0, (a & 0xFFFFFFFF) | (b & 0xFFFFFFFF) << 32
+    for at in range(4):
+        number = selector >> 4 * at & 15
+        if number > 7:
+            raise NotImplementedError(f"prmt by {selector:#x}")
+        found |= (both >> 8 * number & 255) << 8 * at
+    return found
 
 
 def _inserted(field: int, into: int, place: int, length: int) -> int:

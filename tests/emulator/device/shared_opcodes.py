@@ -9,7 +9,8 @@ import numpy as np
 
 from tests.emulator.device.memory import RANK, Barrier
 from tests.emulator.device.opcodes import WIDTHS, Operands, Step, pattern, real, signed
-from tests.emulator.device.tensor_core import places, product, swizzled
+from tests.emulator.device.tensor_core import fragment_product, places, product, swizzled
+from tests.emulator.device.written import written
 
 LOW = (1 << RANK) - 1
 
@@ -21,6 +22,10 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
         return _access(parts, operands, o)
     if opcode.startswith("mbarrier"):
         return _mbarrier(opcode, operands, o)
+    if opcode.startswith(("cp.async.bulk.tensor.2d.global", "cp.async.bulk.commit", "cp.async.bulk.wait")):
+        return written(opcode, operands, o)
+    if opcode.startswith("stmatrix"):
+        return _store_matrices(opcode, operands, o, at)
     if opcode.startswith("cp.async.bulk"):
         return _copy(opcode, operands, o)
     if opcode.startswith("wgmma"):
@@ -36,11 +41,13 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
         return mapa
     if opcode == "shfl.sync.idx.b32":
         return _shuffle(operands, o, at)
+    if opcode == "bar.arrive":
+        return _bar_arrive(operands, o)
     if opcode == "bar.sync":
         return _bar(operands, o, at)
     if opcode == "bar.warp.sync":
         return lambda th: meet(th, ("warp", at, th.tid_x // 32), 32, lambda group: None)
-    if opcode.startswith(("setmaxnreg", "fence.mbarrier_init")):
+    if opcode.startswith(("setmaxnreg", "fence.mbarrier_init", "fence.proxy.async")):
         return lambda th: None
     if opcode == "ret":
         return _ret
@@ -48,6 +55,8 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
 
 
 def _ret(th: Any) -> int:
+    if any(getattr(th, "written", ())):
+        raise ValueError("a thread ends while what it writes is read")
     th.done = True
     return int(th.pc)
 
@@ -75,6 +84,22 @@ def _bar(operands: tuple[str, ...], o: Operands, at: int) -> Step:
     return lambda th: meet(
         th, ("bar", which(th)), count(th) if count else len(th.cta.threads), lambda group: None
     )
+
+
+class _Passed:
+    """A thread that arrived and went on."""
+
+    def __init__(self, th: Any) -> None:
+        self.cta, self.tid_x, self.arrived = th.cta, th.tid_x, None
+
+
+def _bar_arrive(operands: tuple[str, ...], o: Operands) -> Step:
+    which, count = o.reader(operands[0]), o.reader(operands[1])
+
+    def step(th: Any) -> None:
+        meet(_Passed(th), ("bar", which(th)), count(th), lambda group: None)
+
+    return step
 
 
 def _shuffle(operands: tuple[str, ...], o: Operands, at: int) -> Step:
@@ -216,10 +241,28 @@ def _arrives(cta: Any, place: int, barrier: Barrier, data: Any, width: int) -> N
     barrier.change(0, -len(data))
 
 
+def _store_matrices(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step:
+    """Matrices of 8 by 8: thread i has of matrix m, transposed, rows 2 (i % 4) and the next of column i / 4; threads 8 m to
+    8 m + 7 say where rows are."""
+    if opcode != "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16":
+        raise NotImplementedError(opcode)
+    address, reads = o.address(operands[0]), [o.reader(name) for name in o.list(operands[1])]
+
+    def together(group: list[Any]) -> None:
+        for lane, th in enumerate(group):
+            for m, read in enumerate(reads):
+                for half in range(2):
+                    row = address(group[8 * m + 2 * (lane % 4) + half])
+                    value = read(th) >> 16 * half & 0xFFFF
+                    th.cta.shared.view(row, 16)[2 * (lane // 4) :][:2] = (value & 255, value >> 8)
+
+    return lambda th: meet(th, ("stmatrix", at, th.tid_x // 32), 32, together)
+
+
 def _wgmma(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step:
     """Products wait for `wait_group`, which does the oldest first."""
     if ".mma_async" in opcode:
-        together = _multiply(opcode, operands, o)
+        together = (_multiply if ".sp." in opcode else _multiply_fragments)(opcode, operands, o)
     elif ".commit_group" in opcode:
         together = lambda group: _products(group).append([])  # noqa: E731
     elif ".wait_group" in opcode:
@@ -267,6 +310,30 @@ def _multiply(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[
                         th.registers[place] = (old + int(value)) & 0xFFFFFFFF
                     else:
                         th.registers[place] = pattern(np.float32(float(real(old)) + float(value)))
+
+        _products(group)[-1].append(multiply)
+
+    return together
+
+
+def _multiply_fragments(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[list[Any]], None]:
+    names, fragment = ([o.at(name) for name in o.list(text)] for text in operands[:2])
+    b, row_column = o.reader(operands[2]), places(len(names))
+    if operands[3:] != ("1", "1", "1", "0"):
+        raise NotImplementedError(f"{opcode} with {operands[3:]}")
+
+    def together(group: list[Any]) -> None:
+        (second,) = {b(th) for th in group}
+        words = np.array([[th.registers[place] for place in fragment] for th in group], np.int64)
+
+        def multiply() -> None:
+            # The tensor core may read them at any time until now.
+            if not np.array_equal(words, [[th.registers[place] for place in fragment] for th in group]):
+                raise ValueError("an operand changed while a product reads it")
+            made = fragment_product(group[0].cta.shared.data, opcode, words, second)[row_column]
+            for th, own in zip(group, made, strict=True):
+                for place, value in zip(names, own, strict=True):
+                    th.registers[place] = pattern(np.float32(float(real(th.registers[place])) + float(value)))
 
         _products(group)[-1].append(multiply)
 

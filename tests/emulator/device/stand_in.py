@@ -4,8 +4,9 @@ guards."""
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
 
 GUARD, MAP = 64, 128
+INCLUDE = re.compile(r'^#include "([\w.]+)".*$', re.MULTILINE)
 
 
 class StandIn:
@@ -60,11 +62,11 @@ class StandIn:
         """As `host._launch`."""
         elements = next(one for one in ELEMENTS.values() if (one.values, one.x) == (values, x))
         source, headers, options = sources(variant, elements, name)
-        ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
+        ptx = self.compiled(source, headers, options)
 
         def launch(programs: int, stream: Any, *values: Any) -> None:
             packed = host.ARGUMENTS.pack(*values)
-            found = {(0, at): _tensor_map(packed[at : at + MAP]) for at in (0, MAP)}
+            found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
             parts = packed[: host.MAPS], packed[host.MAPS :]
             arguments = [np.frombuffer(part, np.uint8).copy() for part in parts]
             machine = Machine(
@@ -74,6 +76,11 @@ class StandIn:
             machine.run(programs, variant.cluster)
 
         return launch, self.at_once
+
+    def compiled(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> str:
+        """The PTX of a kernel, its source changed with all that it includes."""
+        whole = self.change(INCLUDE.sub(lambda found: headers[found[1]], source))
+        return nvrtc.compile_source(whole, {}, options, ptx=True)[0].decode().rstrip("\0")
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -92,20 +99,25 @@ class StandIn:
                 self.add(one)
         with self.installed():
             made = host.product(name, True, operands, variant)(*operands)
+        assert made is not None
+        self.check_guards()
+        return made
+
+    def check_guards(self) -> None:
+        """ValueError where a kernel wrote outside of its output."""
         for whole in self.outputs:
             if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
                 raise ValueError("the kernel wrote outside of its output")
-        assert made is not None
-        return made
 
 
 def _bytes(address: int, size: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def _tensor_map(text: bytes) -> TensorMap:
+def described(text: bytes) -> TensorMap:
+    """What `StandIn.tensor_map` made."""
     address, rows, length, high, wide = struct.unpack("<5q", text[:40])
     return TensorMap(_bytes(address, rows * length).reshape(rows, length), (high, wide))
 
 
-__all__ = ["StandIn"]
+__all__ = ["MAP", "StandIn", "described"]

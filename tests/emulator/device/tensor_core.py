@@ -1,4 +1,5 @@
-"""`wgmma.mma_async.sp` on shared memory, written from the PTX ISA (9.7.15.5, 9.7.15.6) and not from the kernel.
+"""`wgmma.mma_async` with its first operand in registers, and `wgmma.mma_async.sp`, on shared memory: written from the PTX ISA
+(9.7.15.5, 9.7.15.6) and not from the kernel.
 
 Descriptor: bits 0-13 the address / 16, 32-45 the bytes from eight rows to the next eight / 16, 62-63 the swizzle (1: 128 bytes,
 2: 64). Rows of the swizzle's width lie behind each other; bits 4 to 6 (5) of an address are those plus (xor) bits 7 to 9 (8).
@@ -77,10 +78,27 @@ def product(memory: np.ndarray, opcode: str, a: int, b: int, words: np.ndarray) 
     return dense.reshape(64, k) @ tokens.astype(wide).T
 
 
+def fragment_product(memory: np.ndarray, opcode: str, words: np.ndarray, b: int) -> np.ndarray:
+    """The sums (64, N) of an instruction without metadata, its first operand the registers (128, 4) of the threads.
+
+    Register i is row 16 w + l / 4 + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, the first in the low half.
+    """
+    found = SHAPE.search(opcode)
+    if found is None or found[2] != "16":
+        raise NotImplementedError(opcode)
+    n, first, second = int(found[1]), ELEMENTS[found[4]], ELEMENTS[found[5]]
+    halves = np.stack([words & 0xFFFF, words >> 16], -1).astype(np.uint16).view(first).astype(np.float64)
+    thread, i, half = np.indices(halves.shape)
+    weight = np.zeros((64, 16))
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
+    weight[row, 2 * (thread % 4) + 8 * (i // 2) + half] = halves
+    return weight @ operand(memory, b, n, 32).copy().view(second).astype(np.float64).T
+
+
 def places(sums: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, column) of register i of a thread: (128, sums) each."""
     thread, i = np.arange(128)[:, None], np.arange(sums)
     return thread // 32 * 16 + thread % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (thread % 4) + i % 2
 
 
-__all__ = ["operand", "places", "product", "swizzled"]
+__all__ = ["fragment_product", "operand", "places", "product", "swizzled"]

@@ -21,6 +21,8 @@ LABEL = re.compile(r"^(\.L\w+):")
 PRODUCT = re.compile(
     r"(\w)GMMA\.SP\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], .*?R(\d+)(?:, 0x\d)?(?:, gsb0)?$"
 )
+#: One whose first operand is four registers.
+FRAGMENT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), R(\d+), gdesc\[UR\d+\], .*?$")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 TARGET = re.compile(r"`\((\.L\w+)\)")
 REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
@@ -93,11 +95,13 @@ def _begins(text: str) -> bool:
 
 def _with(pending: Pending, text: str) -> Pending:
     """Groups with one more product."""
-    product = PRODUCT.search(text)
-    if product is None:
+    if product := PRODUCT.search(text):
+        first, sums, others = int(product[3]), int(product[2]) // 2, [int(product[4])]
+    elif product := FRAGMENT.search(text):
+        first, sums, others = int(product[2]), int(product[1]) // 2, [int(product[3]) + i for i in range(4)]
+    else:
         raise NotImplementedError(text)
-    first, sums, metadata = int(product[3]), int(product[2]) // 2, int(product[4])
-    group = (*pending[-1], frozenset((*range(first, first + sums), metadata)))
+    group = (*pending[-1], frozenset((*range(first, first + sums), *others)))
     return (*pending[:-1], group, ()) if "gsb0" in text else (*pending[:-1], group)
 
 

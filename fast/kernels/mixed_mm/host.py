@@ -1,0 +1,175 @@
+"""Products of many rows and a preshuffled weight on a GPU: what is taken, what is launched, and calls like one before it."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.launch import cache
+from fast.kernels.launch.call import FLOAT_NAMES
+from fast.kernels.launch.direct import allocator, current_device, current_stream
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.mixed_mm.select import choose
+from fast.kernels.mixed_mm.variants import (
+    ATOM,
+    ELEMENTS,
+    FEATURES,
+    PANEL,
+    THREADS,
+    Variant,
+    Weight,
+    sources,
+)
+from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.sparse_mm.host import GROUP, MOST
+from fast.kernels.sparse_mm.nvrtc import cached_cubin, missing_compiler
+from fast.kernels.sparse_mm.variants import KINDS
+
+INPUTS = (torch.bfloat16, torch.float16)
+HOPPER = (9, 0)
+NAME = "mixed_mm"
+#: Four bits, which the kernel is told: no compiler may know them.
+NIBBLE = 15
+#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
+#: steps, each, bias_kind, group, nibble (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
+#: Sizes are 32-bit numbers.
+MOST_ROWS = 2**31 - 1
+
+
+def mixed_mm(
+    x: torch.Tensor,
+    w: ArrangedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    key: Any = None,
+    record: Any = None,
+) -> torch.Tensor | None:
+    """x (..., K) times the transpose of what `dequantize` gives of a weight (N, K) in x's dtype, plus bias (N): (..., N).
+
+    Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
+    the result rounded once to x's dtype. None where another route has to take it, see `refused`. key, record: see
+    `launch.cache`.
+    """
+    if refused(x, w, bias) is not None:
+        return None
+    call = Product(x, w, bias)
+    y = call(x, w.words, w.scale, w.zero, bias)
+    cache.remember(key, call, record)
+    return y
+
+
+def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
+    """Why the kernel does not take a call; None where it does."""
+    n, length = w.shape
+    if w.element not in ELEMENTS:
+        return f"elements are {', '.join(ELEMENTS)}, got {w.element}"
+    if x.dtype not in INPUTS or (bias is not None and bias.dtype not in FLOAT_NAMES):
+        return f"inputs are {' or '.join(map(str, INPUTS))} and a bias a float, got {x.dtype}"
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != HOPPER:
+        return f"it is for GPUs of capability {HOPPER}, got {x.device}"
+    if not x.numel() or x.numel() // length > MOST_ROWS:
+        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
+    if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
+        return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
+    return missing_compiler()
+
+
+def weight_of(w: ArrangedWeight) -> Weight:
+    """What the kernel decodes."""
+    return Weight(w.element, w.zero is not None, 2 if w.group == ATOM // 2 else 1)
+
+
+def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> int:
+    """Programs to launch: with splits a cluster for each tile, else at most the clusters that run at once, which persist."""
+    tiles = -(-tokens // variant.tokens) * -(-features // (FEATURES * variant.pair))
+    return (tiles if variant.splits > 1 else min(tiles, max(1, at_once))) * variant.cluster
+
+
+class Product:
+    """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches."""
+
+    def __init__(
+        self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None
+    ) -> None:
+        self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
+        self.features, self.length = w.shape
+        self.tokens, self.shape = x.numel() // self.length, (*x.shape[:-1], self.features)
+        weight = weight_of(w)
+        if variant is None:
+            processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+            variant = choose(self.tokens, self.features, self.length, weight, processors)
+        self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
+        self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
+        self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
+        self.programs = programs_of(variant, self.tokens, self.features, at_once)
+        self.rest = (
+            self.tokens, self.features, self.length // ATOM, (w.group or self.length) // ATOM or 1,
+            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, NIBBLE,
+        )  # fmt: skip
+
+    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:
+        """The product of operands with the same key; None for a negative view, which has to be resolved."""
+        if current_device() != self.index:  # type: ignore[misc]
+            with torch.cuda.device(self.index):
+                return self(x, words, scale, zero, bias)
+        addresses, kept = [], []
+        for tensor in (x, words, scale, zero, bias):
+            if tensor is None:
+                addresses.append(0)
+                continue
+            address = tensor.data_ptr()
+            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
+                if tensor.is_neg():
+                    return None
+                kept.append(tensor.clone(memory_format=torch.contiguous_format))
+                address = kept[-1].data_ptr()
+            addresses.append(address)
+        y = self.allocate(self.shape, self.strides, self.dtype)
+        at = addresses[0], y.data_ptr()
+        described = self.maps.get(at) or self._describe(*at)
+        self.launch(
+            self.programs,
+            current_stream(self.index),  # type: ignore[misc]
+            described,
+            *addresses[1:],
+            at[1],
+            *self.rest,
+        )
+        return y
+
+    def _describe(self, x: int, y: int) -> bytes:
+        """The tensor maps at two addresses; the oldest pair is forgotten."""
+        one = self.variant
+        made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
+        made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
+        while len(self.maps) >= MOST:
+            self.maps.pop(next(iter(self.maps)), None)
+        self.maps[x, y] = made
+        return made
+
+
+@lru_cache(maxsize=256)
+def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[Launch, int]:
+    """What launches a variant, compiled at first use, and how many of its clusters run at once. name: of the dtype of x."""
+    shared = variant.shared(weight)
+    cubin = cached_cubin(*sources(variant, weight, name, name), name=NAME)
+    function = function_of(cubin, NAME, shared, device)
+    at_once = clusters_at_once(function, variant.cluster, THREADS, shared, device)
+    return launcher(function, THREADS, shared, ARGUMENTS, MAPS), at_once
+
+
+__all__ = [
+    "ARGUMENTS",
+    "ELEMENTS",
+    "INPUTS",
+    "MAPS",
+    "Product",
+    "mixed_mm",
+    "programs_of",
+    "refused",
+    "weight_of",
+]

@@ -1,0 +1,105 @@
+"""The variants of the kernel: how large its tiles are, what of the weight it decodes, and what is defined for its source."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fast.kernels.hopper.headers import common
+from fast.kernels.mixed_mm.products import header
+from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS
+
+FOLDER = Path(__file__).parent
+#: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
+SKEW = 2
+#: Headers beside the source.
+OWN = ("decode.cuh", "store.cuh")
+#: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
+GROUPS, ATOM = 2, 64
+FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
+#: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
+PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}
+MOST_STAGES = 12
+
+
+class Weight(NamedTuple):
+    """What a variant decodes. element: of ELEMENTS; zero: whether there are zero points; parts: blocks of scales in a stage."""
+
+    element: str
+    zero: bool = False
+    parts: int = 1
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage of FEATURES rows: words, scales, zero points."""
+        return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * (6 if self.zero else 4)
+
+
+class Variant(NamedTuple):
+    """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
+
+    splits: programs along K. stages: of the ring.
+    """
+
+    tokens: int
+    pair: int
+    splits: int
+    stages: int
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return self.pair * self.splits
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a warpgroup's outgoing tile."""
+        return self.tokens if self.splits > 1 else (16 if self.tokens % 32 else 32)
+
+    @property
+    def name(self) -> str:
+        """Such as t256c2k1s5."""
+        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}"
+
+    def ring(self, weight: Weight) -> int:
+        """Bytes of the ring."""
+        return self.stages * (self.tokens * PANEL + weight.stage)
+
+    def shared(self, weight: Weight) -> int:
+        """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits, and then scales and biases),
+        barriers, alignment."""
+        outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
+        return self.ring(weight) + outgoing + 16 * self.stages + 1024
+
+
+def fitted(tokens: int, pair: int, splits: int, weight: Weight) -> Variant:
+    """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
+    none = Variant(tokens, pair, splits, 0)
+    each = none._replace(stages=1).shared(weight) - none.shared(weight)
+    return none._replace(stages=min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each))
+
+
+def sources(
+    variant: Variant, weight: Weight, x: str, out: str
+) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
+    defined = {
+        "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
+        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
+        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+    }  # fmt: skip
+    headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
+    return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+
+
+@lru_cache(maxsize=4)
+def text(name: str) -> str:
+    """A file of this folder."""
+    return (FOLDER / name).read_text()
+
+
+__all__ = [
+    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "THREADS", "Variant", "Weight", "fitted", "sources",
+]  # fmt: skip

@@ -1,0 +1,63 @@
+"""`fast.kernels.mixed_mm.host` on CPU tensors: its launches run in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.mixed_mm import host
+from fast.kernels.mixed_mm.variants import THREADS, Variant, Weight, sources
+from tests.emulator.device.machine import Machine
+from tests.emulator.device.stand_in import MAP, StandIn, described
+
+
+class MixedStandIn(StandIn):
+    """A device for `mixed_mm`."""
+
+    def launches(self, variant: Variant, weight: Weight, name: str, device: int) -> Any:  # type: ignore[override]
+        """As `host._launch`."""
+        ptx = self.compiled(*sources(variant, weight, name, name))
+
+        def launch(programs: int, stream: Any, *values: Any) -> None:
+            packed = host.ARGUMENTS.pack(*values)
+            arguments = [
+                np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])
+            ]
+            found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
+            machine = Machine(
+                ptx, self.memory, arguments, found, threads=THREADS,
+                shared=variant.shared(weight), early=self.early, seed=self.seed,
+            )  # fmt: skip
+            machine.run(programs, variant.cluster)
+
+        return launch, self.at_once
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take the place of the GPU."""
+        replaced = {
+            "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1,
+            "current_stream": lambda index: 0, "allocator": lambda device: self.empty,
+        }  # fmt: skip
+        with mock.patch.multiple(host, **replaced):
+            yield
+
+    def multiplied(self, x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant) -> torch.Tensor:
+        """The product by a variant."""
+        for one in (x, w.words, w.scale, w.zero, bias):
+            if one is not None:
+                self.add(one)
+        with self.installed():
+            made = host.Product(x, w, bias, variant)(x, w.words, w.scale, w.zero, bias)
+        assert made is not None
+        self.check_guards()
+        return made
+
+
+__all__ = ["MixedStandIn"]

@@ -1,0 +1,102 @@
+"""Variants compile for sm_90a without a GPU: no spills, no serialized wgmma, within shared memory, and operands in registers
+are left alone until their products are waited for."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
+from fast.kernels.mixed_mm.select import CLUSTERS, STAGE
+from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, THREADS, Weight, fitted, sources
+from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
+from tests.emulator.device.program import parsed
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
+from tests.fast.kernels.sparse_mm.test_compile import complaints
+
+WEIGHTS = [Weight(element, zero, parts) for element in ELEMENTS for zero in (False, True) for parts in (1, 2)]
+WEIGHTS = [one for one in WEIGHTS if one.element != "e4m3" or not one.zero]
+#: Each tile and cluster occurs.
+TILES = [(256, 2, 1), (192, 1, 1), (128, 2, 2), (256, 1, 2), (128, 1, 4)]
+TESTED = [(tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4])]
+
+
+def compiled(tile, weight, x="bfloat16"):
+    """(cubin, the assembler's report, source) of a variant."""
+    require_nvrtc()
+    source, headers, options = sources(fitted(*tile, weight), weight, x, x)
+    return *nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v")), (
+        source,
+        headers,
+        options,
+    )
+
+
+def waits(code):
+    """How many there are for products: that leave four, that leave none."""
+    found = [line.text for line in code.lines if "WARPGROUP.DEPBAR" in line.text]
+    return sum(text.endswith("0x4") for text in found), sum(text.endswith("0x0") for text in found)
+
+
+@pytest.mark.parametrize(("tile", "weight"), TESTED)
+def test_variants(tile, weight):
+    cubin, log, _ = compiled(tile, weight)
+    assert complaints(log, THREADS) == []
+    code = disassembled(cubin)
+    # Two stages of four products, a wait for each that leaves four, and one for all at the end: no others make them serial.
+    assert sum("HGMMA" in line.text for line in code.lines) == 8
+    assert waits(code) == (8, 1)
+    assert uses_in_flight(code) == []
+
+
+@pytest.mark.parametrize("tile", TILES[:2])
+def test_float16(tile):
+    cubin, log, _ = compiled(tile, WEIGHTS[1], "float16")
+    assert complaints(log, THREADS) == []
+    assert uses_in_flight(disassembled(cubin)) == []
+
+
+def assemblers():
+    """Others than NVRTC's that are installed: Triton's, and that of a toolkit."""
+    triton = Path(pytest.importorskip("triton").__file__).parent / "backends/nvidia/bin/ptxas"
+    return [str(one) for one in (triton, shutil.which("ptxas")) if one and Path(one).exists()]
+
+
+@pytest.mark.parametrize(("tile", "weight"), TESTED[:4])
+def test_older_assemblers(tile, weight, tmp_path):
+    """They serialize products whose operands they see written between those of a group."""
+    *_, (source, headers, options) = compiled(tile, weight)
+    ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode().rstrip("\0")
+    text, cubin = tmp_path / "a.ptx", tmp_path / "a.cubin"
+    text.write_text(re.sub(r"\.version .*", ".version 8.7", ptx))
+    for one in assemblers():
+        command = [one, "-arch=sm_90a", "-v", str(text), "-o", str(cubin)]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        code = disassembled(cubin.read_bytes())
+        assert complaints(log, THREADS) == []
+        assert waits(code) == (8, 1)
+        assert uses_in_flight(code) == []
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("tokens", STAGE)
+def test_shared_memory_suffices(tokens, cluster, element, parts):
+    """For at least four stages, and with splits for the sums that take the ring's place."""
+    weight = Weight(element, element != "e4m3", parts)
+    one = fitted(tokens, *cluster, weight)
+    assert one.shared(weight) <= MOST_SHARED
+    assert one.stages >= 4
+    if one.splits > 1:
+        assert GROUPS * tokens * PITCH * 4 <= one.ring(weight)
+
+
+def test_arguments_are_those_of_the_kernel():
+    *_, (source, headers, options) = compiled(TILES[0], WEIGHTS[0])
+    ptx, _ = nvrtc.compile_source(source, headers, options, ptx=True)
+    assert list(parsed(ptx.decode().rstrip("\0")).parameters.values()) == [MAPS, ARGUMENTS.size - MAPS]

@@ -1,0 +1,110 @@
+"""The rule of `mixed_mm` against times of an H100, what is taken, and how many programs are launched."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.mixed_mm import host
+from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
+from fast.kernels.mixed_mm.variants import Variant, Weight
+
+INT4 = Weight("int4")
+UP, DOWN = (14336, 4096), (4096, 14336)
+#: Microseconds of variants (tokens, pair, splits) on an H100, int4 in groups of 128.
+TIMES = {
+    (UP, 160): {(192, 1, 1): 41.3, (192, 2, 1): 41.6, (192, 1, 2): 52.3, (192, 2, 2): 52.9, (128, 2, 1): 65.6},
+    (UP, 256): {(256, 1, 1): 45.9, (256, 2, 1): 47.2, (256, 1, 2): 59.4, (256, 2, 2): 60.0, (128, 1, 1): 63.3},
+    (UP, 512): {(256, 1, 1): 89.4, (256, 2, 1): 90.5, (192, 1, 1): 117.2, (192, 2, 1): 117.2, (256, 2, 2): 120.2},
+    (UP, 1024): {(256, 1, 1): 179.7, (256, 2, 1): 181.0, (128, 1, 1): 217.9, (256, 1, 2): 218.4, (128, 2, 1): 219.6},
+    (UP, 2048): {(256, 2, 1): 316.7, (256, 1, 1): 321.0, (192, 2, 1): 393.8, (192, 1, 1): 393.9, (256, 1, 2): 418.2},
+    (UP, 8192): {(256, 2, 1): 1269.4, (256, 1, 1): 1291.2, (192, 2, 1): 1438.2, (192, 1, 1): 1470.5},
+    (DOWN, 256): {(128, 1, 2): 60.5, (192, 1, 2): 72.3, (256, 2, 2): 75.8, (256, 1, 2): 77.2, (256, 2, 4): 95.0},
+    (DOWN, 512): {(256, 1, 2): 86.3, (128, 1, 1): 109.0, (128, 2, 1): 110.2, (128, 1, 2): 118.4, (192, 1, 1): 126.2},
+    (DOWN, 1024): {(256, 1, 1): 157.6, (256, 2, 1): 158.1, (256, 1, 2): 176.7, (128, 1, 1): 229.2},
+    (DOWN, 2048): {(256, 1, 1): 318.3, (256, 2, 1): 319.6, (256, 1, 2): 360.9, (256, 2, 2): 435.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_the_model_orders_what_was_timed(case):
+    """What it takes of the timed variants is at most 2% slower than the quickest, and times are within 20%."""
+    (features, length), tokens = case
+    times = TIMES[case]
+    predicted = {one: nanoseconds(Variant(*one, 5), tokens, features, length) / 1e3 for one in times}
+    assert times[min(predicted, key=predicted.__getitem__)] <= 1.02 * min(times.values())
+    assert all(0.8 < predicted[one] / us < 1.2 for one, us in times.items()), predicted
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "wanted"),
+    [
+        (UP, 129, (192, 1, 1)), (UP, 256, (256, 1, 1)), (UP, 1024, (256, 1, 1)), (UP, 8192, (256, 2, 1)),
+        (DOWN, 160, (192, 1, 3)), (DOWN, 512, (256, 1, 2)), (DOWN, 1024, (256, 1, 1)),
+    ],
+)  # fmt: skip
+def test_choices(shape, tokens, wanted):
+    assert choose(tokens, *shape, INT4)[:3] == wanted
+
+
+def test_candidates_are_possible():
+    """Parts of K have at least one pair of stages, tiles are no larger than needed."""
+    assert {one.splits for one in candidates(300, 128, INT4)} == {1}
+    assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 192}
+    assert {one.tokens for one in candidates(128, 4096, INT4)} == {128}
+
+
+def test_programs():
+    """Those that persist are at most what runs at once; with splits there is a cluster for each tile."""
+    assert host.programs_of(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
+    assert host.programs_of(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
+    assert host.programs_of(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
+    assert host.programs_of(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+
+
+def arranged(n=256, k=256):
+    return ArrangedWeight(
+        torch.empty(n // 64, k // 64, 512, dtype=torch.int32), torch.empty(1, n), None, (n, k), "int4", 0
+    )
+
+
+def on_hopper(dtype, shape, capability=(9, 0)):
+    """Inputs that seem to lie on a GPU."""
+    size = torch.Size(shape)
+    return SimpleNamespace(
+        dtype=dtype, shape=size, numel=size.numel, device=SimpleNamespace(type="cuda", capability=capability)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "capability", "n", "reason"),
+    [
+        (torch.float32, (200, 256), (9, 0), 256, "inputs are"),
+        (torch.bfloat16, (200, 256), (8, 0), 256, "capability"),
+        (torch.bfloat16, (200, 256), (10, 0), 256, "capability"),
+        (torch.bfloat16, (0, 256), (9, 0), 256, "rows"),
+        (torch.bfloat16, (200, 256), (9, 0), 192, "multiples"),
+        (torch.bfloat16, (200, 256), (9, 0), 256, None),
+        (torch.float16, (2, 100, 256), (9, 0), 256, None),
+    ],
+)
+def test_what_is_refused(monkeypatch, dtype, shape, capability, n, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
+    monkeypatch.setattr(host, "missing_compiler", lambda: None)
+    found = host.refused(on_hopper(dtype, shape, capability), arranged(n), None)
+    assert found is None if reason is None else reason in found
+
+
+def test_without_a_compiler_another_route_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(host, "missing_compiler", lambda: "no NVRTC")
+    assert host.refused(on_hopper(torch.bfloat16, (200, 256)), arranged(), None) == "no NVRTC"
+    assert host.mixed_mm(on_hopper(torch.bfloat16, (200, 256)), arranged()) is None
+
+
+def test_weights():
+    """Two blocks of scales in a stage where groups have 32 columns."""
+    assert host.weight_of(arranged()) == Weight("int4", False, 1)
+    assert host.weight_of(replace(arranged(), group=32, zero=torch.empty(8, 128))) == Weight("int4", True, 2)

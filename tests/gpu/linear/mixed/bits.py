@@ -1,0 +1,108 @@
+"""Bits of `mixed_mm` on a GPU: each column of the weight alone, integers, and random numbers within a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fast.kernels.linear_small.dense import arranged_dense
+from fast.kernels.linear_small.layout import ArrangedWeight, arrange
+from fast.kernels.mixed_mm.host import Product, weight_of
+from fast.kernels.mixed_mm.select import candidates
+from fast.kernels.mixed_mm.variants import Variant
+from tests.gpu.linear.small import weights
+
+REPEATS = 100
+BF16, FP16 = torch.bfloat16, torch.float16
+#: Scheme, rows and columns of the weight, rows of x, dtype of x, dtype of a bias.
+CASES: tuple[tuple[Any, ...], ...] = (
+    ("int4_g128", (256, 512), 129, BF16, None), ("int4_g128", (384, 1024), 1000, BF16, BF16),
+    ("int4_g64", (256, 640), 200, BF16, torch.float32), ("int4_g32", (128, 256), 130, BF16, None),
+    ("int4_g128_asymmetric", (256, 768), 257, BF16, None), ("int4_g32_asymmetric", (640, 512), 300, FP16, BF16),
+    ("int8_rowwise", (256, 512), 129, BF16, FP16), ("int8_g128", (384, 384), 511, FP16, None),
+    ("int8_rowwise_asymmetric", (128, 1024), 192, BF16, None), ("fp8_rowwise", (256, 896), 385, BF16, BF16),
+    ("fp8_tensorwise", (512, 128), 160, FP16, None), ("int4_g128", (1024, 4096), 2049, FP16, FP16),
+)  # fmt: skip
+
+
+def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
+    """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
+    call = Product(x, w, bias, variant)
+    kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
+    call.allocate = lambda shape, strides, dtype: kept[1:-1]
+    y = call(x, w.words, w.scale, w.zero, bias)
+    torch.cuda.synchronize()
+    outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())
+    assert not outside, f"{outside} elements beyond the result were written"
+    return y.clone()
+
+
+def variants(w: ArrangedWeight, count: int, all_of_them: bool) -> list[Variant | None]:
+    """By default the rule's, else all."""
+    return [*candidates(count, w.shape[1], weight_of(w))] if all_of_them else [None]
+
+
+def wrong_of(case: tuple[Any, ...], all_of_them: bool) -> Iterator[str]:
+    """What differs."""
+    name, shape, count, dtype, biased = case
+    stored, dense = weights.drawn(name, shape)
+    w = arrange(stored)
+    assert w is not None
+    bias = None if biased is None else (torch.arange(shape[0], device=weights.DEVICE) % 7 - 3).to(biased)
+    x = torch.randint(-1, 2, (count, shape[1]), device=weights.DEVICE).to(dtype)
+    truth = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
+    wanted = truth.float().to(dtype)
+    for variant in variants(w, count, all_of_them):
+        label = f"{name} {shape} {count} rows {dtype} {variant.name if variant else ''}"
+        bad = 0
+        for _ in range(REPEATS if variant is None else 5):
+            found = product(x, w, bias, variant)
+            bad += not torch.equal(found, wanted)
+        if bad:
+            different = found != wanted
+            first = different.nonzero()[:3].tolist()
+            yield f"{label}: integers differ {bad} times, {int(different.sum())} elements, first {first}"
+        yield from wrong_columns(label, w, dtype, variant)
+        yield from outside_of(label, w, count, dtype, variant)
+
+
+def wrong_columns(
+    label: str, w: ArrangedWeight, dtype: torch.dtype, variant: Variant | None
+) -> Iterator[str]:
+    """Of random scales every element of the weight, which a row of x with one 1 copies."""
+    some = randomly_scaled(w)
+    wanted = arranged_dense(some, dtype)
+    found = product(torch.eye(w.shape[1], device=weights.DEVICE, dtype=dtype), some, None, variant)
+    if not torch.equal(found.t(), wanted):
+        different = found.t() != wanted
+        yield f"{label}: {int(different.sum())} elements of the weight differ, first {different.nonzero()[:3].tolist()}"
+
+
+def randomly_scaled(w: ArrangedWeight) -> ArrangedWeight:
+    """The codes with scales that are no powers of two."""
+    torch.manual_seed(0)
+    return replace(w, scale=torch.rand_like(w.scale) * 0.1 + 0.001)
+
+
+def outside_of(
+    label: str, w: ArrangedWeight, count: int, dtype: torch.dtype, variant: Variant | None
+) -> Iterator[str]:
+    """Random inputs: one rounding of the result, and sums that lose a unit of float32 with each of their terms."""
+    some = randomly_scaled(w)
+    x = torch.randn(count, w.shape[1], device=weights.DEVICE).to(dtype)
+    dense = arranged_dense(some, dtype).double()  # type: ignore[union-attr]
+    truth, size = x.double() @ dense.t(), x.double().abs() @ dense.abs().t()
+    unit = torch.finfo(dtype).eps / 2
+    allowed = truth.abs() * unit + size * (w.shape[1] * 2.0**-23) * (1 + unit) + torch.finfo(dtype).tiny
+    found = [product(x, some, None, variant) for _ in range(5)]
+    far = int((~((found[0].double() - truth).abs() <= allowed)).sum())
+    if far:
+        yield f"{label}: {far} outside of the bound"
+    if not all(torch.equal(found[0], one) for one in found):
+        yield f"{label}: other bits another time"
+
+
+__all__ = ["CASES", "product", "wrong_of"]

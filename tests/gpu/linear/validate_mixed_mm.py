@@ -1,0 +1,139 @@
+"""On a Hopper GPU: `mixed_mm` bit for bit, a hundred times, and its times beside torch's bfloat16 product.
+
+    PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm.py [--bits 40] [--times 60] [--cases 0 1] [--all]
+        [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1]
+
+--bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
+`mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
+Exits with 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from fast.kernels.mixed_mm.host import NAME
+from fast.kernels.mixed_mm.select import candidates
+from fast.kernels.mixed_mm.variants import Weight, sources
+from fast.kernels.sparse_mm.nvrtc import cached_cubin
+from tests.gpu.linear.mixed.bits import CASES, wrong_of
+from tests.gpu.linear.mixed.times import Weights
+from tests.gpu.linear.small import weights
+
+BEGIN = time.monotonic()
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096))
+ROWS = (160, 256, 512, 1024, 2048, 8192)
+
+
+def say(text: str) -> None:
+    """With the seconds that have passed."""
+    sys.stdout.write(f"[{time.monotonic() - BEGIN:6.1f}] {text}\n")
+    sys.stdout.flush()
+
+
+def compile_all(options: Any) -> None:
+    """Variants of all that is compared or timed, on all cores; nothing of a GPU is touched."""
+    jobs = set()
+    if options.bits > 0:
+        for name, (_, length), count, dtype, _ in (CASES[at] for at in options.cases):
+            weight = weight_named(name)
+            some = candidates(count, length, weight) if options.all else ()
+            jobs |= {(one, weight, str(dtype).removeprefix("torch.")) for one in some}
+    for name in options.schemes if options.times > 0 else ():
+        weight = weight_named(name)
+        for length in {SHAPES[at][1] for at in options.shapes}:
+            jobs |= {
+                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, length, weight)
+            }
+    with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
+        pool.map(compiled, sorted(jobs), chunksize=1)
+    say(f"compiled {len(jobs)} variants")
+
+
+def weight_named(name: str) -> Weight:
+    """What the kernel decodes of a scheme."""
+    element, group = weights.KINDS[name]
+    return Weight(element, name.endswith("asymmetric"), 2 if group == 32 else 1)
+
+
+def compiled(job: Any) -> None:
+    """Into the cache on the disk."""
+    cached_cubin(*sources(*job, job[2]), name=NAME)
+
+
+def compare(options: Any) -> list[str]:
+    """What is wrong."""
+    end, wrong = time.monotonic() + options.bits, list[str]()
+    for at in options.cases:
+        if time.monotonic() > end:
+            say(f"not compared: {CASES[at]}")
+            continue
+        found = list(wrong_of(CASES[at], options.all))
+        say("\n    ".join([f"{CASES[at]}: {len(found)} wrong", *found[:8]]))
+        wrong += found
+    return wrong
+
+
+def measure(options: Any, found: dict[str, Any]) -> None:
+    """Times, written after each."""
+    end = time.monotonic() + options.times
+    for name in options.schemes:
+        for shape in (SHAPES[at] for at in options.shapes):
+            made = Weights(name, shape)
+            for count in options.rows:
+                if time.monotonic() > end:
+                    say(f"not timed: {name} {shape} {count} rows")
+                    continue
+                text, took = made.told(count, options.all)
+                say(text)
+                found["times"].append({"scheme": name, "shape": shape, "rows": count, "times": took})
+                written(found)
+
+
+def written(found: dict[str, Any]) -> None:
+    """Into $OUT, where there is one."""
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "mixed_mm.json").write_text(json.dumps(found, indent=1))
+
+
+def parsed(arguments: list[str] | None) -> Any:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bits", type=float, default=40.0)
+    parser.add_argument("--times", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--schemes", nargs="*", default=("int4_g128",), choices=tuple(weights.KINDS))
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="their numbers")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare, then time."""
+    options = parsed(arguments)
+    compile_all(options)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
+    say(found["device"])
+    if options.bits > 0:
+        found["wrong"] = compare(options)
+        written(found)
+    if options.times > 0:
+        measure(options, found)
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
