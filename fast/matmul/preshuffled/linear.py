@@ -18,7 +18,8 @@ def linear_small(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None
 
     w: what `ops.preshuffled` makes of a stored weight. On a GPU up to MOST_ROWS rows of bfloat16 or float16 read it as it is
     stored, and the result is within `reference.linear_error_bound` of the exact product, the same bits in every call; others
-    are multiplied by torch with what `dequantize` gives in x's dtype. CPU tensors run `reference.linear`. Errors are its.
+    are multiplied with what `dequantize` gives in x's dtype: 16-bit rows on Hopper by a kernel that decodes the weight as it
+    reads it (where NVRTC is installed), all else by torch. CPU tensors run `reference.linear`. Errors are its.
     Differentiable in x and bias; NotImplementedError where scales require a gradient.
     """
     y: torch.Tensor = run(LINEAR_SMALL, w.scheme, (tuple(w.shape),), (x, w.codes, w.scale, w.zero, bias))

@@ -15,7 +15,7 @@ from fast.kernels.sparse_mm import nvrtc
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
-from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
+from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
 
 WEIGHTS = [Weight(element, zero, parts) for element in ELEMENTS for zero in (False, True) for parts in (1, 2)]
@@ -100,3 +100,21 @@ def test_arguments_are_those_of_the_kernel():
     *_, (source, headers, options) = compiled(TILES[0], WEIGHTS[0])
     ptx, _ = nvrtc.compile_source(source, headers, options, ptx=True)
     assert list(parsed(ptx.decode().rstrip("\0")).parameters.values()) == [MAPS, ARGUMENTS.size - MAPS]
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   F2FP.BF16.F32.PACK_AB R{written}, R5, R4 ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x256x16.F32.BF16 R24, R152, gdesc[UR16], R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x{left} ;
+        /*0050*/              @!P0 BRA `(.L_x_1) ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("written", "left", "count"), [(153, 1, 1), (155, 1, 1), (156, 1, 0), (153, 0, 0)])
+def test_operands_in_flight_are_seen(written, left, count):
+    """One set of registers, written while the product before may read them."""
+    assert len(uses_in_flight(read(LOOP.format(written=written, left=left)))) == count
