@@ -14,9 +14,8 @@ from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
 #: Nanoseconds of a stage of 64 columns, by the tokens of a tile.
 STAGE = {128: 487.0, 192: 563.0, 256: 701.0}
-#: Programs along the features and along K of a cluster. Clusters of three were never timed: as many at once as surely fit.
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 4))
-TOGETHER = {**AT_ONCE, 3: 36}
+#: Programs along the features and along K of a cluster.
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
 #: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once, and their
 #: stages over others.
 TILE, PARTS, PART_TOKEN, PAIR, PAIRED = 70.0, 3000.0, 20.0, 3000.0, 0.985
@@ -47,7 +46,7 @@ def nanoseconds(
 ) -> float:
     """How long all of a product takes, by the model."""
     clusters = -(-tokens // one.tokens) * -(-features // (FEATURES * one.pair))
-    at_once = max(1, TOGETHER[one.cluster] * multiprocessors // MULTIPROCESSORS)
+    at_once = max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
     stages = length / ATOM / one.splits * STAGE[one.tokens] * (PAIRED if one.pair > 1 else 1)
     added = PARTS + PART_TOKEN * one.tokens if one.splits > 1 else 0.0
     return -(-clusters // at_once) * (stages + TILE + added) + (PAIR if one.pair > 1 else 0.0)
