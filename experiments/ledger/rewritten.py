@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from experiments.harness import provenance
 from experiments.harness.rows import ROOT, Row, read, table_parts, write, write_text
@@ -164,14 +165,19 @@ def roots_of(row: Row) -> tuple[str, ...]:
     return provenance.experiment_roots(row.experiment)
 
 
-def carry(data: Path, hashes: dict[str, str]) -> int:
-    """Put today's hashes into rows and into the records of runs; how many rows changed. What failed is to be tried again."""
+def carry(
+    data: Path, hashes: dict[str, str], concerns: Callable[[str], bool] = lambda experiment: True
+) -> int:
+    """Put today's hashes into rows and into the records of runs; how many rows changed. What failed is to be tried again.
+
+    concerns: which experiments; a hash may be that of several.
+    """
     changed = 0
     for path in sorted(data.glob("*.csv")):
         rows = read(path)
         made = [
             row
-            if row.metric.startswith(FAILED)
+            if row.metric.startswith(FAILED) or not concerns(row.experiment)
             else replace(row, source_hash=hashes.get(row.source_hash, row.source_hash))
             for row in rows
         ]
@@ -179,13 +185,21 @@ def carry(data: Path, hashes: dict[str, str]) -> int:
         if made != rows:
             write(path, made)
     for name in ("environment.json", "origins.json"):
-        text = (data / name).read_text(encoding="utf-8")
-        for old, new in hashes.items():
-            text = text.replace(old, new)
-        json.loads(text)
-        if text != (data / name).read_text(encoding="utf-8"):
-            write_text(data / name, text)
+        carry_records(data / name, hashes, concerns)
     return changed
+
+
+def carry_records(path: Path, hashes: dict[str, str], concerns: Callable[[str], bool]) -> None:
+    """The same in a file of records, whose names begin with an experiment's."""
+    text, made = path.read_text(encoding="utf-8"), dict[str, Any]()
+    for name, record in json.loads(text).items():
+        entry = json.dumps({name: record})
+        for old, new in hashes.items() if concerns(name.partition("/")[0]) else ():
+            entry = entry.replace(old, new)
+        made |= json.loads(entry)
+    if made != json.loads(text):
+        indent = 2 if text.startswith("{\n  ") else 1
+        write_text(path, json.dumps(made, indent=indent) + "\n")
 
 
 def main() -> int:
@@ -202,7 +216,7 @@ def main() -> int:
             provenance.experiment_roots(name) for name in provenance.EXPERIMENTS if rewrite.concerns(name)
         }
         hashes = renamed(*trees(rewrite), provenance.read_sources(), sorted(one for one in starts if one))
-        count = carry(data, {old: new for old, new in hashes.items() if old != new})
+        count = carry(data, {old: new for old, new in hashes.items() if old != new}, rewrite.concerns)
         sys.stdout.write(f"{rewrite.revision} ({', '.join(rewrite.files)}): {count} rows\n")
     return 0
 

@@ -9,7 +9,7 @@ import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted
-from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch
+from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch, is_loadable
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.linear_skinny.variants import ELEMENTS, STEP, Form, Variant
 from fast.kernels.sparse_mm.nvrtc import library
@@ -50,7 +50,9 @@ def launch_for(
         return None
     form = Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
     given = variant or (choose(form, count, *w.shape) if gains(form, count) else None)
-    return None if given is None else launch_of(given, form, count, w.shape)
+    if given is None or not is_loadable(given, form, w.words.get_device()):
+        return None
+    return launch_of(given, form, count, w.shape)
 
 
 def linear_skinny(

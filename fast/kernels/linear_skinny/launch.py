@@ -1,12 +1,14 @@
 """A variant launched as `fast.kernels.launch.call` launches kernels of Triton: `run` on tensors, then by addresses alone.
 
-Launches are programmatic: a kernel may begin while the one in front of it ends, whose results it waits for.
+Launches are programmatic: a kernel may begin while the one in front of it ends, whose results it waits for. Listeners to
+Triton's launches do not hear of them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,7 +18,15 @@ import torch
 from fast.kernels.launch.direct import current_stream
 from fast.kernels.launch.launcher import ALIGNMENT, Signature
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
-from fast.kernels.sparse_mm.driver import LaunchAttribute, LaunchConfig, check, driver, function_of
+from fast.kernels.sparse_mm.driver import (
+    NO_CONTEXT,
+    LaunchAttribute,
+    LaunchConfig,
+    check,
+    driver,
+    ensure_context,
+    function_of,
+)
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 
 #: `Problem` of the source: addresses of x, words, scale, zero, x_scale, bias, y; count, n, k, bias_kind.
@@ -76,6 +86,16 @@ def loaded(variant: Variant, form: Form, device: int) -> ctypes.c_void_p:
     return function_of(cached_cubin(*sources(variant, form)), "linear_skinny", MOST_SHARED, device)
 
 
+@lru_cache(maxsize=256)
+def is_loadable(variant: Variant, form: Form, device: int) -> bool:
+    """Whether a variant compiles and loads; where it does not, a warning says why, once."""
+    try:
+        return bool(loaded(variant, form, device))
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"linear_skinny is left out, another kernel multiplies: {error}", stacklevel=2)
+        return False
+
+
 def launcher(
     function: ctypes.c_void_p, programs: int, threads: int, shared: int, rest: tuple[int, ...]
 ) -> Launch:
@@ -91,10 +111,13 @@ def launcher(
             (programs, 1, 1), (threads, 1, 1), shared, stream, ctypes.addressof(attribute), 1
         )
         status = launch(ctypes.byref(config), function, arguments, None)
+        if status == NO_CONTEXT:
+            ensure_context(torch.cuda.current_device())
+            status = launch(ctypes.byref(config), function, arguments, None)
         if status:
             check(status, "launching linear_skinny")
 
     return run
 
 
-__all__ = ["ARGUMENTS", "POINTERS", "SkinnyLaunch", "launcher", "loaded"]
+__all__ = ["ARGUMENTS", "POINTERS", "SkinnyLaunch", "is_loadable", "launcher", "loaded"]

@@ -14,6 +14,8 @@ import torch
 #: Of `cuda.h`: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_TENSOR_MAP_DATA_TYPE_UINT8, SWIZZLE_64B and _128B by their
 #: bytes, L2_PROMOTION_L2_256B.
 MAX_SHARED, UINT8, L2_256 = 8, 0, 3
+#: CUDA_ERROR_INVALID_CONTEXT: the first launch of a thread that has not called the runtime.
+NO_CONTEXT = 201
 #: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
 CLUSTER_DIMENSION = 4
 SWIZZLES = {64: 2, 128: 3}
@@ -43,11 +45,26 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
 
 
+def ensure_context(device: int) -> None:
+    """Make a device's context the thread's where it has none, as torch does at its first call of the runtime.
+
+    Nothing is asked of a stream, which may be one that a graph is captured from.
+    """
+    context = ctypes.c_void_p()
+    check(driver().cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+    if not context.value:
+        check(
+            driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+            f"the context of device {device}",
+        )
+        check(driver().cuCtxSetCurrent(context), f"the context of device {device}")
+
+
 def function_of(cubin: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
     """A kernel of a cubin on a device, which may have as many bytes of dynamic shared memory. Its module stays loaded."""
     module, found = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # from here on the device's context is current
+        ensure_context(device)
         check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
         check(driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
         check(
@@ -107,6 +124,9 @@ def launcher(
     def run(programs: int, stream: int, *values: Any) -> None:
         pack(arguments.memory, 0, *values)
         status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, arguments.places, None)
+        if status == NO_CONTEXT:
+            ensure_context(torch.cuda.current_device())
+            status = launch(kernel, programs, 1, 1, threads, 1, 1, shared, stream, arguments.places, None)
         if status:
             check(status, "launching a product")
 

@@ -68,6 +68,21 @@ def test_a_model_whose_logits_are_wrong_is_not_timed():
     assert status.startswith("status: wrong: outputs differ by")
 
 
+def test_the_model_that_others_are_copies_of_never_generates(monkeypatch):
+    """transformers keeps the compiled call with the model: a copy of one that has generated would run that one's layers."""
+    bench = times.Bench(0)
+    table = Table(Stage(1, "cpu", divide=32, new=8, calls=1), DECODE, (BASE, METHODS[1]), 1)
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function.__self__) or function)
+    with torch.no_grad():
+        for method in table.methods:
+            assert times.TIME in bench.one(table, method)
+    base = bench.base(table)
+    assert "_compiled_call" not in vars(base)
+    first, second = dict.fromkeys(map(id, made))
+    assert id(base) not in (first, second)
+
+
 def test_steps_leave_the_first_quarter_out():
     stage = Stage(1, "cpu", divide=32, new=8, calls=1)
     assert len(stage.steps(stage.model(0), 1, False)) == 8 - 1 - 2
