@@ -34,9 +34,9 @@ MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
 #: Microseconds of a launch, of the second one, and of a step's barriers and waits.
 LAUNCH, SECOND, STEP = 2.5, 1.5, 0.25
 #: Instructions of a warp for a column of 64 rows, by the element: decoding, and all else of a step; those of a microsecond.
-DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5}
+DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5, "nf4": 4.0}
 OTHERS, ISSUED = 80.0, 4 * 1700.0
-BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8}
+BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8, "nf4": 4}
 
 
 @dataclass(frozen=True)
