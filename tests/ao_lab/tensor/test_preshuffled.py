@@ -162,7 +162,8 @@ def test_other_dtypes_and_recipes():
         (lambda: quantized(dense(0, (2, 128, 128)), "int8_rowwise", axis=1), "blocks along its last axis"),
         (lambda: quantized(dense(0, (2, 128, 128)), "fp8_tensorwise"), "scales of its own"),
         (lambda: quantized(dense(0, (100, 128)), "int8_rowwise"), "multiples of 128"),
-        (lambda: quantized(dense(), "nf4"), "its elements must be"),
+        (lambda: quantized(dense(), "nf4"), "NF4 must be a matrix of 384"),
+        (lambda: quantized(dense(), "int3_g32"), "its elements must be"),
     ],
 )
 def test_what_stays_plain(make, text, gpu):

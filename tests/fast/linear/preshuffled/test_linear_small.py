@@ -47,7 +47,7 @@ def empty_weight(n, length, element, group, zero=False):
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 56
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 59
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,7 +111,7 @@ def test_the_rule_fits_any_weight(element, group):
             for count in COUNTS:
                 tiling = host.tiling_of(rows, columns, element, group, count)
                 assert tiling.fits(rows, columns, element, group)
-                assert tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS
+                assert tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS
                 assert tiling.block_m >= 16
                 assert tiling.splits == 1 or tiling.programs(rows, count) <= 2 * FULL
 
