@@ -1,9 +1,9 @@
 """Scales of NF4's blocks as the product of few rows stores them: one in float32 for each block, and behind them their parts.
 
-    float32 (rows, N)   K / 64 rows   scales of blocks of 64 columns: code / outer scale + mean, as `dequantize` has them
-                        the others    16 levels; outer scales; their mean; int8 codes of the scales, four in a word; zeros
+    int32 (rows, N)   K / 64 rows   float32 bits of scales of blocks of 64 columns: code / outer scale + mean, as `dequantize`
+                      the others    16 levels; outer scales; their mean; int8 codes of the scales, four in a word; zeros
 
-What is behind the scales are bits, with which nothing computes: the stored parts come back exactly.
+The stored parts come back exactly.
 
 A level is decoded as hi + SECOND * mid, 16-bit floats with one sign and one high byte, so that decoding looks up three bytes
 and not four. Their sums are put together in float32. In bfloat16 a level is 2**-15.97 off, relatively, or 262 roundings of
@@ -82,14 +82,14 @@ def scales_with_parts(q: Quantized, rows: int, columns: int) -> torch.Tensor:
     words = torch.cat([*(part.contiguous().view(torch.int32) for part in floats), packed])
     words = torch.nn.functional.pad(words, (0, -words.shape[0] % rows)).reshape(-1, rows)
     turned = torch.nn.functional.pad(scales, missing).t().contiguous()
-    return torch.cat([turned.view(torch.int32), words]).view(torch.float32)
+    return torch.cat([turned.view(torch.int32), words])
 
 
 def parts_of(stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of scales, outer scales and their mean that `scales_with_parts` was given, of a weight (N, K) without filling."""
     blocks = shape[0] * shape[1] // BLOCK
     groups = -(-blocks // GROUP)
-    words = stored.view(torch.int32)[shape[1] // BLOCK :].reshape(-1)[LEVELS:]
+    words = stored[shape[1] // BLOCK :].reshape(-1)[LEVELS:]
     outer, mean, codes = words[:groups], words[groups], words[groups + 1 :].view(torch.int8)[:blocks]
     return codes.clone(), outer.clone().view(torch.float32), mean.clone().view(torch.float32)
 

@@ -82,8 +82,10 @@ def arranged_dense_kernel(
             _store(y, t, _scales(scale, n, k, ROWS, SPAN, GROUP, ELEMENT), n, k, N, LENGTH, SPAN, OUT)
         elif ELEMENT == "nf4":
             # Levels are behind the scales; lanes that look up 16 neighbours do so at once.
-            t = tl.load(scale + (COLUMNS // GROUP * ROWS) + tile_codes(w, NB, KB))
-            s = tl.load(scale + k // GROUP * ROWS + n)
+            t = tl.load(scale + (COLUMNS // GROUP * ROWS) + tile_codes(w, NB, KB)).to(
+                tl.float32, bitcast=True
+            )
+            s = tl.load(scale + k // GROUP * ROWS + n).to(tl.float32, bitcast=True)
             _store(y, t, s[:, None], n, k, N, LENGTH, SPAN, OUT)
         elif GROUP == 32:
             parts = word_halves(w, NB, ELEMENT)

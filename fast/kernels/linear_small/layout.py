@@ -3,7 +3,7 @@
 words   int32 (atoms along N, atoms along K, words of an atom), the order of `elements`: as many bytes as the codes
 scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly;
         or int32 (rows of words, rows / 2) of scales that are multiplied into the elements (`fast.scale_factors`);
-        of nf4 what they are of is behind them (`fast.codebook_scales`)
+        of nf4 int32 (rows of words, rows), their parts behind them (`fast.codebook_scales`)
 zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits each
 
 Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.

@@ -113,7 +113,7 @@ def sums_of_tile(
             elif ELEMENT == "nf4":
                 first, second = tile_levels(w, NB, KB, DTYPE)
                 v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE).T
-                s = tl.load(scale + k // GROUP * ROWS + n)
+                s = tl.load(scale + k // GROUP * ROWS + n).to(tl.float32, bitcast=True)
                 # A sum of both products would be one of sums that go on from product to product; this is none.
                 total += tl.fma(tl.dot(second, v), SECOND, tl.dot(first, v)) * s[:, None]
             elif GROUP == 32:

@@ -4,7 +4,7 @@ operations on any device.
 codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
 scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly;
         or int32 (rows of words, N / 2) of scales that are multiplied into elements, and an outer one (`fast.scale_factors`);
-        of nf4 with the parts they are of behind them (`fast.codebook_scales`)
+        of nf4 int32 (rows of words, N), their parts behind them (`fast.codebook_scales`)
 zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.

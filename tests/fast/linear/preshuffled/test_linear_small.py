@@ -42,7 +42,7 @@ def empty_weight(n, length, element, group, zero=False):
     if element in FACTORED:
         scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
     if element == "nf4":
-        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows))
+        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows), dtype=torch.int32)
     return ArrangedWeight(words, scale, zeros, (n, length), element, group)
 
 

@@ -90,7 +90,8 @@ def filled_weight(name: str, shape: tuple[int, int]) -> ArrangedWeight:
         scale = ((scale * times + 2**31) % 2**32 - 2**31).to(torch.int32)
         scale[0] = 127 << 23
     if element == "nf4":
-        scale = torch.rand((rows_with_parts(rows, columns, shape[0] * blocks), rows), device=DEVICE) * 0.01
+        size = rows_with_parts(rows, columns, shape[0] * blocks), rows
+        scale = (torch.rand(size, device=DEVICE) * 0.01).view(torch.int32)
     zero = None
     if name.endswith("asymmetric"):
         zero = torch.randint(0, 8, (blocks, rows // 2), device=DEVICE, dtype=torch.int32) * 0x10001
@@ -127,7 +128,7 @@ def compiled(task: tuple[Any, ...]) -> str:
     if element in FACTORED:
         scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
     if element == "nf4":
-        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows))
+        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows), dtype=torch.int32)
     w = ArrangedWeight(words, scale, zero, (n, length), element, group)
     kind = getattr(torch, dtype)
     bias = torch.empty(n, dtype=kind) if biased else None
