@@ -36,6 +36,8 @@ def integers(low: int, high: int, shape: tuple[int, ...], seed: int) -> torch.Te
 
 def exact_weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quantized:
     """Small integers (for mxint8, sixteenths) times powers of two, which the scheme holds exactly, in given scales."""
+    if scheme.element == "nf4":
+        return exact_levels(scheme, rows, length, seed)
     blocks = Blocks.of((rows, length), scheme.scale, 1)
     drawn = torch.randint(0, 3, blocks.scale_shape, generator=generator(seed + 1))
     powers = torch.tensor(POWERS[scheme.scale.storage])
@@ -53,6 +55,17 @@ def exact_weight(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quant
     if scheme.element == "mxint8":
         dense = integers(-24, 24, (rows, length), seed) / 16
     return fast.quantize(dense, scheme, scales=Scales(scale, outer, zero), packed=scheme.format.bits < 8)
+
+
+def exact_levels(scheme: Scheme, rows: int, length: int, seed: int = 0) -> Quantized:
+    """NF4 of its levels -1, 0 and 1, under scales 1, 2 and 4: codes by outer scales 1 and 2, about a mean of 1."""
+    draw, blocks = generator(seed), rows * length // 64
+    codes = torch.tensor([0, 7, 15], dtype=torch.uint8)[torch.randint(0, 3, (rows, length), generator=draw)]
+    outer = 1.0 + torch.arange(-(-blocks // 256)) % 2
+    scale = torch.tensor([0, 1, 3])[torch.randint(0, 3, (blocks,), generator=draw)]
+    scale = (scale * outer.repeat_interleave(256)[:blocks]).to(torch.int8)
+    packed = fast.pack(codes, scheme.format)
+    return Quantized(packed, scale, outer, torch.tensor(1.0), (rows, length), 1, scheme, packed=True)
 
 
 def exact_inputs(rows: int, length: int, dtype: torch.dtype, seed: int = 5) -> torch.Tensor:

@@ -37,8 +37,12 @@ def arrange_kernel(codes, words, rows, BYTES: tl.constexpr, ELEMENT: tl.constexp
     word = i * 0
     if has_nibbles(ELEMENT):
         for place in tl.static_range(4):
+            # A byte of nf4 stays one.
             c = _byte(codes, n + place % 2 * 8, (k + place // 2 * 8) // 2, rows, BYTES)
-            word = word | ((c & 15) << (4 * place)) | ((c >> 4) << (4 * place + 16))
+            if ELEMENT == "nf4":
+                word = word | (c << (8 * place))
+            else:
+                word = word | ((c & 15) << (4 * place)) | ((c >> 4) << (4 * place + 16))
     else:
         for place in tl.static_range(4):
             word = word | (_byte(codes, n + place % 2 * 8, k + place // 2, rows, BYTES) << (8 * place))
@@ -65,7 +69,7 @@ def restore_kernel(
     WORDS: tl.constexpr = words_of(ELEMENT)
     atom = (n // 64).to(tl.int64) * ATOMS + k // 64
     word = tl.load(words + (atom * WORDS + i), mask=at < BYTES, other=0)
-    if has_nibbles(ELEMENT):
+    if has_nibbles(ELEMENT) and ELEMENT != "nf4":
         code = ((word >> (4 * place)) & 15) | (((word >> (4 * place + 16)) & 15) << 4)
     else:
         code = (word >> (8 * place)) & 255

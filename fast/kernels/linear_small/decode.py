@@ -6,6 +6,7 @@
               the sign is set: it is the last bit of the exponent
     e4m3      sign and the other bits 4 to the right, times 2**120    7 bits 1 to the right, times 2**8
     e2m1      sign, and 3 bits from bit 6 on, times 2**126            from bit 9 on, times 2**14
+    nf4       two terms of a level, of tables of bytes by `prmt`      the same of other tables
 
 All are exact, subnormal numbers of e4m3 and e2m1 too. NaN of e4m3 becomes 480: `layout.arrange` makes the scales of such rows
 NaN. A zero point is one more number that is taken off: int4 has it in the one that is there anyway. |c - z| is at most 255,
@@ -14,6 +15,8 @@ exact too. Floats may have a scale in the power of two that they are multiplied 
 
 import triton
 import triton.language as tl
+
+from fast.codebook_scales import TERMS
 
 
 def _int4_asm(bf16: bool, zero: bool) -> str:
@@ -110,13 +113,54 @@ def _factors(pairs: int, constant: str, given: bool) -> str:
     )
 
 
+def _nf4_index_asm() -> str:
+    """Two words to eight pairs of codes, as 128 + code in bfloat16, less 128."""
+    text = "mov.b32 c, 0xC300C300; "
+    for j in range(8):
+        word, by = f"${8 + j // 4}", 8 * (j % 4)
+        text += (
+            f"shr.u32 u, {word}, {by}; shl.b32 v, u, 12; and.b32 v, v, 0x000F0000; and.b32 u, u, 0x0000000F; "
+        )
+        text += f"or.b32 u, u, v; or.b32 u, u, 0x43004300; add.rn.bf16x2 ${j}, u, c; "
+    return "{ .reg .b32 u, v, c; " + text + "}"
+
+
+def _table(dtype: str, plane: int) -> list[str]:
+    """Bytes of the 16 levels, four in a number: of the high bytes of both terms, of the low ones of either."""
+    values = [(hi >> 8, hi & 255, mid & 255)[plane] for hi, mid in TERMS[dtype]]
+    return [f"0x{int.from_bytes(bytes(values[at : at + 4]), 'little'):08X}" for at in range(0, 16, 4)]
+
+
+def _nf4_asm(bf16: bool) -> str:
+    """Two words to eight pairs of first terms and eight of second ones: pair j has both nibbles of byte j % 4 of word j // 4.
+
+    A nibble without its highest bit chooses from either half of a table, which is what `prmt` does to four at once; copies of
+    the highest bits, as bytes, choose the half.
+    """
+    tables, text = [_table("bfloat16" if bf16 else "float16", plane) for plane in range(3)], ""
+    for i, word in enumerate(("$16", "$17")):
+        text += f"and.b32 s0, {word}, 0x77777777; shr.u32 s1, s0, 16; shl.b32 u, {word}, 4; "
+        for half, copies in enumerate(("0xD9C8", "0xFBEA")):
+            text += f"prmt.b32 m, u, {word}, {copies}; "
+            for name, (a, b, c, d) in zip("hlv", tables, strict=True):
+                text += f"prmt.b32 {name}, {a}, {b}, s{half}; prmt.b32 t, {c}, {d}, s{half}; "
+                text += f"lop3.b32 {name}, {name}, t, m, 0xD8; "
+            for j, places in enumerate(("0x5140", "0x7362")):
+                pair = 4 * i + 2 * half + j
+                text += f"prmt.b32 ${pair}, l, h, {places}; prmt.b32 ${8 + pair}, v, h, {places}; "
+    return "{ .reg .b32 s0, s1, u, m, t, h, l, v; " + text + "}"
+
+
 #: Assembly by 2 * (has zero points, or factors) + (bfloat16).
 INT4_ASM = tl.constexpr([_int4_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
 INT8_ASM = tl.constexpr([_int8_asm(bf16, zero) for zero in (False, True) for bf16 in (False, True)])
 E4M3_ASM = tl.constexpr([_e4m3_asm(bf16, factors) for factors in (False, True) for bf16 in (False, True)])
 E2M1_ASM = tl.constexpr([_e2m1_asm(bf16, factors) for factors in (False, True) for bf16 in (False, True)])
+NF4_INDEX_ASM = tl.constexpr(_nf4_index_asm())
+NF4_ASM = tl.constexpr([_nf4_asm(bf16) for bf16 in (False, True)])
 #: Operands without zero points and factors; those add two registers.
 EIGHT = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
+SIXTEEN = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 2))
 FOUR = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 2))
 
 
@@ -161,6 +205,23 @@ def _four(given, ASM: tl.constexpr, OPERANDS: tl.constexpr, DTYPE: tl.constexpr)
         return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(ASM, OPERANDS, given, dtype=(tl.float16,) * 4, is_pure=True, pack=2)
+
+
+@triton.jit
+def level_pairs(w, DTYPE: tl.constexpr):
+    """Sixteen tensors of the shape of w: of words 2 i and 2 i + 1, tensor j has at 2 i and 2 i + 1 the first terms of both
+    nibbles of byte j % 4 of word j // 4, tensor 8 + j the second ones."""
+    ASM: tl.constexpr = NF4_ASM[1 if DTYPE == "bfloat16" else 0]
+    if DTYPE == "bfloat16":
+        return tl.inline_asm_elementwise(ASM, SIXTEEN, (w,), dtype=(tl.bfloat16,) * 16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(ASM, SIXTEEN, (w,), dtype=(tl.float16,) * 16, is_pure=True, pack=2)
+
+
+@triton.jit
+def index_pairs(w):
+    """Eight tensors of the shape of w: in the order of `level_pairs` the codes themselves, as bfloat16."""
+    return _eight((w,), NF4_INDEX_ASM, EIGHT, "bfloat16")
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from fast.kernels.linear_small.elements import (
     own_scale,
     row_factors,
     spread,
+    tile_codes,
     tile_elements,
     word_halves,
     words_of,
@@ -79,6 +80,13 @@ def arranged_dense_kernel(
         if has_factors(ELEMENT):
             t = tile_elements(w, None, NB, KB, ELEMENT, "bfloat16")
             _store(y, t, _scales(scale, n, k, ROWS, SPAN, GROUP, ELEMENT), n, k, N, LENGTH, SPAN, OUT)
+        elif ELEMENT == "nf4":
+            # Levels are behind the scales; lanes that look up 16 neighbours do so at once.
+            t = tl.load(scale + (COLUMNS // GROUP * ROWS) + tile_codes(w, NB, KB)).to(
+                tl.float32, bitcast=True
+            )
+            s = tl.load(scale + k // GROUP * ROWS + n).to(tl.float32, bitcast=True)
+            _store(y, t, s[:, None], n, k, N, LENGTH, SPAN, OUT)
         elif GROUP == 32:
             parts = word_halves(w, NB, ELEMENT)
             for half in tl.static_range(2):

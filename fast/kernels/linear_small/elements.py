@@ -2,7 +2,7 @@
 
 An atom is 64 rows by 64 columns, `WORDS` words. By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index:
 
-    4 bits  n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4            nibbles of a word: k0 k3 n3
+    4 bits  n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4            nibbles of a word: k0 k3 n3, of nf4 k3 n3 k0
     8 bits  k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3       bytes of a word:   k0 n3
 
 A warp (n5 n4) has 16 rows, its lane (n2 n1 n0, k2 k1) rows n and n + 8 and columns k, k + 1, k + 8, k + 9 of each 16: the
@@ -14,19 +14,19 @@ takes two registers of a lane, which have to be these words: a matter of the com
 import triton
 import triton.language as tl
 
-from fast.kernels.linear_small.decode import byte_pairs, factor_pairs, nibble_pairs
+from fast.kernels.linear_small.decode import byte_pairs, factor_pairs, index_pairs, level_pairs, nibble_pairs
 
 
 @triton.constexpr_function
 def has_nibbles(element):
     """Whether elements have 4 bits."""
-    return element in ("int4", "e2m1")
+    return element in ("int4", "e2m1", "nf4")
 
 
 @triton.constexpr_function
 def words_of(element):
     """Words of an atom."""
-    return 512 if element in ("int4", "e2m1") else 1024
+    return 512 if element in ("int4", "e2m1", "nf4") else 1024
 
 
 @triton.constexpr_function
@@ -59,18 +59,40 @@ def tile_elements(w, less, NB: tl.constexpr, KB: tl.constexpr, ELEMENT: tl.const
     """(64 NB, 64 KB) floats of w (NB, words of KB atoms). less: None, or as words of the shape of w, see `decode`."""
     if has_nibbles(ELEMENT):
         p0, p1, p2, p3, p4, p5, p6, p7 = nibble_pairs(w, less, ELEMENT, DTYPE)
-        # Nibbles by n3, k3; words by k4: new indices k4 k3 n3.
-        even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
-        odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
-        t = tl.reshape(tl.join(even, odd), (NB, KB, 4, 8, 4, 2, 2, 2, 2, 2))
-        t = tl.permute(t, (0, 2, 9, 3, 1, 5, 7, 8, 4, 6))
+        return _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB, KB)
     else:
         p0, p1, p2, p3 = byte_pairs(w, less, ELEMENT, DTYPE)
         # Bytes by n3; words by k3: new indices k3 n3.
         t = tl.join(tl.join(p0, p2), tl.join(p1, p3))
         t = tl.reshape(t, (NB, KB, 2, 4, 8, 4, 2, 2, 2, 2))
         t = tl.permute(t, (0, 3, 9, 4, 1, 2, 6, 8, 5, 7))
+        return tl.reshape(t, (64 * NB, 64 * KB))
+
+
+@triton.jit
+def _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB: tl.constexpr, KB: tl.constexpr):
+    """(64 NB, 64 KB) of pairs of two words of nibbles."""
+    # Nibbles by n3, k3; words by k4: new indices k4 k3 n3.
+    even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
+    odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
+    t = tl.reshape(tl.join(even, odd), (NB, KB, 4, 8, 4, 2, 2, 2, 2, 2))
+    t = tl.permute(t, (0, 2, 9, 3, 1, 5, 7, 8, 4, 6))
     return tl.reshape(t, (64 * NB, 64 * KB))
+
+
+@triton.jit
+def tile_levels(w, NB: tl.constexpr, KB: tl.constexpr, DTYPE: tl.constexpr):
+    """(64 NB, 64 KB) first and second terms of the levels of w, see `fast.codebook_scales`."""
+    p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7 = level_pairs(w, DTYPE)
+    first = _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB, KB)
+    return first, _in_order(q0, q1, q2, q3, q4, q5, q6, q7, NB, KB)
+
+
+@triton.jit
+def tile_codes(w, NB: tl.constexpr, KB: tl.constexpr):
+    """(64 NB, 64 KB) codes of w, of nf4, int32."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = index_pairs(w)
+    return _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB, KB).to(tl.float32).to(tl.int32)
 
 
 @triton.jit

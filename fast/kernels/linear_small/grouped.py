@@ -34,14 +34,14 @@ def grouped_linear_small(
 
     experts: an arranged weight whose parts have an axis of experts in front; `shape` is that of one of them. ends: int32 (E,),
     on x's device: the row after each expert's last one; rows behind the last end are undefined, as torch's `_grouped_mm` leaves
-    them. None where the kernel does not take it: inputs that are not bfloat16 or float16, no rows, more than 2**31 elements.
-    tile: another one than the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not go
-    together. Each row has the bits it has by `linear_small` with one part of K
-    and these tiles, within `reference.linear_error_bound`.
+    them. None where the kernel does not take it: inputs that are not bfloat16 or float16, NF4, no rows, more than 2**31
+    elements. tile: another one than the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not
+    go together. Each row has the bits it has by `linear_small` with one part of K and these tiles, within
+    `reference.linear_error_bound`.
     """
     (n, length), count = experts.shape, x.shape[0]
     _check(x, experts, ends)
-    if x.dtype not in INPUTS or not count or count * max(n, length) > INT32:
+    if x.dtype not in INPUTS or experts.element == "nf4" or not count or count * max(n, length) > INT32:
         return None
     rows = rows_at_once(count, len(ends))
     tile = tile or tile_of(experts.rows, experts.columns, experts.element, count, len(ends))

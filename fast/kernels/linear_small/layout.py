@@ -2,7 +2,8 @@
 
 words   int32 (atoms along N, atoms along K, words of an atom), the order of `elements`: as many bytes as the codes
 scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly;
-        or int32 (rows of words, rows / 2) of scales that are multiplied into the elements (`fast.scale_factors`)
+        or int32 (rows of words, rows / 2) of scales that are multiplied into the elements (`fast.scale_factors`);
+        of nf4 int32 (rows of words, rows), their parts behind them (`fast.codebook_scales`)
 zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits each
 
 Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fast.codebook_scales import BLOCK, LEAST, element_with_levels, scales_with_parts
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.select import Weight, weight_of
@@ -29,7 +31,7 @@ from reference.quantize.quantize import check_quantized
 #: Rows and columns of an atom, and what both are filled to.
 ATOM, FILLED = 64, 128
 #: Words of an atom, by the element.
-WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024}
+WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024, "nf4": 512}
 #: Elements whose scales are factors.
 FACTORED = ("e2m1", "e4m3_mx")
 #: Zero points of int4 that decoding takes.
@@ -93,7 +95,8 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
 
     Taken are two's complement integers of 4 bits (packed) and 8 bits and e4m3, with one scale in all, one a row, or one for
     each 32, 64 or multiple of 128 columns of a row, and for integers a zero point that is a code; MXFP8 of e4m3, MXFP4 and
-    NVFP4 (both packed) whose scales are exact factors; K a multiple of 32. Errors are those of `check_quantized`.
+    NVFP4 (both packed) whose scales are exact factors, K a multiple of 32; NF4 (packed), K a multiple of 64 from LEAST on.
+    Errors are those of `check_quantized`.
     """
     check_quantized(w)
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
@@ -101,6 +104,8 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
         return None
     if element_with_factors(w.scheme) is not None:
         return _arranged_factors(w)
+    if element_with_levels(w.scheme) is not None:
+        return _arranged_levels(w)
     element, group, rule = element_of(weight), group_of(weight), weight.rule
     plain = not rule.has_outer and not rule.two_level and rule.zero in ("", "code")
     if element is None or group is None or not plain or weight.length % STEP or not weight.rows:
@@ -127,6 +132,15 @@ def _arranged_factors(w: Quantized) -> ArrangedWeight | None:
     factors = factors_of(w, filled(n), filled(length))
     group = int(str(w.scheme.scale.block))
     return ArrangedWeight(_words(w.codes, (n, length), element), factors, None, (n, length), element, group)
+
+
+def _arranged_levels(w: Quantized) -> ArrangedWeight | None:
+    """A weight whose elements are looked up."""
+    n, length = w.shape
+    if not w.packed or length % BLOCK or length < LEAST or not n:
+        return None
+    scale = scales_with_parts(w, filled(n), filled(length))
+    return ArrangedWeight(_words(w.codes, (n, length), "nf4"), scale, None, (n, length), "nf4", BLOCK)
 
 
 def _words(codes: torch.Tensor, shape: tuple[int, int], element: str, key: Any = None) -> torch.Tensor:

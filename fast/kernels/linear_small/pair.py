@@ -39,7 +39,8 @@ def linear_small_pair(
 
     Each is within `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. None where
     the kernel does not take them: inputs that are not bfloat16 or float16, no rows or more than MOST_ROWS, weights of two
-    shapes or forms, or whose scales are factors, or of rows or columns that are no multiple of 128, more than 2**31 elements.
+    shapes or forms, NF4 or with scales that are factors, or of rows or columns that are no multiple of 128, more than 2**31
+    elements.
     tiling: other tiles than those of `pair_tiling`; key, record: see `launch.cache`. ValueError for shapes and devices that do
     not go together and for a tiling that is not for the weights.
     """
@@ -124,7 +125,7 @@ def _is_taken(x: torch.Tensor, first: ArrangedWeight, second: ArrangedWeight) ->
     forms = [(w.shape, w.element, w.group, w.zero is None) for w in (first, second)]
     n, length = first.shape
     whole = (filled(n), filled(length)) == (n, length)
-    plain = first.element not in FACTORED
+    plain = first.element not in (*FACTORED, "nf4")
     return (
         forms[0] == forms[1] and whole and plain and x.dtype in INPUTS and 0 < x.numel() <= MOST_ROWS * length
     )

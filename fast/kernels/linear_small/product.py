@@ -14,6 +14,7 @@ have the same bits every time, with any number of multiprocessors.
 import triton
 import triton.language as tl
 
+from fast import codebook_scales
 from fast.kernels.bits import narrow
 from fast.kernels.linear_small.decode import zero_pairs
 from fast.kernels.linear_small.elements import (
@@ -26,10 +27,14 @@ from fast.kernels.linear_small.elements import (
     spread_factors,
     takes_factors,
     tile_elements,
+    tile_levels,
     word_halves,
     words_of,
 )
 from fast.scale_factors import EXPONENTS
+
+#: What second terms of levels are multiplied by.
+SECOND = tl.constexpr(codebook_scales.SECOND)
 
 
 @triton.jit
@@ -105,6 +110,12 @@ def sums_of_tile(
                 v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE)
                 # The factor is of all, and yet of each: sums that nothing multiplies would go on from product to product.
                 total += tl.dot(t, v.T) * (own * ADDED[1])
+            elif ELEMENT == "nf4":
+                first, second = tile_levels(w, NB, KB, DTYPE)
+                v = _inputs(x, m, k, count, LENGTH, SPAN, WHOLE).T
+                s = tl.load(scale + k // GROUP * ROWS + n).to(tl.float32, bitcast=True)
+                # A sum of both products would be one of sums that go on from product to product; this is none.
+                total += tl.fma(tl.dot(second, v), SECOND, tl.dot(first, v)) * s[:, None]
             elif GROUP == 32:
                 parts = word_halves(w, NB, ELEMENT)
                 for half in tl.static_range(2):

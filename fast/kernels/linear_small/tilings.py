@@ -12,7 +12,8 @@ What limits a product of few rows:
 4096 x 14336, 1 to 128 rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
 programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X were up to twice as slow and are never taken.
 The tests hold the rule to those times. `estimate` is the sum above in microseconds; it puts the other candidates, which
-`validate_linear_small.py` of the tests times, in an order.
+`validate_linear_small.py` of the tests times, in an order. NF4, whose tiles were not timed, has sums of two terms and registers
+for 64 rows of X at most.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
 #: Microseconds of a launch, of the second one, and of a step's barriers and waits.
 LAUNCH, SECOND, STEP = 2.5, 1.5, 0.25
 #: Instructions of a warp for a column of 64 rows, by the element: decoding, and all else of a step; those of a microsecond.
-DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5}
+DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5, "nf4": 4.0}
 OTHERS, ISSUED = 80.0, 4 * 1700.0
-BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8}
+BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8, "nf4": 4}
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,18 @@ class Tiling:
         scales = 4 * self.block_n * ceil_div(self.block_k, group) if group else 0
         return self.stages * (self.weight(element) + 2 * self.block_k * self.block_m + scales)
 
-    def registers(self) -> int:
-        """Of a program, about: 40 a lane, sums twice, and the elements of up to 128 columns, two in a register."""
+    def registers(self, element: str) -> int:
+        """Of a program, about: 40 a lane, sums twice, and the elements of up to 128 columns, two in a register. NF4 has two
+        terms of 64 columns and sums of either."""
         elements = self.block_n * min(self.block_k, 128) // 2
-        return 32 * self.warps * 40 + 2 * self.block_m * self.block_n + elements
+        sums = 3 if element == "nf4" else 2
+        return 32 * self.warps * 40 + sums * self.block_m * self.block_n + elements
 
     def at_once(self, element: str, group: int) -> int:
         """Programs on a multiprocessor."""
-        return max(1, min(SHARED // (self.shared(element, group) + 1024), REGISTERS // self.registers()))
+        return max(
+            1, min(SHARED // (self.shared(element, group) + 1024), REGISTERS // self.registers(element))
+        )
 
     def programs(self, rows: int, count: int) -> int:
         """Programs in all."""
@@ -124,6 +129,8 @@ def tiling_of(rows: int, columns: int, element: str, group: int, count: int) -> 
     if count <= 64:
         return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 2)
     halves = Tiling(64, 128, 128, 1, 3, 8)
+    if element == "nf4":
+        return _in_parts(halves, rows, columns, count, 2)
     if halves.programs(rows, count) >= FULL:
         return halves
     return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 1)
@@ -166,7 +173,7 @@ def _fitting(rows: int, columns: int, element: str, group: int, count: int) -> l
         for block_m, shape, parts, stages in product(sizes, shapes, splits, (2, 3, 4, 6))
     )
     found = [tiling for tiling in made if tiling.fits(rows, columns, element, group)]
-    return [tiling for tiling in found if tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS]
+    return [tiling for tiling in found if tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS]
 
 
 __all__ = ["Tiling", "block_m_of", "candidates", "estimate", "tiling_of"]

@@ -3,14 +3,15 @@ operations on any device.
 
 codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
 scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly;
-        or int32 (rows of words, N / 2) of scales that are multiplied into the elements, and an outer one (`fast.scale_factors`)
+        or int32 (rows of words, N / 2) of scales that are multiplied into elements, and an outer one (`fast.scale_factors`);
+        of nf4 int32 (rows of words, N), their parts behind them (`fast.codebook_scales`)
 zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
 
 By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/elements.py`):
 
-    4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3
+    4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3, of nf4 k3 n3 k0
     8 bits  words k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3     bytes of a word:   k0 n3
 
 N and K are multiples of 128, so that words are as many bytes as the codes. `fast.kernels.linear_small` arranges and restores on
@@ -24,14 +25,15 @@ from typing import Any
 
 import torch
 
+from fast.codebook_scales import BLOCK, LEAST, element_with_levels, parts_of, scales_with_parts
 from fast.device import is_traced
 from fast.scale_factors import element_with_factors, factors_of, scales_of, values_reason
 from reference import Quantized, Scheme
 
 #: Rows and columns are multiples of this.
 FILLED = 128
-#: What elements are to the kernel, or to those that arrange codes: all of 4 bits have one order.
-ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4"}
+#: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
+ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
 #: Blocks along K are one of these, multiples of FILLED, or whole rows.
 SMALL_BLOCKS = (32, 64)
 #: torch's dtypes of scales by their storage.
@@ -45,6 +47,8 @@ LOWEST, HIGHEST = -8, 7
 
 def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
     """What the elements are to the kernel, and columns of a block: 0 where a row, or the whole weight, is one."""
+    if element_with_levels(scheme) is not None:
+        return "nf4", BLOCK
     block = scheme.scale.block
     group = block if isinstance(block, int) and block not in (-1, length) else 0
     return element_with_factors(scheme) or ELEMENTS[scheme.element], group
@@ -62,6 +66,8 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
         return None
     if scheme.element == "float4_e2m1fn":
         return "blocks of its elements must be 32 columns of e8m0 scales, or 16 of e4m3 ones under an outer scale that decodes"
+    if scheme.element == "nf4":
+        return _levels_reason(scheme, shape)
     scale, zero = scheme.scale, scheme.zero
     if scheme.outer is not None or scale.stored != "decode" or scale.storage not in STORAGES:
         return f"each block must have one scale for decoding, in {', '.join(STORAGES)}"
@@ -78,6 +84,15 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
     return None
 
 
+def _levels_reason(scheme: Scheme, shape: tuple[int, ...]) -> str | None:
+    """The same of NF4."""
+    if element_with_levels(scheme) is None:
+        return "its scales must be those of scheme nf4"
+    if len(shape) != 2 or shape[1] < LEAST:
+        return f"NF4 must be a matrix of {LEAST} columns or more"
+    return None
+
+
 def unsupported_reason(q: Quantized) -> str | None:
     """Why a stored weight is not preshuffled: `scheme_reason`, or a value from which its parts would not come back."""
     reason = scheme_reason(q.scheme, tuple(q.shape), q.axis)
@@ -85,6 +100,8 @@ def unsupported_reason(q: Quantized) -> str | None:
         return reason
     if q.tiled or q.packed != (q.scheme.format.bits < 8):
         return "its scales must be plain, and its codes packed where they have 4 bits"
+    if q.scheme.element == "nf4":
+        return "its scales are not known while a program is traced" if is_traced(q.codes) else None
     element, half = q.scheme.element, q.scheme.scale.storage == "float16"
     narrow = element == "int4" and q.zero is not None
     factors = element_with_factors(q.scheme) is not None
@@ -111,6 +128,8 @@ def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
         raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
     codes = arranged(rows_in_all(q.codes), ELEMENTS[q.scheme.element]) if words is None else words
     codes = codes.reshape(*q.shape[:-2], -1, *codes.shape[1:])
+    if q.scheme.element == "nf4":
+        return replace(q, codes=codes, scale=scales_with_parts(q, *q.shape), outer=None, zero=None)
     factors = element_with_factors(q.scheme) is not None
     scale = factors_of(q, *q.shape[-2:]) if factors else _blocks(_wide(q), q.shape[-2])
     return replace(q, codes=codes, scale=scale, zero=None if q.zero is None else _pairs(q))
@@ -124,6 +143,9 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
     if element_with_factors(q.scheme) is not None:
         scale, outer = scales_of(q.scale, q.scheme)
         return replace(q, codes=codes, scale=scale.contiguous(), outer=outer)
+    if q.scheme.element == "nf4":
+        scale, outer, mean = parts_of(q.scale, q.shape)
+        return replace(q, codes=codes, scale=scale, outer=outer, zero=mean)
     scale = _narrow(q.scale, q.scheme.scale.storage)
     scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
     zero = None if q.zero is None else _turned(_singles(q.zero))
@@ -131,7 +153,14 @@ def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
 
 
 def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
-    """Rows of a preshuffled weight as they were stored, by their numbers (R,): a weight (R, K); nothing else is looked at."""
+    """Rows of a preshuffled weight as they were stored, by their numbers (R,): a weight (R, K); nothing else is looked at.
+
+    ValueError of NF4, as scales of rows are not those of a weight of its scheme.
+    """
+    if q.scheme.element == "nf4":
+        raise ValueError(
+            f"rows of a weight in {q.scheme.name} are no weight in it; dequantize it, or restore it whole"
+        )
     codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)
     shape = (index.shape[0], q.shape[1])
     if element_with_factors(q.scheme) is not None:
@@ -168,6 +197,11 @@ def arranged(codes: torch.Tensor, element: str) -> torch.Tensor:
         # an, n54, n210, ak, k5, k4, k3, k21, k0: a byte has n3.
         order = both.permute(0, 3, 1, 2, 7, 4, 5, 8, 6)
         return order.contiguous().view(-1).view(torch.int32).reshape(n // 64, bytes_ // 32, 512)
+    if element == "nf4":
+        # Axes an, n54, n3, n210, ak, k5, k4, k3, k21: a byte has k0, and a word bytes k3 n3.
+        split = codes.reshape(n // 64, 4, 2, 8, bytes_ // 32, 2, 2, 2, 4)
+        order = split.permute(0, 4, 1, 3, 8, 5, 6, 7, 2)
+        return order.contiguous().view(-1).view(torch.int32).reshape(n // 64, bytes_ // 32, 512)
     # Axes an, n54, n3, n210, ak, k5, k4, k3, k21, k0.
     split = codes.reshape(n // 64, 4, 2, 8, bytes_ // 64, 2, 2, 2, 4, 2)
     order = split.permute(0, 4, 5, 1, 3, 8, 6, 7, 9, 2)
@@ -185,6 +219,10 @@ def rows_of(words: torch.Tensor, element: str, index: torch.Tensor) -> torch.Ten
         nibbles = torch.where((n3 == 0).reshape(-1, *[1] * 6), found & 15, found >> 4)
         low, high = nibbles.unbind(5)
         return (low | (high << 4)).permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
+    if element == "nf4":
+        # Rows, ak, k21, k5, k4, k3.
+        found = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210, ..., n3]
+        return found.permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
     # Rows, ak, k5, k21, k4, k3, k0.
     found = stored.reshape(along_n, along_k, 2, 4, 8, 4, 2, 2, 2, 2)[atom, :, :, n54, n210, ..., n3]
     return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(index.shape[0], 64 * along_k)

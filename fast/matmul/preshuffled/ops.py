@@ -151,11 +151,11 @@ def restore_codes_op(words: torch.Tensor, element: str) -> torch.Tensor:
 
 def _words_shape(codes: torch.Tensor, element: str) -> tuple[int, int, int]:
     n, length = codes.shape
-    return (n // 64, length // 32, 512) if element == "int4" else (n // 64, length // 64, 1024)
+    return (n // 64, length // 32, 512) if element in ("int4", "nf4") else (n // 64, length // 64, 1024)
 
 
 def _codes_shape(words: torch.Tensor, element: str) -> tuple[int, int]:
-    return 64 * words.shape[0], (32 if element == "int4" else 64) * words.shape[1]
+    return 64 * words.shape[0], (32 if element in ("int4", "nf4") else 64) * words.shape[1]
 
 
 def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:

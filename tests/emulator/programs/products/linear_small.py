@@ -9,6 +9,7 @@ that is for `tests/gpu/linear/validate_linear_small.py`.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
@@ -23,6 +24,7 @@ from ao_lab.gemm import select
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
+from fast.codebook_scales import LEAST, SECOND, TERMS
 from fast.kernels.linear_small import grouped, host, pair
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import restored_codes
@@ -39,7 +41,7 @@ SCHEMES = (
     "int4_g32", "int4_g64", "int4_g128", "int4_g256", "int4_g32_asymmetric", "int4_g64_asymmetric", "int4_g128_asymmetric",
     "torchao.int4_g32", "int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int8_g32",
     "int8_g32_asymmetric", "int8_g128", "fp8_rowwise", "fp8_tensorwise", "fp8_1x128", "mxfp8_e4m3",
-    "mxfp4", "nvfp4", "torchao.nvfp4_single_level",
+    "mxfp4", "nvfp4", "torchao.nvfp4_single_level", "nf4",
 )  # fmt: skip
 #: Those whose scales are factors, powers of two first.
 WITH_FACTORS = ("mxfp4", "mxfp8_e4m3", "nvfp4")
@@ -57,7 +59,9 @@ CASES = (
 
 
 def block_of(name: str) -> int:
-    """Columns that K is a multiple of."""
+    """Columns that K is a multiple of; twice as many are taken."""
+    if name == "nf4":
+        return LEAST // 2
     block = named(name).scale.block
     return max(32, block) if isinstance(block, int) else block[1] if isinstance(block, tuple) else 32
 
@@ -99,6 +103,59 @@ def every_code(name: str, dtype: torch.dtype) -> None:
     x = torch.eye(128, dtype=dtype)
     made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
     assert_same_bits(made + 0.0, fast.dequantize(w).t().contiguous() + 0.0)
+
+
+def levels_of(dtype: torch.dtype) -> torch.Tensor:
+    """What both terms of each level are, in float64: float32 holds it."""
+    patterns = torch.tensor(TERMS[str(dtype).removeprefix("torch.")]).to(torch.int16).view(dtype).double()
+    return patterns[:, 0] + SECOND * patterns[:, 1]
+
+
+def every_level(dtype: torch.dtype) -> None:
+    """NF4's codes in each place of a word, one at a time, under scales that are different ones: both terms, exactly."""
+    w = exact_weight(named("nf4"), 256, LEAST)
+    codes = (torch.arange(256)[:, None] + 3 * torch.arange(LEAST)[None, :]) % 16
+    stored = replace(w, codes=fast.pack(codes.to(torch.uint8), w.scheme.format))
+    scales = fast.dequantize(replace(w, codes=torch.full_like(w.codes, 255)))
+    assert sorted(set(scales.flatten().tolist())) == [1.0, 2.0, 4.0]
+    made = torch.cat(
+        [
+            host.linear_small(x, host.arrange(stored), dtype=torch.float32)
+            for x in torch.eye(LEAST, dtype=dtype).split(128)
+        ]
+    )
+    wanted = (levels_of(dtype)[codes] * scales).t()
+    assert torch.equal(made.double(), wanted)
+
+
+def one_level_a_row(dtype: torch.dtype) -> None:
+    """Errors of a level that all have one sign, in the fewest columns: within the bound of float32, and one term is not."""
+    w = exact_weight(named("nf4"), 64, LEAST)
+    codes = (torch.arange(64) % 16)[:, None].expand(-1, LEAST)
+    w = replace(w, codes=fast.pack(codes.to(torch.uint8).contiguous(), w.scheme.format))
+    x = torch.ones((2, LEAST), dtype=dtype)
+    allowed = reference.linear_error_bound(x, w, None, out_dtype="float32")
+    truth = x.double() @ fast.dequantize(w).double().t()
+    made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
+    assert bool(((made.double() - truth).abs() <= allowed).all())
+    nearest = torch.tensor(w.scheme.format.values.tolist()).to(dtype).double()
+    scales = fast.dequantize(replace(w, codes=torch.full_like(w.codes, 255))).double()
+    alone = (x.double()[:, None] * nearest[codes] * scales).sum(-1)
+    assert bool(((alone - truth).abs() > allowed).any())
+
+
+def nan_scales() -> None:
+    """A scale that is NaN makes its row of the result NaN, and no other; an infinite input is infinite, but for level 0."""
+    w = exact_weight(named("nf4"), 64, LEAST)
+    w.scale[5 * LEAST // 64 + 2] = -128
+    made = host.linear_small(exact_inputs(3, LEAST, BF16), host.arrange(w))
+    assert torch.equal(made.isnan(), (torch.arange(64) == 5).expand(3, -1))
+    w = weight(named("nf4"), 64, LEAST)
+    x = exact_inputs(1, LEAST, BF16)
+    x[0, 70] = float("inf")
+    wanted = x.float() @ fast.dequantize(w).t()
+    made = host.linear_small(x, host.arrange(w), dtype=torch.float32)
+    assert torch.equal(made.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
 
 
 def far_scales(name: str, dtype: torch.dtype) -> None:
@@ -273,7 +330,8 @@ def main() -> None:
     chosen = [name for name in SCHEMES if sys.argv[1:] in ([], [name])]
     for name in chosen:
         compare(name)
-        of_experts(name)
+        if name != "nf4":
+            of_experts(name)
         as_dense(name)
         if name in TWO:
             of_two(name)
@@ -284,6 +342,12 @@ def main() -> None:
             if name in WITH_FACTORS[:2]:
                 far_scales(name, dtype)
         print("every code of", name, flush=True)
+    if "nf4" in chosen:
+        nan_scales()
+        for dtype in host.INPUTS:
+            every_level(dtype)
+            one_level_a_row(dtype)
+        print("every level of nf4", flush=True)
     not_a_number()
     for name in (name for name in chosen if name in TILED):
         tiles_of_experts(name)
@@ -293,7 +357,7 @@ def main() -> None:
     select.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         preshuffled(name)
-        if named(name).scale.block != "tensor":
+        if named(name).scale.block != "tensor" and name != "nf4":
             tensors_of_experts(name)
         print("preshuffled", name, flush=True)
     print("agreed", flush=True)

@@ -16,6 +16,7 @@ import torch
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
+from fast.codebook_scales import rows_with_parts
 from fast.kernels.linear_small import dense, host, layout
 from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
 from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
@@ -40,16 +41,18 @@ def empty_weight(n, length, element, group, zero=False):
     scale = torch.empty((blocks, rows))
     if element in FACTORED:
         scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
+    if element == "nf4":
+        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows), dtype=torch.int32)
     return ArrangedWeight(words, scale, zeros, (n, length), element, group)
 
 
 def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 56
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 59
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("element", "group"), [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0), ("e2m1", 16)]
+    ("element", "group"), [("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0), ("e2m1", 16), ("nf4", 64)]
 )
 def test_the_rule_is_a_candidate_that_fits(shape, element, group):
     """Its tiles are whole ones, no row of X is left out, and big weights have a program for most multiprocessors."""
@@ -93,7 +96,13 @@ def test_the_rule_is_among_the_quickest():
 
 @pytest.mark.parametrize(
     ("element", "group"),
-    [*product(("int4", "int8", "e4m3"), (0, 32, 128)), ("e2m1", 16), ("e2m1", 32), ("e4m3_mx", 32)],
+    [
+        *product(("int4", "int8", "e4m3"), (0, 32, 128)),
+        ("e2m1", 16),
+        ("e2m1", 32),
+        ("e4m3_mx", 32),
+        ("nf4", 64),
+    ],
 )
 def test_the_rule_fits_any_weight(element, group):
     """Of shapes small and large: whole tiles, no empty part of K, and registers that are not spilled."""
@@ -102,15 +111,17 @@ def test_the_rule_fits_any_weight(element, group):
             for count in COUNTS:
                 tiling = host.tiling_of(rows, columns, element, group, count)
                 assert tiling.fits(rows, columns, element, group)
-                assert tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS
+                assert tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS
                 assert tiling.block_m >= 16
                 assert tiling.splits == 1 or tiling.programs(rows, count) <= 2 * FULL
 
 
 @pytest.mark.parametrize("count", [1, 32, 64, 128])
-@pytest.mark.parametrize(("element", "group"), [("int4", 128), ("int8", 128), ("e2m1", 16), ("e4m3_mx", 32)])
+@pytest.mark.parametrize(
+    ("element", "group"), [("int4", 128), ("int8", 128), ("e2m1", 16), ("e4m3_mx", 32), ("nf4", 64)]
+)
 def test_nothing_is_spilled_by_the_rule(element, group, count):
-    zero = element not in FACTORED
+    zero = element not in (*FACTORED, "nf4")
     w, x = empty_weight(4096, 4096, element, group, zero), torch.empty((count, 4096), dtype=BF16)
     machine, *_ = launched(lambda: host.linear_small(x, w))
     assert (machine.local, machine.stack) == (0, 0)
@@ -137,6 +148,10 @@ COMPILED = [
     (("e2m1", 32, 9), {"dtype": HALF}, Tiling(16, 128, 128, 1, 4, 4), 96),
     (("e4m3_mx", 32, 16), {}, Tiling(16, 128, 128, 1, 6, 8), 80), (("e4m3_mx", 32, 1), {}, Tiling(16, 64, 128, 2, 4, 4), 96),
     (("e4m3_mx", 32, 9), {"dtype": HALF}, Tiling(16, 128, 128, 1, 4, 4), 104),
+    (("nf4", 64, 1), {}, Tiling(16, 128, 128, 2, 6, 4), 168),
+    (("nf4", 64, 16), {"dtype": HALF}, Tiling(16, 64, 128, 1, 4, 4), 168),
+    (("nf4", 64, 64), {}, Tiling(64, 128, 128, 2, 4, 8), 184),
+    (("nf4", 64, 128), {"bias": True}, Tiling(64, 128, 128, 1, 3, 8), 184),
 ]  # fmt: skip
 
 
@@ -186,9 +201,9 @@ def test_eight_rows_are_products_of_a_warp():
     assert (machine.named("HGMMA"), machine.local, machine.stack) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "fp8_rowwise"])
+@pytest.mark.parametrize("name", ["int4_g128", "fp8_rowwise", "nf4"])
 def test_the_layout_compiles(name):
-    w = weight(SCHEMES[name], 100, 256)
+    w = weight(SCHEMES[name], 100, 384)
     machines = launched(lambda: layout.arrange(w))
     assert [m.kernel for m in machines] == ["arrange_kernel"]
     machines += launched(lambda: layout.restored_codes(empty_weight(100, 256, "int4", 128)))
@@ -198,11 +213,12 @@ def test_the_layout_compiles(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2", "int2_g32",
+        "nf4", "torchao.nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2", "int2_g32",
         "torchao.int4_g32_tinygemm", "fp8_rowwise_e5m2", "fp8_128x128",
     ],
 )  # fmt: skip
 def test_other_weights_are_for_other_kernels(name):
+    """NF4 of so few columns."""
     assert host.arrange(weight(SCHEMES[name], 128, 256)) is None
 
 
@@ -234,7 +250,7 @@ def test_errors():
     ("element", "group", "zero"),
     [
         ("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True),
-        ("e2m1", 32, False), ("e2m1", 16, False), ("e4m3_mx", 32, False),
+        ("e2m1", 32, False), ("e2m1", 16, False), ("e4m3_mx", 32, False), ("nf4", 64, False),
     ],
 )  # fmt: skip
 def test_the_dense_weight_compiles(element, group, zero):
@@ -245,4 +261,6 @@ def test_the_dense_weight_compiles(element, group, zero):
     assert all(list(paired(machine)))
     assert machine.accesses("STG") == {16: 8}
     # Factors of 16 columns are four words of a pair of rows.
-    assert machine.accesses("LDG")[16] == {"int4": 2, "e2m1": 2}.get(element, 4) + (group == 16)
+    assert machine.accesses("LDG")[16] == {"int4": 2, "e2m1": 2}.get(
+        "int4" if element == "nf4" else element, 4
+    ) + (group == 16)

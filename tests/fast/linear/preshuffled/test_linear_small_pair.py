@@ -95,7 +95,7 @@ def test_the_rule_fits_any_two_weights(element, group):
                 tiling = pair_tiling(rows, columns, element, group, count)
                 assert (tiling.block_m, tiling.block_n, tiling.early) == (16, 128, False)
                 assert tiling.fits(2 * rows, columns, element, group)
-                assert tiling.registers() <= 32 * tiling.warps * MOST_REGISTERS
+                assert tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS
                 assert tiling.at_once(element, group) >= 2
                 assert tiling.splits == 1 or tiling.programs(2 * rows, count) <= 2 * FULL
 

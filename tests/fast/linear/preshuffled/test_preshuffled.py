@@ -9,6 +9,8 @@ import torch
 
 import fast
 import reference
+from ao_lab.checkpoint.formats.bitsandbytes import RECORDS
+from fast.codebook_scales import LEAST, SECOND, TERMS
 from fast.matmul.preshuffled import layout, ops
 from fast.matmul.preshuffled.linear import linear_small
 from fast.scale_factors import element_with_factors
@@ -34,13 +36,16 @@ def test_parts_come_back(name, shape):
     w = weight(SCHEMES[name], *shape)
     made = ops.preshuffled(w)
     assert made.codes.nbytes == w.codes.nbytes
-    assert made.scale.dtype == (torch.int32 if element_with_factors(w.scheme) else torch.float32)
+    has_words = name == "nf4" or element_with_factors(w.scheme) is not None
+    assert made.scale.dtype == (torch.int32 if has_words else torch.float32)
     alone = ops.weight_of(w.scheme, shape, (made.codes, made.scale, made.zero))
     for back in (ops.restored(made), layout.restored(made), layout.restored(alone)):
         assert all(
             same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero", "outer")
         )
         assert same(fast.dequantize(back), fast.dequantize(w))
+    if name == "nf4":
+        return
     rows = torch.tensor([5, 0, shape[0] - 1, 77, 8])
     for one in (made, alone):
         assert same(fast.dequantize(layout.rows_restored(one, rows)), fast.dequantize(w)[rows])
@@ -60,8 +65,9 @@ def test_the_schemes_that_are_taken():
         "nvfp4",
         "torchao.nvfp4",
         "compressed_tensors.mxfp4",
+        "nf4",
     } <= names
-    assert not {"nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2"} & names
+    assert not {"torchao.nf4", "te.nvfp4", "te.nvfp4_16x16", "compressed_tensors.nvfp4", "mxfp8_e5m2"} & names
     assert not {"int2_g32", "fp8_rowwise_e5m2", "fp8_128x128"} & names
     assert len(names) > 40
 
@@ -155,6 +161,48 @@ def test_scales_of_nvfp4_come_back():
         assert layout.unsupported_reason(w) == "none of its scales may be NaN"
 
 
+def nf4_with_bits():
+    """An NF4 weight (128, 384) whose scales have every code, and whose outer scales and mean are bits that nothing computes."""
+    w = weight(SCHEMES["nf4"], 128, 384)
+    codes = (torch.arange(768) % 256 - 128).to(torch.int8)
+    bits = torch.tensor([0x7FC12345, 1, -0x7FFFFFFF], dtype=torch.int32)
+    return replace(
+        w, scale=codes, outer=bits.view(torch.float32), zero=bits[:1].view(torch.float32).reshape(())
+    )
+
+
+def test_scales_of_nf4_come_back():
+    """To the bit, NaN and all."""
+    w = nf4_with_bits()
+    made = ops.preshuffled(w)
+    assert made.outer is made.zero is None
+    back = ops.restored(made)
+    assert same(back.scale, w.scale)
+    for part in ("outer", "zero"):
+        assert same(getattr(back, part).view(torch.int32), getattr(w, part).view(torch.int32))
+
+
+def test_nf4_is_taken_where_its_levels_are_within_the_bound():
+    """Both terms of a level, in roundings of float32; a level rounded to bfloat16 would need thousands of columns."""
+    levels = torch.tensor(SCHEMES["nf4"].format.values.tolist()).double()
+    allowed = (2 * LEAST + 6 - 19 / 16 * LEAST - 3) * 2.0**-24
+    for name, terms in TERMS.items():
+        dtype = getattr(torch, name)
+        patterns = torch.tensor(terms)
+        assert bool((patterns[:, 0] >> 8 == patterns[:, 1] >> 8).all())
+        both = patterns.to(torch.int16).view(dtype).double()
+        made = both[:, 0] + SECOND * both[:, 1]
+        assert bool(((made - levels).abs() <= allowed * levels.abs()).all())
+        assert bool(((both[:, 0] - levels).abs() > allowed * levels.abs())[levels != 0].all())
+        assert torch.equal(made[[0, 7, 15]], levels[[0, 7, 15]])
+        assert torch.equal(made.float().double(), made)
+    for shape, text in (((128, 256), "384 columns or more"), ((2, 128, 384), "must be a matrix")):
+        assert text in layout.scheme_reason(SCHEMES["nf4"], shape, len(shape) - 1)
+    assert "must be those of scheme nf4" in layout.scheme_reason(RECORDS["nf4"], (128, 384), 1)
+    with pytest.raises(ValueError, match="dequantize it, or restore it whole"):
+        layout.rows_restored(ops.preshuffled(weight(SCHEMES["nf4"], 128, 384)), torch.tensor([3]))
+
+
 def test_parts_have_memory_of_their_own():
     """A weight with a scale for each row has them in one order in both layouts."""
     w = weight(SCHEMES["int8_rowwise"], 128, 256)
@@ -163,12 +211,15 @@ def test_parts_have_memory_of_their_own():
     assert len({q.scale.data_ptr() for q in (w, made, back)}) == 3
 
 
-@pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4", "nvfp4", "nf4"]
+)
 def test_the_product_on_a_cpu(name):
-    w, x, bias = weight(SCHEMES[name], 128, 256), inputs(3, 256, BF16), inputs(1, 128, BF16)[0]
+    length = 384 if name == "nf4" else 256
+    w, x, bias = weight(SCHEMES[name], 128, length), inputs(3, length, BF16), inputs(1, 128, BF16)[0]
     made = ops.preshuffled(w)
     assert same(linear_small(x, made, bias), reference.linear(x, w, bias))
-    with pytest.raises(ValueError, match="256"):
+    with pytest.raises(ValueError, match=str(length)):
         linear_small(x[:, :128], made)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+import fast
 from ao_lab.config.recipe import named
+from fast.codebook_scales import rows_with_parts
 from fast.kernels.linear_small import host
 from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
 from fast.scale_factors import rows_of_words
 from reference import Quantized
+from tests.support.linear_cases import exact_levels
 
 #: Where calls run.
 DEVICE = "cuda"
@@ -19,13 +23,15 @@ KINDS = {
     "int4_g128": ("int4", 128), "int4_g32": ("int4", 32), "int4_g128_asymmetric": ("int4", 128),
     "int4_g32_asymmetric": ("int4", 32), "int4_g64": ("int4", 64), "int8_rowwise": ("int8", 0), "int8_g128": ("int8", 128),
     "int8_rowwise_asymmetric": ("int8", 0), "fp8_rowwise": ("e4m3", 0), "fp8_tensorwise": ("e4m3", 0),
-    "mxfp4": ("e2m1", 32), "nvfp4": ("e2m1", 16), "mxfp8_e4m3": ("e4m3_mx", 32),
+    "mxfp4": ("e2m1", 32), "nvfp4": ("e2m1", 16), "mxfp8_e4m3": ("e4m3_mx", 32), "nf4": ("nf4", 64),
 }  # fmt: skip
 
 
 def drawn(name: str, shape: tuple[int, int], seed: int = 0) -> tuple[Quantized, torch.Tensor]:
     """A weight whose products with small integers are exact in float32 in any order, and its values in float64."""
     scheme, (n, length) = named(name), shape
+    if name == "nf4":
+        return _of_levels(exact_levels(scheme, n, length, seed))
     draw = torch.Generator(DEVICE).manual_seed(seed)
 
     def some(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -83,10 +89,20 @@ def filled_weight(name: str, shape: tuple[int, int]) -> ArrangedWeight:
         scale = torch.randint(200, 230, size, device=DEVICE, dtype=torch.int64)
         scale = ((scale * times + 2**31) % 2**32 - 2**31).to(torch.int32)
         scale[0] = 127 << 23
+    if element == "nf4":
+        size = rows_with_parts(rows, columns, shape[0] * blocks), rows
+        scale = (torch.rand(size, device=DEVICE) * 0.01).view(torch.int32)
     zero = None
     if name.endswith("asymmetric"):
         zero = torch.randint(0, 8, (blocks, rows // 2), device=DEVICE, dtype=torch.int32) * 0x10001
     return ArrangedWeight(words, scale, zero, shape, element, group)
+
+
+def _of_levels(w: Quantized) -> tuple[Quantized, torch.Tensor]:
+    """A weight of the host, and its values: of -1, 0 and 1, and powers of two."""
+    dense = fast.dequantize(w).to(DEVICE).double()
+    parts = {part: getattr(w, part).to(DEVICE) for part in ("codes", "scale", "outer", "zero")}
+    return replace(w, **parts), dense
 
 
 def tilings(name: str, shape: tuple[int, int], count: int, most: int = 16) -> list[host.Tiling]:
@@ -111,6 +127,8 @@ def compiled(task: tuple[Any, ...]) -> str:
     scale = torch.empty((blocks, rows))
     if element in FACTORED:
         scale = torch.empty((rows_of_words(columns, group), rows // 2), dtype=torch.int32)
+    if element == "nf4":
+        scale = torch.empty((rows_with_parts(rows, columns, n * blocks), rows), dtype=torch.int32)
     w = ArrangedWeight(words, scale, zero, (n, length), element, group)
     kind = getattr(torch, dtype)
     bias = torch.empty(n, dtype=kind) if biased else None
