@@ -76,7 +76,8 @@ __device__ __forceinline__ u32 rounded(float low, float high) {
 
 // The same, times its scale.
 __device__ __forceinline__ u32 scaled(float first, float second, float scale) {
-  return rounded(__fmul_rn(first, scale), __fmul_rn(second, scale));
+  const float low = __fmul_rn(first, scale), high = __fmul_rn(second, scale);
+  return rounded(low, high);
 }
 
 // Fragments whose products were waited for. always: not 0, which no compiler knows. So they seem to be needed here, and no other
