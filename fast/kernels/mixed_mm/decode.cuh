@@ -10,7 +10,7 @@
 // Elements become float32 exactly: integers in the fraction of a power of two, less that power and the zero point; e4m3 as bfloat16
 // times a power of two. Times the scale, rounded once.
 
-enum { INT4 = 0, INT8 = 1, E4M3 = 2 };
+enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4 };  // the last two: `factors.cuh`
 
 typedef u32 Fragment[4];  // registers of an instruction's first operand
 
@@ -66,13 +66,18 @@ struct Masks {
   }
 };
 
-// Two columns of a row, times its scale.
-__device__ __forceinline__ u32 scaled(float first, float second, float scale) {
-  const float low = __fmul_rn(first, scale), high = __fmul_rn(second, scale);
+// Two columns of a row, rounded once.
+__device__ __forceinline__ u32 rounded(float low, float high) {
   u32 d;
   if constexpr (HALF) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low) : "memory");
   else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low) : "memory");
   return d;
+}
+
+// The same, times its scale.
+__device__ __forceinline__ u32 scaled(float first, float second, float scale) {
+  const float low = __fmul_rn(first, scale), high = __fmul_rn(second, scale);
+  return rounded(low, high);
 }
 
 // Fragments whose products were waited for. always: not 0, which no compiler knows. So they seem to be needed here, and no other
@@ -92,14 +97,19 @@ __device__ __forceinline__ void decode_nibbles(Fragment& a, u32 word, const Rows
   }
 }
 
+// The bytes of pair r of e4m3 as bfloat16, 2**120 too small.
+__device__ __forceinline__ u32 small_e4m3(u32 word, int r) {
+  const u32 v = r % 2 ? word : word << 8;
+  return (v & 0x80008000u) | (v >> 4 & 0x07F007F0u);
+}
+
 // 16 columns of a thread: two words.
 __device__ __forceinline__ void decode_bytes(Fragment& a, u32 first, u32 second, const Rows& rows) {
 #pragma unroll
   for (int r = 0; r < 4; r++) {
     const u32 word = r < 2 ? first : second;
     if constexpr (ELEMENT == E4M3) {
-      const u32 v = r % 2 ? word : word << 8;
-      const u32 pair = multiply_pairs((v & 0x80008000u) | (v >> 4 & 0x07F007F0u), 0x7B807B80u);  // 2**120
+      const u32 pair = multiply_pairs(small_e4m3(word, r), 0x7B807B80u);  // 2**120
       a[r] = scaled(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u), rows.scale[r % 2]);
     } else {
       const u32 v = word ^ 0x80808080u;

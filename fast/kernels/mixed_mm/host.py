@@ -80,7 +80,7 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
 
 def weight_of(w: ArrangedWeight) -> Weight:
     """What the kernel decodes."""
-    return Weight(w.element, w.zero is not None, 2 if w.group == ATOM // 2 else 1)
+    return Weight(w.element, w.zero is not None, max(1, ATOM // (w.group or ATOM)))
 
 
 def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> int:

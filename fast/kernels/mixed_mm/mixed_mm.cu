@@ -4,12 +4,12 @@
 // The first operand of wgmma comes from registers: features (rows of w) are its M, 64 a warpgroup, tokens (rows of x) its N. One
 // thread of each of three warps loads by the copy engine into a ring of STAGES; GROUPS warpgroups decode what they have of w
 // (`decode.cuh`) and multiply. A stage has 64 columns: 128 bytes of a row of x, one atom of w for each warpgroup, and the scales
-// and zero points of PARTS blocks.
+// and zero points, or factors, of PARTS blocks.
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
 // which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent.
 //
-// Included are the generated header, `decode.cuh` and those of `fast/kernels/hopper`.
+// Included are the generated header, those of this folder and those of `fast/kernels/hopper`.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -21,7 +21,7 @@ struct Maps { TensorMap x, y; };
 
 struct Problem {
   const unsigned char* words;   // (features / 64, steps, ATOM)
-  const float* scales;          // (blocks, features)
+  const float* scales;          // (blocks, features), or the weight's own one and factors, see `factors.cuh`
   const int* zeros;             // (blocks, features / 2), or null
   const void* bias;             // or null
   void* y;
@@ -40,9 +40,10 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
 constexpr bool INTEGER = false;
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
 constexpr int PANEL = 128;                             // bytes of a row of x
-constexpr int ATOM = ELEMENT == 0 ? 2048 : 4096;       // bytes of an atom of w
+constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 ? 2048 : 4096;  // bytes of an atom of w
+constexpr bool FACTORS = ELEMENT >= 3;                 // whether scales are factors of elements
 constexpr int X_BYTES = TOKENS * PANEL, WORD_BYTES = GROUPS * ATOM;
-constexpr int SCALE_BYTES = FEATURES * 4, ZERO_BYTES = ZERO ? FEATURES * 2 : 0;  // of a block
+constexpr int SCALE_BYTES = FEATURES * (!FACTORS ? 4 : PARTS == 4 ? 2 : 1), ZERO_BYTES = ZERO ? FEATURES * 2 : 0;  // of a block
 constexpr int SIDE = TOKENS + 128;                     // words of a warpgroup's scales and biases
 constexpr int PITCH = 68;                              // words of a token in the outgoing tile: 64 features, 16-byte rows, no conflicts
 
@@ -52,6 +53,7 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "output.cuh"
 #include "tiles.cuh"
 #include "decode.cuh"
+#include "factors.cuh"
 #include "store.cuh"
 
 struct Ring {
@@ -76,84 +78,13 @@ struct Steps {
       : first(2 * (i64(p.steps / 2) * split / SPLITS)), last(2 * (i64(p.steps / 2) * (split + 1) / SPLITS)) {}
 };
 
-// Loading is so much work for one thread that three share it, in warps of their own: each waits for a stage, says how many bytes it
-// brings, and brings them, of this program's part of K of every tile.
-constexpr int LOADERS = 3;
+#include "load.cuh"
 
-__device__ __forceinline__ u32 begin_stage(const Ring& ring, const Place& at, u32 bytes) {
-  const u32 bar = ring.full + 8 * at.stage;
-  wait_for(ring.empty + 8 * at.stage, at.parity ^ 1);
-  expect_bytes(bar, bytes);
-  return bar;
-}
-
-// A neighbour that has no features left multiplies others in vain.
-__device__ __forceinline__ int loaded_feature(const Problem& p, const Tiles& tiles) { return min(tiles.feature, p.features - FEATURES); }
-
-__device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
-  Place at;
-  const Steps steps(p, split);
-  constexpr int SHARE = TOKENS / PAIR;
-  const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
-  while (tiles.take(neighbour)) {
-#pragma unroll 1
-    for (int step = steps.first; step < steps.last; step++, at.advance()) {
-      const u32 bar = begin_stage(ring, at, X_BYTES);
-      copy_box(maps.x, ring.x + at.stage * X_BYTES + SHARE * neighbour * PANEL, bar, step * PANEL,
-               tiles.token + SHARE * neighbour, all);
-    }
-  }
-}
-
-__device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
-  Place at;
-  const Steps steps(p, split);
-  while (tiles.take(neighbour)) {
-    const unsigned char* from = p.words + (i64(loaded_feature(p, tiles) / 64) * p.steps + steps.first) * ATOM;
-    const i64 row = i64(p.steps) * ATOM;
-#pragma unroll 1
-    for (int step = steps.first; step < steps.last; step++, from += ATOM, at.advance()) {
-      const u32 bar = begin_stage(ring, at, WORD_BYTES);
-#pragma unroll
-      for (int group = 0; group < GROUPS; group++)
-        copy_bytes(from + group * row, ring.words + at.stage * WORD_BYTES + group * ATOM, bar, ATOM);
-    }
-  }
-}
-
-__device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
-  Place at;
-  const Steps steps(p, split);
-  while (tiles.take(neighbour)) {
-    const i64 first = PARTS > 1 ? PARTS * steps.first : steps.first / p.each;
-    const float* scales = p.scales + first * p.features + loaded_feature(p, tiles);
-    const int* zeros = p.zeros + (first * p.features + loaded_feature(p, tiles)) / 2;
-    int left = PARTS > 1 ? 1 : p.each - steps.first % p.each;
-#pragma unroll 1
-    for (int step = steps.first; step < steps.last; step++, at.advance()) {
-      const u32 bar = begin_stage(ring, at, PARTS * (SCALE_BYTES + ZERO_BYTES));
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        copy_bytes(scales + part * p.features, ring.scales + (at.stage * PARTS + part) * SCALE_BYTES, bar, SCALE_BYTES);
-        if constexpr (ZERO)
-          copy_bytes(zeros + part * p.features / 2, ring.zeros + (at.stage * PARTS + part) * ZERO_BYTES, bar, ZERO_BYTES);
-      }
-      if (--left == 0) {
-        left = PARTS > 1 ? 1 : p.each;
-        scales += PARTS * p.features;
-        zeros += PARTS * p.features / 2;
-      }
-    }
-  }
-}
-
-// What a thread has of a stage: its words, and the scales and zero points of its rows.
+// What a thread has of a stage: its words, and the scales and zero points of its rows, or its factors.
 struct Loaded {
   uint4 words[ATOM / 2048];
   Rows rows[PARTS];
+  Factored factored;
 
   __device__ __forceinline__ Loaded() {
 #pragma unroll
@@ -165,22 +96,25 @@ struct Loaded {
 #pragma unroll
     for (int i = 0; i < ATOM / 2048; i++)
       words[i] = load_four(ring.words + stage * WORD_BYTES + group * ATOM + 2048 * i + 16 * thread);
+    if constexpr (FACTORS) {
+      factored.load(ring.scales + stage * PARTS * SCALE_BYTES, pair);
+    } else {
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      const int at = stage * PARTS + i;
-      rows[i] = Rows(ring.scales + at * SCALE_BYTES + 4 * row, ring.zeros + at * ZERO_BYTES + 4 * pair);
+      for (int i = 0; i < PARTS; i++) {
+        const int at = stage * PARTS + i;
+        rows[i] = Rows(ring.scales + at * SCALE_BYTES + 4 * row, ring.zeros + at * ZERO_BYTES + 4 * pair);
+      }
     }
   }
 
-  // 16 columns, number i of the stage's four.
-  __device__ __forceinline__ void decode(int i, Fragment& a, const Masks& masks) const {
-    const Rows& own = rows[PARTS > 1 ? i / 2 : 0];
-    if constexpr (ELEMENT == INT4) {
-      decode_nibbles(a, i == 0 ? words[0].x : i == 1 ? words[0].y : i == 2 ? words[0].z : words[0].w, own, masks);
-    } else {
-      const uint4& w = words[ATOM / 2048 > 1 ? i / 2 : 0];
-      decode_bytes(a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, own);
-    }
+  // 16 columns, number i of the stage's four. own: the weight's scale beside factors.
+  __device__ __forceinline__ void decode(int i, Fragment& a, const Masks& masks, float own) const {
+    const uint4& w = words[ATOM / 2048 > 1 ? i / 2 : 0];
+    const u32 nibbles = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
+    if constexpr (ELEMENT == E2M1) factored.decode_nibbles(i, a, nibbles, own);
+    else if constexpr (ELEMENT == E4M3_MX) factored.decode_bytes(i, a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, own);
+    else if constexpr (ELEMENT == INT4) decode_nibbles(a, nibbles, rows[PARTS > 1 ? i / 2 : 0], masks);
+    else decode_bytes(a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, rows[PARTS > 1 ? i / 2 : 0]);
   }
 };
 
@@ -197,6 +131,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
   };
   [[maybe_unused]] bool opening = true;
   const Masks masks(p.nibble);
+  const float own_scale = FACTORS ? p.scales[0] : 1.f;
   while (tiles.take(neighbour)) {
     Sum sum[SUMS];
 #pragma unroll
@@ -224,7 +159,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
         }
         finish<4>(sum);  // all but this stage's, and those of the one before that came after the ones that read b[i]
         hold(b[i], side, p.steps);
-        next.decode(i, b[i], masks);
+        next.decode(i, b[i], masks, own_scale);
       }
       if (!begins) release(before);
       before = own;
@@ -233,10 +168,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
     if (steps.last > steps.first) {
       wait_for(ring.full + 8 * at.stage, at.parity);
       next.load(ring, at.stage, group, thread);
-      next.decode(0, even[0], masks);
-      next.decode(1, even[1], masks);
-      next.decode(2, even[2], masks);
-      next.decode(3, even[3], masks);
+      next.decode(0, even[0], masks, own_scale);
+      next.decode(1, even[1], masks, own_scale);
+      next.decode(2, even[2], masks, own_scale);
+      next.decode(3, even[3], masks, own_scale);
     }
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step += 2) {
@@ -286,7 +221,10 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
     if (thread % 32 == 0) {
       if (warp == GROUPS * 4) load_tokens(maps, p, ring, neighbour, split);
       if (warp == GROUPS * 4 + 1) load_weight(p, ring, neighbour, split);
-      if (warp == GROUPS * 4 + 2) load_scales(p, ring, neighbour, split);
+      if (warp == GROUPS * 4 + 2) {
+        if constexpr (FACTORS) load_factors(p, ring, neighbour, split);
+        else load_scales(p, ring, neighbour, split);
+      }
     }
     __syncwarp();
     // Those that multiply meet here once between putting their sums and taking them.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fast.kernels.hopper.headers import common
+from fast.kernels.linear_small.layout import FACTORED
 from fast.kernels.mixed_mm.products import header
 from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS
 
@@ -14,12 +15,12 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "store.cuh")
+OWN = ("decode.cuh", "factors.cuh", "load.cuh", "store.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
-PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}
+PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
 MOST_STAGES = 12
 
 
@@ -33,7 +34,14 @@ class Weight(NamedTuple):
     @property
     def stage(self) -> int:
         """Bytes of a stage of FEATURES rows: words, scales, zero points."""
-        return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * (6 if self.zero else 4)
+        return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * self._each
+
+    @property
+    def _each(self) -> int:
+        """Bytes of a row's scale, or factor, and zero point."""
+        if self.element in FACTORED:
+            return self.parts // 2
+        return 6 if self.zero else 4
 
 
 class Variant(NamedTuple):
@@ -94,7 +102,7 @@ def sources(
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def text(name: str) -> str:
     """A file of this folder."""
     return (FOLDER / name).read_text()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from fast.kernels.mixed_mm.host import NAME
 from fast.kernels.mixed_mm.select import candidates
-from fast.kernels.mixed_mm.variants import Weight, sources
+from fast.kernels.mixed_mm.variants import ATOM, Weight, sources
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.times import Weights
@@ -64,7 +64,7 @@ def compile_all(options: Any) -> None:
 def weight_named(name: str) -> Weight:
     """What the kernel decodes of a scheme."""
     element, group = weights.KINDS[name]
-    return Weight(element, name.endswith("asymmetric"), 2 if group == 32 else 1)
+    return Weight(element, name.endswith("asymmetric"), max(1, ATOM // (group or ATOM)))
 
 
 def compiled(job: Any) -> None:

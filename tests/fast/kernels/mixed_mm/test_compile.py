@@ -18,8 +18,11 @@ from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
 
-WEIGHTS = [Weight(element, zero, parts) for element in ELEMENTS for zero in (False, True) for parts in (1, 2)]
-WEIGHTS = [one for one in WEIGHTS if one.element != "e4m3" or not one.zero]
+INTEGERS = [
+    Weight(element, zero, parts) for element in ("int4", "int8") for zero in (False, True) for parts in (1, 2)
+]
+FACTORS = [Weight("e2m1", False, 2), Weight("e2m1", False, 4), Weight("e4m3_mx", False, 2)]
+WEIGHTS = [*INTEGERS, Weight("e4m3"), Weight("e4m3", False, 2), *FACTORS]
 #: Each tile and cluster occurs.
 TILES = [(256, 2, 1), (192, 1, 1), (128, 2, 2), (256, 1, 2), (128, 1, 4)]
 TESTED = [(tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4])]
@@ -54,8 +57,9 @@ def test_variants(tile, weight):
 
 
 @pytest.mark.parametrize("tile", TILES[:2])
-def test_float16(tile):
-    cubin, log, _ = compiled(tile, WEIGHTS[1], "float16")
+@pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS])
+def test_float16(tile, weight):
+    cubin, log, _ = compiled(tile, weight, "float16")
     assert complaints(log, THREADS) == []
     assert uses_in_flight(disassembled(cubin)) == []
 
@@ -66,7 +70,7 @@ def assemblers():
     return [str(one) for one in (triton, shutil.which("ptxas")) if one and Path(one).exists()]
 
 
-@pytest.mark.parametrize(("tile", "weight"), TESTED[:4])
+@pytest.mark.parametrize(("tile", "weight"), [*TESTED[:4], *TESTED[-6:]])
 def test_older_assemblers(tile, weight, tmp_path):
     """They serialize products whose operands they see written between those of a group."""
     *_, (source, headers, options) = compiled(tile, weight)
@@ -82,18 +86,20 @@ def test_older_assemblers(tile, weight, tmp_path):
         assert uses_in_flight(code) == []
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("tokens", STAGE)
-def test_shared_memory_suffices(tokens, cluster, element, parts):
+def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
-    weight = Weight(element, element != "e4m3", parts)
     one = fitted(tokens, *cluster, weight)
     assert one.shared(weight) <= MOST_SHARED
     assert one.stages >= 4
     if one.splits > 1:
         assert GROUPS * tokens * PITCH * 4 <= one.ring(weight)
+
+
+def test_every_element_is_compiled():
+    assert {one.element for one in WEIGHTS} == set(ELEMENTS)
 
 
 def test_arguments_are_those_of_the_kernel():

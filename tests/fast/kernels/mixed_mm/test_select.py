@@ -9,7 +9,7 @@ import torch
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
 from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
-from fast.kernels.mixed_mm.variants import Variant, Weight
+from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight
 
 INT4 = Weight("int4")
 UP, DOWN = (14336, 4096), (4096, 14336)
@@ -108,3 +108,24 @@ def test_weights():
     """Two blocks of scales in a stage where groups have 32 columns."""
     assert host.weight_of(arranged()) == Weight("int4", False, 1)
     assert host.weight_of(replace(arranged(), group=32, zero=torch.empty(8, 128))) == Weight("int4", True, 2)
+    assert [host.weight_of(replace(arranged(), group=group)).parts for group in (64, 128, 256)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("element", "group", "parts", "each"), [("e2m1", 32, 2, 1), ("e2m1", 16, 4, 2), ("e4m3_mx", 32, 2, 1)]
+)
+def test_weights_with_factors(monkeypatch, element, group, parts, each):
+    """They are taken; each factor has one byte, or two in blocks of 16 columns."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(host, "missing_compiler", lambda: None)
+    w = replace(arranged(), element=element, group=group)
+    weight = host.weight_of(w)
+    assert weight == Weight(element, False, parts)
+    assert weight.stage == 2 * ELEMENTS[element] + FEATURES * parts * each
+    for dtype in (torch.bfloat16, torch.float16):
+        assert host.refused(on_hopper(dtype, (200, 256)), w, None) is None
+
+
+def test_other_elements_are_refused():
+    reason = host.refused(on_hopper(torch.bfloat16, (200, 256)), replace(arranged(), element="nf4"), None)
+    assert "elements are" in reason

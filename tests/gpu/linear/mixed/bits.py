@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from fast.kernels.linear_small.dense import arranged_dense
-from fast.kernels.linear_small.layout import ArrangedWeight, arrange
+from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, arrange
 from fast.kernels.mixed_mm.host import Product, weight_of
 from fast.kernels.mixed_mm.select import candidates
 from fast.kernels.mixed_mm.variants import Variant
+from fast.scale_factors import EXPONENTS
 from tests.gpu.linear.small import weights
 
 REPEATS = 100
@@ -25,6 +26,10 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("int8_rowwise", (256, 512), 129, BF16, FP16), ("int8_g128", (384, 384), 511, FP16, None),
     ("int8_rowwise_asymmetric", (128, 1024), 192, BF16, None), ("fp8_rowwise", (256, 896), 385, BF16, BF16),
     ("fp8_tensorwise", (512, 128), 160, FP16, None), ("int4_g128", (1024, 4096), 2049, FP16, FP16),
+    ("mxfp4", (256, 512), 129, BF16, None), ("mxfp4", (640, 896), 385, FP16, BF16),
+    ("nvfp4", (256, 512), 129, BF16, BF16), ("nvfp4", (384, 1024), 1000, BF16, torch.float32),
+    ("nvfp4", (640, 896), 300, FP16, None), ("mxfp8_e4m3", (256, 512), 129, BF16, FP16),
+    ("mxfp8_e4m3", (384, 896), 511, FP16, None), ("mxfp4", (1024, 4096), 2049, BF16, BF16),
 )  # fmt: skip
 
 
@@ -82,9 +87,25 @@ def wrong_columns(
 
 
 def randomly_scaled(w: ArrangedWeight) -> ArrangedWeight:
-    """The codes with scales that are no powers of two."""
+    """The codes with scales that are no powers of two; of MX, that are any within reach of float16."""
     torch.manual_seed(0)
+    if w.element in FACTORED:
+        return replace(w, scale=random_factors(w))
     return replace(w, scale=torch.rand_like(w.scale) * 0.1 + 0.001)
+
+
+def random_factors(w: ArrangedWeight) -> torch.Tensor:
+    """As `fast.scale_factors` packs them: exponent fields under 4, or e4m3 scales under a scale that rounds all of them."""
+    size, exponent = (w.scale.shape[0] - 1, *w.scale.shape[1:]), EXPONENTS[w.element, w.group]
+    if w.group == 16:
+        codes = torch.randint(0, 120, (*size, 2), device=weights.DEVICE).to(torch.uint8)
+        values = codes.view(torch.float8_e4m3fn).float() * 2.0**exponent
+        own, words = 0.00123, values.to(torch.bfloat16).view(torch.int32)
+    else:
+        fields = exponent + torch.randint(115, 125, (*size, 4), device=weights.DEVICE)
+        own, words = 4.0, fields.to(torch.uint8).view(torch.int32)
+    first = torch.full((1, *size[1:]), own, device=weights.DEVICE).view(torch.int32)
+    return torch.cat([first, words.squeeze(-1)])
 
 
 def outside_of(
