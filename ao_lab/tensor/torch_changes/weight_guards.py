@@ -6,7 +6,7 @@ Here all of that is one object, the weight's form, of which there is one for eac
 
 That makes the guarded weight a leaf. torch 2.11 by itself skips the guards of whole modules while no dict in them changes, but
 only where their tensors are leaves; else it compares all of the modules, dense weights and hooks included. A weight that
-becomes another in place changes no dict, so `changes_in_place` does.
+becomes another in place changes no dict, so `changes_in_place` does. It is on with the versions of TESTED alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 MODULE = "torch._dynamo.guards"
+#: Beginnings of versions of torch that the tests have covered.
+TESTED = ("2.13.",)
 #: Guards by the names of what makes them: of a subclass's description, of a tensor (a part), of the list of parts' names.
 DESCRIPTION, TENSOR, EQUAL = "TENSOR_SUBCLASS_METADATA_MATCH", "TENSOR_MATCH", "EQUALS_MATCH"
 NAMES = "SubclassAttrListSource"
@@ -55,7 +57,13 @@ def _described(name: str, part: torch.Tensor) -> tuple[Any, ...]:
 
 
 def guard_by_form(kind: type[Any]) -> None:
-    """Let torch guard weights of `kind` and its subclasses by their form; after `MODULE` is imported."""
+    """Let torch guard weights of `kind` and its subclasses by their form; after `MODULE` is imported.
+
+    With a torch whose guards this was not tested with nothing changes: a guard too few would let a program run that was
+    compiled for another weight.
+    """
+    if not torch.__version__.startswith(TESTED):
+        return
     guard: Any = sys.modules["torch._guards"].Guard
     guard.create = creating(guard.create, kind)
 

@@ -49,7 +49,7 @@ def launch_for(
     if not is_taken(w, count, inputs, dtype):
         return None
     form = Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
-    given = variant or (choose(form, count, *w.shape) if gains(form, count) else None)
+    given = variant or (choose(form, count, *w.shape) if gains(form, count, *w.shape) else None)
     if given is None or not is_loadable(given, form, w.words.get_device()):
         return None
     return launch_of(given, form, count, w.shape)

@@ -36,6 +36,9 @@ NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
 #: steps, each, bias_kind, group, nibble (`Problem` in the source).
 ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
+#: Elements in groups of 16 have a product more each, which more rows than these do not hide (H200, 14336 x 4096: 1024 rows 196
+#: us and 8192 rows 1319, by the dense weight 190 and 1222).
+SIXTEEN, MOST_OF_SIXTEEN = 16, 512
 #: Sizes are 32-bit numbers.
 MOST_ROWS = 2**31 - 1
 
@@ -71,6 +74,8 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"inputs are {' or '.join(map(str, INPUTS))} and a bias a float, got {x.dtype}"
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != HOPPER:
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
+    if w.group == SIXTEEN and x.numel() // length > MOST_OF_SIXTEEN:
+        return f"groups of {SIXTEEN} are multiplied by the dense weight from {MOST_OF_SIXTEEN + 1} rows on"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):

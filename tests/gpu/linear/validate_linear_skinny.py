@@ -117,7 +117,8 @@ def compare(found: dict[str, Any]) -> None:
     for scheme in BITS:
         w, x = weight(named(scheme), 256, 1024), inputs(3, 1024, torch.bfloat16)
         moved = host.arrange(speed.copied(w) if w.codes.is_cuda else to_gpu(w))
-        got = linear_skinny(x.cuda(), moved)
+        form = form_of(moved, torch.bfloat16)
+        got = linear_skinny(x.cuda(), moved, variant=choose(form, 3, *moved.shape))
         beyond = outside(got.cpu(), x, w, None)
         found["wrong"] += [f"{scheme}: {beyond} beyond the bound"] if beyond else []
     print(f"{len(tasks)} comparisons, {len(found['wrong'])} wrong", flush=True)

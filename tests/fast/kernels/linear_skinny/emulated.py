@@ -64,6 +64,7 @@ class Device:
 
         with (
             mock.patch.object(host, "is_taken", return_value=True),
+            mock.patch.object(host, "is_loadable", return_value=True),
             mock.patch.object(launch.SkinnyLaunch, "run", run),
             mock.patch.object(host.Call, "allocate", allocate),
         ):
