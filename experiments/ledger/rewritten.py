@@ -179,8 +179,8 @@ REWRITES = (
             "fast/prepared/program.py",
             "fast/scale_factors.py",
         ),
-        "products of preshuffled weights, and guards of compiled calls that trainings and captured products do not have; headers "
-        "that kernels in CUDA C++ share are the text that each had, their cubins byte for byte the same",
+        "products of preshuffled weights, and guards of compiled calls that trainings and captured products do not have; "
+        "headers that kernels in CUDA C++ share are the text that each had, their cubins byte for byte the same",
         ("fp8_training", "kernels", "sparsity"),
     ),
     Rewrite(
