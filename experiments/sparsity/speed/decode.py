@@ -5,6 +5,7 @@ Weights are random, pruned by magnitude: speed does not depend on values. bfloat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import ao_lab
 from experiments.decode import run as decode
 from experiments.decode.configs import BASE, OURS, Config
+from experiments.decode.generation import Decoding
 from experiments.fp8_training.deadline import Deadline
 from experiments.harness.outcome import Values, attempt, keep, status
 from experiments.harness.progress import bar
@@ -119,9 +121,37 @@ def table_of(bench: decode.Bench) -> Table:
     return Table(KIND, bench.shape.name, SETTING)
 
 
+@torch.no_grad()
 def measure(bench: decode.Bench, config: Config) -> Values:
-    """All values of one configuration."""
-    return decode.measure_one(bench, config)
+    """All values of one configuration. Logits of a pruned model are compared with those of bfloat16's pruned as it is: random
+    weights without half of them are another model, whose logits differ by their whole size."""
+    if not isinstance(config, SparseConfig):
+        return decode.measure_one(bench, config)
+    bench.baseline()
+    dense = bench.logits
+    bench.logits = pruned_logits(bench)
+    try:
+        return decode.measure_one(bench, config)
+    finally:
+        bench.logits = dense
 
 
-__all__ = ["CONFIGS", "KIND", "SETTING", "SparseConfig", "choose_kernels", "fp8", "int4", "missing", "run"]
+def pruned_logits(bench: decode.Bench) -> torch.Tensor:
+    """Of the prompt, by the bfloat16 model with its blocks pruned and nothing quantized."""
+    model = copy.deepcopy(bench.baseline().model)
+    ao_lab.sparsify_(model, ao_lab.SparsityConfig(PATTERN), inside_blocks)
+    return Decoding(model, bench.plan, decode.prompt_of(bench)).prefill().float()
+
+
+__all__ = [
+    "CONFIGS",
+    "KIND",
+    "SETTING",
+    "SparseConfig",
+    "choose_kernels",
+    "fp8",
+    "int4",
+    "missing",
+    "pruned_logits",
+    "run",
+]

@@ -286,3 +286,12 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
     assert {one.measured for one in published_tables.comparisons([])} == {None}
     titles = [section.title.partition(" (")[0] for section in speed.sections(rows)]
     assert titles == [speed.TITLES[kind] for kind in ("linear", "vit", "sam")]
+
+
+def test_a_pruned_model_is_compared_with_bfloat16_pruned_as_it_is(tmp_path):
+    """Without half of their weights random layers are another model, which says nothing of a kernel."""
+    bench = decode.decode.Bench.of(tiny.settings(tmp_path))
+    values = decode.measure(bench, decode.CONFIGS["int4 + 2:4"])
+    change, _ = values["logits, change"]
+    by_pruning = float((decode.pruned_logits(bench) - bench.logits).norm() / bench.logits.norm())
+    assert change < 0.3 < by_pruning
