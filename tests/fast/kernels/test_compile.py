@@ -260,6 +260,8 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "mma_sparse_kernel"}
 ELSEWHERE |= {"linear_small_kernel", "sum_splits_kernel", "restore_kernel", "grouped_linear_small_kernel"}
+# Those in front of them: tests/fast/linear/preshuffled/test_dynamic_inputs.py.
+ELSEWHERE |= {"row_codes_kernel", "block_values_kernel"}
 ELSEWHERE |= {"arranged_dense_kernel", "linear_small_pair_kernel", "sum_pair_splits_kernel"}
 ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
 ELSEWHERE |= {
