@@ -72,7 +72,7 @@ def given(m, n, k, dtype, biased, seed=0):
     return x, None if biased is None else torch.randn(n, generator=draw).to(biased)
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CASES)
 def test_elements_of_the_weight_are_those_of_dequantize(name, early):
     require_nvrtc()
@@ -97,7 +97,7 @@ def integers(m, n, k):
     return x, w, expected(x, values.view(n, k), None)
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_sums(early):
     require_nvrtc()
     x, w, right = integers(37, 256, 640)

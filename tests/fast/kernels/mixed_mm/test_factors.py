@@ -70,7 +70,7 @@ def test_float16_rounds_once(scheme):
     assert_same_bits(found, expected(x, dense, None))
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_sums(scheme, early):
     """Of integers, with scales that are powers of two: exact in any order."""
