@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,8 @@ NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
 #: steps, each, bias_kind, group, nibble (`Problem` in the source).
 ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
+#: What the compiler or the driver said of a variant: nothing more is tried in this process then.
+FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H200, 14336 x 4096: 1024 rows 196
 #: us and 8192 rows 1319, by the dense weight 190 and 1222).
 SIXTEEN, MOST_OF_SIXTEEN = 16, 512
@@ -59,7 +62,12 @@ def mixed_mm(
     """
     if refused(x, w, bias) is not None:
         return None
-    call = Product(x, w, bias)
+    try:
+        call = Product(x, w, bias)
+    except (RuntimeError, OSError) as error:
+        FAILED.append(f"it did not compile or load before: {error}")
+        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=2)
+        return None
     y = call(x, w.words, w.scale, w.zero, bias)
     cache.remember(key, call, record)
     return y
@@ -68,6 +76,8 @@ def mixed_mm(
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
     n, length = w.shape
+    if FAILED:
+        return FAILED[0]
     if w.element not in ELEMENTS:
         return f"elements are {', '.join(ELEMENTS)}, got {w.element}"
     if x.dtype not in INPUTS or (bias is not None and bias.dtype not in FLOAT_NAMES):

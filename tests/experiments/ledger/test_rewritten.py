@@ -73,3 +73,30 @@ def test_rows_and_records_get_the_hash(tmp_path):
 
 def test_every_rewrite_says_why():
     assert all(one.why and one.files and len(one.revision) == 7 for one in rewritten.REWRITES)
+
+
+def test_rows_of_experiments_that_a_rewrite_does_not_name_stay(tmp_path):
+    """A hash may be that of several experiments."""
+    known = {
+        "table": "t/quick/d",
+        "setting": "s",
+        "method": "m",
+        "metric": "time",
+        "value": 1.0,
+        "unit": "ms",
+    }
+    known |= {"device": "cpu", "seed": 0, "source_hash": "aaaaaaaaaaaa"}
+    write(tmp_path / "both.csv", [Row(experiment=name, **known) for name in ("kernels", "decode")])
+    records = {f"{name}/x": {"source_hash": "aaaaaaaaaaaa"} for name in ("kernels", "decode")}
+    for name in ("environment.json", "origins.json"):
+        (tmp_path / name).write_text(json.dumps(records))
+    rewrite = rewritten.Rewrite("0", (), "", ("kernels",))
+    assert rewritten.carry(tmp_path, {"aaaaaaaaaaaa": "bbbbbbbbbbbb"}, rewrite.concerns) == 1
+    found = {row.experiment: row.source_hash for row in read(tmp_path / "both.csv")}
+    assert found == {"kernels": "bbbbbbbbbbbb", "decode": "aaaaaaaaaaaa"}
+    for name in ("environment.json", "origins.json"):
+        made = json.loads((tmp_path / name).read_text())
+        assert {key: one["source_hash"] for key, one in made.items()} == {
+            "kernels/x": "bbbbbbbbbbbb",
+            "decode/x": "aaaaaaaaaaaa",
+        }

@@ -129,3 +129,30 @@ def test_weights_with_factors(monkeypatch, element, group, parts, each):
 def test_other_elements_are_refused():
     reason = host.refused(on_hopper(torch.bfloat16, (200, 256)), replace(arranged(), element="nf4"), None)
     assert "elements are" in reason
+
+
+@pytest.mark.parametrize(("group", "rows", "taken"), [(16, 512, True), (16, 513, False), (32, 513, True)])
+def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, group, rows, taken):
+    """Where that was measured to be faster."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
+    monkeypatch.setattr(host, "missing_compiler", lambda: None)
+    w = replace(arranged(), element="e2m1", group=group)
+    reason = host.refused(on_hopper(torch.bfloat16, (rows, 256)), w, None)
+    assert (reason is None) == taken
+
+
+def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
+    """Once; then nothing is tried any more."""
+
+    def refuse(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(host, "missing_compiler", lambda: None)
+    monkeypatch.setattr(host, "FAILED", [])
+    monkeypatch.setattr(host, "Product", refuse)
+    x, w = on_hopper(torch.bfloat16, (200, 256)), arranged()
+    with pytest.warns(UserWarning, match="no kernel image"):
+        assert host.mixed_mm(x, w) is None
+    assert "no kernel image" in host.refused(x, w, None)
+    assert host.mixed_mm(x, w) is None
