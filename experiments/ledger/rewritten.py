@@ -200,6 +200,11 @@ REWRITES = (
         "what logits of pruned models are compared with, which bfloat16, int4 and fp8 are not",
         ("sparsity",),
     ),
+    Rewrite(
+        "7c57b07",
+        ("fast/kernels/mixed_mm/host.py",),
+        "what becomes of a variant that does not load, which no row is of",
+    ),
 )
 
 
