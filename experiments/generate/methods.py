@@ -22,7 +22,8 @@ class Method:
     """A way to store the weights of a model's linear layers, the output layer too.
 
     build: its configuration, None for bfloat16. library: whose `quantize_`. frozen: None, or that of `prepare_for_generate_`,
-    which has something to do where the model is compiled alone. deep: whether it is measured of all 32 layers, too.
+    which has something to do where the model is compiled alone. deep: whether it is measured of all 32 layers, too. dynamic:
+    whether inputs are rounded too.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Method:
     library: str = "ao_lab"
     frozen: bool | None = None
     deep: bool = False
+    dynamic: bool = False
 
     def apply(self, model: nn.Module) -> None:
         """Quantize and prepare a model in place."""
@@ -59,7 +61,7 @@ METHODS = (
     Method(name="int4 g128, prepared", build=INT4, frozen=False, deep=True),
     Method(name="int4 g128, prepared and frozen", build=INT4, frozen=True, deep=True),
     Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True),
-    Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow())),
+    Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow()), dynamic=True),
     Method(name="int4 g128, zero points", build=INT4_ZERO),
     Method(name="mxfp4", build=lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn")),
     Method(
@@ -72,6 +74,7 @@ METHODS = (
         name="torchao fp8dq, rows",
         build=torchao_config(FLOAT8_DYNAMIC, granularity="PerRow"),
         library=TORCHAO,
+        dynamic=True,
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from experiments.generate.methods import BASE, METHODS, Method
+from experiments.generate.methods import BASE, METHODS, TORCHAO, Method
 from experiments.generate.stage import Stage
 
 KIND = "generate"
@@ -21,7 +21,10 @@ COMPILED, EAGER = "compiled", "not compiled"
 
 @dataclass(frozen=True)
 class Table:
-    """What is timed. part: DECODE or PREFILL, the names of `--only`; length: of a prefill. needed: seconds of a method."""
+    """What is timed. part: DECODE or PREFILL, the names of `--only`; length: of a prefill. needed: seconds of a method.
+
+    beside: whether it is one more run of a setting, with other libraries, whose compilers take minutes.
+    """
 
     stage: Stage
     part: str
@@ -29,35 +32,44 @@ class Table:
     batch: int = 1
     compiled: bool = True
     length: int = 0
+    beside: bool = False
 
     @property
     def setting(self) -> str:
         """The setting of its rows."""
         if self.part == PREFILL:
             return f"prefill of {self.length} tokens"
-        return f"batch {self.batch}, {COMPILED if self.compiled else EAGER}"
+        return (
+            f"batch {self.batch}, {COMPILED if self.compiled else EAGER}"
+            + f", beside {TORCHAO}" * self.beside
+        )
 
     @property
     def needed(self) -> float:
         """About how many seconds it takes on an H200: a compiled layer is generated with for the first time in two."""
-        each = 2.0 + (1.6 * self.stage.layers if self.compiled and self.part == DECODE else 0.0)
-        return each * (len(self.methods) + 1)
+        compiled = self.compiled and self.part == DECODE
+        each = 2.0 + (1.6 * self.stage.layers if compiled else 0.0)
+        others = [one for one in self.methods if one.library == TORCHAO]
+        return each * (len(self.methods) + 1) + (70.0 * len(others) if compiled else 0.0)
 
 
 def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     """At full scale: what is asked first comes first."""
     stage, whole = Stage(DEPTH, device), Stage(WHOLE, device)
     deep = tuple(one for one in METHODS if one.deep)
+    ours = tuple(one for one in METHODS if one.library != TORCHAO)
     unprepared = tuple(one for one in METHODS if one.frozen is None)
     found = (
-        Table(stage, DECODE, METHODS, 1),
+        Table(stage, DECODE, ours, 1),
         Table(whole, DECODE, deep, 1),
-        Table(stage, DECODE, METHODS, 16),
+        Table(stage, DECODE, ours, 16),
         Table(stage, DECODE, unprepared, 1, compiled=False),
         Table(stage, PREFILL, unprepared, length=LONG),
         Table(stage, DECODE, unprepared, 16, compiled=False),
-        Table(stage, DECODE, METHODS, 64),
+        Table(stage, DECODE, ours, 64),
         Table(stage, DECODE, unprepared, 64, compiled=False),
+        Table(stage, DECODE, unprepared, 1, beside=True),
+        Table(stage, DECODE, unprepared, 16, beside=True),
     )
     return (one for one in found if one.part in parts)
 

@@ -20,7 +20,7 @@ import torch
 
 MODULE = "torch._dynamo.guards"
 #: Beginnings of versions of torch that the tests have covered.
-TESTED = ("2.13.",)
+TESTED = ("2.11.", "2.13.")
 #: Guards by the names of what makes them: of a subclass's description, of a tensor (a part), of the list of parts' names.
 DESCRIPTION, TENSOR, EQUAL = "TENSOR_SUBCLASS_METADATA_MATCH", "TENSOR_MATCH", "EQUALS_MATCH"
 NAMES = "SubclassAttrListSource"

@@ -159,6 +159,8 @@ def test_outputs_that_are_wrong():
     assert relative_change(logits * 1.05, logits, 0.1, "")[0] == pytest.approx(0.05)
     with pytest.raises(Wrong, match=r"differ by 0\.200"):
         relative_change(logits * 1.2, logits, 0.1, "from bfloat16's")
+    with pytest.raises(Wrong, match="more than"):
+        relative_change(logits * 0, logits * 0, 0.1, "from bfloat16's")
     with pytest.raises(Wrong, match="not finite"):
         relative_change(torch.tensor([[1.0, torch.nan]]), logits, 0.1, "")
 

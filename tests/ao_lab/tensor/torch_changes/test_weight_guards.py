@@ -80,7 +80,8 @@ def test_parts_have_no_guards(how):
     assert any("__tensor_flatten__" in line for line in lines) == (
         how == "dict_tags" and torch.__version__ >= "2.12"
     )
-    assert sum("tag_safe=(True, False)" in line for line in lines) == (2 if how == "leaves" else 0)
+    leaves = how == "leaves" or (how == "dict_tags" and torch.__version__ < "2.12")
+    assert sum("tag_safe=(True, False)" in line for line in lines) == (2 if leaves else 0)
 
 
 def test_another_weight_of_the_form_is_another_weight():
@@ -235,6 +236,6 @@ def test_a_quantized_model_of_the_default_path():
 def test_guards_of_an_untested_torch_stay_as_they_are(monkeypatch):
     """A guard too few lets a program run that was compiled for another weight."""
     made = torch._guards.Guard.create
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
     weight_guards.guard_by_form(ao_lab.QuantizedTensor)
     assert torch._guards.Guard.create is made
