@@ -1,8 +1,8 @@
 """Times of a table: each method generates with a copy of one bfloat16 model.
 
-Before that its logits are compared with those of a bfloat16 model that has what the method stores as weights: rounding to 4 bits
-moves the logits of random layers by nearly their size (0.8 at 8 layers), and would hide a product that is wrong. Of methods
-that round inputs too, those of bfloat16's own weights are as good a measure.
+Before that its logits are compared with those of a bfloat16 model that has what the method stores as weights: rounding to 4
+bits moves the logits of random layers by nearly their size (0.8 at 8 layers), and would hide a product that is wrong. Where
+inputs are rounded too, the limit is wider.
 """
 
 from __future__ import annotations
