@@ -69,10 +69,12 @@ def trained(
             masks="recomputed", transposable=True, gradient="straight-through", products=products
         )
         ao_lab.sparsify_(model, sparse, is_mlp)
+    images = images_of(config, batch, device, seed, dtype).requires_grad_()
+    # Before compilation: a batch of one would be compiled for too, and the next one for any length.
+    with torch.no_grad():
+        gradient = torch.ones_like(model(images[:1])).expand(batch, -1, -1, -1).contiguous()
     for block in model.blocks:
         block.compile(backend=backend)
-    images = images_of(config, batch, device, seed, dtype).requires_grad_()
-    gradient = torch.ones_like(model(images[:1])).expand(batch, -1, -1, -1).contiguous()
 
     def step() -> None:
         model(images).backward(gradient)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed.watch import CpuWatch
@@ -133,7 +134,10 @@ def test_the_tables_have_the_published_shapes():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_encoders_run_at_a_small_size():
     made = partial(encoders.trained, TINY, 2, "cpu", 0, torch.float32, "aot_eager")
+    before = counters["stats"]["unique_graphs"]
     assert made(products="dense")() is None
+    # One for each of two lengths of attention: a limit of eight would leave the last of three sides without a compiler.
+    assert counters["stats"]["unique_graphs"] - before == 2
     encode = partial(encoders.encoded, TINY, 2, "cpu", 0, torch.float32, "eager")
     dense = encode(convert=encoders.CONVERSIONS[DENSE])()
     int8 = encode(convert=encoders.CONVERSIONS[encoders.INT8])()
