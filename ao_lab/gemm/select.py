@@ -7,7 +7,8 @@ ValueError. Nothing is measured here.
 * ``int8``: exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one rounding to the
   output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On Hopper GPUs all of it
   is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what follows.
-* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product.
+* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on Hopper GPUs
+  with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights.
   Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
   than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
@@ -42,6 +43,7 @@ from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.dense import dequantized, rounded, sums_along_blocks
 from ao_lab.gemm.products.fused import PRESHUFFLED, STORED, fused, most_fused_rows, unsupported_reason
+from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_reason, padded_product
 from fast.cpu.int8 import integer_sums
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
@@ -264,6 +266,9 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return dequantized(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
+    if inputs.scheme.scale.block == BLOCK:
+        square = w.scheme.scale.block != BLOCK
+        return padded_product(inputs.codes, w.codes, inputs.scale, w.scale, square, x.dtype, bias)
     if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
@@ -280,17 +285,30 @@ def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None
     scheme = w.recipe.activation
     if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
         return "both operands must be float8_e4m3fn or float8_e5m2"
-    if not (one_scale(scheme) and one_scale(w.scheme)):
-        return "each row must have one float32 scale for decoding"
     if len(w.shape) != 2 or not w.meta.transposed:
         return STORED
     if dtype not in RESULTS:
         return f"it does not write {dtype}"
+    if scheme.scale.block == BLOCK:
+        return _scaled_blocks_unsupported(w, scheme, dtype)
+    if not (one_scale(scheme) and one_scale(w.scheme)):
+        return "each row must have one float32 scale for decoding"
     if w.is_cuda:
         return _scaled_mm_unsupported_on_gpu(w, scheme, dtype)
     if -1 in (scheme.scale.block, w.scheme.scale.block) and not _cpu_scales_rows():
         return f"torch {torch.__version__} takes one scale for each operand on a CPU, 2.13 one for each row"
     return None
+
+
+def _scaled_blocks_unsupported(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
+    if (
+        not w.is_cuda
+        or 10 * _capability(w.device.index or 0)[0] + _capability(w.device.index or 0)[1] != CAPABILITY
+    ):
+        return "its products of blocks are for GPUs of compute capability 9.0"
+    if dtype != torch.bfloat16:
+        return f"of blocks it writes bfloat16, not {dtype}"
+    return blocks_reason(scheme, w.scheme, (w.shape[1], w.shape[0]))
 
 
 def _scaled_mm_unsupported_on_gpu(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:

@@ -1,31 +1,20 @@
-"""torch's own products of 8-bit floats with scales: `torch._scaled_mm`, by one scale for tensors or rows, or by blocks of 128.
-
-What it takes of blocks (torch 2.11 to 2.13, compute capability 9.0): 1x128 with 1x128 or with 128x128, scales in float32 that
-decode. Those of 1x128 lie block after block, (M, K/128) with strides (1, M). Those of 128x128 run along K, K/128 rounded up to
-a multiple of 4, which `torch._scaled_mm` does not know: it reads past its scales where K/128 is no such multiple, and gives
-NaN. There `_scaled_mm_v2` takes padded ones.
-"""
+"""torch's own products of 8-bit floats with scales: by one scale for tensors or rows, or by blocks of 128, which
+`ao_lab.gemm.products.scaled_blocks` multiplies for inference too."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
+from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, STEP, blocks_product, blocks_reason, decodes
 from reference import Quantized, Scheme
 from reference.training.recipe import Product
 
 #: Formats that `torch._scaled_mm` multiplies, and torch's dtypes of them.
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-#: What `torch._scaled_mm` asks of the sum's length and of the columns.
-STEP = 16
-#: GPUs from this compute capability on multiply 8-bit floats; of this one by blocks.
-FIRST, OF_BLOCKS = 89, 90
-#: Elements under a scale, and what their number is a multiple of along the sum under scales of squares.
-BLOCK, PADDED = 128, 4
-#: `torch.nn.functional.ScalingType` of blocks 1x128 and 128x128, as the operator takes them.
-ROW, SQUARE = 4, 5
+#: GPUs from this compute capability on multiply 8-bit floats.
+FIRST = 89
 
 
 def capability(device: torch.device) -> int:
@@ -46,13 +35,7 @@ def has_fp8(device: torch.device) -> bool:
 
 def is_one_scale(scheme: Scheme) -> bool:
     """Whether a scheme has one float32 scale for the tensor or for each row, which multiplies codes."""
-    return _multiplies(scheme) and scheme.scale.block in ("tensor", -1)
-
-
-def _multiplies(scheme: Scheme) -> bool:
-    """Whether float32 scales multiply codes, and nothing else does anything to them."""
-    plain = scheme.outer is None and scheme.zero is None and scheme.scale.storage == "float32"
-    return plain and scheme.scale.stored == "decode"
+    return decodes(scheme) and scheme.scale.block in ("tensor", -1)
 
 
 def unsupported_reason(a: Any, b: Any) -> str | None:
@@ -75,17 +58,10 @@ def blocks_unsupported_reason(a: Any, b: Any) -> str | None:
     """Why `scaled_mm_blocks` does not take two operands."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return "both operands must be quantized"
-    if capability(a.codes.device) != OF_BLOCKS:
+    if capability(a.codes.device) != CAPABILITY:
         return "it needs a GPU of compute capability 9.0"
-    if a.scheme.element != "float8_e4m3fn" or b.scheme.element != "float8_e4m3fn":
-        return "it multiplies e4m3 by e4m3"
-    square = b.scheme.scale.block == (BLOCK, BLOCK)
-    if a.scheme.scale.block != BLOCK or not (square or b.scheme.scale.block == BLOCK):
-        return "blocks must be 1x128 of a, and 1x128 or 128x128 of b"
-    if not (_multiplies(a.scheme) and _multiplies(b.scheme)):
-        return "scales must be float32 and decode"
-    if a.shape[1] % BLOCK or b.shape[0] % (BLOCK if square else STEP):
-        return f"blocks of {BLOCK} must divide the sum's length, and those of b its rows"
+    if (reason := blocks_reason(a.scheme, b.scheme, b.shape)) is not None:
+        return reason
     if a.shape[0] % STEP or 0 in (*a.shape, *b.shape):
         return f"the rows must be a multiple of {STEP}, and nothing may be empty"
     return None
@@ -121,43 +97,13 @@ def scaled_mm_blocks(
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         raise TypeError("scaled_mm_blocks takes two quantized operands")
     square, after = b.scheme.scale.block != BLOCK, _added_after(bias, dtype)
-    multiply = _blocks_op if torch.compiler.is_compiling() else _blocks
-    y: torch.Tensor = multiply(a.codes, b.codes, a.scale, b.scale, square, dtype, None if after else bias)
+    y = blocks_product(a.codes, b.codes, a.scale, b.scale, square, dtype, None if after else bias)
     return y.add_(bias) if after and bias is not None else y
 
 
 def _added_after(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     """Whether the bias is added to the product: with float32 results cuBLAS takes none."""
     return bias is not None and dtype == torch.float32
-
-
-def _blocks(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, square: bool, dtype: torch.dtype,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """codes a (M, K), b (N, K), scales (M, K/128) and (N, K/128), or (N/128, K/128) of squares."""
-    left, right = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
-    scale_a = scale_a.t().contiguous().t()
-    more = -scale_b.shape[1] % PADDED
-    if not square or not more:
-        scale_b = scale_b.t() if square else scale_b.t().contiguous()
-        return torch._scaled_mm(left, right, scale_a, scale_b, bias, out_dtype=dtype)
-    scale_b = nn.functional.pad(scale_b, (0, more)).t()
-    made: torch.Tensor = torch.ops.aten._scaled_mm_v2(
-        left, right, [scale_a], [ROW], [0], [scale_b], [SQUARE], [0], bias, dtype
-    )
-    return made
-
-
-#: While a program is traced: compilers have products of blocks of their own.
-_blocks_op = torch.library.custom_op("ao_lab::scaled_mm_blocks", _blocks, mutates_args=())
-
-
-@_blocks_op.register_fake
-def _blocks_fake(
-    a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, square: bool, dtype: torch.dtype, bias: Any
-) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
 __all__ = [

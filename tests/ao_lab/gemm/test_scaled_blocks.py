@@ -1,0 +1,81 @@
+"""Products of layers under scales of blocks: torch's rules are kept for any number of rows, and what it does not take is refused."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fast
+from ao_lab import quantized
+from ao_lab.config.recipe import Recipe
+from ao_lab.gemm import select
+from ao_lab.gemm.products.scaled_blocks import blocks_reason, padded_product
+from reference.schemes.schemes import scheme_of
+from tests.ao_lab.training.test_scaled_mm import torch_rule, torch_rule_2
+
+FINE, SQUARE = "fp8_1x128", "fp8_128x128"
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """torch's product with its rules of strides and of rows."""
+
+    def multiply(left, *operands, **options):
+        assert left.shape[0] % 16 == 0
+        return torch_rule(left, *operands, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm_v2", torch_rule_2)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+@pytest.mark.parametrize("length", [512, 640])
+@pytest.mark.parametrize("weight", [FINE, SQUARE])
+def test_any_number_of_rows(rows, length, weight, rules):
+    generator = torch.Generator().manual_seed(rows)
+    x, w = (torch.randn(count, length, generator=generator) for count in (rows, 256))
+    a, b = fast.quantize(x, FINE), fast.quantize(w, weight)
+    bias = torch.linspace(-1, 1, 256).to(torch.bfloat16)
+    y = padded_product(a.codes, b.codes, a.scale, b.scale, weight == SQUARE, torch.bfloat16, bias)
+    truth = fast.dequantize(a).double() @ fast.dequantize(b).double().T + bias.double()
+    assert y.shape == (rows, 256)
+    torch.testing.assert_close(y, truth.to(torch.bfloat16))
+
+
+def layer(weight, activation, shape, dtype=torch.bfloat16):
+    """A weight on a GPU that is there in name alone."""
+    dense = torch.empty(shape, device="cuda:0", dtype=dtype)
+    return quantized(dense, Recipe(weight=scheme_of(weight), activation=scheme_of(activation)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "shape", "newest", "taken"),
+    [
+        (SQUARE, FINE, (256, 512), (9, 0), True),
+        (SQUARE, FINE, (256, 640), (9, 0), True),
+        (FINE, FINE, (144, 512), (9, 0), True),
+        (SQUARE, FINE, (256, 512), (10, 0), False),
+        (SQUARE, FINE, (144, 512), (9, 0), False),
+        (FINE, FINE, (136, 512), (9, 0), False),
+        ("fp8_rowwise", FINE, (256, 512), (9, 0), False),
+        (SQUARE, "fp8_rowwise", (256, 512), (9, 0), False),
+    ],
+)
+def test_which_layers_it_multiplies(weight, activation, shape, newest, taken, monkeypatch):
+    monkeypatch.setattr(select, "_capability", lambda index: newest)
+    with FakeTensorMode(), torch.no_grad():
+        w = layer(weight, activation, shape)
+        assert (select.select_kernel(w.t(), torch.bfloat16) == "scaled_mm") == taken
+
+
+def test_other_results_than_bfloat16_are_left_to_the_dense_weight(monkeypatch):
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    with FakeTensorMode(), torch.no_grad():
+        w = layer(SQUARE, FINE, (256, 512), torch.float16)
+        assert select.select_kernel(w.t(), torch.float16) == "dequantize"
+
+
+def test_scales_that_do_not_multiply_codes_are_refused():
+    plain, encoding = scheme_of(FINE), scheme_of("torchao.fp8_rowwise_training")
+    assert blocks_reason(plain, scheme_of(SQUARE), (256, 512)) is None
+    assert "1x128" in str(blocks_reason(encoding, plain, (256, 512)))
+    assert "e4m3" in str(blocks_reason(plain, scheme_of("int8_rowwise"), (256, 512)))
