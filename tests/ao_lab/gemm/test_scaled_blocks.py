@@ -1,4 +1,4 @@
-"""Products of layers under scales of blocks: torch's rules are kept for any number of rows, and what it does not take is refused."""
+"""Products of layers under scales of blocks: torch's rules are kept for any number of rows; others are refused."""
 
 import pytest
 import torch
