@@ -1,7 +1,9 @@
 """Which variant a shape gets: the shortest time by a model of rounds of tiles, fitted to times of an H100 (int4_g128).
 
 A tile takes its stages, and with parts of K what it takes to add them; programs that do not fit the GPU at once make another
-round. Pairs of programs save a little of every stage and cost at the beginning. The model only has to order variants.
+round, unless the last tiles are divided. Pairs of programs save a little of every stage and cost at the beginning. The model only
+has to order variants. What divided tiles cost was not timed yet: it is what 131072 bytes of sums take at 50 bytes a nanosecond,
+and a launch that clears their marks.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from fast.kernels.mixed_mm.variants import ATOM, FEATURES, Variant, Weight, fitted
+from fast.kernels.mixed_mm.plan import Plan, plans
+from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
 #: Nanoseconds of a stage of 64 columns, by the tokens of a tile.
@@ -19,6 +22,8 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
 #: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once, and their
 #: stages over others.
 TILE, PARTS, PART_TOKEN, PAIR, PAIRED = 70.0, 3000.0, 20.0, 3000.0, 0.985
+#: Nanoseconds of divided tiles: once, and for each token of sums that a program gives to another one, and of those it adds.
+DIVIDED, SHARED_TOKEN = 2500.0, 10.0
 
 
 @lru_cache(maxsize=4096)
@@ -39,17 +44,37 @@ def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
         for pair, splits in CLUSTERS:
             if count <= largest and splits <= length // (2 * ATOM):
                 yield fitted(count, pair, splits, weight)
+                if splits == 1:
+                    yield fitted(count, pair, 1, weight, divided=True)
 
 
 def nanoseconds(
     one: Variant, tokens: int, features: int, length: int, multiprocessors: int = MULTIPROCESSORS
 ) -> float:
     """How long all of a product takes, by the model."""
-    clusters = -(-tokens // one.tokens) * -(-features // (FEATURES * one.pair))
     at_once = max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
-    stages = length / ATOM / one.splits * STAGE[one.tokens] * (PAIRED if one.pair > 1 else 1)
-    added = PARTS + PART_TOKEN * one.tokens if one.splits > 1 else 0.0
-    return -(-clusters // at_once) * (stages + TILE + added) + (PAIR if one.pair > 1 else 0.0)
+    return time_of(one, plan_of(one, tokens, features, length, at_once), at_once)
 
 
-__all__ = ["CLUSTERS", "STAGE", "candidates", "choose", "nanoseconds"]
+def plan_of(one: Variant, tokens: int, features: int, length: int, at_once: int) -> Plan:
+    """The quickest of a variant's plans, of which so many clusters run at once."""
+    return min(
+        plans(one, tokens, features, length, at_once), key=lambda plan: (time_of(one, plan, at_once), plan)
+    )
+
+
+def time_of(one: Variant, plan: Plan, at_once: int) -> float:
+    """Nanoseconds of a plan."""
+    # Tiles that only tests have take as long as the smallest.
+    pair = 2 * STAGE.get(one.tokens, min(STAGE.values())) * (PAIRED if one.pair > 1 else 1)
+    once = PAIR if one.pair > 1 else 0.0
+    if one.splits > 1:
+        return -(-plan.clusters // at_once) * (
+            plan.pairs * pair + TILE + PARTS + PART_TOKEN * one.tokens
+        ) + once
+    if plan.shared:
+        once += DIVIDED + plan.longest * pair + SHARED_TOKEN * one.tokens * (1 + plan.added)
+    return plan.waves * (plan.pairs * pair + TILE) + once
+
+
+__all__ = ["CLUSTERS", "STAGE", "candidates", "choose", "nanoseconds", "plan_of"]

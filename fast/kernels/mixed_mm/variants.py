@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "load.cuh", "store.cuh")
+OWN = ("decode.cuh", "factors.cuh", "load.cuh", "parts.cuh", "store.cuh", "work.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
@@ -47,13 +47,14 @@ class Weight(NamedTuple):
 class Variant(NamedTuple):
     """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
 
-    splits: programs along K. stages: of the ring.
+    splits: programs along K. stages: of the ring. divided: whether all clusters share the last tiles; then there are no splits.
     """
 
     tokens: int
     pair: int
     splits: int
     stages: int
+    divided: bool = False
 
     @property
     def cluster(self) -> int:
@@ -67,8 +68,8 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5."""
-        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}"
+        """Such as t256c2k1s5, or t256c2k1s5d where the last tiles are divided."""
+        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}{'d' if self.divided else ''}"
 
     def ring(self, weight: Weight) -> int:
         """Bytes of the ring."""
@@ -81,9 +82,9 @@ class Variant(NamedTuple):
         return self.ring(weight) + outgoing + 16 * self.stages + 1024
 
 
-def fitted(tokens: int, pair: int, splits: int, weight: Weight) -> Variant:
+def fitted(tokens: int, pair: int, splits: int, weight: Weight, divided: bool = False) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
-    none = Variant(tokens, pair, splits, 0)
+    none = Variant(tokens, pair, splits, 0, divided)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
     return none._replace(stages=min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each))
 
@@ -96,13 +97,13 @@ def sources(
         "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
         "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
-        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+        "DIVIDED": int(variant.divided), "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
     headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def text(name: str) -> str:
     """A file of this folder."""
     return (FOLDER / name).read_text()
