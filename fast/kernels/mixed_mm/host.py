@@ -13,6 +13,7 @@ from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream, zero
 from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.mixed_mm.few import LEAST, MOST, gains
 from fast.kernels.mixed_mm.select import choose, plan_of
 from fast.kernels.mixed_mm.variants import (
     ATOM,
@@ -73,6 +74,20 @@ def mixed_mm(
     return y
 
 
+def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
+    """Whether a call of few rows is for this kernel and not for `linear_small`, which takes up to 128."""
+    (n, length), rows = w.shape, x.numel() // w.shape[1]
+    if not LEAST <= rows <= MOST or refused(x, w, bias) is not None:
+        return False
+    return gains(rows, n, length, weight_of(w), processors_of(x.get_device()))
+
+
+@lru_cache(maxsize=64)
+def processors_of(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
     n, length = w.shape
@@ -109,8 +124,7 @@ class Product:
         self.tokens, self.shape = x.numel() // self.length, (*x.shape[:-1], self.features)
         weight = weight_of(w)
         if variant is None:
-            processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-            variant = choose(self.tokens, self.features, self.length, weight, processors)
+            variant = choose(self.tokens, self.features, self.length, weight, processors_of(self.index))
         self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
@@ -184,6 +198,7 @@ __all__ = [
     "INPUTS",
     "MAPS",
     "Product",
+    "is_faster",
     "mixed_mm",
     "refused",
     "weight_of",

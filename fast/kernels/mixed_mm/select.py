@@ -17,6 +17,15 @@ from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
 #: Nanoseconds of a stage of 64 columns, by the tokens of a tile.
 STAGE = {128: 487.0, 192: 563.0, 256: 701.0}
+#: Instructions of a warp in a stage, as they were counted: where tiles are narrow they are what takes time, and elements of more
+#: than int4 take as much longer.
+INSTRUCTIONS = {
+    Weight("int4"): 183, Weight("int4", False, 2): 185, Weight("int4", True): 197, Weight("int4", True, 2): 216,
+    Weight("int8"): 186, Weight("int8", False, 2): 183, Weight("int8", True): 199, Weight("int8", True, 2): 206,
+    Weight("e4m3"): 218, Weight("e4m3", False, 2): 216, Weight("e2m1", False, 2): 148, Weight("e2m1", False, 4): 210,
+    Weight("e4m3_mx", False, 2): 149,
+}  # fmt: skip
+INT4 = Weight("int4")
 #: Programs along the features and along K of a cluster.
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
 #: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once, and their
@@ -33,7 +42,7 @@ def choose(
     """The variant for x (tokens, length) and a weight (features, length)."""
     return min(
         candidates(tokens, length, weight),
-        key=lambda one: nanoseconds(one, tokens, features, length, multiprocessors),
+        key=lambda one: nanoseconds(one, tokens, features, length, multiprocessors, weight),
     )
 
 
@@ -49,11 +58,16 @@ def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
 
 
 def nanoseconds(
-    one: Variant, tokens: int, features: int, length: int, multiprocessors: int = MULTIPROCESSORS
+    one: Variant,
+    tokens: int,
+    features: int,
+    length: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    weight: Weight = INT4,
 ) -> float:
     """How long all of a product takes, by the model."""
     at_once = max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
-    return time_of(one, plan_of(one, tokens, features, length, at_once), at_once)
+    return time_of(one, plan_of(one, tokens, features, length, at_once), at_once, weight)
 
 
 def plan_of(one: Variant, tokens: int, features: int, length: int, at_once: int) -> Plan:
@@ -63,10 +77,16 @@ def plan_of(one: Variant, tokens: int, features: int, length: int, at_once: int)
     )
 
 
-def time_of(one: Variant, plan: Plan, at_once: int) -> float:
-    """Nanoseconds of a plan."""
+def stage_of(one: Variant, weight: Weight) -> float:
+    """Nanoseconds of a stage."""
+    narrow = STAGE[min(STAGE)]
     # Tiles that only tests have take as long as the smallest.
-    pair = 2 * STAGE.get(one.tokens, min(STAGE.values())) * (PAIRED if one.pair > 1 else 1)
+    return max(STAGE.get(one.tokens, narrow), narrow * INSTRUCTIONS[weight] / INSTRUCTIONS[INT4])
+
+
+def time_of(one: Variant, plan: Plan, at_once: int, weight: Weight = INT4) -> float:
+    """Nanoseconds of a plan."""
+    pair = 2 * stage_of(one, weight) * (PAIRED if one.pair > 1 else 1)
     once = PAIR if one.pair > 1 else 0.0
     if one.splits > 1:
         return -(-plan.clusters // at_once) * (
@@ -77,4 +97,4 @@ def time_of(one: Variant, plan: Plan, at_once: int) -> float:
     return plan.waves * (plan.pairs * pair + TILE) + once
 
 
-__all__ = ["CLUSTERS", "STAGE", "candidates", "choose", "nanoseconds", "plan_of"]
+__all__ = ["CLUSTERS", "INSTRUCTIONS", "STAGE", "candidates", "choose", "nanoseconds", "plan_of"]

@@ -10,20 +10,20 @@
 struct Work {
   Tiles tiles;
   int first, last;  // steps
-  int begin, end;   // of the pairs of steps of divided tiles: what is left
+  u32 pairs;       // of steps of all divided tiles
+  int begin, end;  // what is left of its own
 
   __device__ __forceinline__ Work(const Problem& p, int split) : tiles(p) {
     // The steps of a part of K, whole pairs.
     first = 2 * (i64(p.steps / 2) * split / SPLITS), last = 2 * (i64(p.steps / 2) * (split + 1) / SPLITS);
-    begin = DIVIDED ? begin_of(p, cluster()) : 0, end = DIVIDED ? begin_of(p, cluster() + 1) : 0;
+    pairs = (tiles.count() - (DIVIDED ? p.whole : 0)) * (p.steps / 2);
+    begin = DIVIDED ? begin_of(cluster()) : 0, end = DIVIDED ? begin_of(cluster() + 1) : 0;
   }
 
   __device__ __forceinline__ static int cluster() { return blockIdx.x / CLUSTER; }
 
   // The first pair of steps of a cluster.
-  __device__ __forceinline__ int begin_of(const Problem& p, int cluster) const {
-    return i64(tiles.count() - p.whole) * (p.steps / 2) * cluster / tiles.step;
-  }
+  __device__ __forceinline__ int begin_of(int cluster) const { return pairs * u32(cluster) / u32(tiles.step); }
 
   __device__ __forceinline__ bool take(const Problem& p, u32 neighbour) {
     if (!DIVIDED || tiles.next < p.whole) return tiles.take(neighbour);
@@ -43,7 +43,7 @@ struct Work {
     if (!DIVIDED || first == 0) return 0;
     const int tile = end - first / 2;
     int count = 1;
-    while (begin_of(p, cluster() - count) > tile) count++;
+    while (begin_of(cluster() - count) > tile) count++;
     return count;
   }
 };

@@ -22,7 +22,7 @@ from tests.emulator.device.warp_opcodes import of_warp
 
 
 #: Slow warps go on in one of so many turns.
-LATE = 16
+LATE = 6
 
 
 class Thread:

@@ -8,7 +8,7 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
+from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds, plan_of
 from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight
 
 INT4 = Weight("int4")
@@ -58,10 +58,10 @@ def test_candidates_are_possible():
 
 def test_programs():
     """Those that persist are at most what runs at once; with splits there is a cluster for each tile."""
-    assert host.programs_of(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
-    assert host.programs_of(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
-    assert host.programs_of(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
-    assert host.programs_of(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+    assert plan_of(Variant(256, 2, 1, 5), 1024, 14336, 4096, 66).clusters == 66
+    assert plan_of(Variant(256, 1, 1, 5), 256, 4096, 4096, 132).clusters == 32
+    assert plan_of(Variant(128, 1, 3, 5), 160, 4096, 4096, 30).clusters == 2 * 32
+    assert plan_of(Variant(256, 2, 1, 5), 200, 384, 4096, 66).clusters == 2
 
 
 def arranged(n=256, k=256):
