@@ -13,14 +13,13 @@ from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream, zero
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm.few import LEAST, MOST, gains
+from fast.kernels.mixed_mm import few
 from fast.kernels.mixed_mm.select import choose, plan_of
 from fast.kernels.mixed_mm.variants import (
     ATOM,
     ELEMENTS,
     FEATURES,
     PANEL,
-    THREADS,
     Variant,
     Weight,
     sources,
@@ -77,9 +76,9 @@ def mixed_mm(
 def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
     """Whether a call of few rows is for this kernel and not for `linear_small`, which takes up to 128."""
     (n, length), rows = w.shape, x.numel() // w.shape[1]
-    if not LEAST <= rows <= MOST or refused(x, w, bias) is not None:
+    if not few.LEAST <= rows <= few.MOST or refused(x, w, bias) is not None:
         return False
-    return gains(rows, n, length, weight_of(w), processors_of(x.get_device()))
+    return few.gains(rows, n, length, weight_of(w), processors_of(x.get_device()))
 
 
 @lru_cache(maxsize=64)
@@ -188,8 +187,8 @@ def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[L
     shared = variant.shared(weight)
     cubin = cached_cubin(*sources(variant, weight, name, name), name=NAME)
     function = function_of(cubin, NAME, shared, device)
-    at_once = clusters_at_once(function, variant.cluster, THREADS, shared, device)
-    return launcher(function, THREADS, shared, ARGUMENTS, MAPS), at_once
+    at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
+    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
 
 
 __all__ = [

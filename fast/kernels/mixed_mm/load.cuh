@@ -14,9 +14,6 @@ __device__ __forceinline__ u32 begin_stage(const Ring& ring, const Place& at, u3
   return bar;
 }
 
-// A neighbour that has no features left multiplies others in vain.
-__device__ __forceinline__ int loaded_feature(const Problem& p, const Tiles& tiles) { return min(tiles.feature, p.features - FEATURES); }
-
 __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, const Ring& ring, int neighbour, int split) {
   Work work(p, split);
   Place at;
@@ -36,7 +33,7 @@ __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, 
   Work work(p, split);
   Place at;
   while (work.take(p, neighbour)) {
-    const unsigned char* from = p.words + (i64(loaded_feature(p, work.tiles) / 64) * p.steps + work.first) * ATOM;
+    const unsigned char* from = p.words + (i64(work.feature(p) / 64) * p.steps + work.first) * ATOM;
     const i64 row = i64(p.steps) * ATOM;
 #pragma unroll 1
     for (int step = work.first; step < work.last; step++, from += ATOM, at.advance()) {
@@ -53,8 +50,8 @@ __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, 
   Place at;
   while (work.take(p, neighbour)) {
     const i64 first = PARTS > 1 ? PARTS * work.first : work.first / p.each;
-    const float* scales = p.scales + first * p.features + loaded_feature(p, work.tiles);
-    const int* zeros = p.zeros + (first * p.features + loaded_feature(p, work.tiles)) / 2;
+    const float* scales = p.scales + first * p.features + work.feature(p);
+    const int* zeros = p.zeros + (first * p.features + work.feature(p)) / 2;
     int left = PARTS > 1 ? 1 : p.each - work.first % p.each;
 #pragma unroll 1
     for (int step = work.first; step < work.last; step++, at.advance()) {
@@ -81,7 +78,7 @@ __device__ __forceinline__ void load_factors(const Problem& p, const Ring& ring,
   constexpr int BYTES = PARTS * SCALE_BYTES, EACH = BYTES / (4 * FEATURES / 2);  // words of a pair of rows
   while (work.take(p, neighbour)) {
     const i64 row = p.features / 2 * EACH;
-    const float* factors = p.scales + p.features / 2 + work.first * row + loaded_feature(p, work.tiles) / 2 * EACH;
+    const float* factors = p.scales + p.features / 2 + work.first * row + work.feature(p) / 2 * EACH;
 #pragma unroll 1
     for (int step = work.first; step < work.last; step++, factors += row, at.advance())
       copy_bytes(factors, ring.scales + at.stage * BYTES, begin_stage(ring, at, BYTES), BYTES);

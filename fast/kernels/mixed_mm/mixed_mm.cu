@@ -72,6 +72,8 @@ struct Ring {
 // One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile. The ring has more, and
 // three at least: a stage is handed back after the next but one was read.
 static_assert(SKEW < STAGES && STAGES > 2);
+// The barrier of all warpgroups is that of a third one.
+static_assert(GROUPS == 2 || (GROUPS == 3 && CLUSTER == 1 && TOKENS <= 128));
 __device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
 __device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
 
@@ -185,13 +187,13 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
 #pragma unroll
     for (int i = 0; i < 4; i++) hold(odd[i], side, p.steps), hold(even[i], side, p.steps);
     if (work.last > work.first) release(before);
-    const int token = work.tiles.token, first = work.tiles.feature + 64 * group;
+    const int token = work.tiles.token, first = (SPLITS == 1 ? work.feature(p) : work.tiles.feature) + 64 * group;
     if constexpr (SPLITS == 1) {
       if (work.is_given(p)) {
         give_part(p, sum, part_of(work.cluster(), neighbour, group), group, thread);
       } else {
         if constexpr (DIVIDED) add_others(p, work, sum, neighbour, group, thread);
-        write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, token, first);
+        write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, token, first, work.tiles.feature);
       }
     } else {
       Factors(p, thread, token, first).leave(side, thread);
@@ -222,7 +224,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
   }
   sync_cluster();
   if (role == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
     if (thread % 32 == 0) {
       if (warp == GROUPS * 4) load_tokens(maps, p, ring, neighbour, split);
       if (warp == GROUPS * 4 + 1) load_weight(p, ring, neighbour, split);
@@ -236,7 +238,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
     if constexpr (SPLITS > 1)
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
     consume(maps, p, ring, role, thread % 128, neighbour, split);
   }
   sync_cluster();

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fast.kernels.mixed_mm.variants import ATOM, FEATURES, GROUPS, Variant
+from fast.kernels.mixed_mm.variants import ATOM, Variant
 
 
 class Plan(NamedTuple):
@@ -47,7 +47,7 @@ def plans(one: Variant, tokens: int, features: int, length: int, at_once: int) -
     that is not full are: a cluster then adds the sums of one other at most. Fewer tiles than clusters have either all of
     these, or as many each.
     """
-    tiles = -(-tokens // one.tokens) * -(-features // (FEATURES * one.pair))
+    tiles = -(-tokens // one.tokens) * -(-features // (one.features * one.pair))
     pairs, most = length // (2 * ATOM), max(1, at_once)
     if one.splits > 1:
         yield Plan(tiles, tiles, 0, -(-pairs // one.splits), 0)
@@ -59,7 +59,7 @@ def plans(one: Variant, tokens: int, features: int, length: int, at_once: int) -
     shared = tiles - whole
     for clusters in {most, most if tiles > most else most // tiles * tiles}:
         count = min(clusters, shared * pairs)
-        yield Plan(count, whole, shared, pairs, count * one.pair * GROUPS)
+        yield Plan(count, whole, shared, pairs, count * one.pair * one.groups)
 
 
 __all__ = ["Plan", "plans"]

@@ -15,8 +15,13 @@ from fast.kernels.mixed_mm.plan import Plan, plans
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
-#: Nanoseconds of a stage of 64 columns, by the tokens of a tile.
-STAGE = {128: 487.0, 192: 563.0, 256: 701.0}
+#: Nanoseconds of a stage of 64 columns, by the tokens of a tile and the warpgroups that multiply. Three were not timed: 128 tokens
+#: are as many products as two have with 192; for 64 tokens it is a guess.
+STAGE = {(128, 2): 487.0, (192, 2): 563.0, (256, 2): 701.0, (128, 3): 563.0, (64, 3): 450.0}
+NARROW = STAGE[128, 2]
+#: The most rows of x for three warpgroups, whose tiles are as many products as narrow ones and read x more often; and what they
+#: have no registers for, with 128 tokens.
+MOST_OF_THREE, SPILLED = 256, Weight("int4", True, 2)
 #: Instructions of a warp in a stage, as they were counted: where tiles are narrow they are what takes time, and elements of more
 #: than int4 take as much longer.
 INSTRUCTIONS = {
@@ -41,20 +46,30 @@ def choose(
 ) -> Variant:
     """The variant for x (tokens, length) and a weight (features, length)."""
     return min(
-        candidates(tokens, length, weight),
+        candidates(tokens, features, length, weight),
         key=lambda one: nanoseconds(one, tokens, features, length, multiprocessors, weight),
     )
 
 
-def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
-    """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages."""
-    largest = next((one for one in STAGE if one >= tokens), max(STAGE))
-    for count in STAGE:
-        for pair, splits in CLUSTERS:
-            if count <= largest and splits <= length // (2 * ATOM):
-                yield fitted(count, pair, splits, weight)
+def candidates(tokens: int, features: int, length: int, weight: Weight) -> Iterator[Variant]:
+    """Variants with tiles no larger than the tokens and features ask for, and parts of K of whole pairs of stages."""
+    largest = next((count for count, groups in STAGE if groups == 2 and count >= tokens), 256)
+    for count, groups in STAGE:
+        if count > largest or (count < 128 and tokens > count):
+            continue
+        if groups == 3 and not has_three(count, tokens, features, weight):
+            continue
+        for pair, splits in CLUSTERS if groups == 2 else CLUSTERS[:1]:
+            if splits <= length // (2 * ATOM):
+                yield fitted(count, pair, splits, weight, groups=groups)
                 if splits == 1:
-                    yield fitted(count, pair, 1, weight, divided=True)
+                    yield fitted(count, pair, 1, weight, divided=True, groups=groups)
+
+
+def has_three(count: int, tokens: int, features: int, weight: Weight) -> bool:
+    """Whether three warpgroups may multiply tiles of so many tokens."""
+    spilled = count == 128 and weight == SPILLED
+    return tokens <= MOST_OF_THREE and 3 * ATOM <= features and not spilled
 
 
 def nanoseconds(
@@ -79,13 +94,14 @@ def plan_of(one: Variant, tokens: int, features: int, length: int, at_once: int)
 
 def stage_of(one: Variant, weight: Weight) -> float:
     """Nanoseconds of a stage."""
-    narrow = STAGE[min(STAGE)]
-    # Tiles that only tests have take as long as the smallest.
-    return max(STAGE.get(one.tokens, narrow), narrow * INSTRUCTIONS[weight] / INSTRUCTIONS[INT4])
+    more = INSTRUCTIONS[weight] / INSTRUCTIONS[INT4]
+    # Tiles that only tests have take as long as narrow ones.
+    timed = STAGE.get((one.tokens, one.groups), NARROW)
+    return max(timed, timed * more) if one.tokens < 128 else max(timed, NARROW * more)
 
 
 def time_of(one: Variant, plan: Plan, at_once: int, weight: Weight = INT4) -> float:
-    """Nanoseconds of a plan."""
+    """Nanoseconds of a plan. Sums that are given and added are as many more as there are warpgroups."""
     pair = 2 * stage_of(one, weight) * (PAIRED if one.pair > 1 else 1)
     once = PAIR if one.pair > 1 else 0.0
     if one.splits > 1:
@@ -93,7 +109,7 @@ def time_of(one: Variant, plan: Plan, at_once: int, weight: Weight = INT4) -> fl
             plan.pairs * pair + TILE + PARTS + PART_TOKEN * one.tokens
         ) + once
     if plan.shared:
-        once += DIVIDED + plan.longest * pair + SHARED_TOKEN * one.tokens * (1 + plan.added)
+        once += DIVIDED + plan.longest * pair + SHARED_TOKEN * one.tokens * one.groups / 2 * (1 + plan.added)
     return plan.waves * (plan.pairs * pair + TILE) + once
 
 

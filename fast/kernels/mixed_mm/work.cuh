@@ -35,6 +35,10 @@ struct Work {
     return true;
   }
 
+  // The first feature that a program loads: one that has fewer than a tile left takes others once more, or all in vain, and does
+  // not write them.
+  __device__ __forceinline__ int feature(const Problem& p) const { return min(tiles.feature, p.features - FEATURES); }
+
   // Whether another cluster adds these sums to its own.
   __device__ __forceinline__ bool is_given(const Problem& p) const { return DIVIDED && last < p.steps; }
 

@@ -18,7 +18,7 @@ from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.test_emulated import replaced
 
 BF16, F16 = torch.bfloat16, torch.float16
-ONE, PAIRS = Variant(16, 1, 1, 3, True), Variant(32, 2, 1, 4, True)
+ONE, PAIRS, THREE = Variant(16, 1, 1, 3, True), Variant(32, 2, 1, 4, True), Variant(16, 1, 1, 3, True, 3)
 #: Variant; scheme; shape (M, N, K); dtypes of x and of a bias; clusters at once, and whole and divided tiles.
 CASES = {
     "fewer tiles than clusters": (ONE, "int4_g128", (16, 256, 384), BF16, BF16, 3, (0, 2)),
@@ -27,6 +27,7 @@ CASES = {
     "a whole wave before": (ONE, "mxfp4", (80, 128, 256), BF16, F16, 2, (2, 3)),
     "blocks that end in a step": (ONE, "nvfp4", (48, 128, 256), BF16, None, 2, (0, 3)),
     "blocks of several steps": (ONE, "int8_g128", (16, 256, 384), BF16, None, 3, (0, 2)),
+    "three warpgroups": (THREE, "mxfp8_e4m3", (9, 256, 256), BF16, BF16, 3, (0, 2)),
     "pairs": (PAIRS, "int4_g64", (20, 384, 256), F16, BF16, 3, (0, 2)),
     "as many tiles as clusters": (ONE, "fp8_rowwise", (32, 128, 256), BF16, None, 2, (2, 0)),
 }  # fmt: skip

@@ -41,19 +41,28 @@ def test_the_model_orders_what_was_timed(case):
 @pytest.mark.parametrize(
     ("shape", "tokens", "wanted"),
     [
-        (UP, 129, (192, 1, 1)), (UP, 256, (256, 1, 1)), (UP, 1024, (256, 1, 1)), (UP, 8192, (256, 2, 1)),
-        (DOWN, 512, (256, 1, 2)), (DOWN, 1024, (256, 1, 1)),
+        (UP, 64, "t64c1k1s12dg3"), (UP, 128, "t128c1k1s8dg3"), (UP, 160, "t192c1k1s7"), (UP, 256, "t256c1k1s5"),
+        (UP, 512, "t256c1k1s5d"), (UP, 1024, "t256c1k1s5d"), (UP, 8192, "t256c2k1s5d"), (DOWN, 128, "t128c1k1s10d"),
+        (DOWN, 160, "t192c1k1s7d"), (DOWN, 512, "t256c1k1s5d"), (DOWN, 1024, "t256c1k1s5"),
     ],
 )  # fmt: skip
 def test_choices(shape, tokens, wanted):
-    assert choose(tokens, *shape, INT4)[:3] == wanted
+    assert choose(tokens, *shape, INT4).name == wanted
+
+
+def test_what_has_no_registers_for_three_warpgroups():
+    assert choose(128, *UP, Weight("int4", True, 2)).groups == 2
+    assert {one.groups for one in candidates(257, *UP, INT4)} == {2}
+    assert {one.groups for one in candidates(128, 128, 4096, INT4)} == {2}
 
 
 def test_candidates_are_possible():
     """Parts of K have at least one pair of stages, tiles are no larger than needed."""
-    assert {one.splits for one in candidates(300, 128, INT4)} == {1}
-    assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 192}
-    assert {one.tokens for one in candidates(128, 4096, INT4)} == {128}
+    assert {one.splits for one in candidates(300, 128, 128, INT4)} == {1}
+    assert {one.tokens for one in candidates(130, 4096, 4096, INT4)} == {128, 192}
+    assert {one.tokens for one in candidates(128, 4096, 4096, INT4)} == {128}
+    assert {one.tokens for one in candidates(64, 4096, 4096, INT4)} == {64, 128}
+    assert not any(one.divided and one.splits > 1 for one in candidates(64, 4096, 4096, INT4))
 
 
 def test_programs():
@@ -121,7 +130,7 @@ def test_weights_with_factors(monkeypatch, element, group, parts, each):
     w = replace(arranged(), element=element, group=group)
     weight = host.weight_of(w)
     assert weight == Weight(element, False, parts)
-    assert weight.stage == 2 * ELEMENTS[element] + FEATURES * parts * each
+    assert weight.stage() == 2 * ELEMENTS[element] + FEATURES * parts * each
     for dtype in (torch.bfloat16, torch.float16):
         assert host.refused(on_hopper(dtype, (200, 256)), w, None) is None
 
