@@ -34,8 +34,8 @@ HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y, parts, marks as addresses, and tokens,
-#: features, steps, each, bias_kind, group, nibble, whole (`Problem` in the source).
+#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y, parts, marks as addresses, and
+#: tokens, features, steps, each, bias_kind, group, nibble, whole (`Problem` in the source).
 ARGUMENTS, MAPS = struct.Struct("=256s7Q8i"), 256
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []

@@ -1,9 +1,9 @@
 """Which variant a shape gets: the shortest time by a model of rounds of tiles, fitted to times of an H100 (int4_g128).
 
 A tile takes its stages, and with parts of K what it takes to add them; programs that do not fit the GPU at once make another
-round, unless the last tiles are divided. Pairs of programs save a little of every stage and cost at the beginning. The model only
-has to order variants. What divided tiles cost was not timed yet: it is what 131072 bytes of sums take at 50 bytes a nanosecond,
-and a launch that clears their marks.
+round, unless the last tiles are divided. Pairs of programs save a little of every stage and cost at the beginning. The model
+only has to order variants. What divided tiles cost was not timed: it is what 131072 bytes of sums take at 50 bytes a
+nanosecond, and a launch that clears their marks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fast.kernels.mixed_mm.plan import Plan, plans
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
-#: Nanoseconds of a stage of 64 columns, by the tokens of a tile and the warpgroups that multiply. Three were not timed: 128 tokens
-#: are as many products as two have with 192; for 64 tokens it is a guess.
+#: Nanoseconds of a stage of 64 columns, by the tokens of a tile and the warpgroups that multiply. Three were not timed: 128
+#: tokens are as many products as two have with 192; for 64 tokens it is a guess.
 STAGE = {(128, 2): 487.0, (192, 2): 563.0, (256, 2): 701.0, (128, 3): 563.0, (64, 3): 450.0}
 NARROW = STAGE[128, 2]
 #: The most rows of x for three warpgroups, whose tiles are as many products as narrow ones and read x more often; and what they
 #: have no registers for, with 128 tokens.
 MOST_OF_THREE, SPILLED = 256, Weight("int4", True, 2)
-#: Instructions of a warp in a stage, as they were counted: where tiles are narrow they are what takes time, and elements of more
-#: than int4 take as much longer.
+#: Instructions of a warp in a stage, as they were counted: where tiles are narrow they are what takes time, and elements of
+#: more than int4 take as much longer.
 INSTRUCTIONS = {
     Weight("int4"): 183, Weight("int4", False, 2): 185, Weight("int4", True): 197, Weight("int4", True, 2): 216,
     Weight("int8"): 186, Weight("int8", False, 2): 183, Weight("int8", True): 199, Weight("int8", True, 2): 206,
@@ -69,7 +69,7 @@ def candidates(tokens: int, features: int, length: int, weight: Weight) -> Itera
 def has_three(count: int, tokens: int, features: int, weight: Weight) -> bool:
     """Whether three warpgroups may multiply tiles of so many tokens."""
     spilled = count == 128 and weight == SPILLED
-    return tokens <= MOST_OF_THREE and 3 * ATOM <= features and not spilled
+    return tokens <= MOST_OF_THREE and features >= 3 * ATOM and not spilled
 
 
 def nanoseconds(
@@ -105,9 +105,9 @@ def time_of(one: Variant, plan: Plan, at_once: int, weight: Weight = INT4) -> fl
     pair = 2 * stage_of(one, weight) * (PAIRED if one.pair > 1 else 1)
     once = PAIR if one.pair > 1 else 0.0
     if one.splits > 1:
-        return -(-plan.clusters // at_once) * (
-            plan.pairs * pair + TILE + PARTS + PART_TOKEN * one.tokens
-        ) + once
+        return (
+            -(-plan.clusters // at_once) * (plan.pairs * pair + TILE + PARTS + PART_TOKEN * one.tokens) + once
+        )
     if plan.shared:
         once += DIVIDED + plan.longest * pair + SHARED_TOKEN * one.tokens * one.groups / 2 * (1 + plan.added)
     return plan.waves * (plan.pairs * pair + TILE) + once

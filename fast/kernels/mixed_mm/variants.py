@@ -109,10 +109,10 @@ def sources(
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
     defined = {
-        "TOKENS": variant.tokens, "GROUPS": variant.groups, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
-        "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
-        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
-        "DIVIDED": int(variant.divided), "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+        "TOKENS": variant.tokens, "GROUPS": variant.groups, "STAGES": variant.stages, "PAIR": variant.pair,
+        "SPLITS": variant.splits, "DIVIDED": int(variant.divided), "CHUNK": variant.chunk, "PARTS": weight.parts,
+        "ZERO": int(weight.zero), "HALF": int(x == "float16"), "ELEMENT": list(ELEMENTS).index(weight.element),
+        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0, "OUT": KINDS.index(out),
     }  # fmt: skip
     headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))

@@ -20,7 +20,6 @@ from tests.emulator.device.program import parsed
 from tests.emulator.device.shared_opcodes import meet, special
 from tests.emulator.device.warp_opcodes import of_warp
 
-
 #: Slow warps go on in one of so many turns.
 LATE = 6
 

@@ -6,8 +6,8 @@
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
---compared: nothing but times of variants of before and now, of `linear_small` and bfloat16 (`mixed/compared.py`), written to PATH
-after each; nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
+--compared: nothing but times of variants of before and now, of `linear_small` and bfloat16 (`mixed/compared.py`), written to
+PATH after each; nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def compare_kernels(options: Any) -> None:
     made = None
     for name, shape, count in cells:
         if time.monotonic() - BEGIN > options.seconds:
-            say(f"not timed: {name} {shape} {count} rows and what follows, {len(cells) - len(rows)} of {len(cells)}")
+            say(
+                f"not timed: {name} {shape} {count} rows and what follows, {len(cells) - len(rows)} of {len(cells)}"
+            )
             return
         if made is None or (made.name, made.shape) != (name, shape):
             made = compared.Weights(name, shape)

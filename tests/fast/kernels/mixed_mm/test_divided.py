@@ -4,6 +4,7 @@ Clusters run at the same time there: a cluster waits for the sums of others, and
 """
 
 import struct
+from itertools import pairwise
 
 import pytest
 import torch
@@ -95,13 +96,13 @@ def test_plans(tokens, features, length, at_once):
     """What is said of the longest share and of added sums is right; no share is empty; whole tiles are whole waves."""
     one, tiles = Variant(16, 1, 1, 3, True), -(-tokens // 16) * features // 128
     for plan in plans(one, tokens, features, length, at_once):
-        assert plan.whole + plan.shared == tiles and plan.pairs == length // 128
+        assert (plan.whole + plan.shared, plan.pairs) == (tiles, length // 128)
         assert plan.clusters <= at_once
         if not plan.shared:
             continue
-        assert plan.whole % plan.clusters == 0 and plan.parts == 2 * plan.clusters
+        assert (plan.whole % plan.clusters, plan.parts) == (0, 2 * plan.clusters)
         begin = starts(plan)
-        assert all(0 < last - first <= plan.longest for first, last in zip(begin, begin[1:], strict=False))
+        assert all(0 < last - first <= plan.longest for first, last in pairwise(begin))
         others = [
             sum(at * plan.pairs < start < (at + 1) * plan.pairs for start in begin)
             for at in range(plan.shared)

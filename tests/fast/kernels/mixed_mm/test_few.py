@@ -70,7 +70,9 @@ def test_the_product_asks(monkeypatch, faster):
     w, called = ops.preshuffled(q), []
     monkeypatch.setattr(host, "is_faster", lambda *operands: faster)
     monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: called.append("mixed_mm"))
-    monkeypatch.setattr(small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x)
+    monkeypatch.setattr(
+        small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
+    )
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     ops._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
     assert called == (["mixed_mm", "linear_small"] if faster else ["linear_small"])
@@ -89,4 +91,6 @@ def test_operands_are_checked_before(monkeypatch):
     monkeypatch.setattr(host, "is_faster", lambda *operands: True)
     monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: SimpleNamespace())
     with pytest.raises(ValueError, match="checked"):
-        ops._kernel(w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None)
+        ops._kernel(
+            w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
+        )

@@ -39,10 +39,13 @@ CASES: tuple[tuple[Any, ...], ...] = (
 
 
 def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
-    """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
+    """The result in memory that held NaN, behind and in front of rows of NaN that must stay; parts of sums held NaN, too."""
     call = Product(x, w, bias, variant)
+    others = call.allocate
     kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
-    call.allocate = lambda shape, strides, dtype: kept[1:-1]
+    call.allocate = lambda shape, *rest: (
+        kept[1:-1] if len(shape) > 1 else others(shape, *rest).fill_(float("nan"))
+    )
     y = call(x, w.words, w.scale, w.zero, bias)
     torch.cuda.synchronize()
     outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())

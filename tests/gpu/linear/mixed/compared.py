@@ -1,4 +1,4 @@
-"""Rows by kernel: variants of `mixed_mm` of before and now, `linear_small` and torch's bfloat16 product, one after the other."""
+"""Variants of `mixed_mm` of before and now, `linear_small` and torch's bfloat16 product, in turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight_named(name: str) -> Weight:
 
 
 def variants_of(name: str, shape: Shape, rows: int) -> list[Variant]:
-    """The best one by the model of those with two warpgroups and whole tiles, which are those of before; then the best of all."""
+    """The best one by the model of those with two warpgroups and whole tiles, as before; then the best of all."""
     weight = weight_named(name)
     order = sorted(
         candidates(rows, *shape, weight), key=lambda one: nanoseconds(one, rows, *shape, weight=weight)
