@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from fast.kernels.mixed_mm.variants import ATOM, Variant
 
+#: Pairs of stages times clusters are counted in 32 bits.
+COUNTED = 2**32
+
 
 class Plan(NamedTuple):
     """clusters: that are launched. whole: tiles that one cluster has each. shared: the others, divided evenly between clusters.
@@ -52,11 +55,11 @@ def plans(one: Variant, tokens: int, features: int, length: int, at_once: int) -
     if one.splits > 1:
         yield Plan(tiles, tiles, 0, -(-pairs // one.splits), 0)
         return
-    if not one.divided or tiles % most == 0:
-        yield Plan(min(tiles, most), tiles, 0, pairs, 0)
-        return
     whole = max(0, tiles // most - 1) * most
     shared = tiles - whole
+    if not one.divided or tiles % most == 0 or shared * pairs * most >= COUNTED:
+        yield Plan(min(tiles, most), tiles, 0, pairs, 0)
+        return
     for clusters in {most, most if tiles > most else most // tiles * tiles}:
         count = min(clusters, shared * pairs)
         yield Plan(count, whole, shared, pairs, count * one.pair * one.groups)

@@ -112,6 +112,13 @@ def test_plans(tokens, features, length, at_once):
     assert list(plans(one._replace(divided=False), tokens, features, length, at_once)) == [whole]
 
 
+def test_more_columns_than_are_counted_are_not_divided():
+    """16 million of them: pairs of stages times clusters are a number of 32 bits."""
+    one, most = Variant(16, 1, 1, 3, True), 2**32 // (131 * 132)
+    assert plan_of(one, 16, 131 * 128, 128 * most, 132).shared == 131
+    assert plan_of(one, 16, 131 * 128, 128 * (most + 1), 132).shared == 0
+
+
 def test_what_others_hold_is_as_large_as_it_has_to_be():
     """Sums of 64 features by the tokens of a tile for each warpgroup, and their marks."""
     assert plan_of(Variant(256, 2, 1, 5, True), 1024, 14336, 4096, 66).parts == 66 * 2 * 2
