@@ -85,16 +85,20 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """Of few 16-bit rows, or of many on Hopper, by a kernel; of others torch's product with what `dequantize` gives."""
+    """Of few 16-bit rows, or of many on Hopper, by a kernel, the faster one where two take them; of others torch's product with
+    what `dequantize` gives."""
     from fast.kernels.linear_small import host
     from fast.kernels.linear_small.dense import arranged_dense
-    from fast.kernels.mixed_mm.host import mixed_mm
+    from fast.kernels.mixed_mm.host import is_faster, mixed_mm
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
     arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
-    y = host.linear_small(x, arranged, bias, key=key, record=record) if x.numel() else None
+    host.check_operands(x, arranged, bias)
+    y = mixed_mm(x, arranged, bias, key=key, record=record) if is_faster(x, arranged, bias) else None
+    if y is None and x.numel():
+        y = host.linear_small(x, arranged, bias, key=key, record=record)
     if y is None:
         y = mixed_mm(x, arranged, bias, key=key, record=record)
     if y is not None:

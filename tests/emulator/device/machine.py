@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from tests.emulator.device.opcodes import Operands, compiled
 from tests.emulator.device.program import parsed
 from tests.emulator.device.shared_opcodes import meet, special
 from tests.emulator.device.warp_opcodes import of_warp
+
+#: Slow warps go on in one of so many turns.
+LATE = 6
 
 
 class Thread:
@@ -60,21 +64,6 @@ class Cluster:
         else:
             self.copies.append(make)
 
-    def run(self) -> None:
-        """To the end of all threads; RuntimeError where none can go on."""
-        threads = [thread for cta in self.ctas for thread in cta.threads]
-        while threads:
-            self.machine.random.shuffle(threads)
-            moved = sum(self.machine.advance(thread) for thread in threads)
-            threads = [thread for thread in threads if not thread.done]
-            if not moved and threads:
-                if not self.copies:
-                    at = sorted({self.machine.listing[thread.pc] for thread in threads})
-                    raise RuntimeError(f"no thread can go on: {at}")
-                self.copies.pop(self.machine.random.randrange(len(self.copies)))()
-        if self.copies:
-            raise RuntimeError("programs ended before their copies")
-
 
 class Machine:
     """A kernel with its arguments. arguments: bytes of each parameter; maps: tensor maps by their address in the parameters."""
@@ -109,7 +98,7 @@ class Machine:
 
     def advance(self, thread: Thread) -> int:
         """Run a thread until it waits; the number of instructions."""
-        code, count = self.code, 0
+        code, done = self.code, 0
         while not thread.done:
             result = code[thread.pc](thread)
             if result is None:
@@ -118,14 +107,41 @@ class Machine:
                 break
             else:
                 thread.pc = result
-            count += 1
-        return count
+            done += 1
+        return done
 
-    def run(self, programs: int, cluster: int) -> None:
-        """All clusters, one after the other."""
+    def _slow(self, threads: list[Thread]) -> set[Thread]:
+        """A quarter of the warps, which clusters that run at once are not to count on."""
+        warps = sorted({(one.cta.index, one.tid_x // 32) for one in threads})
+        drawn = set(self.random.sample(warps, len(warps) // 4))
+        return {one for one in threads if (one.cta.index, one.tid_x // 32) in drawn}
+
+    def run(self, programs: int, cluster: int, at_once: int = 1) -> None:
+        """All clusters, so many at once, the others after them. RuntimeError where no thread can go on."""
         self.programs = programs
-        for first in range(0, programs, cluster):
-            Cluster(self, first, cluster).run()
+        for first in range(0, programs, cluster * at_once):
+            last = min(programs, first + cluster * at_once)
+            self._finish([Cluster(self, at, cluster) for at in range(first, last, cluster)])
+
+    def _finish(self, clusters: list[Cluster]) -> None:
+        threads = [thread for one in clusters for cta in one.ctas for thread in cta.threads]
+        slow = self._slow(threads) if len(clusters) > 1 else set()
+        for turn in count():
+            if not threads:
+                break
+            self.random.shuffle(threads)
+            late = slow if turn % LATE else set()
+            moved = sum(self.advance(thread) for thread in threads if thread not in late)
+            threads = [thread for thread in threads if not thread.done]
+            if not moved and threads and not late:
+                copies = [one.copies for one in clusters if one.copies]
+                if not copies:
+                    at = sorted({self.listing[thread.pc] for thread in threads})
+                    raise RuntimeError(f"no thread can go on: {at}")
+                some = self.random.choice(copies)
+                some.pop(self.random.randrange(len(some)))()
+        if any(one.copies for one in clusters):
+            raise RuntimeError("programs ended before their copies")
 
 
 __all__ = ["Cluster", "Cta", "Machine", "Thread"]

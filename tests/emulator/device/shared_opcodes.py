@@ -139,7 +139,7 @@ def _owner(th: Any, address: int) -> tuple[Any, int]:
 
 
 def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
-    """Loads and stores of 16 to 64 bits and of vectors."""
+    """Loads and stores of 16 to 64 bits and of vectors; a load that acquires waits until it finds something but 0."""
     size, count = WIDTHS[parts[-1]] // 8, next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
     where, load = parts[1], parts[0] == "ld"
     text, registers = (operands[1], operands[0]) if load else (operands[0], operands[1])
@@ -155,8 +155,10 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
             return cta.shared.view(place, size * count)
         return th.cta.cluster.machine.memory.view(address(th), size * count)
 
-    def step(th: Any) -> None:
+    def step(th: Any) -> str | None:
         data = view(th)
+        if "acquire" in parts and not data.any():
+            return "waits"
         for i in range(count):
             part = data[i * size : (i + 1) * size]
             if load:
@@ -164,6 +166,7 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
             else:
                 mask = (1 << 8 * size) - 1
                 part[:] = np.frombuffer((reads[i](th) & mask).to_bytes(size, "little"), np.uint8)
+        return None
 
     return step
 

@@ -2,10 +2,12 @@
 
     PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm.py [--bits 40] [--times 60] [--cases 0 1] [--all]
         [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1]
+        [--compared PATH [--seconds 150] [--parallel 16]]
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
-Exits with 1 on any difference.
+--compared: nothing but times of variants of before and now, of `linear_small` and bfloat16 (`mixed/compared.py`), written to
+PATH after each; nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from fast.kernels.mixed_mm.few import MOST
 from fast.kernels.mixed_mm.host import NAME
 from fast.kernels.mixed_mm.select import candidates
-from fast.kernels.mixed_mm.variants import ATOM, Weight, sources
+from fast.kernels.mixed_mm.variants import sources
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
+from tests.gpu.linear.mixed import compared
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
+from tests.gpu.linear.mixed.compared import weight_named
 from tests.gpu.linear.mixed.times import Weights
 from tests.gpu.linear.small import weights
 
@@ -46,25 +51,19 @@ def compile_all(options: Any) -> None:
     """Variants of all that is compared or timed, on all cores; nothing of a GPU is touched."""
     jobs = set()
     if options.bits > 0:
-        for name, (_, length), count, dtype, _ in (CASES[at] for at in options.cases):
+        for name, shape, count, dtype, _ in (CASES[at] for at in options.cases):
             weight = weight_named(name)
-            some = candidates(count, length, weight) if options.all else ()
+            some = candidates(count, *shape, weight) if options.all else ()
             jobs |= {(one, weight, str(dtype).removeprefix("torch.")) for one in some}
     for name in options.schemes if options.times > 0 else ():
         weight = weight_named(name)
-        for length in {SHAPES[at][1] for at in options.shapes}:
+        for shape in (SHAPES[at] for at in options.shapes):
             jobs |= {
-                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, length, weight)
+                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, *shape, weight)
             }
     with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(compiled, sorted(jobs), chunksize=1)
     say(f"compiled {len(jobs)} variants")
-
-
-def weight_named(name: str) -> Weight:
-    """What the kernel decodes of a scheme."""
-    element, group = weights.KINDS[name]
-    return Weight(element, name.endswith("asymmetric"), max(1, ATOM // (group or ATOM)))
 
 
 def compiled(job: Any) -> None:
@@ -101,6 +100,43 @@ def measure(options: Any, found: dict[str, Any]) -> None:
                 written(found)
 
 
+def compare_kernels(options: Any) -> None:
+    """Times of all cells that there is time for, written to a file after each."""
+    cells = list(compared.cells(compared.SCHEMES, compared.SHAPES, compared.ROWS))
+    compile_cells(cells, options.parallel)
+    rows: list[dict[str, Any]] = []
+    made = None
+    for name, shape, count in cells:
+        if time.monotonic() - BEGIN > options.seconds:
+            say(
+                f"not timed: {name} {shape} {count} rows and what follows, {len(cells) - len(rows)} of {len(cells)}"
+            )
+            return
+        if made is None or (made.name, made.shape) != (name, shape):
+            made = compared.Weights(name, shape)
+        rows.append(compared.row_of(made, count))
+        say(compared.told(rows[-1]))
+        found = {"device": torch.cuda.get_device_name(), "rows": rows}
+        options.compared.write_text(json.dumps(found, indent=1))
+
+
+def compile_cells(cells: list[Any], parallel: int) -> None:
+    """Variants of `mixed_mm` and kernels of `linear_small`, on all cores; nothing of a GPU is touched."""
+    own = {
+        (one, weight_named(name), "bfloat16")
+        for name, shape, count in cells
+        for one in compared.variants_of(name, shape, count)
+    }
+    small = [
+        (name, shape, count, None, "bfloat16", False) for name, shape, count in cells if count <= MOST
+    ]  # fmt: skip
+    with multiprocessing.get_context("fork").Pool(parallel) as pool:
+        first = pool.map_async(compiled, sorted(own), chunksize=1)
+        wrong = pool.map(weights.compiled, small, chunksize=1)
+        first.get()
+    say("\n".join([f"compiled {len(own)} variants, {len(small)} of linear_small", *filter(None, wrong)]))
+
+
 def written(found: dict[str, Any]) -> None:
     """Into $OUT, where there is one."""
     if "OUT" in os.environ:
@@ -118,12 +154,18 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--schemes", nargs="*", default=("int4_g128",), choices=tuple(weights.KINDS))
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="their numbers")
+    parser.add_argument("--compared", type=Path, metavar="PATH")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--parallel", type=int, default=min(16, os.cpu_count() or 1))
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare, then time."""
     options = parsed(arguments)
+    if options.compared is not None:
+        compare_kernels(options)
+        return 0
     compile_all(options)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     say(found["device"])

@@ -118,8 +118,12 @@ def named(text: str) -> set[int]:
     if opcode.startswith("SYNCS"):
         width = 1
     numbers = [int(one) for one in REGISTER.findall(text)]
-    # Of a load only what it loads is wide, of a store what it stores: the other register is a 32-bit address.
-    wide = numbers[:1] if opcode.startswith(("LDS", "CS2R", "IMAD.WIDE")) else numbers
+    # Of a load only what it loads is wide, of a store what it stores: the other register is an address.
+    wide = numbers
+    if opcode.startswith(("LDS", "LDG", "CS2R", "IMAD.WIDE")):
+        wide = numbers[:1]
+    elif opcode.startswith(("STS", "STG")):
+        wide = numbers[-1:]
     return {one + i for one in wide for i in range(width)} | set(numbers)
 
 

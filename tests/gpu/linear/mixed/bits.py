@@ -30,14 +30,22 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("nvfp4", (256, 512), 129, BF16, BF16), ("nvfp4", (384, 1024), 1000, BF16, torch.float32),
     ("nvfp4", (640, 896), 300, FP16, None), ("mxfp8_e4m3", (256, 512), 129, BF16, FP16),
     ("mxfp8_e4m3", (384, 896), 511, FP16, None), ("mxfp4", (1024, 4096), 2049, BF16, BF16),
+    ("int4_g128", (4096, 4096), 128, BF16, BF16), ("int4_g32", (1280, 2048), 40, FP16, None),
+    ("int4_g128_asymmetric", (2048, 4096), 65, BF16, FP16), ("int8_rowwise", (896, 4096), 33, BF16, None),
+    ("fp8_rowwise", (4096, 1792), 100, FP16, BF16), ("mxfp8_e4m3", (2048, 2048), 64, BF16, None),
+    ("nvfp4", (1920, 2048), 96, BF16, BF16), ("int4_g128", (14336, 1024), 512, BF16, None),
+    ("int8_g128", (6144, 1024), 1024, BF16, None), ("int4_g32_asymmetric", (4096, 2048), 700, BF16, None),
 )  # fmt: skip
 
 
 def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
-    """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
+    """The result in memory that held NaN, behind and in front of rows of NaN that must stay; parts of sums held NaN, too."""
     call = Product(x, w, bias, variant)
+    others = call.allocate
     kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
-    call.allocate = lambda shape, strides, dtype: kept[1:-1]
+    call.allocate = lambda shape, *rest: (
+        kept[1:-1] if len(shape) > 1 else others(shape, *rest).fill_(float("nan"))
+    )
     y = call(x, w.words, w.scale, w.zero, bias)
     torch.cuda.synchronize()
     outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())
@@ -47,7 +55,7 @@ def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | No
 
 def variants(w: ArrangedWeight, count: int, all_of_them: bool) -> list[Variant | None]:
     """By default the rule's, else all."""
-    return [*candidates(count, w.shape[1], weight_of(w))] if all_of_them else [None]
+    return [*candidates(count, *w.shape, weight_of(w))] if all_of_them else [None]
 
 
 def wrong_of(case: tuple[Any, ...], all_of_them: bool) -> Iterator[str]:
