@@ -19,7 +19,7 @@ MOST_ROWS, TOKENS = 16, (8, 16)
 #: Tiles of a warp, warps across rows, phases and parts of K that are tried; warps of a program.
 HEIGHTS, SLABS, PHASES, SPLITS, WARPS = (1, 2, 4, 7), (1, 2, 4, 7), (1, 2, 4, 7, 8, 14, 16), (1, 2), (4, 28)
 #: Multiprocessors; bytes a nanosecond of the memory for one of them, and from the second-level cache; cycles a nanosecond.
-MULTIPROCESSORS, MEMORY, CACHE, CLOCK = 132, 31.8, 60.0, 1.7
+MULTIPROCESSORS, MEMORY, CACHE, CLOCK = 132, 31.8, 50.0, 1.7
 #: What is not hidden; nanoseconds of a round's barrier, of adding two parts of K, from a copy's beginning to its end, of programs
 #: that begin when others have ended; warps that keep a multiprocessor busy.
 EXPOSED, ROUND, PARTS, LATENCY, AGAIN, BUSY = 0.4, 120.0, 600.0, 700.0, 1500.0, 12
@@ -37,21 +37,17 @@ def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
     """Variants with one or two programs on a multiprocessor."""
     tokens = next(size for size in TOKENS if count <= size)
     for columns, height, slabs, phases, splits in product(STAGES, HEIGHTS, SLABS, PHASES, SPLITS):
-        warps, stages = slabs * phases, k // columns // splits
-        if not WARPS[0] <= warps <= WARPS[1] or phases > max(1, stages) or splits > max(1, stages):
+        if not WARPS[0] <= slabs * phases <= WARPS[1] or phases * splits > max(1, k // columns):
             continue
-        programs = -(-n // (TILE * height * slabs)) * splits
         for at_once in (1, 2):
-            if at_once == 1 or programs > MULTIPROCESSORS:
-                one = fitted(form, (tokens, columns, height, slabs, phases, splits), count, k, at_once)
-                if one is not None:
-                    yield one
+            one = fitted(form, (tokens, columns, height, slabs, phases, splits), count, k, at_once)
+            if one is not None:
+                yield one
 
 
 def nanoseconds(one: Variant, form: Form, count: int, n: int, k: int) -> float:
     """How long a product takes, by the model."""
-    programs = one.programs(n)
-    waves = -(-programs // MULTIPROCESSORS)
+    waves = -(-one.programs(n) // MULTIPROCESSORS)
     rounds = rounds_of(k, one.columns, one.phases, one.splits)
     # Tiles by stages of the programs of a multiprocessor: of all phases in the longest part of K.
     tiles = waves * rounds * one.phases * one.slabs * one.height
@@ -64,7 +60,7 @@ def nanoseconds(one: Variant, form: Form, count: int, n: int, k: int) -> float:
         read = max(read, (rounds * LATENCY + read) / one.ahead)
     warps = min(waves, one.at_once) * one.slabs * one.phases
     hidden = max(read, used * max(1.0, BUSY / warps)) + EXPOSED * min(read, used)
-    again = -(-programs // (one.at_once * MULTIPROCESSORS)) - 1
+    again = -(-one.programs(n) // (one.at_once * MULTIPROCESSORS)) - 1
     return hidden + rounds * ROUND + (one.splits - 1) * PARTS + again * AGAIN
 
 
