@@ -14,8 +14,7 @@ from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
-from fast.kernels.sparse_skinny.host import launch_for
-from fast.kernels.sparse_skinny.launch import POINTERS
+from fast.kernels.sparse_skinny.host import add_product, launch_for
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64
@@ -47,8 +46,7 @@ def linear_sparse_int4(
     call = Call(dict(zip(NAMES, (x, codes, metadata, scale, bias), strict=False)), words=NAMES[:3])
     skinny = launch_for(x, codes, scale, group) if tiling is None else None
     if skinny is not None:
-        call.allocate("y", (*x.shape[:-1], rows), x.dtype)
-        call.launch(skinny, POINTERS)  # type: ignore[arg-type]
+        add_product(call, skinny)
     else:
         by_tiles(call, rows, length, group, count, tiling or tiling_of(rows, length, group, count))
     y: torch.Tensor = call.result("y", key)

@@ -6,9 +6,10 @@ from functools import lru_cache
 
 import torch
 
+from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.host import HOPPER, capability, has_compiler
-from fast.kernels.sparse_skinny.launch import SparseSkinnyLaunch, is_loadable
+from fast.kernels.sparse_skinny.launch import POINTERS, SparseSkinnyLaunch, is_loadable
 from fast.kernels.sparse_skinny.select import MOST_ROWS, choose
 from fast.kernels.sparse_skinny.variants import Form, Variant
 
@@ -38,6 +39,33 @@ def launch_for(
     return launch_of(given, form, count, (n, k))
 
 
+def sparse_skinny(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: int,
+    variant: Variant | None = None,
+) -> torch.Tensor | None:
+    """`linear_sparse_int4` by this kernel alone; None as `launch_for`."""
+    launch = launch_for(x, codes, scale, group, variant)
+    if launch is None:
+        return None
+    call = Call({"x": x, "codes": codes, "metadata": metadata, "scale": scale, "bias": bias})
+    add_product(call, launch)
+    y: torch.Tensor = call.result("y")
+    return y
+
+
+def add_product(call: Call, launch: SparseSkinnyLaunch) -> None:
+    """Launch a product in a call that has its operands, and allocate its result "y"."""
+    x = call.inputs["x"]
+    assert x is not None
+    call.allocate("y", (*x.shape[:-1], launch.sizes[1]), x.dtype)
+    call.launch(launch, POINTERS)  # type: ignore[arg-type]
+
+
 def is_served(x: torch.Tensor) -> bool:
     """Whether dtype and device are those of the kernel."""
     return (
@@ -55,4 +83,4 @@ def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) 
     return SparseSkinnyLaunch(variant, form, count, shape)
 
 
-__all__ = ["MOST_ROWS", "launch_for"]
+__all__ = ["MOST_ROWS", "add_product", "launch_for", "sparse_skinny"]

@@ -7,8 +7,8 @@ import struct
 import warnings
 from functools import lru_cache
 
-from fast.kernels.linear_skinny.launch import Compiled, Launch, SkinnyLaunch, launcher
 from fast.kernels.launch.launcher import Signature
+from fast.kernels.linear_skinny.launch import Compiled, Launch, SkinnyLaunch, launcher
 from fast.kernels.sparse_mm.driver import function_of
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_skinny.variants import MOST_SHARED, Form, Variant, sources
@@ -33,10 +33,8 @@ class SparseSkinnyLaunch(SkinnyLaunch):
         """What launches with a bias of a dtype, by its number in KINDS."""
         variant: Variant = self.variant  # type: ignore[assignment]
         form: Form = self.form  # type: ignore[assignment]
-        function, shared = loaded(variant, form, device), variant.shared(form, self.sizes[0])
-        return launcher(
-            function, self.programs, variant.threads, shared, (*self.sizes, bias_kind), ARGUMENTS
-        )
+        function, shared = loaded(variant, form, device), variant.shared(form)
+        return launcher(function, self.programs, variant.threads, shared, (*self.sizes, bias_kind), ARGUMENTS)
 
 
 @lru_cache(maxsize=256)

@@ -1,9 +1,8 @@
 """Which variant a product gets: the shortest time by a model of one multiprocessor of an H200, which no times were fitted to.
 
-A multiprocessor reads its programs' weights and rows of x, and its share of the memory's rate; beside that warps read what
-was copied from shared memory, 128 bytes a cycle: of 16 rows by 32 columns three times that of codes and metadata, and of x four
-times for 8 tokens, which serve all tiles of a warp. The shorter of both is hidden but for a part. What else costs: rounds, which
-begin when the one `ahead` rounds before is there, and their barriers; parts of K; programs behind others; few warps.
+A multiprocessor gets its programs' weights and x from the second-level cache, and all of them the weight from the memory, while
+warps decode and multiply what is there, by the instructions that the compiler makes. What is not hidden: the last tile, the
+addition of parts of K, and the beginning of programs that wait for others to end.
 """
 
 from __future__ import annotations
@@ -12,17 +11,19 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
-from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fitted, rounds_of
+from fast.kernels.sparse_mm.select import AT_ONCE
+from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fitted
 
 #: The most rows of x, and those of a tile.
 MOST_ROWS, TOKENS = 16, (8, 16)
-#: Tiles of a warp, warps across rows, phases and parts of K that are tried; warps of a program.
-HEIGHTS, SLABS, PHASES, SPLITS, WARPS = (1, 2, 4, 7), (1, 2, 4, 7), (1, 2, 4, 7, 8, 14, 16), (1, 2), (4, 28)
-#: Multiprocessors; bytes a nanosecond of the memory for one of them, and from the second-level cache; cycles a nanosecond.
-MULTIPROCESSORS, MEMORY, CACHE, CLOCK = 132, 31.8, 50.0, 1.7
-#: What is not hidden; nanoseconds of a round's barrier, of adding two parts of K, from a copy's beginning to its end, of programs
-#: that begin when others have ended; warps that keep a multiprocessor busy.
-EXPOSED, ROUND, PARTS, LATENCY, AGAIN, BUSY = 0.4, 120.0, 600.0, 700.0, 1500.0, 12
+#: Programs along K, and programs of a multiprocessor, that are tried; the most tiles.
+SPLITS, PROGRAMS, MOST_TILES = (1, 2, 4), (1, 2), 32
+#: Bytes a nanosecond of the memory, and of the second-level cache for one multiprocessor; its cycles a nanosecond.
+MEMORY, CACHE, CLOCK = 4200.0, 50.0, 1.7
+#: Instructions of 16 rows by 32 columns, and for each 8 tokens more; instructions a cycle; warps that have so many.
+DECODING, EACH_TOKENS, RATE, BUSY = 20.0, 4.0, 2.8, 12
+#: Nanoseconds of adding parts of K, and of programs that begin when others have ended.
+PARTS, AGAIN = {1: 0.0, 2: 500.0, 4: 1200.0}, 1500.0
 
 
 @lru_cache(maxsize=1024)
@@ -34,34 +35,31 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
 
 
 def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
-    """Variants with one or two programs on a multiprocessor."""
+    """Variants whose programs have no more tiles than there are."""
     tokens = next(size for size in TOKENS if count <= size)
-    for columns, height, slabs, phases, splits in product(STAGES, HEIGHTS, SLABS, PHASES, SPLITS):
-        if not WARPS[0] <= slabs * phases <= WARPS[1] or phases * splits > max(1, k // columns):
+    for columns, splits, at_once in product(STAGES, SPLITS, PROGRAMS):
+        if splits > k // columns:
             continue
-        for at_once in (1, 2):
-            one = fitted(form, (tokens, columns, height, slabs, phases, splits), count, k, at_once)
+        for tiles in range(1, min(MOST_TILES, -(-n // TILE)) + 1):
+            one = fitted(form, tokens, columns, splits, tiles, k, at_once)
             if one is not None:
                 yield one
 
 
 def nanoseconds(one: Variant, form: Form, count: int, n: int, k: int) -> float:
     """How long a product takes, by the model."""
-    waves = -(-one.programs(n) // MULTIPROCESSORS)
-    rounds = rounds_of(k, one.columns, one.phases, one.splits)
-    # Tiles by stages of the programs of a multiprocessor: of all phases in the longest part of K.
-    tiles = waves * rounds * one.phases * one.slabs * one.height
-    inputs = waves * 2 * count * k // one.splits
-    weight = n * k // TILE // one.columns * form.tile(one.columns)
-    read = max(weight / MULTIPROCESSORS / MEMORY, (tiles * form.tile(one.columns) + inputs) / CACHE)
-    products, columns = tiles * one.columns // 32, one.tokens // 8
-    used = products * (3 + 4 * columns / one.height) / CLOCK
-    if one.ahead < rounds:
-        read = max(read, (rounds * LATENCY + read) / one.ahead)
-    warps = min(waves, one.at_once) * one.slabs * one.phases
-    hidden = max(read, used * max(1.0, BUSY / warps)) + EXPOSED * min(read, used)
-    again = -(-one.programs(n) // (one.at_once * MULTIPROCESSORS)) - 1
-    return hidden + rounds * ROUND + (one.splits - 1) * PARTS + again * AGAIN
+    room, programs = AT_ONCE[one.splits] * one.splits, one.programs(n)
+    side_by_side = min(one.at_once, -(-programs // room))
+    waves = -(-programs // (room * one.at_once))
+    tile = one.phases * form.part(one.columns)
+    tiles = waves * side_by_side * one.tiles
+    brought = tiles * tile + waves * side_by_side * 2 * count * k // one.splits
+    stored = n * k // TILE // one.columns * form.part(one.columns)
+    products = one.phases * one.columns // 32
+    warps = side_by_side * one.phases
+    cycles = products * (DECODING + EACH_TOKENS * one.tokens / 8) / RATE * max(1.0, BUSY / warps)
+    hidden = max(stored / MEMORY, brought / CACHE, tiles * cycles / CLOCK)
+    return hidden + side_by_side * cycles / CLOCK + PARTS[one.splits] + (waves - 1) * AGAIN
 
 
 __all__ = ["MOST_ROWS", "candidates", "choose", "nanoseconds"]

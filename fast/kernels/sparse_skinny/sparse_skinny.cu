@@ -1,17 +1,17 @@
 // y = x @ w.T + bias of at most TOKENS rows of x with a weight of 4-bit integers in 2:4 storage as `compress` and `pack` write
 // it, for Hopper. `variants.py` says what is defined for a variant, `host.py` launches it.
 //
-// A program has SLABS times HEIGHT tiles of 16 rows. PHASES warps share those of a slab: each takes every PHASES-th stage of COLUMNS
-// columns. A round is a stage of every phase, copied by the threads that multiply (`cp.async`, each warp its own rows, all of them
-// x) as far ahead as AHEAD says, which is all of the program's part of K where shared memory holds that.
+// A program has TILES tiles of 16 rows and a part of K, each of its PHASES warps a stage of that, COLUMNS columns, whose x it keeps
+// in registers. All copies of the weight begin at once, tile after tile (`cp.async`, each warp its own stage): whole rows are a
+// stream of memory. A warp waits for nobody but its copies. Its sums of a tile take the place of what it has multiplied.
 //
 // Products are `mma.sp.m16n8k32`. Instruction i of a stage has columns 32 i to 32 i + 31, whose eight groups of four it takes in
-// the order 0, 1, 4, 5, 2, 3, 6, 7, so that x needs no other order than memory's: lane t of four has the group of byte t % 2 of
-// word t / 2 of the codes, then that of byte t % 2 + 2; x's tiles of eight columns are taken as 0, 2, 1, 3; metadata are bytes 0
-// and 2 of a word for the first half of K, 1 and 3 for the second.
+// the order 0, 1, 4, 5, 2, 3, 6, 7: lane t of four has the group of byte t % 2 of word t / 2 of the codes, then that of byte
+// t % 2 + 2; x's tiles of eight columns are taken as 0, 2, 1, 3; metadata are bytes 0 and 2 of a word for the first half of K,
+// 1 and 3 for the second.
 //
-// A cluster has SPLITS programs along K, which add their sums through each other's shared memory in the order of K; phases of a
-// program are added before, in their order. So the same operands have the same bits every time.
+// Warps' sums are added in the order of K, then those of a cluster's SPLITS programs through each other's shared memory. So the
+// same operands have the same bits every time.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -36,10 +36,11 @@ constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a stage, and products of 16 rows by it
 constexpr int CODES = STAGE / 4, METADATA = STAGE / 8, SCALES = STAGE / GROUP * SCALE_BYTES;  // bytes of a row of a stage
 constexpr int PIECE = SCALES < 16 ? SCALES : 16;                // bytes of scales in a copy
-constexpr int TILE = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128;  // bytes of 16 rows of a stage
-constexpr int PITCH = 2 * STAGE + 16;                           // puts eight rows of x into eight groups of banks
-constexpr int COLUMN_TILES = TOKENS / 8, WARPS = SLABS * PHASES, THREADS = 32 * WARPS, HIGH = 16 * HEIGHT, ROWS = HIGH * SLABS;
-constexpr int LINE = ROWS + 4;                                  // words of a row of sums
+constexpr int PART = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128, TILE = PHASES * PART;  // bytes of a tile: of a warp, of all
+constexpr int COLUMN_TILES = TOKENS / 8, THREADS = 32 * PHASES, ROWS = 16 * TILES;
+constexpr int LINE = 20;                                        // words of a row of sums, for which a stage has room
+// Products are of a whole warp: after the last one nobody reads codes and metadata, whose place sums take; scales are read later.
+static_assert(TOKENS * LINE * 4 <= 16 * (CODES + METADATA), "sums end before scales");
 
 #include "copies.cuh"
 
@@ -56,12 +57,6 @@ __device__ __forceinline__ float load_scale(u32 address) {
   unsigned short half;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
   return __uint_as_float(u32(half) << 16);
-}
-
-// Of 32 columns the second operand: rows of x are its columns.
-__device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
 __device__ __forceinline__ u32 bytes_of(u32 low, u32 high, u32 selector) {
@@ -101,29 +96,19 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], con
 
 // Copying
 
-// Part of K of a program in stages, and its rounds.
+// Part of K of a program in stages, of which each warp has one or none.
 struct Span {
-  int first, last, rounds;
+  int first, last;
   __device__ __forceinline__ Span(const Problem& p, int split) {
     const int stages = p.k / STAGE;
     first = stages * split / SPLITS, last = stages * (split + 1) / SPLITS;
-    rounds = (last - first + PHASES - 1) / PHASES;
   }
 };
 
-// Shared memory: slots of the ring, each x by phase, then the tiles of each warp. Sums take the ring's place in the end.
-struct Ring {
-  u32 base, weights, slot;
-  __device__ __forceinline__ Ring(u32 base, const Problem& p)
-      : base(base), weights((PHASES * p.count * PITCH + 127) & ~127), slot(weights + WARPS * HEIGHT * TILE) {}
-  __device__ __forceinline__ u32 at(int round) const { return base + (SLOTS == AHEAD ? round : round % SLOTS) * slot; }
-};
-
-// A lane's place: its warp's rows of the program and its phase; its row of a tile (and that + 8), its pair of columns (and tokens).
+// A lane's place: its warp; its row of a tile (and that + 8), its pair of columns (and tokens).
 struct Lane {
-  int warp, first, phase, row, pair, lane;
-  __device__ __forceinline__ Lane(int warp, int lane)
-      : warp(warp), first(warp % SLABS * HIGH), phase(warp / SLABS), row(lane / 4), pair(lane % 4), lane(lane) {}
+  int warp, row, pair, lane;
+  __device__ __forceinline__ Lane(int warp, int lane) : warp(warp), row(lane / 4), pair(lane % 4), lane(lane) {}
 };
 
 template <int BYTES>
@@ -151,54 +136,31 @@ __device__ __forceinline__ void copy_tile(u32 to, const char* from, i64 stride, 
   }
 }
 
-// x of a round, by all threads.
-__device__ __forceinline__ void copy_inputs(const Problem& p, u32 to, const Span& span, int round, int thread) {
-  constexpr int EACH = 2 * STAGE / 16;
-  const char* from = p.x + i64(span.first + round * PHASES) * 2 * STAGE;
+// Ask for a warp's stage of all tiles.
+__device__ __forceinline__ void load(const Problem& p, u32 to, int stage, int row, int lane) {
 #pragma unroll 1
-  for (int i = thread; i < p.count * PHASES * EACH; i += THREADS) {
-    const int token = i / (PHASES * EACH), piece = i % (PHASES * EACH), phase = piece / EACH;
-    if (span.first + round * PHASES + phase < span.last)
-      copy<16>(to + (phase * p.count + token) * PITCH + piece % EACH * 16, from + i64(token) * p.k * 2 + piece * 16);
+  for (int tile = 0; tile < TILES; tile++, to += TILE, row += 16) {
+    copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, row, p.n, lane);
+    copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, row, p.n, lane);
+    copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), p.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, row, p.n, lane);
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
-}
-
-// Ask for all of a round, where there is one.
-__device__ __forceinline__ void load(const Problem& p, const Ring& ring, const Span& span, const Lane& at, int row, int round) {
-  if (round < span.rounds) {
-    const u32 slot = ring.at(round);
-    const int stage = span.first + round * PHASES + at.phase;
-    if (stage < span.last) {
-#pragma unroll
-      for (int h = 0; h < HEIGHT; h++) {
-        const u32 to = slot + ring.weights + (at.warp * HEIGHT + h) * TILE;
-        const int first = row + at.first + 16 * h;
-        copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, first, p.n, at.lane);
-        copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, first, p.n, at.lane);
-        copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), p.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, first, p.n, at.lane);
-      }
-    }
-    copy_inputs(p, slot, span, round, 32 * at.warp + at.lane);
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
 }
 
-// Ask for the weight before the kernel in front has ended: into the L2 cache, nothing is read of it. Whole rows of a slab are one
-// piece of memory; of parts of K each row is one.
+// Ask for the weight before the kernel in front has ended: into the L2 cache, nothing is read of it. Whole rows of a tile are one
+// piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces.
 __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int row) {
-  const int first = row + at.first, rows = min(HIGH, p.n - first), stages = span.last - span.first;
-  if (at.phase || rows <= 0 || stages == 0) return;
-  constexpr int EACH = SPLITS == 1 ? HIGH : 1;
-  for (int i = at.lane * EACH; i < rows; i += 32 * EACH) {
-    const int many = min(EACH, rows - i);
-    prefetch_bytes(p.codes + i64(first + i) * (p.k / 4) + span.first * CODES, many * stages * CODES);
-    prefetch_bytes(p.metadata + i64(first + i) * (p.k / 8) + span.first * METADATA, many * stages * METADATA);
-    if constexpr (SCALES % 16 == 0)
-      prefetch_bytes(p.scale + (i64(first + i) * (p.k / STAGE) + span.first) * SCALES, many * stages * SCALES);
+  constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = ROWS / EACH;
+  const int stages = span.last - span.first;
+  for (int i = at.lane * PHASES + at.warp; i < 2 * PIECES; i += THREADS) {
+    const int first = row + i / 2 * EACH, many = min(EACH, p.n - first) * stages;
+    if (many <= 0) break;
+    if (i % 2 == 0) prefetch_bytes(p.codes + i64(first) * (p.k / 4) + span.first * CODES, many * CODES);
+    else prefetch_bytes(p.metadata + i64(first) * (p.k / 8) + span.first * METADATA, many * METADATA);
   }
 }
 
@@ -238,54 +200,72 @@ __device__ __forceinline__ void operand(u32 (&a)[4], u32 codes, int at, const Ch
   }
 }
 
-// A lane's places in a slot, of the first tile: its words of codes and metadata, scales of its row, its row of x by tile of tokens.
-struct Places {
-  u32 codes, metadata, scale, x[COLUMN_TILES];
-  __device__ __forceinline__ Places(const Problem& p, const Ring& ring, const Lane& at) {
-    const u32 tile = ring.weights + at.warp * HEIGHT * TILE;
-    codes = tile + at.row * CODES + order_of<CODES>(at.row) * 16 + at.pair / 2 * 4;
-    metadata = tile + 16 * CODES + at.row * METADATA + order_of<METADATA>(at.row) * 16 + at.pair / 2 * 4;
-    scale = tile + 16 * (CODES + METADATA) + at.row * SCALES;
-#pragma unroll
-    for (int t = 0; t < COLUMN_TILES; t++)
-      x[t] = (at.phase * p.count + min(8 * t + at.lane % 8, p.count - 1)) * PITCH + at.lane / 8 % 2 * 32 + at.lane / 16 * 16;
-  }
-};
+// A lane's second operands of all instructions: pairs of columns of x, whose rows are columns; rows behind the last are zeros.
+typedef u32 Inputs[INSTRUCTIONS][COLUMN_TILES][4];
 
-// The products of instruction `at`. indices: of each tile.
-template <int SELECTOR>
-__device__ __forceinline__ void multiply_columns(Sums (&total)[HEIGHT], Sums (&sums)[HEIGHT], u32 slot, const Places& places, int at,
-                                                 const u32 (&indices)[HEIGHT], const Chosen& chosen) {
-  u32 b[COLUMN_TILES][4];
+__device__ __forceinline__ void exchange(u32& one, u32& other, bool swapped, int from) {
+  const u32 given = __shfl_sync(0xFFFFFFFF, swapped ? one : other, from);
+  (swapped ? one : other) = given;
+}
+
+// Word j of lane i of four becomes word i of lane j.
+__device__ __forceinline__ void transpose(u32 (&v)[4], const Lane& at) {
+  const bool odd = at.pair & 1, late = at.pair & 2;
+  exchange(v[0], v[1], odd, at.lane ^ 1), exchange(v[2], v[3], odd, at.lane ^ 1);
+  exchange(v[0], v[2], late, at.lane ^ 2), exchange(v[1], v[3], late, at.lane ^ 2);
+}
+
+// A lane reads eight columns of those of an instruction, and gives the other three their pairs.
+__device__ __forceinline__ void load_inputs(Inputs& b, const Problem& p, int stage, const Lane& at) {
 #pragma unroll
-  for (int t = 0; t < COLUMN_TILES; t++) load_inputs(b[t], slot + places.x[t] + at * 64);
+  for (int t = 0; t < COLUMN_TILES; t++) {
+    const int token = 8 * t + at.row;
+    const uint4* from = reinterpret_cast<const uint4*>(p.x + (i64(token) * p.k + stage * STAGE) * 2 + 16 * at.pair);
+    uint4 given[INSTRUCTIONS];
 #pragma unroll
-  for (int h = 0; h < HEIGHT; h++) {
-    if (at * 32 % GROUP == 0) clear(sums[h]);
-    u32 a[4];
-    operand(a, slot + places.codes + h * TILE, at, chosen);
+    for (int i = 0; i < INSTRUCTIONS; i++) given[i] = token < p.count ? from[4 * i] : make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int t = 0; t < COLUMN_TILES; t++) multiply<SELECTOR>(sums[h][t], a, b[t], indices[h]);
-    if ((at + 1) * 32 % GROUP == 0) {
-      const u32 scale = slot + places.scale + h * TILE + at * 32 / GROUP * SCALE_BYTES;
-      add_scaled(total[h], sums[h], load_scale(scale), load_scale(scale + 8 * SCALES));
+    for (int i = 0; i < INSTRUCTIONS; i++) {
+      u32 v[4] = {given[i].x, given[i].y, given[i].z, given[i].w};
+      transpose(v, at);
+      b[i][t][0] = v[0], b[i][t][1] = v[2], b[i][t][2] = v[1], b[i][t][3] = v[3];
     }
   }
 }
 
+// A lane's places in a warp's stage of a tile: its words of codes and metadata, the scales of its row.
+struct Places {
+  u32 codes, metadata, scale;
+  __device__ __forceinline__ Places(u32 part, const Lane& at)
+      : codes(part + at.row * CODES + order_of<CODES>(at.row) * 16 + at.pair / 2 * 4),
+        metadata(part + 16 * CODES + at.row * METADATA + order_of<METADATA>(at.row) * 16 + at.pair / 2 * 4),
+        scale(part + 16 * (CODES + METADATA) + at.row * SCALES) {}
+};
+
+// The products of instruction `at`.
+template <int SELECTOR>
+__device__ __forceinline__ void multiply_columns(Sums& total, Sums& sums, const Places& places, int at, const u32 (&b)[COLUMN_TILES][4],
+                                                 u32 indices, const Chosen& chosen) {
+  if (at * 32 % GROUP == 0) clear(sums);
+  u32 a[4];
+  operand(a, places.codes, at, chosen);
+#pragma unroll
+  for (int t = 0; t < COLUMN_TILES; t++) multiply<SELECTOR>(sums[t], a, b[t], indices);
+  if ((at + 1) * 32 % GROUP == 0) {
+    const u32 scale = places.scale + at * 32 / GROUP * SCALE_BYTES;
+    add_scaled(total, sums, load_scale(scale), load_scale(scale + 8 * SCALES));
+  }
+}
+
 // The products of a stage. Metadata of two instructions are an operand: lanes 0 and 1 of four have those of the first.
-__device__ __forceinline__ void multiply_stage(Sums (&total)[HEIGHT], u32 slot, const Places& places, const Chosen& chosen) {
-  Sums sums[HEIGHT];
+__device__ __forceinline__ void multiply_stage(Sums& total, const Places& places, const Inputs& b, const Chosen& chosen) {
+  Sums sums;
 #pragma unroll
   for (int at = 0; at < INSTRUCTIONS; at += 2) {
-    u32 indices[HEIGHT];
-#pragma unroll
-    for (int h = 0; h < HEIGHT; h++) {
-      const u32 place = ((slot + places.metadata + h * TILE) ^ (at / 4 * 16)) + at % 4 * 4;
-      indices[h] = bytes_of(load_word(place), load_word(place + 8 * METADATA), chosen.indices);
-    }
-    multiply_columns<0>(total, sums, slot, places, at, indices, chosen);
-    multiply_columns<1>(total, sums, slot, places, at + 1, indices, chosen);
+    const u32 place = (places.metadata ^ (at / 4 * 16)) + at % 4 * 4;
+    const u32 indices = bytes_of(load_word(place), load_word(place + 8 * METADATA), chosen.indices);
+    multiply_columns<0>(total, sums, places, at, b[at], indices, chosen);
+    multiply_columns<1>(total, sums, places, at + 1, b[at + 1], indices, chosen);
   }
 }
 
@@ -295,9 +275,10 @@ __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+template <bool CLUSTERED>
 __device__ __forceinline__ float load_float(u32 address) {
   float v;
-  if constexpr (SPLITS > 1) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  if constexpr (CLUSTERED) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
@@ -319,34 +300,57 @@ __device__ __forceinline__ void store(const Problem& p, float v, int token, int 
   static_cast<unsigned short*>(p.y)[i64(token) * p.n + row] = half;
 }
 
-// A warp's sums into shared memory, by phase, token and row.
-__device__ __forceinline__ void leave(const Sums (&total)[HEIGHT], u32 sums, const Lane& at) {
+// A warp's sums of a tile in the place of its stage, by token and row.
+__device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& at) {
+  const u32 place = part + 4 * (2 * at.pair * LINE + at.row);
 #pragma unroll
-  for (int h = 0; h < HEIGHT; h++) {
-    const u32 place = sums + 4 * ((at.phase * TOKENS + 2 * at.pair) * LINE + at.first + 16 * h + at.row);
+  for (int t = 0; t < COLUMN_TILES; t++)
 #pragma unroll
-    for (int t = 0; t < COLUMN_TILES; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) store_float(place + 4 * ((8 * t + i % 2) * LINE + i / 2 * 8), total[h][t][i]);
+    for (int i = 0; i < 4; i++) store_float(place + 4 * ((8 * t + i % 2) * LINE + i / 2 * 8), total[t][i]);
+}
+
+// Multiply a warp's stage of all tiles as they come. Without a stage its sums are zeros.
+__device__ __forceinline__ void consume(const Problem& p, u32 part, int stage, bool has, const Lane& at) {
+  const Chosen chosen(at.pair);
+  Inputs b;
+  if (has) load_inputs(b, p, stage, at);
+#pragma unroll 1
+  for (int tile = 0; tile < TILES; tile++, part += TILE) {
+    Sums total;
+    clear(total);
+    asm volatile("cp.async.wait_group %0;" ::"n"(TILES - 1) : "memory");
+    __syncwarp();
+    if (has) multiply_stage(total, Places(part, at), b, chosen);
+    leave(total, part, at);
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 }
 
-// Add phases, then programs, and write this program's share of the rows: every SPLITS-th part of them.
-__device__ __forceinline__ void finish(const Problem& p, u32 sums, int row, int split, int thread) {
-  constexpr int SHARE = ROWS / SPLITS;
+// Add what the warps left. Of parts of K the sum takes the place of the first warp's; then every SPLITS-th part of the rows is a
+// program's to add and write.
+__device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
 #pragma unroll 1
-  for (int i = thread; i < p.count * SHARE; i += THREADS) {
-    const int token = i / SHARE, at = split * SHARE + i % SHARE;
-    if (row + at >= p.n) continue;
+  for (int i = thread; i < p.count * ROWS; i += THREADS) {
+    const int token = i / ROWS, at = i % ROWS;
+    const u32 place = base + at / 16 * TILE + 4 * (token * LINE + at % 16);
     float total = 0.f;
 #pragma unroll
-    for (int s = 0; s < SPLITS; s++)
+    for (int phase = 0; phase < PHASES; phase++) total += load_float<false>(place + phase * PART);
+    if constexpr (SPLITS > 1) store_float(place, total);
+    else if (row + at < p.n) store(p, total, token, row + at);
+  }
+  if constexpr (SPLITS > 1) {
+    sync_cluster();
+    constexpr int SHARE = ROWS / SPLITS;
+#pragma unroll 1
+    for (int i = thread; i < p.count * SHARE; i += THREADS) {
+      const int token = i / SHARE, at = split * SHARE + i % SHARE;
+      float total = 0.f;
 #pragma unroll
-      for (int phase = 0; phase < PHASES; phase++) {
-        const u32 address = sums + 4 * ((phase * TOKENS + token) * LINE + at);
-        total += load_float(SPLITS > 1 ? address_in(address, s) : address);
-      }
-    store(p, total, token, row + at);
+      for (int s = 0; s < SPLITS; s++) total += load_float<true>(address_in(base + at / 16 * TILE + 4 * (token * LINE + at % 16), s));
+      if (row + at < p.n) store(p, total, token, row + at);
+    }
+    sync_cluster();  // nobody leaves before others have read its sums
   }
 }
 
@@ -359,26 +363,13 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
   const int row = blockIdx.x / SPLITS * ROWS;
   const Span span(p, split);
-  const Ring ring((shared_address(memory) + 127) & ~127u, p);
+  const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART;
+  const int stage = span.first + at.warp;
+  const bool has = stage < span.last;
   prefetch(p, span, at, row);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-#pragma unroll 1
-  for (int round = 0; round < AHEAD; round++) load(p, ring, span, at, row, round);
-  const Places places(p, ring, at);
-  const Chosen chosen(at.pair);
-  Sums total[HEIGHT];
-#pragma unroll
-  for (int h = 0; h < HEIGHT; h++) clear(total[h]);
-#pragma unroll 1
-  for (int round = 0; round < span.rounds; round++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-    __syncthreads();  // a round is there for all, and nobody reads the slot of the one before
-    load(p, ring, span, at, row, AHEAD < SLOTS ? round + AHEAD : span.rounds);
-    if (span.first + round * PHASES + at.phase < span.last) multiply_stage(total, ring.at(round), places, chosen);
-  }
+  if (has) load(p, part, stage, row, at.lane);
+  consume(p, part, stage, has, at);
   __syncthreads();
-  leave(total, ring.base, at);
-  sync_cluster();
-  finish(p, ring.base, row, split, thread);
-  if constexpr (SPLITS > 1) sync_cluster();  // nobody leaves before others have read its sums
+  finish(p, base, row, split, thread);
 }

@@ -33,7 +33,7 @@ class Device:
         packed = launch.ARGUMENTS.pack(*addresses, *one.sizes, kind)
         machine = Machine(
             ptx, self.memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=one.variant.threads,
-            shared=one.variant.shared(one.form, one.sizes[0]), early=self.early, seed=self.seed,
+            shared=one.variant.shared(one.form), early=self.early, seed=self.seed,
         )  # fmt: skip
         machine.run(one.programs, one.variant.splits)
         return (device,)
@@ -57,10 +57,12 @@ class Device:
             mock.patch.object(host, "is_served", return_value=True),
             mock.patch.object(host, "is_loadable", return_value=True),
             mock.patch.object(
-                launch.SparseSkinnyLaunch, "run", lambda one, pointers, device: self.run(one, pointers, device)
+                launch.SparseSkinnyLaunch,
+                "run",
+                lambda one, pointers, device: self.run(one, pointers, device),
             ),
             mock.patch.object(Call, "allocate", allocate),
-            mock.patch.object(host, "choose", lambda *_: variant),
+            mock.patch.object(host, "choose", return_value=variant),
         ):
             y = sparse_linear.linear_sparse_int4(x, codes, metadata, scale, bias, group)
         (whole,) = made
