@@ -17,7 +17,7 @@ from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fit
 #: The most rows of x, and those of a tile.
 MOST_ROWS, TOKENS = 16, (8, 16)
 #: Programs along K, and programs of a multiprocessor, that are tried; the most tiles.
-SPLITS, PROGRAMS, MOST_TILES = (1, 2, 4), (1, 2), 32
+SPLITS, PROGRAMS, MOST_TILES = (1, 2, 4), (1, 2), 16
 #: Bytes a nanosecond of the memory, and of the second-level cache for one multiprocessor; its cycles a nanosecond.
 MEMORY, CACHE, CLOCK = 4200.0, 50.0, 1.7
 #: Instructions of 16 rows by 32 columns, and for each 8 tokens more; instructions a cycle; warps that have so many.

@@ -366,7 +366,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART;
   const int stage = span.first + at.warp;
   const bool has = stage < span.last;
-  prefetch(p, span, at, row);
+  if constexpr (EARLY) prefetch(p, span, at, row);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if (has) load(p, part, stage, row, at.lane);
   consume(p, part, stage, has, at);

@@ -41,6 +41,7 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. columns: of a stage. phases: warps of a program, one for each stage of its part of K.
 
     splits: programs along K, a cluster. tiles: of 16 rows of a program. at_once: programs of a multiprocessor.
+    early: whether the weight is asked for before the kernel in front has ended.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Variant(NamedTuple):
     splits: int
     tiles: int
     at_once: int = 1
+    early: bool = True
 
     @property
     def threads(self) -> int:
@@ -86,7 +88,7 @@ def fitted(
 def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
     numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half)}
-    defined = {name.upper(): value for name, value in variant._asdict().items()} | numbers
+    defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return source(), {"copies.cuh": common()["copies.cuh"]}, options
 

@@ -64,6 +64,20 @@ def test_chosen_variants_compile_without_spills(group, narrow, half):
         assert int(SPILLS.search(log)[1]) == 0, one
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nothing_is_read_before_the_kernel_in_front_has_ended(splits):
+    """Only asked for, into the cache, and that where a variant is early."""
+    require_nvrtc()
+    for early in (True, False):
+        source, headers, options = sources(Variant(8, 256, 4, splits, 2, 1, early), INT4)
+        ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode()
+        before, after = ptx.split("griddepcontrol.wait")
+        assert ("cp.async.bulk.prefetch.L2" in before) == early
+        assert not re.search(r"ld\.global|cp\.async\.c[ag]", before)
+        assert re.search(r"ld\.global", after)
+        assert re.search(r"cp\.async\.cg", after)
+
+
 def test_other_devices_and_more_rows_are_left_to_the_other_kernel():
     case = as_tensors(exact_case(1, 16, 512, 128))
     assert host.launch_for(case.x, case.codes, case.scale, 128) is None

@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 
 def variants(form: Form, count: int, shape: tuple[int, int], most: int) -> list[Variant]:
-    """The rule's first; then by the model the two best of each stage, parts of K and programs of a multiprocessor."""
+    """The rule's first, and asking late; then by the model the two best of each stage, parts of K and programs at once."""
     best: dict[tuple[int, ...], list[Variant]] = {}
     found = {one: nanoseconds(one, form, count, *shape) for one in candidates(form, count, *shape)}
     quickest = sorted(found, key=found.__getitem__)
@@ -59,8 +59,9 @@ def variants(form: Form, count: int, shape: tuple[int, int], most: int) -> list[
         if found[one] <= SLOWER * found[quickest[0]]:
             best.setdefault((one.splits, one.at_once, one.columns), []).append(one)
     chosen = choose(form, count, *shape)
+    late = [] if chosen is None else [chosen._replace(early=False)]
     others = [one for rank in range(BEST) for family in best.values() for one in family[rank : rank + 1]]
-    return [one for one in dict.fromkeys([chosen, *others]) if one is not None][:most]
+    return [one for one in dict.fromkeys([chosen, *late, *others]) if one is not None][:most]
 
 
 def compile_all(pairs: Iterable[tuple[Variant, Form]], progress: Progress) -> None:

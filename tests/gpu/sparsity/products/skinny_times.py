@@ -27,7 +27,7 @@ Calls = dict[str, list[Callable[[], Any]]]
 
 def named(one: Variant) -> str:
     """Its numbers."""
-    return ",".join(map(str, one))
+    return ",".join(str(int(number)) for number in one)
 
 
 class Weights:
