@@ -47,7 +47,9 @@ class Compiled:
 
 
 class SkinnyLaunch:
-    """A variant with its shape, in place of a `launcher.CompiledLaunch`."""
+    """A variant with its shape, in place of a `launcher.CompiledLaunch`. names: of its pointers, a bias among them."""
+
+    names: tuple[str, ...] = POINTERS
 
     def __init__(self, variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> None:
         self.variant, self.form, self.sizes = variant, form, (count, *shape)
@@ -62,7 +64,7 @@ class SkinnyLaunch:
         signature = (device, *(None if one is None else one.dtype for one in pointers))
         known = self.compiled.get(signature)
         if known is None:
-            bias = pointers[POINTERS.index("bias")]
+            bias = pointers[self.names.index("bias")]
             kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))
             known = self.compiled[signature] = Compiled(self.launch(kind, device))
         with torch.cuda.device(device):
@@ -97,14 +99,19 @@ def is_loadable(variant: Variant, form: Form, device: int) -> bool:
 
 
 def launcher(
-    function: ctypes.c_void_p, programs: int, threads: int, shared: int, rest: tuple[int, ...]
+    function: ctypes.c_void_p,
+    programs: int,
+    threads: int,
+    shared: int,
+    rest: tuple[int, ...],
+    layout: struct.Struct = ARGUMENTS,
 ) -> Launch:
-    """A launch on a stream, of addresses in the order of POINTERS."""
-    launch, pack = driver().cuLaunchKernelEx, ARGUMENTS.pack_into
+    """A launch on a stream, of addresses in the order of the kernel's pointers. layout: of those and `rest`."""
+    launch, pack = driver().cuLaunchKernelEx, layout.pack_into
     attribute = LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint * 16)(1))
 
     def run(stream: int, addresses: Sequence[int | None]) -> None:
-        memory = ctypes.create_string_buffer(ARGUMENTS.size)
+        memory = ctypes.create_string_buffer(layout.size)
         pack(memory, 0, *[address or 0 for address in addresses], *rest)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         config = LaunchConfig(
@@ -115,7 +122,7 @@ def launcher(
             ensure_context(torch.cuda.current_device())
             status = launch(ctypes.byref(config), function, arguments, None)
         if status:
-            check(status, "launching linear_skinny")
+            check(status, "launching a product of few rows")
 
     return run
 

@@ -14,6 +14,7 @@ from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
+from fast.kernels.sparse_skinny.host import add_product, launch_for
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64
@@ -34,7 +35,7 @@ def linear_sparse_int4(
 ) -> torch.Tensor | None:
     """Operands of `check_operands`; None where the kernel does not take them: other floats, no rows or more than MOST_ROWS.
 
-    tiling: one that was measured to be faster; without one `tiling_of`.
+    tiling: one of this kernel; without one it is `tiling_of`, where `sparse_skinny` does not take the product.
     """
     rows, length = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // length if length else 0
@@ -42,16 +43,28 @@ def linear_sparse_int4(
         return None
     if not 0 < count <= MOST_ROWS or not rows or count * max(rows, length) > INT32:
         return None
+    call = Call(dict(zip(NAMES, (x, codes, metadata, scale, bias), strict=False)), words=NAMES[:3])
+    skinny = launch_for(x, codes, scale, group) if tiling is None else None
+    if skinny is not None:
+        add_product(call, skinny)
+    else:
+        by_tiles(call, rows, length, group, count, tiling or tiling_of(rows, length, group, count))
+    y: torch.Tensor = call.result("y", key)
+    return y
+
+
+def by_tiles(call: Call, rows: int, length: int, group: int, count: int, tiling: Tiling) -> None:
+    """Make y by `mma_sparse_kernel`; ValueError where its tiles do not go with the product."""
+    x, scale = call.inputs["x"], call.inputs["scale"]
+    assert x is not None
+    assert scale is not None
     storage = "float32" if scale.dtype == torch.float32 else "bfloat16"
-    tiling = tiling or tiling_of(rows, length, group, count)
     if tiling.wide and not is_wide(length, group, tiling):
         raise ValueError(
             f"{tiling}: wide reads are of pairs of turns of a K that 256 divides, of groups of at least 64 columns, of "
             f"inputs in place; K is {length}, the group {group}"
         )
     launch = launch_of(rows, length, group, count, storage, FLOAT_NAMES[x.dtype], tiling)
-    given = (x, codes, metadata, scale, bias)
-    call = Call(dict(zip(NAMES, given, strict=False)), words=("x", "codes", "metadata"))
     names = NAMES
     if tiling.arranged:
         arranging, words = arrange_launch_of(length, group, count, launch.grid[1], tiling)
@@ -60,8 +73,6 @@ def linear_sparse_int4(
         names = ("arranged", *NAMES[1:])
     call.allocate("y", (*x.shape[:-1], rows), x.dtype)
     call.launch(launch, names)
-    y: torch.Tensor = call.result("y", key)
-    return y
 
 
 def _served(x: torch.Tensor, bias: torch.Tensor | None) -> bool:

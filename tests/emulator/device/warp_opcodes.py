@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.emulator.device.opcodes import Operands, Step, pattern, real, signed
+from tests.emulator.device.sparse_opcodes import sparse_product
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
@@ -32,6 +33,8 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
         return _copy_late(opcode, operands, o)
     if parts[0] == "ldmatrix":
         return _load_matrices(operands, o, at, meet)
+    if opcode.startswith("mma.sp"):
+        return sparse_product(opcode, operands, o, at, meet)
     if parts[0] == "mma":
         return _multiply(opcode, operands, o, at, meet)
     make = _value(opcode, parts, [o.reader(text) for text in operands[1:]])
@@ -96,25 +99,45 @@ def joined(values: Any, kind: Any) -> int:
 
 
 def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:
-    """A thread's own copies: what they bring is there when it has waited, and not before."""
+    """A thread's own copies: what they bring is there when it has waited for their group, or for all, and not before."""
     if "bulk" in opcode:
         return None
+    if opcode == "cp.async.commit_group":
+        return lambda th: _groups(th).append([])
     if opcode == "cp.async.wait_all":
-
-        def wait(th: Any) -> None:
-            for to, data in th.__dict__.pop("late", []):
-                th.cta.shared.view(to, len(data))[:] = data
-
-        return wait
-    if opcode != "cp.async.cg.shared.global" or operands[2] != "16":
+        return lambda th: _arrive(th, 0)
+    if opcode == "cp.async.wait_group":
+        pending = int(operands[0])
+        # The last group is not committed, and not waited for.
+        return lambda th: _arrive(th, pending + 1)
+    size = int(operands[2])
+    if not (opcode == "cp.async.cg.shared.global" and size == 16) and not (
+        opcode == "cp.async.ca.shared.global" and size in (4, 8, 16)
+    ):
         raise NotImplementedError(f"{opcode} {operands}")
     to, source = o.address(operands[0]), o.address(operands[1])
 
     def copy(th: Any) -> None:
-        data = th.cta.cluster.machine.memory.view(source(th), 16)
-        th.__dict__.setdefault("late", []).append((to(th), data.copy()))
+        data = th.cta.cluster.machine.memory.view(source(th), size)
+        _groups(th)[-1].append((to(th), data.copy()))
 
     return copy
+
+
+def _groups(th: Any) -> list[list[tuple[int, Any]]]:
+    """A thread's groups of copies, the last not committed yet."""
+    found: list[list[tuple[int, Any]]] = th.__dict__.setdefault("late", [[]])
+    return found
+
+
+def _arrive(th: Any, rest: int) -> None:
+    """Bring what all groups but the last ones copy."""
+    groups = _groups(th)
+    while len(groups) > rest:
+        for to, data in groups.pop(0):
+            th.cta.shared.view(to, len(data))[:] = data
+    if not groups:
+        groups.append([])
 
 
 def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:

@@ -1,13 +1,16 @@
 """On a GPU: `linear_sparse_int4` exact on integers, within its bound on others, the same bits fifty times; then its times.
 
-    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune | --bar] [--rows 1 16]
-        [--shapes 0 1]
+    PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune | --choices | --skinny | --bar]
+        [--rows 1 16] [--shapes 0 1] [--seconds 90] [--variants 14] [--out FOLDER]
 
 Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
-each of several tiles is compared and timed, in place of all that. --bar: in place of it too, the choices of real shapes at 1 to
-16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --rows, --shapes: what
-is timed, shapes by their numbers.
-Writes what it found to $OUT/linear_sparse_int4.json (--bar: linear_sparse_int4_bar.json). Exits with 1 on any difference.
+each of several tiles is compared and timed, in place of all that. --choices: in place of it too, the choices of real shapes at
+1 to 16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --skinny:
+`sparse_skinny` alone (capability 9.0): all elements by one-hot rows, integers, bounds, groups, odd rows, variants. --bar: times
+of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --rows, --shapes:
+what is timed, shapes by their numbers. --seconds: after which --skinny and --bar begin nothing new.
+Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny and --bar
+linear_sparse_int4_<that>.json. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.sparsity.products import decode_bar as bar
 from tests.gpu.sparsity.products import int4_timing as speed
 from tests.gpu.sparsity.products.int4_cases import EXACT, Case, as_tensors, exact_case, random_case
+from tests.gpu.sparsity.progress import Progress
 from tests.support.linear_cases import exact_result
 
 BOUND = ((1, 64, 4096, 128), (2, 48, 1024, 32), (16, 64, 1024, 64), (64, 32, 2048, 128))
@@ -120,14 +124,32 @@ def at_the_bar(shapes: list[tuple[int, int]], counts: Any) -> int:
         print("\n".join([*wrong, f"{shape}: {len(wrong) or 'no'} choices differ"]), flush=True)
         found["wrong"] += wrong
         found["times"] += bar.timed(shape, counts)
-        written("linear_sparse_int4_bar", found)
+        written("linear_sparse_int4_choices", found)
     return int(bool(found["wrong"]))
 
 
-def written(name: str, found: dict[str, Any]) -> None:
-    """Into $OUT, where there is one."""
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], f"{name}.json").write_text(json.dumps(found, indent=1))
+def skinny(options: argparse.Namespace, shapes: list[tuple[int, int]]) -> int:
+    """Bits (--skinny) or times (--bar) of `sparse_skinny`, written as they come."""
+    from tests.gpu.sparsity.products import skinny_bits, skinny_times
+
+    progress, found = Progress(options.seconds), dict[str, Any](device=torch.cuda.get_device_name(), times=[])
+    if options.skinny:
+        found["wrong"] = skinny_bits.compared(progress)
+        written("linear_sparse_int4_skinny", found | {"left_out": progress.left_out}, options.out)
+        return int(bool(found["wrong"]))
+    for row in skinny_times.timed(shapes, options.rows or skinny_times.COUNTS, progress, options.variants):
+        found["times"].append(row)
+        written("linear_sparse_int4_bar", found, options.out)
+    progress.say(f"not reached: {', '.join(progress.left_out) or 'nothing'}")
+    written("linear_sparse_int4_bar", found | {"left_out": progress.left_out}, options.out)
+    return 0
+
+
+def written(name: str, found: dict[str, Any], folder: str | None = None) -> None:
+    """Into a folder, else $OUT, where there is one."""
+    folder = folder or os.environ.get("OUT")
+    if folder:
+        Path(folder, f"{name}.json").write_text(json.dumps(found, indent=1))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,14 +159,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--bar", action="store_true")
+    for name in ("choices", "skinny", "bar"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--variants", type=int, default=14)
+    parser.add_argument("--out")
     parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument(
         "--shapes", type=int, nargs="*", default=range(len(speed.SHAPES)), help="their numbers"
     )
     options = parser.parse_args(arguments)
     shapes = [speed.SHAPES[at] for at in options.shapes]
-    if options.bar:
+    if options.skinny or options.bar:
+        return skinny(options, shapes)
+    if options.choices:
         return at_the_bar(shapes, options.rows or bar.COUNTS)
     checks = (tiles,) if options.tune else (exact_results, bounded_results, gradients)
     wrong = [line for find in checks for line in find(options.device)]
@@ -153,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         found["times"] = speed.measure(shapes, options.rows or speed.COUNTS, options.tune)
-    written("linear_sparse_int4", found)
+    written("linear_sparse_int4", found, options.out)
     return int(bool(wrong))
 
 

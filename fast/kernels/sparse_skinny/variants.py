@@ -1,0 +1,102 @@
+"""The variants of the kernel: how K and rows are parted, and what is defined for its source."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fast.kernels.hopper.headers import common
+from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
+
+SOURCE = Path(__file__).with_name("sparse_skinny.cu")
+#: Columns that a stage may have, and rows of a tile.
+STAGES, TILE = (256, 512), 16
+#: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
+MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
+
+
+class Form(NamedTuple):
+    """What is multiplied. group: columns of a scale; narrow: whether scales are bfloat16; half: whether inputs are float16."""
+
+    group: int
+    narrow: bool
+    half: bool
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a scale."""
+        return 2 if self.narrow else 4
+
+    def scales(self, columns: int) -> int:
+        """Bytes of the scales of a row of so many columns."""
+        return columns // self.group * self.scale_bytes
+
+    def part(self, columns: int) -> int:
+        """Bytes of a stage of 16 rows: codes, metadata, scales; a multiple of 128."""
+        return -(-TILE * (columns // 4 + columns // 8 + self.scales(columns)) // 128) * 128
+
+
+class Variant(NamedTuple):
+    """tokens: rows of x of a tile. columns: of a stage. phases: warps of a program, one for each stage of its part of K.
+
+    splits: programs along K, a cluster. tiles: of 16 rows of a program. at_once: programs of a multiprocessor.
+    early: whether the weight is asked for before the kernel in front has ended.
+    """
+
+    tokens: int
+    columns: int
+    phases: int
+    splits: int
+    tiles: int
+    at_once: int = 1
+    early: bool = True
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * self.phases
+
+    @property
+    def registers(self) -> int:
+        """What a thread asks for: x of its stage, sums, and the rest."""
+        return (self.columns // 8 + 8) * (self.tokens // 8) + 40
+
+    def programs(self, n: int) -> int:
+        """Programs for a weight of n rows."""
+        return -(-n // (TILE * self.tiles)) * self.splits
+
+    def shared(self, form: Form) -> int:
+        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment."""
+        return self.tiles * self.phases * form.part(self.columns) + 128
+
+
+def fitted(
+    form: Form, tokens: int, columns: int, splits: int, tiles: int, k: int, at_once: int = 1
+) -> Variant | None:
+    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, or there is no room:
+    for warps, registers, shared memory."""
+    if k % columns or form.scales(columns) < LEAST_BYTES:
+        return None
+    one = Variant(tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once)
+    room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
+    if one.phases > MOST_WARPS or one.shared(form) > room:
+        return None
+    return one if one.registers * one.threads * at_once <= REGISTERS else None
+
+
+def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Source, headers and options for NVRTC."""
+    numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half)}
+    defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+    return source(), {"copies.cuh": common()["copies.cuh"]}, options
+
+
+@lru_cache(maxsize=1)
+def source() -> str:
+    """The text of the kernel."""
+    return SOURCE.read_text()
+
+
+__all__ = ["KINDS", "MOST_SHARED", "STAGES", "Form", "Variant", "fitted", "sources"]

@@ -1,0 +1,109 @@
+"""The kernel's PTX in the emulator, against the exact product bit for bit: codes, metadata, scales, tiles, parts of K."""
+
+import pytest
+import torch
+
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.sparse_skinny.variants import Form, fitted
+from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+from tests.fast.kernels.sparse_skinny.emulated import Device
+from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
+from tests.support.linear_cases import exact_result, outside
+
+BF16, F16, WIDE = "bfloat16", "float16", "float32"
+#: Rows of x, rows and columns of the weight, group; dtypes of x and scales; tokens, columns of a stage, splits, tiles; of a
+#: multiprocessor.
+CASES = {
+    "one row": ((1, 16, 512, 128), BF16, WIDE, (8, 512, 1, 1), 1),
+    "rows cut, parts of K that differ": ((5, 37, 1280, 64), F16, BF16, (8, 256, 2, 2), 1),
+    "four parts, one longer, 16 rows": ((16, 61, 1280, 32), BF16, WIDE, (16, 256, 4, 1), 1),
+    "a scale of two reads of metadata": ((11, 48, 1024, 256), BF16, WIDE, (16, 512, 2, 2), 1),
+    "three tiles": ((2, 130, 1024, 128), F16, WIDE, (8, 512, 1, 3), 1),
+    "scales of four bytes, two programs": ((2, 20, 768, 128), BF16, BF16, (8, 256, 1, 2), 2),
+    "parts of K with nothing": ((8, 16, 256, 64), F16, WIDE, (8, 256, 2, 1), 1),
+}  # fmt: skip
+
+
+def variant_of(case, sizes, at_once=1):
+    group = 4 * case.codes.shape[1] // case.scale.shape[1]
+    form = Form(group, case.scale.dtype != torch.float32, case.x.dtype == torch.float16)
+    return fitted(form, *sizes, case.x.shape[1], at_once)
+
+
+def exact(case):
+    return exact_result(case.x, sparse_int4_weight(*case[1:4]), case.bias)
+
+
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", CASES)
+def test_variants_give_exact_sums(name, early):
+    require_nvrtc()
+    shape, dtype, storage, sizes, at_once = CASES[name]
+    case = as_tensors(exact_case(*shape, dtype, storage, 1))
+    got = Device(early=early, seed=1).product(*case, variant=variant_of(case, sizes, at_once))
+    assert_same_bits(got, exact(case))
+
+
+def test_without_a_bias_and_with_another_dtype_s():
+    require_nvrtc()
+    case = as_tensors(exact_case(1, 16, 512, 128))
+    for bias in (None, case.bias.half(), case.bias.float()):
+        given = case._replace(bias=bias)
+        one = variant_of(given, (8, 512, 1, 1))
+        wanted = exact_result(
+            case.x.float(), sparse_int4_weight(*case[1:4]), None if bias is None else bias.float()
+        )
+        assert_same_bits(Device().product(*given, variant=one), wanted.bfloat16())
+
+
+def test_random_values_are_within_the_bound():
+    require_nvrtc()
+    case = as_tensors(random_case(2, 32, 1024, 64))
+    got = Device().product(*case, variant=variant_of(case, (8, 256, 2, 1)))
+    assert outside(got, case.x, sparse_int4_weight(*case[1:4]), case.bias) == 0
+
+
+FAULTS = {
+    "a tile is read before it is there": ("cp.async.wait_group %0;", "// %0"),
+    "lanes read what others still copy": ("    __syncwarp();\n    if (has)", "    if (has)"),
+    "a tile too early": ('"n"(TILES - 1)', '"n"(TILES)'),
+    "warps' sums are added before all are there": ("  __syncthreads();\n  finish", "  finish"),
+    "parts of K are added before all are there": ("    sync_cluster();\n    constexpr", "    constexpr"),
+    "bytes of the other half of K": ("first(pair % 2 ? 0x5511 : 0x4400)", "first(pair % 2 ? 0x7733 : 0x6622)"),
+    "metadata of the wrong groups": ("indices(pair % 2 ? 0x7531 : 0x6420)", "indices(pair % 2 ? 0x6420 : 0x7531)"),
+    "metadata of the other instruction": ("at % 4 * 4", "(at + 2) % 4 * 4"),
+    "x in another order": ("b[i][t][1] = v[2], b[i][t][2] = v[1]", "b[i][t][1] = v[1], b[i][t][2] = v[2]"),
+    "x of the neighbouring lanes": ("exchange(v[1], v[3], late, at.lane ^ 2)", "exchange(v[1], v[3], late, at.lane ^ 1)"),
+    "the other row's scale": ("i < 2 ? low : high", "i < 2 ? high : low"),
+    "the next group's scale": ("at * 32 / GROUP * SCALE_BYTES", "(at * 32 / GROUP ^ 1) * SCALE_BYTES"),
+    "rows behind the last are written": ("if (row + at < p.n) store", "store"),
+    "rows behind the last are read": ("min(row + own, rows - 1)", "(row + own)"),
+    "rows of x behind the last": ("token < p.count ? from[4 * i]", "true ? from[4 * i]"),
+    "pieces without their order": ("order_of<CODES>(at.row) * 16", "0"),
+    "pieces of metadata without their order": ("order_of<METADATA>(at.row) * 16", "0"),
+    "a warp behind the last stage": ("has = stage < span.last", "has = true"),
+    "sums of tiles that are not cleared": ("    clear(total);\n", "    if (tile == 0) clear(total);\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault):
+    require_nvrtc()
+    old, new = FAULTS[fault]
+
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    case = as_tensors(exact_case(3, 39, 1280, 64))
+    one, expected, seen = variant_of(case, (8, 256, 2, 2)), exact(case), False
+    for early, seed in ((False, 3), (True, 3), (False, 4)):
+        try:
+            got = Device(early=early, seed=seed, change=change).product(*case, variant=one)
+            seen |= not torch.equal(got, expected)
+        except (RuntimeError, ValueError, RuntimeWarning):
+            seen = True
+        if seen:
+            return
+    assert seen
