@@ -64,7 +64,7 @@ class Variant(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens of a warpgroup's outgoing tile."""
-        return self.tokens if self.splits > 1 else min(self.tokens, 16 if self.tokens == 256 else 32)
+        return self.tokens if self.splits > 1 else 16 if self.tokens > 128 else min(self.tokens, 32)
 
     @property
     def name(self) -> str:

@@ -48,6 +48,7 @@ CASES = {
     ),
     "wide tile": (Variant(128, 2, 1, 3, 2, 1), (E4M3, E4M3), (130, 136, 288), "bfloat16", "float32", True),
     "widest tile": (Variant(256, 2, 1, 4, 2, 1), ("bfloat16",) * 2, (40, 264, 144), "bfloat16", None, False),
+    "tiles of 13 chunks": (Variant(208, 2, 1, 3, 2, 1), ("float16",) * 2, (212, 264, 80), "float16", "float16", False),
     "four neighbours": (Variant(32, 1, 1, 3, 4, 1), (E4M3, E4M3), (40, 330, 160), "bfloat16", None, True),
     "serial": (Variant(16, 2, 1, 3, 1, 1, False, True), (E4M3, E4M3), (16, 128, 544), "bfloat16", None, True),
 }

@@ -29,6 +29,16 @@ def test_few_tokens_are_split_along_k_and_many_are_not():
     assert choose(16, 4096, 14336, 8, False).tokens == 16
 
 
+def test_the_last_wave_is_full_where_another_tile_fills_it():
+    """Without clusters of four, whose shares of 208 and 240 tokens would begin within eight rows of the swizzle."""
+    assert choose(13008, 1024, 8192, 16, False).tokens == 208
+    assert choose(13008, 4096, 2048, 16, False).tokens == 256
+    for one in candidates(13008, 16, False):
+        assert one.tokens % (8 * one.pair) == 0
+        assert one.tokens % one.chunk == 0
+        assert one.splits == 1 or one.tokens <= 128
+
+
 def test_twice_the_work_takes_longer():
     for one in candidates(128, 8, False):
         assert cycles(one, 128, 8192, 14336, 8, 132) < cycles(one, 128, 16384, 28672, 8, 132)
