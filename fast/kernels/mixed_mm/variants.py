@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "load.cuh", "store.cuh")
+OWN = ("decode.cuh", "factors.cuh", "load.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)

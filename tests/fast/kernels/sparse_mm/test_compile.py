@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fast.kernels.sparse_mm import nvrtc
-from fast.kernels.sparse_mm.host import ARGUMENTS, MAPS
+from fast.kernels.sparse_mm.host import ARGUMENTS, LEAST_STORED, MAPS
 from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources
 from tests.emulator.device.program import parsed
@@ -18,6 +18,8 @@ SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 VARIANTS = [(tile, CLUSTERS[at % 4 + (4 if at < 5 else 0)]) for at, tile in enumerate(TILES)]
 VARIANTS[-1] = (TILES[-1], (2, 1))
 VARIANTS += [(tile, (2, 1)) for tile in WIDE]
+#: Tiles that the copy engine writes.
+STORED = [tile for tile in TILES + WIDE if tile[0] >= LEAST_STORED]
 
 
 def report(variant, kinds, out):
@@ -46,6 +48,16 @@ def test_tiles_compile(tile, cluster, promote):
     tokens, groups, panels = tile
     one = fitted(tokens, groups, 1 if promote else panels, *cluster, 8, promote=promote)
     assert complaints(report(one, E4M3, "bfloat16"), one.threads) == []
+
+
+@pytest.mark.parametrize("out", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tile", STORED)
+def test_stored_tiles_compile(tile, out):
+    one = fitted(*tile, 2, 1, 16, stored=True)
+    assert one.shared(16) <= MOST_SHARED
+    assert one.stages >= 5
+    assert one.tokens % one.chunk == 0
+    assert complaints(report(one, BF16, out), one.threads) == []
 
 
 @pytest.mark.parametrize("kinds", ELEMENTS)

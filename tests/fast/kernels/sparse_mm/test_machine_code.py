@@ -43,6 +43,11 @@ def test_registers_of_products_are_left_alone(tile, kinds, serial):
     assert uses_in_flight(code) == []
 
 
+@pytest.mark.parametrize("tile", [TILES[-2], TILES[-1], WIDE[1]])
+def test_registers_of_stored_products_are_left_alone(tile):
+    assert uses_in_flight(code_of(fitted(*tile, 2, 1, 16, stored=True), BF16)) == []
+
+
 @pytest.mark.parametrize("tile", [TILES[0], TILES[-2]])
 def test_promoted_sums_are_left_alone(tile):
     assert uses_in_flight(code_of(fitted(*tile[:2], 1, 2, 1, 8, promote=True), E4M3)) == []
