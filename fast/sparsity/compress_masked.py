@@ -1,7 +1,7 @@
 """A masked weight, or its transpose, compressed for the kernel of `linear_sparse`: what products of training multiply by.
 
-`reference.compress` of the weight and its mask, whose metadata `fast.kernels.sparse_mm.arrange` puts in order; on a Hopper GPU in
-one kernel.
+`reference.compress` of the weight and its mask, whose metadata `fast.kernels.sparse_mm.arrange` puts in order; on a GPU in one
+kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool = False) -> Compressed:
     """Values (N, K/2) and arranged metadata of w (N, K) where mask is True; turned: of the transposes, values (K, N/2).
 
-    w: float16 or bfloat16, lengths in multiples of 8. mask: bool of its shape with at most two of every four True along the axis
-    that is compressed. That is not checked on a GPU, where the host waits for nothing: of more the first two stay. The CPU raises
-    ValueError as `reference.compress` does. TypeError for other dtypes, ValueError for other shapes.
+    w: float16 or bfloat16, lengths in multiples of 8. mask: bool of its shape with at most two of every four True along the
+    axis that is compressed. That is not checked on a GPU, where the host waits for nothing: of more the first two stay. The
+    CPU raises ValueError as `reference.compress` does. TypeError for other dtypes, ValueError for other shapes.
     """
     made: Compressed = execute(COMPRESS_MASKED, None, (turned,), (w, mask))
     return made

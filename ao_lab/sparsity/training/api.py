@@ -87,10 +87,10 @@ def step_sparsity_(model: nn.Module) -> SparsityStep:
         raise ValueError(
             "step_sparsity_: no layer trains sparse; call ao_lab.sparsify_(model, SparseTrainingConfig(...)) first"
         )
-    groups, steps = _by_weight(layers.values()), [layer.sparse_step for layer in layers.values()]
-    if is_capturing(steps):
+    groups, buffers = _by_weight(layers.values()), [layer.sparse_step for layer in layers.values()]
+    if is_capturing(buffers):
         _check_repeatable(layers)
-    of_layer = dict(zip(map(id, layers.values()), count(steps), strict=True))
+    of_layer = dict(zip(map(id, layers.values()), count(buffers), strict=True))
     steps = [of_layer[id(places[0])] for places in groups]
     renewed, phases = 0, set()
     for places, done in zip(groups, steps, strict=True):

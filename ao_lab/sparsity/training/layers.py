@@ -66,7 +66,11 @@ class SparseLinear(nn.Linear):
     def renew_mask(self, done: int) -> torch.Tensor:
         """`sparse_mask`, written: that of the weight as it is, after `done` steps; all True in dense phases."""
         mask = self.sparse_mask
-        return find_mask(self.weight, self.sparse, mask) if phase(self.sparse, done) == SPARSE else mask.fill_(True)
+        return (
+            find_mask(self.weight, self.sparse, mask)
+            if phase(self.sparse, done) == SPARSE
+            else mask.fill_(True)
+        )
 
     def settle(self, done: int) -> None:
         """After `done` steps or loaded values: products of the phase, zeros where masks are fixed."""

@@ -28,13 +28,11 @@ def whole(w: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def find_mask(
-    w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor | None = None) -> torch.Tensor:
     """Bool (out, in), True where a weight (out, in) stays. out: where it is written to; by default a new tensor.
 
-    Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether): for these, on a GPU, the
-    host waits for two numbers. Others are found without any wait.
+    Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether): for these the host
+    waits for two numbers of a GPU. Others are found without any wait.
     """
     values = whole(w)
     if config.masks == "fixed":

@@ -2,9 +2,9 @@
 
 "dense" multiplies the masked weight as it is. "cusparselt" and "sparse_wgmma" mask and compress it in each product, so that
 nothing is kept from forward to backward; the inputs' gradient takes the transposed weight, which is 2:4 where masks are
-transposable, and is a dense product else. The first multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`, the
-sparse tensor cores of Hopper, after one kernel that reads weight and mask once and writes what that one reads
-(`fast.sparsity.compress_masked`), of the transpose too; the host waits for neither, and both may be captured in a CUDA graph.
+transposable, and is a dense product else. The first multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`,
+the sparse tensor cores of Hopper, after one kernel that reads weight and mask once and writes what that one reads
+(`fast.sparsity.compress_masked`), of the transpose too; the host waits for neither, and a CUDA graph may capture both.
 
 cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are

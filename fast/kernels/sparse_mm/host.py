@@ -24,8 +24,9 @@ LEAST_STORED = 128
 Operands = Sequence[Any]
 
 
-#: The kernel's arguments: the tensor maps of values, x and, where it is stored, y; then metadata, x_scale, scale, bias, y as addresses, and tokens,
-#: features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
+#: The kernel's arguments: the tensor maps of values, x and, where it is stored, y; then metadata, x_scale, scale, bias, y as
+#: addresses, and tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source),
+#: filled up to 8 bytes.
 ARGUMENTS, MAPS = struct.Struct("=384s5Q9i4x"), 384
 #: Addresses of values, x and y whose tensor maps a call keeps.
 MOST = 1024

@@ -2,8 +2,8 @@
 
 A thread has 8 x 8 elements, as in `fast.kernels.sparsity.transposable`: whole bytes of metadata in both directions, and nothing
 moves between threads. A program is one warp, four blocks down and eight across. Of an element 2 bytes and one of the mask are
-read, 1.125 are written. Bytes of metadata go one by one: those of a row in a panel lie in eight of 16 bytes, the others are those
-of the row eight below.
+read, 1.125 are written. Bytes of metadata go one by one: those of a row in a panel are eight of 16, of which the others are of
+the row eight below.
 
 Programs cover the metadata with its padding (`arrange`), where nothing is kept.
 """

@@ -50,8 +50,8 @@ class Terms(NamedTuple):
 RATES = Rates()
 #: Tokens of a tile, with the warpgroups and the panels of a stage.
 TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2), (128, 2, 1), (256, 2, 1))
-#: Further tiles where there are more tokens than in any: the last wave of 13008 tokens and 1024 features has 12 tiles of 256, and
-#: none of 208, of which four waves hold all. Of clusters at most two programs share them: a share is whole rows of the swizzle.
+#: Further tiles where there are more tokens than in any: of 13008 tokens and 1024 features the last of four waves has 12 tiles
+#: of 256; four waves of tiles of 208 hold all. At most two programs share tokens: a share is whole repeats of the swizzle.
 WIDE = ((192, 2, 1), (208, 2, 1), (224, 2, 1), (240, 2, 1))
 #: Programs along the features and along K of clusters, which have at most eight.
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))

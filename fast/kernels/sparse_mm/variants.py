@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
     stages: of the ring. pair: programs of a cluster along the features, which share tokens. splits: programs along K. promote:
     whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for
-    the one before, which no result may depend on. stored: whether the copy engine writes outputs, of 16 bits and without scales.
+    the one before, which no result may depend on. stored: whether the copy engine writes y, of 16 bits and without scales.
     skew: stages that one warpgroup is behind the other then, an even number; no result may depend on it.
     """
 
@@ -102,8 +102,9 @@ def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[s
     """Source, headers and options for NVRTC. out: the name of the output's dtype."""
     defined = {
         "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
-        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote), "LATER":
-        int(not variant.serial), "STORED": int(variant.stored), "SKEW": variant.skew * variant.stored, "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote),
+        "LATER": int(not variant.serial), "STORED": int(variant.stored), "SKEW": variant.skew * variant.stored,
+        "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
     }  # fmt: skip
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return source(), {"products.h": header(elements, variant.tokens), **common()}, options

@@ -85,7 +85,10 @@ class Waits(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.found += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default)
+        self.found += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten._to_copy.default,
+        )
         return function(*args, **(kwargs or {}))
 
 

@@ -177,7 +177,10 @@ def test_our_compiled_layer(kernels):
 def test_our_operator():
     w = integers(16, 32)
     mask = torch.as_tensor(reference.prune_transposable(w))
-    for arguments in ((integers(3, 32), w, mask, integers(16), False), (integers(2, 3, 16), w, mask, None, True)):
+    for arguments in (
+        (integers(3, 32), w, mask, integers(16), False),
+        (integers(2, 3, 16), w, mask, None, True),
+    ):
         torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -18,7 +18,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_mm.masked_host import compress_masked
 from fast.sparsity.compress_masked import COMPRESS_MASKED, DTYPES
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.masked_weights import SHAPES, weights
+from tests.gpu.sparsity.training.masked_weights import SHAPES, weights
 
 
 def main() -> None:
@@ -30,7 +30,9 @@ def main() -> None:
             for turned in (False, True):
                 for w, mask in weights(shape, dtype, turned):
                     made = compress_masked(w, mask, turned)
-                    for one, other in zip(made, COMPRESS_MASKED.reference(None, (turned,), (w, mask)), strict=True):
+                    for one, other in zip(
+                        made, COMPRESS_MASKED.reference(None, (turned,), (w, mask)), strict=True
+                    ):
                         assert_same_bits(one, other)
         print(dtype, flush=True)
 

@@ -33,7 +33,8 @@ def code_of(variant, kinds, change=lambda text: text):
 
 @pytest.mark.parametrize(
     ("tile", "kinds", "serial"),
-    [(tile, kinds, False) for tile in TILES + WIDE for kinds in (E4M3, BF16, INT8)] + [(TILES[-2], BF16, True)],
+    [(tile, kinds, False) for tile in TILES + WIDE for kinds in (E4M3, BF16, INT8)]
+    + [(TILES[-2], BF16, True)],
 )
 def test_registers_of_products_are_left_alone(tile, kinds, serial):
     pair, splits = (2, 1) if tile[0] > 128 else (1, 4)

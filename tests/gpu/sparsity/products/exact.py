@@ -73,7 +73,11 @@ def variants(bits: int, promote: bool) -> Iterator[Variant]:
     """Every tile with every cluster."""
     for tokens, groups, panels in TILES + WIDE:
         for pair, splits in CLUSTERS:
-            if tokens // pair >= 8 and tokens // pair % 8 == 0 and not (tokens > 128 and (splits > 1 or promote)):
+            if (
+                tokens // pair >= 8
+                and tokens // pair % 8 == 0
+                and not (tokens > 128 and (splits > 1 or promote))
+            ):
                 yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
 
 

@@ -1,4 +1,4 @@
-"""Weights and masks that a compressed layout has to keep: random bits, NaN and infinities among them, with zero to two of four."""
+"""Weights and masks that a compressed layout has to keep: random bits, NaN and infinities too, zero to two of four kept."""
 
 from __future__ import annotations
 
