@@ -8,7 +8,7 @@ host's number says nothing any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Known(NamedTuple):
     captured: bool
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_known: MutableMapping[torch.Tensor, Known] = WeakTensorKeyDictionary()
 
 
 def count(steps: Sequence[torch.Tensor]) -> list[int]:
@@ -66,7 +66,7 @@ def _number(group: Iterable[torch.Tensor], capturing: bool) -> int | None:
 
 
 def _of_tensor(step: torch.Tensor, capturing: bool) -> int | None:
-    known: Known | None = _known.get(step)
+    known = _known.get(step)
     # A graph that is captured once more repeats one step, whose number is that of its first capture.
     if known is None or (known.captured and not capturing):
         return None
@@ -76,7 +76,7 @@ def _of_tensor(step: torch.Tensor, capturing: bool) -> int | None:
 def _remember(step: torch.Tensor, number: int, capturing: bool) -> None:
     if step.is_inference():  # writes to it are not counted
         return
-    before: Known | None = _known.get(step)
+    before = _known.get(step)
     captured = capturing or (before is not None and before.captured)
     _known[step] = Known(number, step._version, step.data_ptr(), captured)
 

@@ -50,12 +50,12 @@ def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | N
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         promote = not fast_sums and bits == 8 and not elements.integer
         variant = choose(tokens, features, length, bits, promote, processors)
-        if _is_stored(variant, bits, features, name, operands):
+        if is_stored(variant, bits, features, name, operands):
             variant = fitted(*variant[:3], variant.pair, variant.splits, bits, stored=True)
     return Product(variant, elements.values, elements.x, bits, name, operands)
 
 
-def _is_stored(variant: Variant, bits: int, features: int, name: str, operands: Operands) -> bool:
+def is_stored(variant: Variant, bits: int, features: int, name: str, operands: Operands) -> bool:
     """Whether the copy engine writes y: rows are multiples of 16 bytes, and nothing but a bias enters."""
     plain = operands[4] is None and operands[5] is None and name in ("bfloat16", "float16")
     return (
@@ -170,6 +170,7 @@ __all__ = [
     "MAPS",
     "Product",
     "boxes",
+    "is_stored",
     "linear_sparse",
     "product",
     "programs_of",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast.kernels.sparse_mm.host import programs_of, steps_of, tiles_of
+from fast.kernels.sparse_mm.host import is_stored, programs_of, steps_of, tiles_of
 from fast.kernels.sparse_mm.select import candidates, choose, cycles, terms
 from fast.kernels.sparse_mm.variants import Variant
 
@@ -37,6 +37,22 @@ def test_the_last_wave_is_full_where_another_tile_fills_it():
         assert one.tokens % (8 * one.pair) == 0
         assert one.tokens % one.chunk == 0
         assert one.splits == 1 or one.tokens <= 128
+
+
+@pytest.mark.parametrize(
+    ("change", "stored"),
+    [
+        ({}, True), ({"bits": 8}, False), ({"name": "float32"}, False), ({"features": 4100}, False),
+        ({"operands": (None, None, None, None, "scale", None)}, False),
+        ({"operands": (None, None, None, None, None, "scale")}, False),
+        ({"variant": Variant(64, 2, 1, 4, 2, 1)}, False), ({"variant": Variant(128, 2, 1, 4, 2, 2)}, False),
+    ],
+)  # fmt: skip
+def test_what_the_copy_engine_writes(change, stored):
+    """Results of 16 bits without scales, whose rows are multiples of 16 bytes, of large tiles."""
+    given = {"variant": Variant(256, 2, 1, 5, 2, 1), "bits": 16, "features": 4096, "name": "bfloat16",
+             "operands": (None, None, None, "bias", None, None)}  # fmt: skip
+    assert is_stored(**(given | change)) == stored
 
 
 def test_twice_the_work_takes_longer():
