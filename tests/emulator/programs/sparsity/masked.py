@@ -38,7 +38,7 @@ def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
     for dtype in DTYPES:
-        for shape in SHAPES:
+        for shape in SHAPES[1:4]:
             for turned in (False, True):
                 for w, mask in weights(shape, dtype, turned):
                     made = compress_masked(w, mask, turned)
@@ -48,6 +48,7 @@ def main() -> None:
                         assert_same_bits(one, other)
         compare_full(next(weights((16, 16), dtype, False))[0])
         print(dtype, flush=True)
+    print("agreed", flush=True)
 
 
 if __name__ == "__main__":
