@@ -14,6 +14,7 @@ import torch
 import fast
 import reference
 from ao_lab.sparsity.config import SparsityConfig
+from fast.sparsity.prune_into import prune_into
 
 #: Elements whose mask is found at once on the host; on other devices sixteen times as many.
 PIECE = 2**20
@@ -61,8 +62,9 @@ def mask_of(
     if out is None and ranked.shape[0] <= rows:
         return _mask(ranked, config)
     made = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device) if out is None else out
-    for place, piece in zip(torch.split(made, rows), torch.split(ranked, rows), strict=True):
-        place.copy_(_mask(piece, config))
+    for start in range(0, ranked.shape[0], rows):
+        place, piece = made[start : start + rows], ranked[start : start + rows]
+        prune_into(piece, place, pattern=config.pattern, transposable=config.transposable)
     return made
 
 
