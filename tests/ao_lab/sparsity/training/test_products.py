@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
@@ -182,6 +183,31 @@ def test_our_operator():
         (integers(2, 3, 16), w, mask, None, True),
     ):
         torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_eager_calls_pass_the_operator_by(kernels, monkeypatch):
+    """Where nothing listens; a mode sees one operator for each product."""
+    x, w = integers(4, 32).requires_grad_(), integers(48, 32, seed=1).requires_grad_()
+    mask = torch.as_tensor(reference.prune_transposable(w))
+    rule = Rule("straight-through", 0.0, "sparse_wgmma", True)
+    with Seen() as seen:
+        masked_linear(x, w, mask, None, rule).sum().backward()
+    assert seen.names.count("ao_lab::sparse_wgmma_linear") == 2
+    monkeypatch.setattr(torch.ops.ao_lab, "sparse_wgmma_linear", None)
+    masked_linear(x, w, mask, None, rule).sum().backward()
+    assert torch.equal(x.grad, 2 * torch.ones(4, 48, dtype=x.dtype).mm(torch.where(mask, w, 0)))
 
 
 def test_inputs_and_weights_that_our_kernels_do_not_take(monkeypatch):
