@@ -179,6 +179,7 @@ def compile_all(progress: Progress) -> None:
             for shape in ((128, 128), (16, 16))
             for turned in (False, True)
         ]
+        jobs += [pool.submit(kernels.compile_mask, dtype) for dtype in (torch.float16, torch.float32)]
         failed = [str(one.exception())[:300] for one in jobs if one.exception()]
     progress.say(f"{len(jobs)} kernels compiled, {len(failed)} not: {failed[:1]}")
 
