@@ -14,6 +14,7 @@ import torch
 import fast
 import reference
 from ao_lab.sparsity.config import SparsityConfig
+from fast.sparsity.prune_into import prune_into
 
 #: Elements whose mask is found at once on the host; on other devices sixteen times as many.
 PIECE = 2**20
@@ -52,12 +53,19 @@ def scores_of(w: torch.Tensor, score: str, sums: torch.Tensor | None) -> torch.T
     return found
 
 
-def mask_of(w: torch.Tensor, config: SparsityConfig, scores: torch.Tensor | None) -> torch.Tensor:
-    """Bool, True where a weight stays."""
+def mask_of(
+    w: torch.Tensor, config: SparsityConfig, scores: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Bool, True where a weight stays. out: a mask that is written, by default a new one."""
     ranked = w if scores is None else scores
     rows = max((PIECE if w.device.type == "cpu" else 16 * PIECE) // max(w.shape[1], 1) // 8 * 8, 8)
-    pieces = [_mask(piece, config) for piece in torch.split(ranked, rows)]
-    return torch.cat(pieces)
+    if out is None and ranked.shape[0] <= rows:
+        return _mask(ranked, config)
+    made = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device) if out is None else out
+    for start in range(0, ranked.shape[0], rows):
+        place, piece = made[start : start + rows], ranked[start : start + rows]
+        prune_into(piece, place, pattern=config.pattern, transposable=config.transposable)
+    return made
 
 
 def _mask(ranked: torch.Tensor, config: SparsityConfig) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from ao_lab.quantization.modules import check_model, quantizable_parameters
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.training.counts import count, is_capturing
 from ao_lab.sparsity.training.layers import CLASSES, SparseLinear, plain_again, train_sparse
 from ao_lab.sparsity.training.masks import find_mask, zero_pruned_
 from ao_lab.sparsity.training.plan import Group, planned
@@ -70,10 +71,15 @@ def step_sparsity_(model: nn.Module) -> SparsityStep:
     of an optimizer shrinks dropped weights of recomputed masks too; "sr-ste" beside it pulls twice. Layers that share a weight
     have one count.
 
+    The host waits for nothing, except under fixed masks when they are found, and where the count was loaded, copied or moved
+    since the last call. In the capture of a CUDA graph, after a call outside of it, masks are found in each replay; that takes
+    layers without warm-up and cool-down whose masks stay or are found in every step. `step` is that of the capture then.
+
     Training that forgets this call raises RuntimeError in the next optimizer.step(), before that changes anything
     (`ao_lab.sparsity.training.pending`).
 
-    Raises TypeError for anything but a model, ValueError where no layer trains sparse.
+    Raises TypeError for anything but a model, ValueError where no layer trains sparse, RuntimeError in the capture of a CUDA
+    graph that cannot have the step.
     """
     check_model(model)
     layers = sparse_layers(model)
@@ -81,9 +87,13 @@ def step_sparsity_(model: nn.Module) -> SparsityStep:
         raise ValueError(
             "step_sparsity_: no layer trains sparse; call ao_lab.sparsify_(model, SparseTrainingConfig(...)) first"
         )
-    steps = _count(layers.values())
+    groups, buffers = _by_weight(layers.values()), [layer.sparse_step for layer in layers.values()]
+    if is_capturing(buffers):
+        _check_repeatable(layers)
+    of_layer = dict(zip(map(id, layers.values()), count(buffers), strict=True))
+    steps = [of_layer[id(places[0])] for places in groups]
     renewed, phases = 0, set()
-    for places, done in zip(_by_weight(layers.values()), steps, strict=True):
+    for places, done in zip(groups, steps, strict=True):
         renewed += _step(places, done)
         phases.add(phase(places[0].sparse, done))
     return SparsityStep(max(steps), phases.pop() if len(phases) == 1 else "mixed", renewed)
@@ -94,9 +104,11 @@ def _step(places: list[SparseLinear], done: int) -> bool:
     config = places[0].sparse
     finds = finds_masks(config, done)
     if finds or phase(config, done) != phase(config, done - 1):
-        mask = places[0].new_mask(done)
-        for layer in places:
-            layer.sparse_mask.copy_(mask)
+        # Into the first one's buffer, which those of other places mostly are.
+        first = places[0].renew_mask(done)
+        for layer in places[1:]:
+            if layer.sparse_mask is not first:
+                layer.sparse_mask.copy_(first)
     for layer in places:
         layer.settle(done)
     return finds
@@ -110,18 +122,15 @@ def _by_weight(layers: Iterable[SparseLinear]) -> list[list[SparseLinear]]:
     return list(groups.values())
 
 
-def _count(layers: Iterable[SparseLinear]) -> list[int]:
-    """Add one to every count, once where layers share it or its memory; the counts of each weight, read at once."""
-    groups = _by_weight(layers)
-    counts = {
-        (step.device, step.data_ptr() or id(step)): step
-        for places in groups
-        for step in (layer.sparse_step for layer in places)
-    }
-    for step in counts.values():
-        step.add_(1)
-    device = groups[0][0].sparse_step.device
-    return [int(n) for n in torch.stack([g[0].sparse_step.to(device) for g in groups]).tolist()]
+def _check_repeatable(layers: dict[str, SparseLinear]) -> None:
+    """RuntimeError where steps of layers differ, which a CUDA graph would repeat as they are captured."""
+    for name, layer in layers.items():
+        config = layer.sparse
+        if config.warmup or config.cooldown or config.every != 1:
+            raise RuntimeError(
+                f"step_sparsity_: a CUDA graph repeats one step, and those of {name} differ (warmup={config.warmup}, "
+                f"cooldown={config.cooldown}, every={config.every}); capture with 0, 0 and 1, or call it outside of the graph"
+            )
 
 
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:

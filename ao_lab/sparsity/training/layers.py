@@ -63,11 +63,14 @@ class SparseLinear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         pending.watch(self)
 
-    def new_mask(self, done: int) -> torch.Tensor:
-        """The mask of the weight as it is, after `done` steps; all True in dense phases."""
-        if phase(self.sparse, done) != SPARSE:
-            return torch.ones_like(self.sparse_mask)
-        return find_mask(self.weight, self.sparse)
+    def renew_mask(self, done: int) -> torch.Tensor:
+        """`sparse_mask`, written: that of the weight as it is, after `done` steps; all True in dense phases."""
+        mask = self.sparse_mask
+        return (
+            find_mask(self.weight, self.sparse, mask)
+            if phase(self.sparse, done) == SPARSE
+            else mask.fill_(True)
+        )
 
     def settle(self, done: int) -> None:
         """After `done` steps or loaded values: products of the phase, zeros where masks are fixed."""
@@ -93,7 +96,7 @@ class SparseLinear(nn.Linear):
             return
         done = int(self.sparse_step)
         if MASK in missing and prefix + "weight" in state_dict:
-            self.sparse_mask.copy_(self.new_mask(done))
+            self.renew_mask(done)
         self.settle(done)
 
     def unsupported_reason(self) -> str | None:

@@ -28,16 +28,18 @@ def whole(w: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def find_mask(w: torch.Tensor, config: SparseTrainingConfig) -> torch.Tensor:
-    """Bool (out, in), True where a weight (out, in) stays.
+def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Bool (out, in), True where a weight (out, in) stays. out: where it is written to; by default a new tensor.
 
-    Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether).
+    Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether): for these the host
+    waits for two numbers of a GPU. Others are found without any wait.
     """
     values = whole(w)
-    own = values != 0
-    if config.masks == "fixed" and has_pattern(own, config):
-        return own
-    return mask_of(values, config.scoring(), None)
+    if config.masks == "fixed":
+        own = values != 0
+        if has_pattern(own, config):
+            return own if out is None else out.copy_(own)
+    return mask_of(values, config.scoring(), None, out)
 
 
 def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:

@@ -1,9 +1,10 @@
 """The products of a sparse layer that its masked weight is an operand of: output and inputs' gradient, by name.
 
-"dense" multiplies the masked weight as it is. "cusparselt" and "sparse_wgmma" mask and compress it in each product; the inputs'
-gradient takes the transposed weight, which is 2:4 where masks are transposable, and is a dense product else. The first
-multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`, the sparse tensor cores of Hopper, after
-`fast.compress`: one read of the masked weight, and no wait of the host for either.
+"dense" multiplies the masked weight as it is. "cusparselt" and "sparse_wgmma" mask and compress it in each product, so that
+nothing is kept from forward to backward; the inputs' gradient takes the transposed weight, which is 2:4 where masks are
+transposable, and is a dense product else. The first multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`,
+the sparse tensor cores of Hopper, after one kernel that reads weight and mask once and writes what that one reads
+(`fast.sparsity.compress_masked`), of the transpose too; the host waits for neither, and a CUDA graph may capture both.
 
 cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
@@ -13,17 +14,17 @@ padded to a multiple of 8. The result has the dtype of the inputs, sums are in f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-import fast
-from fast.kernels.sparse_mm.arrange import arrange
-from fast.sparsity.linear_sparse_ops import HOPPER
+from fast.device import is_traced, is_transformed
+from fast.dispatch import execute
+from fast.sparsity.compress_masked import DTYPES, compress_masked
+from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
 
-#: What sparse products multiply, what lengths of a 2:4 matrix are multiples of there, and rows of cuSPARSELt's other operand.
-DTYPES = (torch.float16, torch.bfloat16)
+#: What lengths of a 2:4 matrix are multiples of, and rows of cuSPARSELt's other operand.
 STEP, ROWS = 16, 8
 #: Compute capability from which there are instructions for 2:4.
 OLDEST = (8, 0)
@@ -54,27 +55,47 @@ def _dense_input_grad(
     return g.mm(masked(w, mask))
 
 
-def _by_operator(name: str, operator: Any, reason: Callable[[torch.Tensor], str | None]) -> Product:
-    """The products by an operator (x (M, K), w (N, K), mask, bias) -> (M, N).
+def _cusparselt_output(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    _check(x, "cusparselt")
+    y: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(x.reshape(-1, x.shape[-1]), w, mask, bias)
+    # No view: what FSDP2 hangs a hook on may be written to.
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
-    The inputs' gradient is dense where the transposed weight is not 2:4.
-    """
 
-    def output(
-        x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        _check(x, name)
-        y: torch.Tensor = operator(x.reshape(-1, x.shape[-1]), w, mask, bias)
-        # No view: what FSDP2 hangs a hook on may be written to.
-        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
+def _cusparselt_input_grad(
+    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> torch.Tensor:
+    if not transposable:
+        return _dense_input_grad(g, w, mask, transposable)
+    made: torch.Tensor = torch.ops.ao_lab.cusparselt_linear(g, w.t(), mask.t(), None)
+    return made
 
-    def input_grad(g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool) -> torch.Tensor:
-        if not transposable:
-            return _dense_input_grad(g, w, mask, transposable)
-        made: torch.Tensor = operator(g, w.t(), mask.t(), None)
+
+def _wgmma_output(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    _check(x, "sparse_wgmma")
+    return _wgmma(x, w, mask, bias, turned=False)
+
+
+def _wgmma_input_grad(
+    g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> torch.Tensor:
+    if not transposable:
+        return _dense_input_grad(g, w, mask, transposable)
+    return _wgmma(g, w, mask, None, turned=True)
+
+
+def _wgmma(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, *, turned: bool
+) -> torch.Tensor:
+    """By the operator where something listens; dispatching one takes as long as a small kernel runs."""
+    if is_traced(x) or is_traced(w) or is_transformed():
+        made: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(x, w, mask, bias, turned)
         return made
-
-    return Product(output, input_grad, reason)
+    return _multiply(x, w, mask, bias, turned)
 
 
 @torch.library.custom_op("ao_lab::cusparselt_linear", mutates_args=())
@@ -92,26 +113,42 @@ def cusparselt_linear(
     return y[:rows].clone() if more else y
 
 
-@torch.library.custom_op("ao_lab::sparse_wgmma_linear", mutates_args=())
-def sparse_wgmma_linear(
+@cusparselt_linear.register_fake
+def _cusparselt_fake(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x (M, K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; K is a multiple of 16."""
-    if x.shape[0] == 0:
-        return x.new_zeros((0, w.shape[0]))
-    # One pass, of transposes too: without a place for it the result would have the order of w, and be copied once more.
-    rows = torch.empty(w.shape, dtype=w.dtype, device=w.device)
-    torch.where(mask, w, torch.zeros((), dtype=w.dtype, device=w.device), out=rows)
-    # Of a masked weight the two largest of four are those that the mask keeps, or zeros beside them.
-    values, metadata = fast.compress(rows, "2:4")
-    bias = None if bias is None else bias.to(x.dtype)
-    return fast.linear_sparse(x.contiguous(), values, arrange(metadata, 16, defined=True), bias)
-
-
-@cusparselt_linear.register_fake
-@sparse_wgmma_linear.register_fake
-def _fake(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
+
+
+@torch.library.custom_op("ao_lab::sparse_wgmma_linear", mutates_args=())
+def sparse_wgmma_linear(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+) -> torch.Tensor:
+    """x (..., K) times (w * mask)^T plus bias, w (N, K), by `fast.linear_sparse`; turned: x (..., N) times w * mask.
+
+    The lengths of w are multiples of 16.
+    """
+    return _multiply(x, w, mask, bias, turned)
+
+
+@sparse_wgmma_linear.register_fake
+def _wgmma_fake(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[1] if turned else w.shape[0]))
+
+
+def _multiply(
+    x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
+) -> torch.Tensor:
+    """See `sparse_wgmma_linear`."""
+    if not x.numel():
+        return x.new_zeros((*x.shape[:-1], w.shape[1] if turned else w.shape[0]))
+    values, metadata = compress_masked(w, mask, turned)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    y: torch.Tensor = execute(LINEAR_SPARSE, None, (None, True), (x, values, metadata, bias, None, None))
+    return y
 
 
 def _check(x: torch.Tensor, name: str) -> None:
@@ -163,8 +200,8 @@ def _no_reason(w: torch.Tensor) -> str | None:
 
 PRODUCTS: dict[str, Product] = {
     "dense": Product(_dense_output, _dense_input_grad, _no_reason),
-    "cusparselt": _by_operator("cusparselt", torch.ops.ao_lab.cusparselt_linear, _sparse_reason),
-    "sparse_wgmma": _by_operator("sparse_wgmma", torch.ops.ao_lab.sparse_wgmma_linear, _wgmma_reason),
+    "cusparselt": Product(_cusparselt_output, _cusparselt_input_grad, _sparse_reason),
+    "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
 }
 
 __all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked", "sparse_wgmma_linear"]

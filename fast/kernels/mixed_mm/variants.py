@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "load.cuh", "parts.cuh", "store.cuh", "work.cuh")
+OWN = ("decode.cuh", "factors.cuh", "load.cuh", "parts.cuh", "work.cuh")
 #: Warpgroups that multiply, 64 features each, but for some variants, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 #: What features are a multiple of.

@@ -15,17 +15,20 @@ from fast.kernels.sparse_mm.arrange import arrange
 from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_mm.select import choose
-from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, PANEL, Variant, sources
+from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, PANEL, ROW, Variant, fitted, sources
 
 #: Tiles of tokens that share their features' values in the L2 cache.
 GROUP = 8
+#: Tokens of the smallest tile that the copy engine writes.
+LEAST_STORED = 128
 Operands = Sequence[Any]
 
 
-#: The kernel's arguments: the tensor maps of values and x; then metadata, x_scale, scale, bias, y as addresses, and tokens,
-#: features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
-ARGUMENTS, MAPS = struct.Struct("=256s5Q9i4x"), 256
-#: Pairs of addresses whose tensor maps a call keeps.
+#: The kernel's arguments: the tensor maps of values, x and, where it is stored, y; then metadata, x_scale, scale, bias, y as
+#: addresses, and tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source),
+#: filled up to 8 bytes.
+ARGUMENTS, MAPS = struct.Struct("=384s5Q9i4x"), 384
+#: Addresses of values, x and y whose tensor maps a call keeps.
 MOST = 1024
 
 
@@ -47,7 +50,17 @@ def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | N
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         promote = not fast_sums and bits == 8 and not elements.integer
         variant = choose(tokens, features, length, bits, promote, processors)
+        if is_stored(variant, bits, features, name, operands):
+            variant = fitted(*variant[:3], variant.pair, variant.splits, bits, stored=True)
     return Product(variant, elements.values, elements.x, bits, name, operands)
+
+
+def is_stored(variant: Variant, bits: int, features: int, name: str, operands: Operands) -> bool:
+    """Whether the copy engine writes y: rows are multiples of 16 bytes, and nothing but a bias enters."""
+    plain = operands[4] is None and operands[5] is None and name in ("bfloat16", "float16")
+    return (
+        plain and bits == 16 and features % 8 == 0 and variant.tokens >= LEAST_STORED and variant.splits == 1
+    )
 
 
 def boxes(variant: Variant) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -83,7 +96,7 @@ class Product:
         self.features, k = stored.shape[0], tokens_like.shape[-1]
         self.tokens, self.shape = tokens_like.numel() // k, (*tokens_like.shape[:-1], stored.shape[0])
         self.length, self.arranged = k * bits // 8, metadata.dim() == 3
-        self.boxes, self.maps = boxes(variant), dict[tuple[int, int], bytes]()
+        self.boxes, self.maps = boxes(variant), dict[tuple[int, int, int], bytes]()
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, values, x, bits, name, self.index)
         self.programs = programs_of(variant, self.tokens, self.features, at_once)
@@ -117,19 +130,23 @@ class Product:
                 address = kept[-1].data_ptr()
             addresses.append(address)
         y = self.allocate(self.shape, self.strides, self.dtype)
-        maps = self.maps.get((addresses[0], addresses[1])) or self._describe(addresses[0], addresses[1])
-        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], y.data_ptr(), *self.rest)  # type: ignore[misc]
+        written = y.data_ptr()
+        key = (addresses[0], addresses[1], written if self.variant.stored else 0)
+        maps = self.maps.get(key) or self._describe(*key)
+        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], written, *self.rest)  # type: ignore[misc]
         return y
 
-    def _describe(self, values: int, x: int) -> bytes:
-        """The tensor maps at two addresses; the oldest pair is forgotten."""
+    def _describe(self, values: int, x: int, y: int) -> bytes:
+        """The tensor maps at these addresses; the oldest ones are forgotten."""
         first, second = self.boxes
         made = tensor_map(values, self.features, self.length // 2, first) + tensor_map(
             x, self.tokens, self.length, second
         )
+        if self.variant.stored:
+            made += tensor_map(y, self.tokens, 2 * self.features, (self.variant.chunk, ROW))
         while len(self.maps) >= MOST:
             self.maps.pop(next(iter(self.maps)), None)
-        self.maps[values, x] = made
+        self.maps[values, x, y] = made
         return made
 
 
@@ -153,6 +170,7 @@ __all__ = [
     "MAPS",
     "Product",
     "boxes",
+    "is_stored",
     "linear_sparse",
     "product",
     "programs_of",

@@ -50,6 +50,9 @@ class Terms(NamedTuple):
 RATES = Rates()
 #: Tokens of a tile, with the warpgroups and the panels of a stage.
 TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2), (128, 2, 1), (256, 2, 1))
+#: Further tiles where there are more tokens than in any: of 13008 tokens and 1024 features the last of four waves has 12 tiles
+#: of 256; four waves of tiles of 208 hold all. At most two programs share tokens: a share is whole repeats of the swizzle.
+WIDE = ((192, 2, 1), (208, 2, 1), (224, 2, 1), (240, 2, 1))
 #: Programs along the features and along K of clusters, which have at most eight.
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
 
@@ -73,11 +76,11 @@ def choose(
 def candidates(tokens: int, bits: int, promote: bool) -> Iterator[Variant]:
     """Variants whose tiles are no larger than the tokens ask for."""
     smallest = min(tile[0] for tile in TILES if tile[0] >= min(tokens, 256))
-    for count, groups, panels in TILES:
-        if count > smallest or (promote and count == 256) or (smallest > 128 and count < 128):
+    for count, groups, panels in TILES if tokens <= 256 else TILES + WIDE:
+        if count > smallest or (promote and count > 128) or (smallest > 128 and count < 128):
             continue
         for pair, splits in CLUSTERS:
-            if count // pair < 8 or (splits > 1 and count == 256):
+            if count // pair < 8 or (splits > 1 and count > 128) or (pair > 2 and 128 < count < 256):
                 continue
             # Sums are promoted after 128 elements of 8 bits: one panel.
             yield fitted(count, groups, 1 if promote else panels, pair, splits, bits, promote=promote)

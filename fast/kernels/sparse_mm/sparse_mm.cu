@@ -8,6 +8,9 @@
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
 // which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent.
 //
+// STORED: 16-bit outputs without scales, which the copy engine writes. One warpgroup begins SKEW stages behind the other then, so
+// that one multiplies while the other writes its tile.
+//
 // Included are the generated header and those of `fast/kernels/hopper`.
 
 typedef unsigned int u32;
@@ -16,7 +19,7 @@ typedef long long i64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-struct Maps { TensorMap values, x; };
+struct Maps { TensorMap values, x, y; };  // y: where it is STORED
 
 struct Problem {
   const unsigned char* metadata;  // (row blocks of 64, panels, META), see `arrange.py`
@@ -47,6 +50,14 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
+#if STORED
+#include "store.cuh"
+#else
+constexpr int BUFFER = 0;
+#endif
+
+static_assert(!STORED || (SPLITS == 1 && GROUPS == 2 && !PROMOTE && SKEW < STAGES));
+constexpr int OUTGOING = STORED ? 2 * BUFFER : SPLITS > 1 ? 0 : CHUNK * PITCH * 4;  // bytes of a warpgroup beside the ring
 
 // Two words in place of those of `w`. always: not 0, which no compiler knows. So the load may leave the words before it as they
 // were, and they keep registers of their own until here, after the wait for the products that read them.
@@ -56,12 +67,11 @@ __device__ __forceinline__ void load_words(uint2& w, u32 address, int always) {
 }
 
 struct Ring {
-  u32 x, values, metadata, tiles, side, full, empty;
+  u32 x, values, tiles, metadata, side, full, empty;
   __device__ __forceinline__ Ring(u32 base)
-      : x(base), values(base + STAGES * X_BYTES), metadata(values + STAGES * VALUES_BYTES),
-        tiles(SPLITS > 1 ? base : metadata + STAGES * META_BYTES),
-        side(metadata + STAGES * META_BYTES + (SPLITS > 1 ? 0 : GROUPS * CHUNK * PITCH * 4)),
-        full(side + GROUPS * SIDE * 4), empty(full + 8 * STAGES) {}
+      : x(base), values(base + STAGES * X_BYTES), tiles(SPLITS > 1 ? base : values + STAGES * VALUES_BYTES),
+        metadata(values + STAGES * VALUES_BYTES + GROUPS * OUTGOING), side(metadata + STAGES * META_BYTES),
+        full(side + (STORED ? 0 : GROUPS * SIDE * 4)), empty(full + 8 * STAGES) {}
 };
 
 // One thread: load what this program's part of K has of every tile.
@@ -104,20 +114,32 @@ __device__ __forceinline__ void multiply_panels(Sum (&sum)[SUMS], u64 a, u64 b, 
   commit();
 }
 
+static_assert(SKEW % 2 == 0);  // stages are multiplied in pairs
+__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
+__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
+
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
-__device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
+__device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour,
+                                        int split) {
   Tiles tiles(p);
   Place at;
   const int lane = thread % 32;
   const int first = i64(p.steps) * split / SPLITS, last = i64(p.steps) * (split + 1) / SPLITS;
   const u32 own = WIDE ? (thread / 4 * 2 + thread % 2) * 8 : thread * 8;  // of a panel's metadata
-  const u32 tile = ring.tiles + group * CHUNK * PITCH * 4;
+  const u32 tile = ring.tiles + group * (STORED ? OUTGOING : CHUNK * PITCH * 4);
   auto release = [&](int stage) {
     if (lane < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + lane);
   };
-  const u32 side = ring.side + group * SIDE * 4;
+  [[maybe_unused]] const u32 side = ring.side + group * SIDE * 4;
+  [[maybe_unused]] bool opening = true;  // in the first tile, whose stages the second warpgroup begins later
+  [[maybe_unused]] u32 turn = 0;
   while (tiles.take(neighbour)) {
+#if STORED
+    const Biases biases(p, thread, tiles.feature + 64 * group);
+    if (SKEW > 0 && group == 1 && opening) skew_wait();
+#else
     const Factors factors(p, thread, tiles.token, tiles.feature + 64 * group);
+#endif
     Sum sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0;
@@ -156,16 +178,24 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
     };
 #pragma unroll 1
     for (int step = first; step < last; step++) {
+      if (SKEW > 0 && group == 0 && opening && step - first == SKEW) skew_arrive();
       multiply_stage(even, step == first);
       if constexpr (TWO) {
         if (++step >= last) break;
         multiply_stage(odd, false);
       }
     }
+    if (SKEW > 0 && group == 0 && opening && last - first <= SKEW) skew_arrive();
+    opening = false;
 #if !PROMOTE
     finish<0>(sum);
     if (LATER == 1 && last > first) release(before);
 #endif
+#if STORED
+    write_tile(maps, p, biases, sum, tile, turn, group, thread, tiles.token, tiles.feature + 64 * group);
+  }
+  if (thread == 0) wait_written<0>();
+#else
     const int feature = tiles.feature + 64 * group + thread % 8 * 8;
     sync_group(group);  // nobody needs the factors of the tile before
     factors.leave(side, thread);
@@ -181,6 +211,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Ring& ring, int 
       take<0>(p, e, tile, thread, tiles.token, feature, split);
     }
   }
+#endif
 }
 
 extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) void sparse_mm(
@@ -208,7 +239,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
     if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume(p, ring, role, thread % 128, neighbour, split);
+    consume(maps, p, ring, role, thread % 128, neighbour, split);
   }
   sync_cluster();
 }

@@ -16,6 +16,8 @@ KINDS = ("float32", "bfloat16", "float16", "int32")
 #: Bytes of shared memory that a program may have, bytes of a row of x in a panel, and words of a token in an outgoing tile.
 MOST_SHARED, PANEL, PITCH = 232448, 128, 68
 MOST_STAGES = 12
+#: Bytes of 64 outputs of 16 bits, and stages that one warpgroup is behind the other.
+ROW, SKEW = 128, 2
 
 #: Elements of the weight and of x, by the names of their dtypes.
 ELEMENTS = {
@@ -34,7 +36,8 @@ class Variant(NamedTuple):
 
     stages: of the ring. pair: programs of a cluster along the features, which share tokens. splits: programs along K. promote:
     whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for
-    the one before, which no result may depend on.
+    the one before, which no result may depend on. stored: whether the copy engine writes y, of 16 bits and without scales.
+    skew: stages that one warpgroup is behind the other then, an even number; no result may depend on it.
     """
 
     tokens: int
@@ -45,6 +48,8 @@ class Variant(NamedTuple):
     splits: int
     promote: bool = False
     serial: bool = False
+    stored: bool = False
+    skew: int = SKEW
 
     @property
     def features(self) -> int:
@@ -63,14 +68,18 @@ class Variant(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a warpgroup's outgoing tile."""
-        return self.tokens if self.splits > 1 else min(self.tokens, 16 if self.tokens == 256 else 32)
+        """Tokens of a warpgroup's outgoing tile; where it is stored there are two of these."""
+        if self.stored:
+            return 16 if self.tokens % 32 else 32
+        return self.tokens if self.splits > 1 else 16 if self.tokens > 128 else min(self.tokens, 32)
 
     @property
     def name(self) -> str:
         """Such as t128g2p1s6c2k1."""
         sizes = f"t{self.tokens}g{self.groups}p{self.panels}s{self.stages}c{self.pair}k{self.splits}"
-        return sizes + "_promoted" * self.promote + "_serial" * self.serial
+        return (
+            sizes + "_promoted" * self.promote + "_serial" * self.serial + f"_stored{self.skew}" * self.stored
+        )
 
     def ring(self, bits: int) -> int:
         """Bytes of the ring for elements of as many bits."""
@@ -81,16 +90,21 @@ class Variant(NamedTuple):
     def shared(self, bits: int) -> int:
         """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), scales and biases, barriers,
         alignment."""
-        outgoing = 0 if self.splits > 1 else self.groups * self.chunk * PITCH * 4
-        return self.ring(bits) + outgoing + self.groups * (self.tokens + 128) * 4 + 16 * self.stages + 1024
+        if self.stored:
+            outgoing = self.groups * 2 * self.chunk * ROW
+        else:
+            outgoing = self.groups * (self.tokens + 128) * 4
+            outgoing += 0 if self.splits > 1 else self.groups * self.chunk * PITCH * 4
+        return self.ring(bits) + outgoing + 16 * self.stages + 1024
 
 
 def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC. out: the name of the output's dtype."""
     defined = {
         "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
-        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote), "LATER":
-        int(not variant.serial), "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote),
+        "LATER": int(not variant.serial), "STORED": int(variant.stored), "SKEW": variant.skew * variant.stored,
+        "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
     }  # fmt: skip
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return source(), {"products.h": header(elements, variant.tokens), **common()}, options
@@ -103,10 +117,18 @@ def source() -> str:
 
 
 def fitted(
-    tokens: int, groups: int, panels: int, pair: int, splits: int, bits: int, *, promote: bool = False
+    tokens: int,
+    groups: int,
+    panels: int,
+    pair: int,
+    splits: int,
+    bits: int,
+    *,
+    promote: bool = False,
+    stored: bool = False,
 ) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
-    one = Variant(tokens, groups, panels, 1, pair, splits, promote)
+    one = Variant(tokens, groups, panels, 1, pair, splits, promote, stored=stored)
     two = one._replace(stages=2)
     each = two.shared(bits) - one.shared(bits)
     fixed = one.shared(bits) - each

@@ -121,8 +121,24 @@ def decompress(
     return made
 
 
-def prune(w: torch.Tensor, scores: torch.Tensor | None, pattern: str, key: Any = None) -> torch.Tensor | None:
-    """The mask; None where the kernels do not serve. What is wrong with scores and patterns the reference says."""
+def mask_call(w: torch.Tensor, scores: torch.Tensor | None, out: torch.Tensor | None) -> Call:
+    """A call that writes "mask": out, which is contiguous, or a buffer of its own. Its inputs are the operands of the key."""
+    if out is not None:
+        return Call({"w": w, "mask": out}, words=("w",))
+    call = Call({"w": w, "scores": scores}, words=("w", "scores"))
+    call.allocate("mask", w.shape, torch.bool)
+    return call
+
+
+def prune(
+    w: torch.Tensor,
+    scores: torch.Tensor | None,
+    pattern: str,
+    key: Any = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The mask, by default a new one; None where the kernels do not serve. What is wrong with scores and patterns the reference
+    says. out: contiguous, without scores."""
     kept, group = parse_pattern(pattern)
     ranked = w if scores is None else scores
     if group > LARGEST_GROUP or not w.dim() or w.shape[-1] % group or ranked.shape != w.shape:
@@ -130,8 +146,7 @@ def prune(w: torch.Tensor, scores: torch.Tensor | None, pattern: str, key: Any =
     if ranked.dtype not in SCORES or ranked.device != w.device or not w.numel():
         return None
     # Of w only the shape is read where there are scores.
-    call = Call({"w": w, "scores": scores}, words=("w", "scores"))
-    call.allocate("mask", w.shape, torch.bool)
+    call = mask_call(w, scores, out)
     launch = _mask_launch(ranked, kept, group)
     call.launch(launch, ("w" if scores is None else "scores", "mask"))
     made: torch.Tensor = call.result("mask", key)

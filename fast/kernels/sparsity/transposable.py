@@ -68,9 +68,9 @@ def transposable_kernel(
         high, low = turned(high), turned(low)
         at = column.to(tl.int64) * 8 * height + row
         left, right = bytes_by(high, low, 0x5410), bytes_by(high, low, 0x7632)
-        turned_left = _columns(upper, lower, 0, BYTES)
+        turned_left = turned_columns(upper, lower, 0, BYTES)
         _write_rows(values_t, metadata_t, turned_left, nibbles_of(left), at, height, inside, 0, BYTES, MASKED)
-        turned_right = _columns(upper, lower, 1, BYTES)
+        turned_right = turned_columns(upper, lower, 1, BYTES)
         _write_rows(
             values_t, metadata_t, turned_right, nibbles_of(right), at, height, inside, 4, BYTES, MASKED
         )
@@ -168,7 +168,7 @@ def _careful_pairs(
 
 
 @triton.jit
-def _columns(upper, lower, HALF: tl.constexpr, BYTES: tl.constexpr):
+def turned_columns(upper, lower, HALF: tl.constexpr, BYTES: tl.constexpr):
     """Four columns of a block as rows of words."""
     if BYTES == 2:
         a, b = _two_columns(upper, lower, 2 * HALF), _two_columns(upper, lower, 2 * HALF + 1)
@@ -237,4 +237,4 @@ def _write_masks(mask, masks, at, width, inside, FIRST: tl.constexpr, MASKED: tl
             tl.store(pointers, tl.join(left, right))
 
 
-__all__ = ["ACROSS", "DOWN", "TILE", "transposable_kernel"]
+__all__ = ["ACROSS", "DOWN", "TILE", "transposable_kernel", "turned_columns"]

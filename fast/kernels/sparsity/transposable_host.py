@@ -8,6 +8,7 @@ import torch
 
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch
+from fast.kernels.sparsity.host import mask_call
 from fast.kernels.sparsity.transposable import ACROSS, DOWN, TILE, transposable_kernel
 from reference import Compressed
 
@@ -21,15 +22,19 @@ POINTERS = ("mask", "values", "metadata", "values_t", "metadata_t")
 
 
 def prune_transposable(
-    w: torch.Tensor, scores: torch.Tensor | None, method: str, key: Any = None
+    w: torch.Tensor,
+    scores: torch.Tensor | None,
+    method: str,
+    key: Any = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The mask; None where the kernel does not serve. What is wrong with scores and methods the reference says."""
+    """The mask, by default a new one; None where the kernel does not serve. What is wrong with scores and methods the reference
+    says. out: contiguous, without scores."""
     ranked = w if scores is None else scores
     if method != "exact" or not _in_blocks(ranked) or ranked.shape != w.shape or ranked.device != w.device:
         return None
     # Of w only the shape is read where there are scores.
-    call = Call({"w": w, "scores": scores}, words=("w", "scores"))
-    call.allocate("mask", w.shape, torch.bool)
+    call = mask_call(w, scores, out)
     call.launch(_launch(ranked), ("w" if scores is None else "scores", *POINTERS))
     made: torch.Tensor = call.result("mask", key)
     return made

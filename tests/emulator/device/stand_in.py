@@ -66,7 +66,9 @@ class StandIn:
 
         def launch(programs: int, stream: Any, *values: Any) -> None:
             packed = host.ARGUMENTS.pack(*values)
-            found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
+            found = {
+                (0, at): described(packed[at : at + MAP]) for at in range(0, (2 + variant.stored) * MAP, MAP)
+            }
             parts = packed[: host.MAPS], packed[host.MAPS :]
             arguments = [np.frombuffer(part, np.uint8).copy() for part in parts]
             machine = Machine(

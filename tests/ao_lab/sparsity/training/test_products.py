@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import fast
 import reference
 from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import products
@@ -121,8 +121,13 @@ def test_inputs_that_it_does_not_take(dtype, device):
 def kernels(monkeypatch):
     """Inputs and weights count as lying on a Hopper GPU; how often weights were compressed."""
     calls = []
-    compress = fast.compress
-    monkeypatch.setattr(fast, "compress", lambda *a: calls.append(tuple(a[0].shape)) or compress(*a))
+    compress = products.compress_masked
+
+    def counted(w, mask, turned):
+        calls.append(tuple(w.t().shape if turned else w.shape))
+        return compress(w, mask, turned)
+
+    monkeypatch.setattr(products, "compress_masked", counted)
     monkeypatch.setattr(products, "_check", lambda x, name: None)
     monkeypatch.setitem(
         PRODUCTS, "sparse_wgmma", PRODUCTS["sparse_wgmma"]._replace(unsupported_reason=lambda w: None)
@@ -153,8 +158,8 @@ def test_our_products_keep_what_the_mask_keeps(kernels):
     """Zeros among the kept, and pruned weights that are larger."""
     w = torch.tensor([[0.0, 0.0, 9.0, 9.0] * 4] * 16, dtype=torch.bfloat16)
     x, mask = integers(4, 16), torch.tensor([True, True, False, False] * 4).expand(16, 16)
-    assert not sparse_wgmma_linear(x, w, mask, None).any()
-    assert torch.equal(sparse_wgmma_linear(x, w, ~mask, None), F.linear(x, w))
+    assert not sparse_wgmma_linear(x, w, mask, None, False).any()
+    assert torch.equal(sparse_wgmma_linear(x, w, ~mask, None, False), F.linear(x, w))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
@@ -172,8 +177,37 @@ def test_our_compiled_layer(kernels):
 
 def test_our_operator():
     w = integers(16, 32)
-    arguments = (integers(3, 32), w, torch.as_tensor(reference.prune(w)), integers(16))
-    torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+    mask = torch.as_tensor(reference.prune_transposable(w))
+    for arguments in (
+        (integers(3, 32), w, mask, integers(16), False),
+        (integers(2, 3, 16), w, mask, None, True),
+    ):
+        torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_eager_calls_pass_the_operator_by(kernels, monkeypatch):
+    """Where nothing listens; a mode sees one operator for each product."""
+    x, w = integers(4, 32).requires_grad_(), integers(48, 32, seed=1).requires_grad_()
+    mask = torch.as_tensor(reference.prune_transposable(w))
+    rule = Rule("straight-through", 0.0, "sparse_wgmma", True)
+    with Seen() as seen:
+        masked_linear(x, w, mask, None, rule).sum().backward()
+    assert seen.names.count("ao_lab::sparse_wgmma_linear") == 2
+    monkeypatch.setattr(torch.ops.ao_lab, "sparse_wgmma_linear", None)
+    masked_linear(x, w, mask, None, rule).sum().backward()
+    assert torch.equal(x.grad, 2 * torch.ones(4, 48, dtype=x.dtype).mm(torch.where(mask, w, 0)))
 
 
 def test_inputs_and_weights_that_our_kernels_do_not_take(monkeypatch):

@@ -27,6 +27,9 @@ def compare(w: torch.Tensor) -> None:
     """The mask, and of matrices both orientations."""
     mask = host.prune_transposable(w, None, "exact")
     assert_same_bits(mask, reference.prune_transposable(w))
+    out = torch.rand(w.shape) < 0.5
+    assert host.prune_transposable(w, None, "exact", None, out) is out
+    assert_same_bits(out, mask)
     made = host.compress_transposable(w)
     if w.dim() != 2:
         assert made is None

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from fast.kernels.sparse_mm import nvrtc
-from fast.kernels.sparse_mm.host import ARGUMENTS, MAPS
-from fast.kernels.sparse_mm.select import CLUSTERS, TILES
+from fast.kernels.sparse_mm.host import ARGUMENTS, LEAST_STORED, MAPS
+from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
@@ -17,6 +17,9 @@ SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 #: Each tile with a cluster of its own, so that all clusters occur, too.
 VARIANTS = [(tile, CLUSTERS[at % 4 + (4 if at < 5 else 0)]) for at, tile in enumerate(TILES)]
 VARIANTS[-1] = (TILES[-1], (2, 1))
+VARIANTS += [(tile, (2, 1)) for tile in WIDE]
+#: Tiles that the copy engine writes.
+STORED = [tile for tile in TILES + WIDE if tile[0] >= LEAST_STORED]
 
 
 def report(variant, kinds, out):
@@ -36,15 +39,25 @@ def complaints(log, threads):
     return spilled + crowded + [line for line in log.splitlines() if "(C75" in line or "warning" in line]
 
 
-# Two sets of sums of 256 tokens do not fit the registers: there is no such variant.
+# Two sets of sums of more than 128 tokens do not fit the registers: there is no such variant.
 @pytest.mark.parametrize(
     ("tile", "cluster", "promote"),
-    [(*one, promote) for one in VARIANTS for promote in (False, True) if not promote or one[0][0] < 256],
+    [(*one, promote) for one in VARIANTS for promote in (False, True) if not promote or one[0][0] <= 128],
 )
 def test_tiles_compile(tile, cluster, promote):
     tokens, groups, panels = tile
     one = fitted(tokens, groups, 1 if promote else panels, *cluster, 8, promote=promote)
     assert complaints(report(one, E4M3, "bfloat16"), one.threads) == []
+
+
+@pytest.mark.parametrize("out", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tile", STORED)
+def test_stored_tiles_compile(tile, out):
+    one = fitted(*tile, 2, 1, 16, stored=True)
+    assert one.shared(16) <= MOST_SHARED
+    assert one.stages >= 5
+    assert one.tokens % one.chunk == 0
+    assert complaints(report(one, BF16, out), one.threads) == []
 
 
 @pytest.mark.parametrize("kinds", ELEMENTS)
@@ -69,7 +82,7 @@ def test_reports_are_read():
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", TILES + WIDE)
 def test_shared_memory_suffices(tile, cluster, bits):
     """For at least three stages, and with splits for the sums that take the ring's place."""
     tokens, groups, panels = tile
@@ -77,7 +90,7 @@ def test_shared_memory_suffices(tile, cluster, bits):
     assert one.shared(bits) <= MOST_SHARED
     assert one.stages >= 3
     assert one.cluster <= 8
-    if one.splits > 1 and tokens < 256:
+    if one.splits > 1 and tokens <= 128:
         assert groups * tokens * PITCH * 4 <= one.ring(bits)
 
 

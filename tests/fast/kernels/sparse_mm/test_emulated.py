@@ -9,7 +9,7 @@ import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_mm.arrange import arrange
-from fast.kernels.sparse_mm.variants import Variant
+from fast.kernels.sparse_mm.variants import Variant, fitted
 from tests.emulator.device.stand_in import StandIn
 from tests.fast.kernels.sparse_mm.examples import expected, operands, require_nvrtc
 
@@ -48,6 +48,46 @@ CASES = {
     ),
     "wide tile": (Variant(128, 2, 1, 3, 2, 1), (E4M3, E4M3), (130, 136, 288), "bfloat16", "float32", True),
     "widest tile": (Variant(256, 2, 1, 4, 2, 1), ("bfloat16",) * 2, (40, 264, 144), "bfloat16", None, False),
+    "tiles of 13 chunks": (
+        Variant(208, 2, 1, 3, 2, 1),
+        ("float16",) * 2,
+        (212, 264, 80),
+        "float16",
+        "float16",
+        False,
+    ),
+    "stored": (
+        fitted(128, 2, 1, 2, 1, 16, stored=True),
+        ("float16",) * 2,
+        (140, 264, 400),
+        "float16",
+        "float16",
+        False,
+    ),
+    "stored, more stages than steps": (
+        fitted(32, 2, 1, 1, 1, 16, stored=True),
+        ("bfloat16",) * 2,
+        (70, 136, 80),
+        "bfloat16",
+        None,
+        False,
+    ),
+    "stored by 13 chunks": (
+        fitted(208, 2, 1, 2, 1, 16, stored=True),
+        ("bfloat16",) * 2,
+        (212, 136, 144),
+        "float16",
+        "float32",
+        False,
+    ),
+    "stored without skew": (
+        fitted(64, 2, 1, 1, 1, 16, stored=True)._replace(skew=0),
+        ("float16",) * 2,
+        (70, 264, 272),
+        "float16",
+        None,
+        False,
+    ),
     "four neighbours": (Variant(32, 1, 1, 3, 4, 1), (E4M3, E4M3), (40, 330, 160), "bfloat16", None, True),
     "serial": (Variant(16, 2, 1, 3, 1, 1, False, True), (E4M3, E4M3), (16, 128, 544), "bfloat16", None, True),
 }
@@ -98,6 +138,29 @@ FAULTS = {
     "metadata is loaded over that of products": ("TWO = LATER && !PROMOTE", "TWO = false"),
     "features beyond the last": ("if (feature + i < p.features) y[i]", "y[i]"),
 }  # fmt: skip
+
+
+#: Faults of tiles that the copy engine writes.
+STORED_FAULTS = {
+    "a buffer is filled before it was read": ("    if (thread == 0) wait_written<1>();\n", ""),
+    "the last tile is not waited for": ("  if (thread == 0) wait_written<0>();\n", ""),
+    "nobody lets the second warpgroup begin": ("step - first == SKEW) skew_arrive()", "step - first == SKEW) {}"),
+    "biases of other rows": ("thread % 32 / 4 + 8 * i", "thread % 32 / 4 + 4 * i"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", STORED_FAULTS)
+def test_the_emulator_sees_faults_of_stored_tiles(fault):
+    require_nvrtc()
+    given = operands(70, 136, 208, ("float16",) * 2, bias="float16", scaled=False)
+    arranged = [given[0], given[1], arrange(given[2], 16), *given[3:]]
+    stand_in = StandIn(early=True, change=replaced(*STORED_FAULTS[fault]))
+    try:
+        variant = fitted(64, 2, 1, 1, 1, 16, stored=True)
+        wrong = not torch.equal(stand_in.product(variant, "float16", *arranged), expected(given, "float16"))
+    except (ValueError, TypeError, RuntimeError):
+        wrong = True
+    assert wrong
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -3,7 +3,7 @@
 import pytest
 
 from fast.kernels.sparse_mm import nvrtc
-from fast.kernels.sparse_mm.select import TILES
+from fast.kernels.sparse_mm.select import TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, named, read, uses_in_flight
@@ -33,14 +33,20 @@ def code_of(variant, kinds, change=lambda text: text):
 
 @pytest.mark.parametrize(
     ("tile", "kinds", "serial"),
-    [(tile, kinds, False) for tile in TILES for kinds in (E4M3, BF16, INT8)] + [(TILES[-2], BF16, True)],
+    [(tile, kinds, False) for tile in TILES + WIDE for kinds in (E4M3, BF16, INT8)]
+    + [(TILES[-2], BF16, True)],
 )
 def test_registers_of_products_are_left_alone(tile, kinds, serial):
-    pair, splits = (2, 1) if tile[0] == 256 else (1, 4)
+    pair, splits = (2, 1) if tile[0] > 128 else (1, 4)
     one = fitted(*tile, pair, splits, ELEMENTS[kinds].bits)._replace(serial=serial)
     code = code_of(one, kinds)
     assert sum("GMMA.SP" in line.text for line in code.lines) >= 2 * one.panels
     assert uses_in_flight(code) == []
+
+
+@pytest.mark.parametrize("tile", [TILES[-2], TILES[-1], WIDE[1]])
+def test_registers_of_stored_products_are_left_alone(tile):
+    assert uses_in_flight(code_of(fitted(*tile, 2, 1, 16, stored=True), BF16)) == []
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[-2]])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast.kernels.sparse_mm.host import programs_of, steps_of, tiles_of
+from fast.kernels.sparse_mm.host import is_stored, programs_of, steps_of, tiles_of
 from fast.kernels.sparse_mm.select import candidates, choose, cycles, terms
 from fast.kernels.sparse_mm.variants import Variant
 
@@ -27,6 +27,32 @@ def test_few_tokens_are_split_along_k_and_many_are_not():
     assert choose(8192, 8192, 8192, 8, False)[:2] == (256, 2)
     assert choose(8192, 8192, 8192, 8, False).splits == 1
     assert choose(16, 4096, 14336, 8, False).tokens == 16
+
+
+def test_the_last_wave_is_full_where_another_tile_fills_it():
+    """Without clusters of four, whose shares of 208 and 240 tokens would begin within eight rows of the swizzle."""
+    assert choose(13008, 1024, 8192, 16, False).tokens == 208
+    assert choose(13008, 4096, 2048, 16, False).tokens == 256
+    for one in candidates(13008, 16, False):
+        assert one.tokens % (8 * one.pair) == 0
+        assert one.tokens % one.chunk == 0
+        assert one.splits == 1 or one.tokens <= 128
+
+
+@pytest.mark.parametrize(
+    ("change", "stored"),
+    [
+        ({}, True), ({"bits": 8}, False), ({"name": "float32"}, False), ({"features": 4100}, False),
+        ({"operands": (None, None, None, None, "scale", None)}, False),
+        ({"operands": (None, None, None, None, None, "scale")}, False),
+        ({"variant": Variant(64, 2, 1, 4, 2, 1)}, False), ({"variant": Variant(128, 2, 1, 4, 2, 2)}, False),
+    ],
+)  # fmt: skip
+def test_what_the_copy_engine_writes(change, stored):
+    """Results of 16 bits without scales, whose rows are multiples of 16 bytes, of large tiles."""
+    given = {"variant": Variant(256, 2, 1, 5, 2, 1), "bits": 16, "features": 4096, "name": "bfloat16",
+             "operands": (None, None, None, "bias", None, None)}  # fmt: skip
+    assert is_stored(**(given | change)) == stored
 
 
 def test_twice_the_work_takes_longer():

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.select import CLUSTERS, TILES
+from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, fitted
 from tests.gpu.sparsity.products.inputs import Case, case, wanted
 
@@ -71,9 +71,13 @@ def run(
 
 def variants(bits: int, promote: bool) -> Iterator[Variant]:
     """Every tile with every cluster."""
-    for tokens, groups, panels in TILES:
+    for tokens, groups, panels in TILES + WIDE:
         for pair, splits in CLUSTERS:
-            if tokens // pair >= 8 and not (tokens == 256 and (splits > 1 or promote)):
+            if (
+                tokens // pair >= 8
+                and tokens // pair % 8 == 0
+                and not (tokens > 128 and (splits > 1 or promote))
+            ):
                 yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
 
 

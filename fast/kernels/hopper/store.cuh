@@ -1,7 +1,7 @@
 // The sums of a warpgroup, 64 features by TOKENS, plus the bias, rounded once and written to y (tokens, features) by the copy
 // engine: CHUNK tokens at a time, from one of two buffers of CHUNK rows of 128 bytes, swizzled by as many.
 //
-// Before: `copies.cuh`, Problem, Sum, TOKENS, SUMS, CHUNK, OUT.
+// Before: `copies.cuh`, `output.cuh`, Maps (y), Problem, Sum, TOKENS, SUMS, CHUNK, OUT.
 
 constexpr int BUFFER = CHUNK * 128;
 

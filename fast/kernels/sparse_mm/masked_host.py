@@ -1,0 +1,42 @@
+"""The call of the kernel that masks and compresses a weight for products with it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import CompiledLaunch
+from fast.kernels.sparse_mm.arrange import shape_of
+from fast.kernels.sparse_mm.masked import ACROSS, DOWN, TILE, masked_kernel
+from reference import Compressed
+
+#: Length of a block of the kernel, and blocks that 64 rows, and two panels of 64 columns, of the result have.
+BLOCK, ROWS, COLUMNS = 8, 8, 16
+
+
+def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool, key: Any = None) -> Compressed:
+    """Values and arranged metadata of a matrix of 16-bit elements, lengths in multiples of 8, or of its transpose."""
+    call = Call({"w": w, "mask": mask}, words=("w", "mask"))
+    rows, columns = reversed(w.shape) if turned else w.shape
+    call.allocate("values", (rows, columns // 2), w.dtype)
+    call.allocate("metadata", shape_of(rows, columns // BLOCK, 16), torch.uint8)
+    call.launch(_launch(w, turned), ("w", "mask", "values", "metadata"))
+    return cast(Compressed, call.result(("values", "metadata"), key, None, _pair))
+
+
+def _pair(made: tuple[torch.Tensor, torch.Tensor]) -> Compressed:
+    return Compressed(*made)
+
+
+def _launch(w: torch.Tensor, turned: bool) -> CompiledLaunch:
+    """The kernel over whole blocks of 64 rows and pairs of panels of the result."""
+    height, width = w.shape[0] // BLOCK, w.shape[1] // BLOCK
+    down, across = (COLUMNS, ROWS) if turned else (ROWS, COLUMNS)
+    down, across = -(-height // down) * down, -(-width // across) * across
+    tail = (height, width, across, turned, (down, across) != (height, width), DOWN, ACROSS, TILE)
+    return CompiledLaunch(masked_kernel, down // DOWN * (across // ACROSS), tail, 1)
+
+
+__all__ = ["compress_masked"]

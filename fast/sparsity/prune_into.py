@@ -1,0 +1,45 @@
+"""A mask by magnitude, written into one that is there: what training renews in each step, where others have its address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import fast
+from fast.dispatch import Function, execute
+
+
+def prune_into(
+    w: torch.Tensor, out: torch.Tensor, *, pattern: str = "2:4", transposable: bool = False
+) -> torch.Tensor:
+    """out, a bool tensor of w's shape: `prune(w, pattern=pattern)`, or `prune_transposable(w)`, is written to it.
+
+    On a GPU by their kernels without a copy where `out` is contiguous. Errors are theirs.
+    """
+    made: torch.Tensor = execute(PRUNE_INTO, None, (pattern, transposable), (w, out))
+    return made
+
+
+def _copied(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> torch.Tensor:
+    w, out = operands
+    pattern, transposable = values
+    return out.copy_(fast.prune_transposable(w) if transposable else fast.prune(w, pattern=pattern))
+
+
+def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> torch.Tensor | None:
+    from fast.kernels.sparsity import host, transposable_host
+
+    w, out = operands
+    pattern, transposable = values
+    if out.dtype != torch.bool or out.shape != w.shape or out.device != w.device or not out.is_contiguous():
+        return None
+    if transposable:
+        return transposable_host.prune_transposable(w, None, "exact", key, out)
+    return host.prune(w, None, pattern, key, out)
+
+
+PRUNE_INTO = Function("prune_into", ("w", "out"), _copied, _copied, _kernel)
+
+__all__ = ["PRUNE_INTO", "prune_into"]

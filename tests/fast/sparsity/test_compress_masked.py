@@ -1,0 +1,47 @@
+"""`compress_masked`: what the reference compresses by a mask, in the order of the product's kernel, and its errors."""
+
+import pytest
+import torch
+
+import fast
+import reference
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.sparse_mm.arrange import restore
+from fast.sparsity.compress_masked import DTYPES, compress_masked
+from tests.gpu.sparsity.training.masked_weights import weights
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_weights_come_back(dtype, turned):
+    for w, mask in weights((80, 48), dtype, turned):
+        values, metadata = compress_masked(w, mask, turned)
+        sides = [t.t().contiguous() if turned else t for t in (w, mask)]
+        canonical = restore(metadata, 16, (values.shape[0], values.shape[1] // 4))
+        for made, wanted in zip((values, canonical), reference.compress(*sides), strict=True):
+            assert_same_bits(made, wanted)
+        assert_same_bits(
+            fast.decompress(values, canonical), torch.where(sides[1], sides[0], torch.zeros_like(sides[0]))
+        )
+
+
+def test_products_take_it():
+    w, x = torch.ones(16, 32, dtype=torch.float16), torch.ones(3, 32, dtype=torch.float16)
+    made = compress_masked(w, torch.tensor([True, False, True, False] * 8).expand(16, 32))
+    assert torch.equal(fast.linear_sparse(x, *made), torch.full((3, 16), 16.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("w", "mask", "error", "text"),
+    [
+        (torch.ones(8, 8), torch.ones(8, 8) > 0, TypeError, "got torch.float32 and torch.bool"),
+        (torch.ones(8, 8).half(), torch.ones(8, 8), TypeError, "got torch.float16 and torch.float32"),
+        (torch.ones(8, 12).half(), torch.ones(8, 12) > 0, ValueError, r"multiples of 8, got \(8, 12\)"),
+        (torch.ones(12, 8).half(), torch.ones(12, 8) > 0, ValueError, "multiples of 8"),
+        (torch.ones(8, 8).half(), torch.ones(8, 16) > 0, ValueError, "a mask of its shape"),
+        (torch.ones(8, 8).half(), torch.ones(8, 8) > 0, ValueError, "at most two elements of every four"),
+    ],
+)
+def test_errors(w, mask, error, text):
+    with pytest.raises(error, match=text):
+        compress_masked(w, mask)

@@ -1,0 +1,35 @@
+"""`prune_into`: masks of `prune` and `prune_transposable` in memory that is there, by their kernels without a copy."""
+
+import platform
+
+import pytest
+import torch
+
+import reference
+from fast import dispatch
+from fast.sparsity import prune_into as module
+from fast.sparsity.prune_into import prune_into
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4"])
+def test_the_mask_is_written(pattern, transposable):
+    w = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    out = torch.zeros(32, 16, dtype=torch.bool).t()
+    assert prune_into(w, out, pattern=pattern, transposable=transposable) is out
+    wanted = reference.prune_transposable(w) if transposable else reference.prune(w, pattern=pattern)
+    assert torch.equal(out, torch.as_tensor(wanted))
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+def test_kernels_write_it(monkeypatch):
+    """One launch each; other memory goes by a copy."""
+    from tests.fast.kernels.compiling.kernel_compiler import launched
+
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+    w, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bool)
+    for transposable, kernel in ((False, "mask_kernel"), (True, "transposable_kernel")):
+        assert [
+            one.kernel for one in launched(lambda t=transposable: prune_into(w, out, transposable=t))
+        ] == [kernel]
+        assert module._kernel(None, ("2:4", transposable), (w, out.t()), None) is None
