@@ -106,6 +106,8 @@ def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | No
                 th.cta.shared.view(to, len(data))[:] = data
 
         return wait
+    if opcode == "cp.async.mbarrier.arrive.noinc.shared::cta.b64":
+        return _arrive_late(o.address(operands[0]))
     if opcode != "cp.async.cg.shared.global" or operands[2] != "16":
         raise NotImplementedError(f"{opcode} {operands}")
     to, source = o.address(operands[0]), o.address(operands[1])
@@ -115,6 +117,22 @@ def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | No
         th.__dict__.setdefault("late", []).append((to(th), data.copy()))
 
     return copy
+
+
+def _arrive_late(address: Step) -> Step:
+    """A thread's copies so far arrive some time, all before its arrival at a barrier, which counts it."""
+
+    def arrive(th: Any) -> None:
+        copies, cta, place = th.__dict__.pop("late", []), th.cta, address(th)
+
+        def make() -> None:
+            for to, data in copies:
+                cta.shared.view(to, len(data))[:] = data
+            cta.shared.barriers[place].change(1, 0)
+
+        cta.cluster.copy(make)
+
+    return arrive
 
 
 def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
