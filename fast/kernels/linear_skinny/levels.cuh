@@ -1,5 +1,6 @@
 // NF4: a level is HI + SECOND * MID, terms of one sign and one high byte (`fast/codebook_scales.py`); a byte of a word has the codes of
-// two columns, which are a register of either operand.
+// two columns, which are a register of either term. Rows n and n + 8 have a product each, whose operand has HI as its row n and MID as
+// its row n + 8: what a 64-bit load brings is two registers of one operand, and none is moved.
 //
 // What costs is the integer unit, half an instruction of a warp a clock, and shared memory, 128 bytes a clock of a multiprocessor.
 // So the last TABLED bytes of a word (0, 2 or 4) are looked up, both registers at once, in a table of all bytes; the others are put
@@ -11,7 +12,6 @@
 //
 // Before: `decode.cuh`; PLANES: of the levels' high bytes, low bytes of HI and of MID, four in a word.
 
-constexpr u32 LEVELS[3][4] = PLANES;
 constexpr int COPIES = 16, ENTRY = 8 * COPIES, TABLE_BYTES = ELEMENT == NF4 && TABLED > 0 ? 256 * ENTRY : 0;
 
 // `__byte_perm` without its mask: a number of 8 and more is the sign of a byte, eight times.
@@ -21,37 +21,52 @@ __device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 numbers) {
   return d;
 }
 
-// Bytes of four levels: three bits of a code choose from either half of them, its highest bit, as bytes in `upper`, the half.
-template <int PLANE>
-__device__ __forceinline__ u32 chosen(u32 codes, u32 upper) {
-  constexpr u32 a = LEVELS[PLANE][0], b = LEVELS[PLANE][1], c = LEVELS[PLANE][2], d = LEVELS[PLANE][3];
-  return logic<0xD8>(permuted(a, b, codes), permuted(c, d, codes), upper);
-}
+// Tables of bytes.
+struct Levels {
+  u32 bytes[3][4] = PLANES;
 
-// Both terms of bytes 0 and 1, or (high) 2 and 3, by permutations.
-__device__ __forceinline__ void permute_levels(u32* hi, u32* mid, u32 word, bool high) {
-  const u32 codes = (high ? word >> 16 : word) & 0x7777u;
-  const u32 upper = permuted(word << 4, word, high ? 0xFBEAu : 0xD9C8u);
-  const u32 top = chosen<0>(codes, upper), first = chosen<1>(codes, upper), second = chosen<2>(codes, upper);
-  hi[0] = permuted(first, top, 0x5140), hi[1] = permuted(first, top, 0x7362);
-  mid[0] = permuted(second, top, 0x5140), mid[1] = permuted(second, top, 0x7362);
-}
-
-// The first operand of a tile of 16 columns, both terms: rows n, n + 8, n, n + 8 at columns k, k, k + 8, k + 8. table: a lane's copies.
-__device__ __forceinline__ void decode_levels(u32 (&hi)[4], u32 (&mid)[4], u32 word, u32 table) {
+  // Kept in registers: instructions have one constant only, so assemblers would move one to a register for each permutation. none: 0,
+  // which no compiler knows; and that the warp's first lane has the same none of them sees either, so nothing is computed anew.
+  __device__ __forceinline__ void keep(u32 none) {
 #pragma unroll
-  for (int i = 0; i < 4 - TABLED; i += 2) permute_levels(hi + i, mid + i, word, i == 2);
+    for (int i = 0; i < 12; i++) bytes[i / 4][i % 4] = __shfl_sync(0xFFFFFFFF, bytes[i / 4][i % 4] ^ none, 0);
+  }
+
+  // Bytes of four levels: three bits of a code choose from either half of them, its highest bit, as bytes in `upper`, the half.
+  __device__ __forceinline__ u32 chosen(int plane, u32 codes, u32 upper) const {
+    const u32* t = bytes[plane];
+    return logic<0xD8>(permuted(t[0], t[1], codes), permuted(t[2], t[3], codes), upper);
+  }
+
+  // Both terms of bytes 0 and 1, or (high) 2 and 3, by permutations.
+  __device__ __forceinline__ void permute(u32 (&first_byte)[2], u32 (&second_byte)[2], u32 word, bool high) const {
+    const u32 codes = (high ? word >> 16 : word) & 0x7777u, upper = permuted(word * 16, word, high ? 0xFBEAu : 0xD9C8u);
+    const u32 top = chosen(0, codes, upper), first = chosen(1, codes, upper), second = chosen(2, codes, upper);
+    first_byte[0] = permuted(first, top, 0x5140), first_byte[1] = permuted(second, top, 0x5140);
+    second_byte[0] = permuted(first, top, 0x7362), second_byte[1] = permuted(second, top, 0x7362);
+  }
+};
+
+// The first operands of a tile of 16 columns, of rows n and of n + 8: HI and MID at columns k, then both at k + 8. table: a lane's copies.
+__device__ __forceinline__ void decode_levels(u32 (&low)[4], u32 (&high)[4], u32 word, const Levels& levels, u32 table) {
+  u32 terms[4][2];  // by byte
+#pragma unroll
+  for (int i = 0; i < 4 - TABLED; i += 2) levels.permute(terms[i], terms[i + 1], word, i == 2);
 #pragma unroll
   for (int i = 4 - TABLED; i < 4; i++)
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(hi[i]), "=r"(mid[i]) : "r"(table + (word >> 8 * i & 255) * ENTRY) : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+        : "=r"(terms[i][0]), "=r"(terms[i][1]) : "r"(table + permuted(word, 0, 0x4440 + i) * ENTRY) : "memory");
+#pragma unroll
+  for (int i = 0; i < 4; i++) low[i] = terms[i / 2 * 2][i % 2], high[i] = terms[i / 2 * 2 + 1][i % 2];
 }
 
 // The table, by so many threads: two copies each time.
 __device__ __forceinline__ void fill_table(u32 table, int thread, int threads) {
+  const Levels levels;
 #pragma unroll 1
   for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
-    u32 hi[2], mid[2];
-    permute_levels(hi, mid, i / (COPIES / 2), false);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" ::"r"(table + 16 * i), "r"(hi[0]), "r"(mid[0]) : "memory");
+    u32 terms[2], none[2];
+    levels.permute(terms, none, i / (COPIES / 2), false);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" ::"r"(table + 16 * i), "r"(terms[0]), "r"(terms[1]) : "memory");
   }
 }

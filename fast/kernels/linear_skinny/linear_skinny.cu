@@ -37,7 +37,7 @@ constexpr bool FACTORED = ELEMENT == E2M1 || ELEMENT == E4M3_MX, NIBBLES = ELEME
 constexpr int ATOM = NIBBLES ? 2048 : 4096;                    // bytes of 64 rows by 64 columns
 constexpr int STEP = 128, SUMMED = FACTORED ? STEP : GROUP;    // columns of a step, and of sums that are scaled (0: all)
 constexpr int EACH = SUMMED == 0 || SUMMED >= STEP ? 1 : STEP / SUMMED;  // groups of a step
-constexpr int TILES = TOKENS / 8, WARPS = 4 * BLOCKS * PHASES, ROWS = 64 * BLOCKS, TERMS = ELEMENT == NF4 ? 2 : 1;
+constexpr int TILES = TOKENS / 8, WARPS = 4 * BLOCKS * PHASES, ROWS = 64 * BLOCKS, PRODUCTS = ELEMENT == NF4 ? 2 : 1;
 constexpr int PITCH = STEPS * 2 * STEP + 16;                   // bytes of a row of x in a stage
 constexpr int BLOCK_BYTES = STEPS * 2 * ATOM, STAGE_BYTES = BLOCKS * BLOCK_BYTES + (STREAMED ? TOKENS * PITCH : 0);
 constexpr int GROUPED = SUMMED > STEP ? SUMMED / STEP : 1;     // steps of a group
@@ -87,11 +87,13 @@ __device__ __forceinline__ void add_scaled(Sums& total, const Sums& sums, float 
 // scales, factors and zero points of the first group; its copies of the table. own: the scale of a weight with factors.
 struct Places {
   u32 words, x[TILES], scale, zero, table;
+  Levels levels;
   float own;
   __device__ __forceinline__ Places(const Problem& p, const Ring& ring, const Lane& at)
       : words(at.block * BLOCK_BYTES + at.slab * 512 + at.lane * 16), scale(ring.scale + (FACTORED ? at.couple() * FACTOR_BYTES : at.first() * 4)),
         zero(ring.zero + at.couple() * 4), table(ring.table + at.lane % COPIES * 8),
         own(FACTORED ? *reinterpret_cast<const float*>(p.scale) * LACKING : 1.f) {
+    if (ELEMENT == NF4) levels.keep(u32(p.count >> 16 & at.lane));
 #pragma unroll
     for (int t = 0; t < TILES; t++) x[t] = ring.x + min(8 * t + at.lane % 8, p.count - 1) * ring.pitch + at.lane / 8 * 16;
   }
@@ -101,15 +103,14 @@ struct Places {
 struct Beside {
   Less less;
   Factors factors;
-  u32 table;
 };
 
 // First operands of two tiles, 32 columns: half an atom. w: of NIBBLES the atom's words, else the half's.
-__device__ __forceinline__ void operands(u32 (&a)[TERMS][2][4], const uint4& w, int half, const Beside& beside) {
+__device__ __forceinline__ void operands(u32 (&a)[PRODUCTS][2][4], const uint4& w, int half, const Places& places, const Beside& beside) {
   const u32 first[2] = {half ? w.z : w.x, half ? w.w : w.y};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if constexpr (ELEMENT == NF4) decode_levels(a[0][i], a[TERMS - 1][i], first[i], beside.table);
+    if constexpr (ELEMENT == NF4) decode_levels(a[0][i], a[PRODUCTS - 1][i], first[i], places.levels, places.table);
     else if constexpr (FACTORED && NIBBLES) decode_factored(a[0][i], first[i], 0, 2 * half + i, beside.factors);
     else if constexpr (FACTORED) decode_factored(a[0][i], i ? w.z : w.x, i ? w.w : w.y, 2 * half + i, beside.factors);
     else if constexpr (NIBBLES) decode(a[0][i], first[i], beside.less);
@@ -118,26 +119,29 @@ __device__ __forceinline__ void operands(u32 (&a)[TERMS][2][4], const uint4& w, 
 }
 
 // Products of two tiles.
-__device__ __forceinline__ void multiply_tiles(Sums (&into)[TERMS], const u32 (&a)[TERMS][2][4], const Places& places, u32 x) {
+__device__ __forceinline__ void multiply_tiles(Sums (&into)[PRODUCTS], const u32 (&a)[PRODUCTS][2][4], const Places& places, u32 x) {
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
     u32 b[4];
     load_inputs(b, places.x[t] + x);
 #pragma unroll
-    for (int term = 0; term < TERMS; term++) {
-      multiply(into[term][t], a[term][0], b[0], b[1]);
-      multiply(into[term][t], a[term][1], b[2], b[3]);
+    for (int i = 0; i < PRODUCTS; i++) {
+      multiply(into[i][t], a[i][0], b[0], b[1]);
+      multiply(into[i][t], a[i][1], b[2], b[3]);
     }
   }
 }
 
 // A group's sums into the total. scale: of its row n.
-__device__ __forceinline__ void add_group(Sums& total, Sums (&sums)[TERMS], const Places& places, u32 scale) {
-  if constexpr (TERMS == 2) {
+__device__ __forceinline__ void add_group(Sums& total, Sums (&sums)[PRODUCTS], const Places& places, u32 scale) {
+  if constexpr (PRODUCTS == 2) {  // of rows n and of n + 8, first terms and second ones
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums[0][t][i] = fmaf(sums[1][t][i], SECOND, sums[0][t][i]);
+      for (int i = 0; i < 2; i++) {
+        sums[0][t][i] = fmaf(sums[0][t][i + 2], SECOND, sums[0][t][i]);
+        sums[0][t][i + 2] = fmaf(sums[1][t][i + 2], SECOND, sums[1][t][i]);
+      }
   }
   if constexpr (FACTORED) add_scaled(total, sums[0], places.own, places.own);
   else add_scaled(total, sums[0], __uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 32)));
@@ -146,9 +150,8 @@ __device__ __forceinline__ void add_group(Sums& total, Sums (&sums)[TERMS], cons
 // The products of a step. words: of the step in its stage; x: of the step, behind `places.x`; first: its group, or atom, in the part.
 __device__ __forceinline__ void multiply_step(Sums& total, u32 words, u32 x, const Places& places, int first) {
   const u32 scale = places.scale + first * SCALE_BYTES, zero = places.zero + first * ROWS * 2;
-  Sums sums[TERMS];
+  Sums sums[PRODUCTS];
   Beside beside;
-  beside.table = places.table;
   uint4 w;
 #pragma unroll
   for (int part = 0; part < 4; part++) {  // of 32 columns
@@ -156,15 +159,15 @@ __device__ __forceinline__ void multiply_step(Sums& total, u32 words, u32 x, con
     const int group = part / PARTS;
     if (part % PARTS == 0) {
 #pragma unroll
-      for (int term = 0; term < TERMS; term++) clear(sums[term]);
+      for (Sums& one : sums) clear(one);
       if (ZERO) beside.less = Less(load_word(zero + group * ROWS * 2));
     }
     if (FACTORED && part % 2 == 0) beside.factors = Factors(scale + part / 2 * SCALE_BYTES);
     if (!NIBBLES || part % 2 == 0) w = load_words(words + (NIBBLES ? part / 2 * ATOM : part * (ATOM / 2)));
-    u32 a[TERMS][2][4];
-    operands(a, w, part % 2, beside);
+    u32 a[PRODUCTS][2][4];
+    operands(a, w, part % 2, places, beside);
     if constexpr (SUMMED == 0) {
-      multiply_tiles(reinterpret_cast<Sums(&)[TERMS]>(total), a, places, x + part * 64);
+      multiply_tiles(reinterpret_cast<Sums(&)[PRODUCTS]>(total), a, places, x + part * 64);
     } else {
       multiply_tiles(sums, a, places, x + part * 64);
       if (part % PARTS == PARTS - 1) add_group(total, sums, places, scale + group * SCALE_BYTES);
