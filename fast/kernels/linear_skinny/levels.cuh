@@ -3,7 +3,7 @@
 // its row n + 8: what a 64-bit load brings is two registers of one operand, and none is moved.
 //
 // What costs is the integer unit, half an instruction of a warp a clock, and shared memory, 128 bytes a clock of a multiprocessor.
-// So the last TABLED bytes of a word (0, 2 or 4) are looked up, both registers at once, in a table of all bytes; the others are put
+// So TABLED bytes of a word (0, 2 or 4, those of rows n first) are looked up, both registers at once, in a table of all bytes; the others are put
 // together from tables of single bytes by `prmt`. A word of 32 lanes takes 32 permutations or the like, or 8 reads of 128 bytes; half
 // and half 20 and 4, each some 40 clocks of a quarter, beside the memory's 30.
 //
@@ -38,26 +38,27 @@ struct Levels {
     return logic<0xD8>(permuted(t[0], t[1], codes), permuted(t[2], t[3], codes), upper);
   }
 
-  // Both terms of bytes 0 and 1, or (high) 2 and 3, by permutations.
-  __device__ __forceinline__ void permute(u32 (&first_byte)[2], u32 (&second_byte)[2], u32 word, bool high) const {
-    const u32 codes = (high ? word >> 16 : word) & 0x7777u, upper = permuted(word * 16, word, high ? 0xFBEAu : 0xD9C8u);
+  // The operand of row n, bytes 0 and 2, or of row n + 8, bytes 1 and 3, by permutations.
+  __device__ __forceinline__ void permute(u32 (&a)[4], u32 word, int row) const {
+    const u32 codes = permuted(word, 0, row ? 0x4431 : 0x4420) & 0x7777u;
+    const u32 upper = permuted(word * 16, word, row ? 0xFBD9u : 0xEAC8u);
     const u32 top = chosen(0, codes, upper), first = chosen(1, codes, upper), second = chosen(2, codes, upper);
-    first_byte[0] = permuted(first, top, 0x5140), first_byte[1] = permuted(second, top, 0x5140);
-    second_byte[0] = permuted(first, top, 0x7362), second_byte[1] = permuted(second, top, 0x7362);
+    a[0] = permuted(first, top, 0x5140), a[1] = permuted(second, top, 0x5140);
+    a[2] = permuted(first, top, 0x7362), a[3] = permuted(second, top, 0x7362);
   }
 };
 
+__device__ __forceinline__ void load_levels(u32& first, u32& second, u32 table, u32 word, int byte) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+      : "=r"(first), "=r"(second) : "r"(table + permuted(word, 0, 0x4440 + byte) * ENTRY) : "memory");
+}
+
 // The first operands of a tile of 16 columns, of rows n and of n + 8: HI and MID at columns k, then both at k + 8. table: a lane's copies.
 __device__ __forceinline__ void decode_levels(u32 (&low)[4], u32 (&high)[4], u32 word, const Levels& levels, u32 table) {
-  u32 terms[4][2];  // by byte
-#pragma unroll
-  for (int i = 0; i < 4 - TABLED; i += 2) levels.permute(terms[i], terms[i + 1], word, i == 2);
-#pragma unroll
-  for (int i = 4 - TABLED; i < 4; i++)
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-        : "=r"(terms[i][0]), "=r"(terms[i][1]) : "r"(table + permuted(word, 0, 0x4440 + i) * ENTRY) : "memory");
-#pragma unroll
-  for (int i = 0; i < 4; i++) low[i] = terms[i / 2 * 2][i % 2], high[i] = terms[i / 2 * 2 + 1][i % 2];
+  if constexpr (TABLED > 0) load_levels(low[0], low[1], table, word, 0), load_levels(low[2], low[3], table, word, 2);
+  else levels.permute(low, word, 0);
+  if constexpr (TABLED > 2) load_levels(high[0], high[1], table, word, 1), load_levels(high[2], high[3], table, word, 3);
+  else levels.permute(high, word, 1);
 }
 
 // The table, by so many threads: two copies each time.
@@ -65,8 +66,8 @@ __device__ __forceinline__ void fill_table(u32 table, int thread, int threads) {
   const Levels levels;
 #pragma unroll 1
   for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
-    u32 terms[2], none[2];
-    levels.permute(terms, none, i / (COPIES / 2), false);
+    u32 terms[4];
+    levels.permute(terms, i / (COPIES / 2), 0);
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %1, %2};" ::"r"(table + 16 * i), "r"(terms[0]), "r"(terms[1]) : "memory");
   }
 }

@@ -13,6 +13,7 @@ from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sparse_mm import driver
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
+NF4 = Form("nf4", 64, False, False, "bfloat16")
 LARGE, SMALL = (14336, 4096), (4096, 4096)
 
 
@@ -20,10 +21,12 @@ LARGE, SMALL = (14336, 4096), (4096, 4096)
     ("form", "rows", "shape", "gained"),
     [
         (INT4, 2, LARGE, True), (INT4, 3, LARGE, False), (INT4, 4, SMALL, True), (INT4, 5, SMALL, False),
-        (INT4._replace(element="int8"), 1, SMALL, False),
+        (INT4._replace(element="int8"), 1, SMALL, False), (INT4._replace(element="e4m3"), 1, SMALL, False),
+        (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
+        (NF4._replace(element="e2m1", group=16), 16, LARGE, True), (NF4._replace(element="e4m3_mx", group=32), 16, SMALL, True),
     ],
 )  # fmt: skip
-def test_few_rows_of_four_bits_gain(form, rows, shape, gained):
+def test_rows_that_gain(form, rows, shape, gained):
     assert gains(form, rows, *shape) == gained
 
 
