@@ -1,10 +1,10 @@
 """Which variant a product gets, where it is faster than `linear_small`.
 
-int4 as measured on an H200 and an H100 (g128; 1 to 16 rows; four shapes of an 8-billion-parameter model): clusters of more than two
-programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have twice the bytes
-and gain nothing.
+int4 as measured on an H200 and an H100 (g128; 1 to 16 rows; four shapes of an 8-billion-parameter model): clusters of more than
+two programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have twice
+the bytes and gain nothing.
 
-The others by what their instructions take, in clocks of a quarter of a multiprocessor for a warp's word of 16 rows by 16 columns
+The others by what their instructions take, in clocks of a quarter of a multiprocessor for a warp's word, 16 rows by 16 columns
 (8-bit elements: two words), at half an instruction of the integer unit a clock; memory at 4.2 TB/s is 32 (8-bit: 58):
 
     clocks                     integers   instructions   shared memory, 8 and 16 rows of x
@@ -14,8 +14,8 @@ The others by what their instructions take, in clocks of a quarter of a multipro
     e2m1, blocks of 16, 32     22, 21     23, 25         18, 26
     e4m3 in blocks of 32       23         25, 27         22, 30
 
-So all but NF4 wait for memory, and it nearly; `linear_small` takes some 59 instructions a word of NF4. Their x comes in stages where it
-has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so that x is read by few.
+So all but NF4 wait for memory, and it nearly; `linear_small` takes some 59 instructions a word of NF4. Their x comes in stages
+where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so that x is read by few.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def gains(form: Form, count: int, n: int, k: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
-    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs keep of x,
-    or of scales, is too long."""
+    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs keep of
+    x, or of scales, is too long."""
     tokens = next(size for size in TILES if count <= size)
     if form.element in TALL:
         return _tall(form, tokens, count, n, k)

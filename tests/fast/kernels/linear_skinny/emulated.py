@@ -16,8 +16,8 @@ from tests.emulator.device.stand_in import GUARD, _bytes
 
 
 class Device:
-    """Memory of the tensors that it was given, and of an output. swap: a piece of the source, which must have it, or of its headers,
-    and another in its place, to plant faults."""
+    """Memory of the tensors that it was given, and of an output. swap: a piece that the source or one of its headers
+    has, and what takes its place, to plant faults."""
 
     def __init__(self, *, early, seed=0, swap=None):
         self.memory, self.early, self.seed, self.swap = Memory(), early, seed, swap

@@ -121,9 +121,10 @@ def test_lanes_of_half_a_warp_read_pairs_of_banks_of_their_own(monkeypatch):
     assert seen == {(lane, 8 * lane) for lane in range(16)}
 
 
+WAIT = "wait_for(ring.empty + 8 * stage, (i / STAGES & 1) ^ 1);"
 FAULTS = {
     "x is read before it is there": ("STREAMED ? 33 : 1", "1"),
-    "x is copied over what is read": ("    wait_for(ring.empty + 8 * stage, (i / STAGES & 1) ^ 1);\n#pragma unroll 4", "#pragma unroll 4"),
+    "x is copied over what is read": (f"    {WAIT}\n#pragma unroll 4", "#pragma unroll 4"),
     "x of another stage": ("STREAMED ? begin + j", "STREAMED ? ring.stages + j"),
     "a table of other bytes": ("i / (COPIES / 2), 0)", "i / (COPIES / 2) + 1, 0)"),
     "the other row's level": ("table, word, 2)", "table, word, 3)"),
