@@ -44,8 +44,8 @@ def launch_for(
     """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
 
     None where another kernel has to: devices that are not Hopper's, weights whose rows or columns are filled, other dtypes and
-    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`, and None where it
-    would gain nothing.
+    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`, and None where
+    it would gain nothing.
     """
     if not is_taken(w, count, inputs, dtype):
         return None

@@ -1,8 +1,8 @@
 """Which variant a product gets, where it is faster than `linear_small`.
 
 int4 as measured on an H200 and an H100 (g128; 1 to 16 rows; four shapes of an 8-billion-parameter model): clusters of more than
-two programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have twice
-the bytes and gain nothing.
+two programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have
+twice the bytes and gain nothing.
 
 The others by what their instructions take, in clocks of a quarter of a multiprocessor for a warp's word, 16 rows by 16 columns
 (8-bit elements: two words), at half an instruction of the integer unit a clock; memory at 4.2 TB/s is 32 (8-bit: 58):
@@ -47,8 +47,8 @@ def gains(form: Form, count: int, n: int, k: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
-    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs keep of
-    x, or of scales, is too long."""
+    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs
+    keep of x, or of scales, is too long."""
     tokens = next(size for size in TILES if count <= size)
     if form.element in TALL:
         return _tall(form, tokens, count, n, k)

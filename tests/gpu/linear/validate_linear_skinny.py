@@ -4,8 +4,8 @@
         [--rows 1 16] [--json FILE] [--no-bits]
 
 Exactness is of every scheme, or of those that are named, of every variant that is timed, poisoned outputs between guards. Times
-are of CUDA graphs in turn, over weights that exceed the L2 cache, beside bfloat16 and `linear_small`; the rule's variant is first.
-Kernels are compiled on all cores before. Prints as it goes, writes the rows; exits with 1 on any difference.
+are of CUDA graphs in turn, over weights that exceed the L2 cache, beside bfloat16 and `linear_small`; the rule's variant is
+first. Kernels are compiled on all cores before. Prints as it goes, writes the rows; exits with 1 on any difference.
 """
 
 from __future__ import annotations
