@@ -48,16 +48,19 @@ struct Levels {
   }
 };
 
-__device__ __forceinline__ void load_levels(u32& first, u32& second, u32 table, u32 word, int byte) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-      : "=r"(first), "=r"(second) : "r"(table + permuted(word, 0, 0x4440 + byte) * ENTRY) : "memory");
+// The same by the table.
+__device__ __forceinline__ void load_levels(u32 (&a)[4], u32 table, u32 word, int row) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+        : "=r"(a[i]), "=r"(a[i + 1]) : "r"(table + permuted(word, 0, 0x4440 + row + i) * ENTRY) : "memory");
 }
 
 // The first operands of a tile of 16 columns, of rows n and of n + 8: HI and MID at columns k, then both at k + 8. table: a lane's copies.
 __device__ __forceinline__ void decode_levels(u32 (&low)[4], u32 (&high)[4], u32 word, const Levels& levels, u32 table) {
-  if constexpr (TABLED > 0) load_levels(low[0], low[1], table, word, 0), load_levels(low[2], low[3], table, word, 2);
+  if constexpr (TABLED > 0) load_levels(low, table, word, 0);
   else levels.permute(low, word, 0);
-  if constexpr (TABLED > 2) load_levels(high[0], high[1], table, word, 1), load_levels(high[2], high[3], table, word, 3);
+  if constexpr (TABLED > 2) load_levels(high, table, word, 1);
   else levels.permute(high, word, 1);
 }
 

@@ -90,7 +90,8 @@ struct Places {
   Levels levels;
   float own;
   __device__ __forceinline__ Places(const Problem& p, const Ring& ring, const Lane& at)
-      : words(at.block * BLOCK_BYTES + at.slab * 512 + at.lane * 16), scale(ring.scale + (FACTORED ? at.couple() * FACTOR_BYTES : at.first() * 4)),
+      : words(at.block * BLOCK_BYTES + at.slab * 512 + at.lane * 16),
+        scale(ring.scale + (FACTORED ? at.couple() * FACTOR_BYTES : at.first() * 4)),
         zero(ring.zero + at.couple() * 4), table(ring.table + at.lane % COPIES * 8),
         own(FACTORED ? *reinterpret_cast<const float*>(p.scale) * LACKING : 1.f) {
     if (ELEMENT == NF4) levels.keep(u32(p.count >> 16 & at.lane));

@@ -59,7 +59,8 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from) {
 __device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const char* from, i64 step, int rows, int bytes, int thread) {
   const int each = bytes / 16;
 #pragma unroll 1
-  for (int i = thread; i < rows * each; i += 32 * WARPS) copy_16(to + i / each * pitch + i % each * 16, from + i / each * step + i % each * 16);
+  for (int i = thread; i < rows * each; i += 32 * WARPS)
+    copy_16(to + i / each * pitch + i % each * 16, from + i / each * step + i % each * 16);
 }
 
 // What is small, of the part of K; it is there after `settle`.

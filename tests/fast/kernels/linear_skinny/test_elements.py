@@ -128,7 +128,7 @@ FAULTS = {
     "x is copied over what is read": (f"    {WAIT}\n#pragma unroll 4", "#pragma unroll 4"),
     "x of another stage": ("STREAMED ? begin + j", "STREAMED ? ring.stages + j"),
     "a table of other bytes": ("i / (COPIES / 2), 0)", "i / (COPIES / 2) + 1, 0)"),
-    "the other row's level": ("table, word, 2)", "table, word, 3)"),
+    "the other row's level": ("load_levels(low, table, word, 0)", "load_levels(low, table, word, 1)"),
     "the second term is left out": ("fmaf(sums[0][t][i + 2], SECOND", "fmaf(sums[0][t][i + 2], 0.f"),
     "highest bits of other codes": ("0xFBD9u : 0xEAC8u", "0xEAC8u : 0xFBD9u"),
     "the first group's scale": ("places, scale + group * SCALE_BYTES", "places, scale"),
