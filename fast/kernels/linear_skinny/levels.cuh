@@ -3,9 +3,9 @@
 // its row n + 8: what a 64-bit load brings is two registers of one operand, and none is moved.
 //
 // What costs is the integer unit, half an instruction of a warp a clock, and shared memory, 128 bytes a clock of a multiprocessor.
-// So TABLED bytes of a word (0, 2 or 4, those of rows n first) are looked up, both registers at once, in a table of all bytes; the others are put
-// together from tables of single bytes by `prmt`. A word of 32 lanes takes 32 permutations or the like, or 8 reads of 128 bytes; half
-// and half 20 and 4, each some 40 clocks of a quarter, beside the memory's 30.
+// So TABLED bytes of a word (0, 2 or 4, those of rows n first) are looked up, both registers at once, in a table of all bytes; the
+// others are put together from tables of single bytes by `prmt`. A warp's word takes 32 permutations or the like, or 8 reads of 128
+// bytes beside 4 to 6 others; half and half 18, and 4 reads (`select.py` has the clocks).
 //
 // The table has its 8 bytes sixteen times side by side: halves of a warp read 64 bits each in one go, and their lanes read pairs of
 // banks of their own whatever the codes are.
@@ -56,7 +56,8 @@ __device__ __forceinline__ void load_levels(u32 (&a)[4], u32 table, u32 word, in
         : "=r"(a[i]), "=r"(a[i + 1]) : "r"(table + permuted(word, 0, 0x4440 + row + i) * ENTRY) : "memory");
 }
 
-// The first operands of a tile of 16 columns, of rows n and of n + 8: HI and MID at columns k, then both at k + 8. table: a lane's copies.
+// The first operands of a tile of 16 columns, of rows n and of n + 8: HI and MID at columns k, then both at k + 8. table: a lane's
+// copies.
 __device__ __forceinline__ void decode_levels(u32 (&low)[4], u32 (&high)[4], u32 word, const Levels& levels, u32 table) {
   if constexpr (TABLED > 0) load_levels(low, table, word, 0);
   else levels.permute(low, word, 0);

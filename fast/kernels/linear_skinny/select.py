@@ -12,7 +12,7 @@ The others by what their instructions take, in clocks of a quarter of a multipro
     NF4, all by a table        8          18, 23         50, 58
     NF4, none by a table       64         39, 44         18, 26
     e2m1, blocks of 16, 32     22, 21     23, 25         18, 26
-    e4m3 in blocks of 32       23         25, 27         22, 30
+    e4m3 in blocks of 32       23         25, 27         25, 33
 
 So all but NF4 wait for memory, and it nearly; `linear_small` takes some 59 instructions a word of NF4. Their x comes in stages
 where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so that x is read by few.

@@ -32,10 +32,13 @@ def test_rows_that_gain(form, rows, shape, gained):
 
 @pytest.mark.parametrize(
     ("shape", "blocks", "splits"),
-    [(LARGE, 2, 1), ((4096, 14336), 1, 2), (SMALL, 1, 2), ((2048, 4096), 1, 2), ((1024, 4096), 1, 4), ((128256, 4096), 4, 1)],
+    [
+        (LARGE, 2, 1), ((4096, 14336), 1, 2), (SMALL, 1, 2), ((2048, 4096), 1, 2), ((1024, 4096), 1, 4),
+        ((128256, 4096), 4, 1),
+    ],
 )  # fmt: skip
 def test_programs_of_nf4_run_at_once(shape, blocks, splits):
-    """One a multiprocessor, tall where there are more blocks than those; clusters of four run 30 at once. x by the row count."""
+    """One a multiprocessor, tall where there are more blocks than those; of clusters of four 30 run at once. x by its rows."""
     for count, streamed in ((1, False), (2, False), (3, True), (16, True)):
         one = choose(NF4, count, *shape)
         assert (one.blocks, one.splits, one.at_once, one.streamed) == (blocks, splits, 1, streamed)
