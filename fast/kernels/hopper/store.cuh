@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, c
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     sync_group(group);
     if (thread == 0) {
-      if (token + from < p.tokens && first >= least) write_box(maps.y, buffer, 2 * first, token + from);
+      if (token + from < p.tokens && first >= least && first < p.features) write_box(maps.y, buffer, 2 * first, token + from);
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }

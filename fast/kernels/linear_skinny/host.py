@@ -11,7 +11,7 @@ from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch, is_loadable
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
-from fast.kernels.linear_skinny.variants import ELEMENTS, STEP, Form, Variant
+from fast.kernels.linear_skinny.variants import ELEMENTS, FACTORED, STEP, Form, Variant
 from fast.kernels.sparse_mm.nvrtc import library
 
 INPUTS = (torch.bfloat16, torch.float16)
@@ -44,7 +44,8 @@ def launch_for(
     """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
 
     None where another kernel has to: devices that are not Hopper's, weights whose rows or columns are filled, other dtypes and
-    elements, more than MOST_ROWS rows. variant: by default that of `choose`, and None where it would gain nothing.
+    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`, and None where
+    it would gain nothing.
     """
     if not is_taken(w, count, inputs, dtype):
         return None
@@ -80,6 +81,8 @@ def linear_skinny(
 def is_taken(w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether sizes, dtypes and the device are those of the kernel."""
     if inputs not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
+        return False
+    if w.element in FACTORED and inputs != torch.bfloat16:
         return False
     if w.element not in ELEMENTS or w.shape != (w.rows, w.columns) or w.shape[1] % STEP:
         return False

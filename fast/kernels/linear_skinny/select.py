@@ -1,8 +1,21 @@
-"""Which variant a product gets, where it is faster than `linear_small`: as measured on an H200 and an H100 (int4 g128, int8 by
-rows; 1 to 16 rows; four shapes of an 8-billion-parameter model).
+"""Which variant a product gets, where it is faster than `linear_small`.
 
-What costs: clusters of more than two programs, x in every program (so few rows alone gain), phases of fewer than four warps.
-Eight-bit weights have twice the bytes and gain nothing.
+int4 as measured on an H200 and an H100 (g128; 1 to 16 rows; four shapes of an 8-billion-parameter model): clusters of more than
+two programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have
+twice the bytes and gain nothing.
+
+The others by what their instructions take, in clocks of a quarter of a multiprocessor for a warp's word, 16 rows by 16 columns
+(8-bit elements: two words), at half an instruction of the integer unit a clock; memory at 4.2 TB/s is 32 (8-bit: 58):
+
+    clocks                     integers   instructions   shared memory, 8 and 16 rows of x
+    NF4, half by a table       36         29, 34         34, 42
+    NF4, all by a table        8          18, 23         50, 58
+    NF4, none by a table       64         39, 44         18, 26
+    e2m1, blocks of 16, 32     22, 21     23, 25         18, 26
+    e4m3 in blocks of 32       23         25, 27         25, 33
+
+So all but NF4 wait for memory, and it nearly; `linear_small` takes some 59 instructions a word of NF4. Their x comes in stages
+where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so that x is read by few.
 """
 
 from __future__ import annotations
@@ -11,29 +24,50 @@ from functools import lru_cache
 
 from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted
 
-#: Elements that gain, up to how many rows of x, and of weights of at most SMALL elements; the most rows that a variant takes.
-SERVED, GAINING, GAINING_SMALL, SMALL = ("int4",), 2, 4, 1 << 24
+#: The most rows of x of elements that gain; of int4 by weights of at most SMALL elements GAINING_SMALL.
+GAINING = {"int4": 2, "nf4": 16, "e2m1": 16, "e4m3_mx": 16}
+GAINING_SMALL, SMALL = 4, 1 << 24
+#: The most rows that a variant takes, and rows of its tiles.
 MOST_ROWS, TILES = 16, (8, 16)
 #: Multiprocessors; programs that there should be at least; the most parts of K, and the fewest steps of one.
 FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS = 132, 128, 8, 8
 #: Blocks of 64 rows of a program, and warps that share a block's stages.
 BLOCKS, PHASES = 1, 4
+#: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
+TALL, CLUSTERS = ("nf4", "e2m1", "e4m3_mx"), {2: 66, 4: 30, 8: 14}
+#: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
+UPFRONT, TABLED = 2, 2
 
 
 def gains(form: Form, count: int, n: int, k: int) -> bool:
     """Whether so many rows are multiplied faster than by `linear_small`."""
-    return form.element in SERVED and count <= (GAINING_SMALL if n * k <= SMALL else GAINING)
+    most = GAINING.get(form.element, 0)
+    return count <= (GAINING_SMALL if form.element == "int4" and n * k <= SMALL else most)
 
 
 @lru_cache(maxsize=1024)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
-    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where x is too long."""
+    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs
+    keep of x, or of scales, is too long."""
     tokens = next(size for size in TILES if count <= size)
+    if form.element in TALL:
+        return _tall(form, tokens, count, n, k)
     steps, programs, splits = k // STEP, n // (64 * BLOCKS), 1
     while splits < MOST_SPLITS and programs * splits < ENOUGH and steps // (2 * splits) >= FEWEST_STEPS:
         splits *= 2
     at_once = 1 if programs * splits <= FULL else 2
     return fitted(form, (tokens, BLOCKS, PHASES, splits), count, steps, at_once)
+
+
+def _tall(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
+    """One program a multiprocessor, with sixteen warps."""
+    possible = [blocks for blocks in (1, 2, 4) if n % (64 * blocks) == 0]
+    blocks = next((blocks for blocks in possible if n // (64 * blocks) <= FULL), possible[-1])
+    steps, programs, splits = k // STEP, n // (64 * blocks), 1
+    while splits < MOST_SPLITS and programs <= CLUSTERS[2 * splits] and steps // (2 * splits) >= FEWEST_STEPS:
+        splits *= 2
+    sizes, streamed = (tokens, blocks, 4 // blocks, splits), count > UPFRONT
+    return fitted(form, sizes, count, steps, 1, streamed=streamed, tabled=TABLED)
 
 
 __all__ = ["GAINING", "MOST_ROWS", "TILES", "choose", "gains"]

@@ -6,16 +6,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.codebook_scales import SECOND
+from fast.codebook_scales import TERMS as LEVELS
+
 SOURCE = Path(__file__).with_name("linear_skinny.cu")
+#: Headers beside the source.
+OWN = ("decode.cuh", "factors.cuh", "levels.cuh", "load.cuh")
 HEADERS = Path(__file__).parents[1] / "hopper"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Names of dtypes and elements by the numbers that the source gives them.
-KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3")
+KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
+#: Elements whose scales are factors of theirs, of bfloat16 alone.
+FACTORED = ("e2m1", "e4m3_mx")
 #: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
 SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
 #: Columns of a step; bytes of 64 rows by 64 columns; bytes of a stage of one block: smaller ones are asked for too slowly.
-STEP, ATOMS, STAGE = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096}, 8192
+STEP, STAGE = 128, 8192
+ATOMS = {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
 MOST_STAGES = 16
+#: Bytes of the table of levels: 8 for each byte of codes, sixteen times (`levels.cuh`).
+TABLE = 256 * 16 * 8
 
 
 class Form(NamedTuple):
@@ -38,11 +48,21 @@ class Form(NamedTuple):
             return 1
         return steps * STEP // self.group + (2 if self.group > STEP else 0)
 
+    def small(self, steps: int) -> int:
+        """Bytes of scales, or factors, and zero points of a row for so many steps."""
+        if self.element in FACTORED:
+            return steps * STEP // 64 * (8 if self.group == 16 else 2)
+        return self.groups(steps) * (4 * (self.group > 0) + 2 * self.zero)
+
+
+Sizes = tuple[int, int, int, int]
+
 
 class Variant(NamedTuple):
     """tokens: rows of x of a tile. blocks: of 64 rows of the weight in a program. phases: warps that share a block's steps.
 
-    splits: programs along K, a cluster. stages: of the ring. at_once: programs of a multiprocessor.
+    splits: programs along K, a cluster. stages: of the ring. at_once: programs of a multiprocessor. streamed: whether x comes
+    in stages too, by a warp of its own. tabled: bytes of a word of NF4 that a table decodes, 0, 2 or 4.
     """
 
     tokens: int
@@ -51,59 +71,68 @@ class Variant(NamedTuple):
     splits: int
     stages: int
     at_once: int = 2
+    streamed: bool = False
+    tabled: int = 2
 
     @property
     def threads(self) -> int:
-        """Threads of a program, the warp that loads included."""
-        return 32 * (4 * self.blocks * self.phases + 1)
+        """Threads of a program, the warps that load included."""
+        return 32 * (4 * self.blocks * self.phases + 1 + self.streamed)
 
-    @property
-    def stage(self) -> int:
+    def stage(self, form: Form) -> int:
         """Bytes of a stage and its barriers."""
-        return self.blocks * STAGE + 16
+        return self.blocks * STAGE + 16 + self.streamed * self.tokens * (form.steps * 2 * STEP + 16)
 
     def shared(self, form: Form, count: int, steps: int) -> int:
-        """Bytes of dynamic shared memory for `count` rows of x and `steps` along K: ring, sums, alignment; of a program's part
-        of K scales, zero points and rows of x."""
+        """Bytes of dynamic shared memory for `count` rows of x and `steps` along K: ring, sums, alignment, the table; of a
+        program's part of K scales, zero points and rows of x."""
         rows, part = 64 * self.blocks, -(-steps // self.splits)
         sums = self.phases * self.tokens * (rows + 4) * 4
-        small = form.groups(part) * rows * (4 * (form.group > 0) + 2 * form.zero)
-        return self.stages * self.stage + sums + 144 + small + count * (part * 2 * STEP + 16)
+        table = TABLE if form.element == "nf4" and self.tabled else 0
+        x = 0 if self.streamed else count * (part * 2 * STEP + 16)
+        return self.stages * self.stage(form) + sums + 144 + table + form.small(part) * rows + x
 
 
-def fitted(
-    form: Form, sizes: tuple[int, int, int, int], count: int, steps: int, at_once: int = 2
-) -> Variant | None:
+def fitted(form: Form, sizes: Sizes, count: int, steps: int, at_once: int = 2, **rest: int) -> Variant | None:
     """The variant with as many stages as shared memory holds for `at_once` programs, a multiple of the phases, no more than its
-    steps ask for; None where that is none. sizes: tokens, blocks, phases, splits."""
-    one = Variant(*sizes, 1, at_once)
-    room = min(SHARED // at_once - SYSTEM, MOST_SHARED) - one.shared(form, count, steps) + one.stage
+    steps ask for; None where that is none. sizes: tokens, blocks, phases, splits; rest: further fields."""
+    one = Variant(*sizes, 1, at_once, **rest)  # type: ignore[arg-type]
+    stage, phases = one.stage(form), one.phases
+    room = min(SHARED // at_once - SYSTEM, MOST_SHARED) - one.shared(form, count, steps) + stage
     part = -(-steps // one.splits)
-    phases = one.phases
     needed = -(-part // form.steps // phases) * phases
-    stages = min(room // one.stage // phases * phases, MOST_STAGES, needed)
+    stages = min(room // stage // phases * phases, MOST_STAGES // phases * phases, needed)
     return one._replace(stages=stages) if stages > 0 else None
 
 
 def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
+    levels = "float16" if form.half else "bfloat16"
     numbers = {
         "STEPS": form.steps, "ELEMENT": ELEMENTS.index(form.element), "GROUP": form.group, "ZERO": int(form.zero),
-        "HALF": int(form.half), "OUT": KINDS.index(form.out),
+        "HALF": int(form.half), "OUT": KINDS.index(form.out), "PLANES": planes(levels), "SECOND": f"{SECOND}f",
     }  # fmt: skip
-    defined = {name.upper(): value for name, value in variant._asdict().items()} | numbers
-    source, header = texts()
-    return (
-        source,
-        {"copies.cuh": header},
-        (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items())),
-    )
+    defined = {name.upper(): value for name, value in variant._asdict().items()}
+    defined |= numbers | {"STREAMED": int(variant.streamed)}
+    source, headers = texts()
+    return source, headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+
+
+def planes(dtype: str) -> str:
+    """Bytes of the levels of NF4, four in a number: of the high bytes of both terms, of the low ones of either."""
+    rows = []
+    for plane in range(3):
+        values = bytes((hi >> 8, hi & 255, mid & 255)[plane] for hi, mid in LEVELS[dtype])
+        words = [f"0x{int.from_bytes(values[at : at + 4], 'little'):08X}u" for at in range(0, 16, 4)]
+        rows.append("{" + ",".join(words) + "}")
+    return "{" + ",".join(rows) + "}"
 
 
 @lru_cache(maxsize=1)
-def texts() -> tuple[str, str]:
-    """The kernel and the header of copies."""
-    return SOURCE.read_text(), (HEADERS / "copies.cuh").read_text()
+def texts() -> tuple[str, dict[str, str]]:
+    """The kernel, and its headers by name."""
+    places = [HEADERS / "copies.cuh", *(SOURCE.with_name(name) for name in OWN)]
+    return SOURCE.read_text(), {place.name: place.read_text() for place in places}
 
 
-__all__ = ["ELEMENTS", "KINDS", "MOST_SHARED", "STEP", "Form", "Variant", "fitted", "sources"]
+__all__ = ["ELEMENTS", "FACTORED", "KINDS", "MOST_SHARED", "STEP", "Form", "Variant", "fitted", "sources"]

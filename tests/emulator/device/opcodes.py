@@ -235,13 +235,12 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
 
 
 def _permuted(a: int, b: int, selector: int) -> int:
-    """Bytes of two words by their numbers; no signs."""
+    """Bytes of two words by their numbers; of a number of 8 and more the byte's sign, eight times."""
     found, both = 0, (a & 0xFFFFFFFF) | (b & 0xFFFFFFFF) << 32
     for at in range(4):
         number = selector >> 4 * at & 15
-        if number > 7:
-            raise NotImplementedError(f"prmt by {selector:#x}")
-        found |= (both >> 8 * number & 255) << 8 * at
+        byte = both >> 8 * (number & 7) & 255
+        found |= (byte if number < 8 else 255 * (byte >> 7)) << 8 * at
     return found
 
 

@@ -110,6 +110,8 @@ def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | No
         pending = int(operands[0])
         # The last group is not committed, and not waited for.
         return lambda th: _arrive(th, pending + 1)
+    if opcode == "cp.async.mbarrier.arrive.noinc.shared::cta.b64":
+        return _arrive_late(o.address(operands[0]))
     size = int(operands[2])
     if not (opcode == "cp.async.cg.shared.global" and size == 16) and not (
         opcode == "cp.async.ca.shared.global" and size in (4, 8, 16)
@@ -138,6 +140,22 @@ def _arrive(th: Any, rest: int) -> None:
             th.cta.shared.view(to, len(data))[:] = data
     if not groups:
         groups.append([])
+
+
+def _arrive_late(address: Step) -> Step:
+    """A thread's copies so far arrive some time, all before its arrival at a barrier, which counts it."""
+
+    def arrive(th: Any) -> None:
+        copies, cta, place = sum(th.__dict__.pop("late", []), []), th.cta, address(th)
+
+        def make() -> None:
+            for to, data in copies:
+                cta.shared.view(to, len(data))[:] = data
+            cta.shared.barriers[place].change(1, 0)
+
+        cta.cluster.copy(make)
+
+    return arrive
 
 
 def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:

@@ -16,15 +16,21 @@ from tests.emulator.device.stand_in import GUARD, _bytes
 
 
 class Device:
-    """Memory of the tensors that it was given, and of an output. change: of the source, to plant faults."""
+    """Memory of the tensors that it was given, and of an output. swap: a piece that the source or one of its headers
+    has, and what takes its place, to plant faults."""
 
-    def __init__(self, *, early, seed=0, change=lambda text: text):
-        self.memory, self.early, self.seed, self.change = Memory(), early, seed, change
+    def __init__(self, *, early, seed=0, swap=None):
+        self.memory, self.early, self.seed, self.swap = Memory(), early, seed, swap
 
     def launcher(self, variant, form, sizes, bias_kind):
         """As `SkinnyLaunch.launch`."""
         source, headers, options = sources(variant, form)
-        ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
+        if self.swap is not None:
+            old, new = self.swap
+            assert sum(old in text for text in (source, *headers.values())) == 1
+            headers = {name: text.replace(old, new) for name, text in headers.items()}
+            source = source.replace(old, new)
+        ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode().rstrip("\0")
         programs = sizes[1] // (64 * variant.blocks) * variant.splits
 
         def run(stream, addresses):

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from fast.kernels.linear_skinny import host, launch
-from fast.kernels.linear_skinny.select import gains
+from fast.kernels.linear_skinny.select import choose, gains
 from fast.kernels.linear_skinny.variants import Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sparse_mm import driver
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
+NF4 = Form("nf4", 64, False, False, "bfloat16")
 LARGE, SMALL = (14336, 4096), (4096, 4096)
 
 
@@ -20,11 +21,42 @@ LARGE, SMALL = (14336, 4096), (4096, 4096)
     ("form", "rows", "shape", "gained"),
     [
         (INT4, 2, LARGE, True), (INT4, 3, LARGE, False), (INT4, 4, SMALL, True), (INT4, 5, SMALL, False),
-        (INT4._replace(element="int8"), 1, SMALL, False),
+        (INT4._replace(element="int8"), 1, SMALL, False), (INT4._replace(element="e4m3"), 1, SMALL, False),
+        (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
+        (NF4._replace(element="e2m1", group=16), 16, LARGE, True), (NF4._replace(element="e4m3_mx", group=32), 16, SMALL, True),
     ],
 )  # fmt: skip
-def test_few_rows_of_four_bits_gain(form, rows, shape, gained):
+def test_rows_that_gain(form, rows, shape, gained):
     assert gains(form, rows, *shape) == gained
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "splits"),
+    [
+        (LARGE, 2, 1), ((4096, 14336), 1, 2), (SMALL, 1, 2), ((2048, 4096), 1, 2), ((1024, 4096), 1, 4),
+        ((128256, 4096), 4, 1),
+    ],
+)  # fmt: skip
+def test_programs_of_nf4_run_at_once(shape, blocks, splits):
+    """One a multiprocessor, tall where there are more blocks than those; of clusters of four 30 run at once. x by its rows."""
+    for count, streamed in ((1, False), (2, False), (3, True), (16, True)):
+        one = choose(NF4, count, *shape)
+        assert (one.blocks, one.splits, one.at_once, one.streamed) == (blocks, splits, 1, streamed)
+        assert (one.tokens, one.tabled, one.blocks * one.phases) == (8 if count <= 8 else 16, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("element", "inputs", "taken"),
+    [("nf4", torch.float16, True), ("e2m1", torch.float16, False), ("e4m3_mx", torch.float16, False),
+     ("e2m1", torch.bfloat16, True), ("e4m3_mx", torch.bfloat16, True)],
+)  # fmt: skip
+def test_factors_go_with_bfloat16_alone(monkeypatch, element, inputs, taken):
+    monkeypatch.setattr(host, "capability", lambda index: host.HOPPER)
+    monkeypatch.setattr(host, "has_compiler", lambda: True)
+    monkeypatch.setattr(host, "interpreted", lambda: False)
+    words = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
+    w = SimpleNamespace(words=words, element=element, shape=(128, 256), rows=128, columns=256)
+    assert host.is_taken(w, 4, inputs, torch.float32) == taken
 
 
 def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
