@@ -24,7 +24,8 @@ LARGE, SMALL, LEAST = (14336, 4096), (4096, 4096), (1024, 4096)
         (INT4, 2, LARGE, True), (INT4, 3, LARGE, False), (INT4, 4, SMALL, True), (INT4, 5, SMALL, False),
         (INT4._replace(element="int8"), 1, SMALL, False), (INT4._replace(element="e4m3"), 1, SMALL, False),
         (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
-        (E2M1, 1, SMALL, False), (E2M1, 8, LEAST, True), (E2M1, 9, LEAST, False), (MXFP8, 8, LEAST, True), (MXFP8, 1, SMALL, False),
+        (E2M1, 1, SMALL, False), (E2M1, 8, LEAST, True), (E2M1, 9, LEAST, False), (MXFP8, 8, LEAST, True),
+        (MXFP8, 1, SMALL, False),
     ],
 )  # fmt: skip
 def test_rows_that_gain(form, rows, shape, gained):
