@@ -12,13 +12,13 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.variants import Variant, Weight, sources
+from fast.kernels.mixed_mm.variants import THREADS, Variant, Weight, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.stand_in import MAP, StandIn, described
 
 
 class MixedStandIn(StandIn):
-    """A device for `mixed_mm`, whose clusters run at the same time, as many as at once."""
+    """A device for `mixed_mm`."""
 
     def launches(self, variant: Variant, weight: Weight, name: str, device: int) -> Any:  # type: ignore[override]
         """As `host._launch`."""
@@ -31,10 +31,10 @@ class MixedStandIn(StandIn):
             ]
             found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
             machine = Machine(
-                ptx, self.memory, arguments, found, threads=variant.threads,
+                ptx, self.memory, arguments, found, threads=THREADS,
                 shared=variant.shared(weight), early=self.early, seed=self.seed,
             )  # fmt: skip
-            machine.run(programs, variant.cluster, self.at_once)
+            machine.run(programs, variant.cluster)
 
         return launch, self.at_once
 
