@@ -18,7 +18,7 @@ from tests.emulator.device.stand_in import MAP, StandIn, described
 
 
 class MixedStandIn(StandIn):
-    """A device for `mixed_mm`."""
+    """A device for `mixed_mm`, whose clusters run at the same time, as many as at once."""
 
     def launches(self, variant: Variant, weight: Weight, name: str, device: int) -> Any:  # type: ignore[override]
         """As `host._launch`."""
@@ -34,7 +34,7 @@ class MixedStandIn(StandIn):
                 ptx, self.memory, arguments, found, threads=THREADS,
                 shared=variant.shared(weight), early=self.early, seed=self.seed,
             )  # fmt: skip
-            machine.run(programs, variant.cluster)
+            machine.run(programs, variant.cluster, self.at_once)
 
         return launch, self.at_once
 
