@@ -1,7 +1,7 @@
 """33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to times of an H100.
 
-Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Steps were timed of
-weights of (14336, 4096), (6144, 4096) and (4096, 14336), 64 to 128 rows. Up to 32 rows `linear_small` was always faster.
+Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Steps were timed
+of weights of (14336, 4096), (6144, 4096) and (4096, 14336), 64 to 128 rows. Of 32 rows `linear_small` was always faster.
 """
 
 from __future__ import annotations
