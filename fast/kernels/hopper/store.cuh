@@ -41,9 +41,9 @@ struct Biases {
   }
 };
 
-// turn: which buffer is next. first: of the warpgroup's features; below `least` they are another tile's.
+// turn: which buffer is next. first: of the warpgroup's features.
 __device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, const Biases& bias, const Sum (&sum)[SUMS], u32 buffers,
-                                           u32& turn, int group, int thread, int token, int first, int least) {
+                                           u32& turn, int group, int thread, int token, int first) {
   const int lane = thread % 32, part = thread / 32 * 2 + lane / 8 % 2;  // 16 bytes of a row of 128
   const u32 own = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ lane % 8) << 4);
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, c
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     sync_group(group);
     if (thread == 0) {
-      if (token + from < p.tokens && first >= least && first < p.features) write_box(maps.y, buffer, 2 * first, token + from);
+      if (token + from < p.tokens && first < p.features) write_box(maps.y, buffer, 2 * first, token + from);
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }

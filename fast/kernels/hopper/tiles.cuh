@@ -11,20 +11,13 @@ struct Tiles {
         group(p.group), next(blockIdx.x / CLUSTER), step(gridDim.x / CLUSTER) {}
 
   __device__ __forceinline__ bool take(u32 neighbour) {
-    if (next >= count()) return false;
-    place(next, neighbour);
-    next += step;
-    return true;
-  }
-
-  __device__ __forceinline__ int count() const { return along_tokens * along_features; }
-
-  // Go to a tile by its number.
-  __device__ __forceinline__ void place(int number, u32 neighbour) {
-    const int before = number / (group * along_features) * group, size = min(group, along_tokens - before);
-    const int at = number - before * along_features;
+    if (next >= along_tokens * along_features) return false;
+    const int before = next / (group * along_features) * group, size = min(group, along_tokens - before);
+    const int at = next - before * along_features;
     token = (before + at % size) * TOKENS;
     feature = (at / size * PAIR + int(neighbour)) * FEATURES;
+    next += step;
+    return true;
   }
 };
 

@@ -1,43 +1,74 @@
-"""17 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by the model of the one and times of the other."""
+"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to times of an H100.
+
+Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Steps were timed
+of weights of (14336, 4096), (6144, 4096) and (4096, 14336), 64 to 128 rows. Of 32 rows `linear_small` was always faster.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
-from fast.kernels.mixed_mm.select import MULTIPROCESSORS, choose, nanoseconds
-from fast.kernels.mixed_mm.variants import Weight
+from fast.kernels.linear_small.tilings import CACHE, LAUNCH, SECOND, tiling_of
+from fast.kernels.mixed_mm.select import MULTIPROCESSORS, choose, rounds
+from fast.kernels.mixed_mm.variants import ATOM, Weight
 
-#: The most rows of `linear_small` and the fewest that are asked for; the most by the columns of TIMES.
-LEAST, MOST, ROWS = 17, 128, (32, 64, 128)
-#: Microseconds of `linear_small` on an H200 of a weight of (14336, 4096), by what it decodes. Where zero points or groups were
-#: not timed, those of the element without; int4 in groups of 32 with zero points take no less than without.
-TIMES = {
-    Weight("int4"): (15.5, 21.9, 32.8), Weight("int4", False, 2): (21.9, 39.7, 62.8),
-    Weight("int4", True): (18.3, 24.0, 53.9), Weight("int4", True, 2): (21.9, 39.7, 62.8),
-    Weight("int8"): (19.6, 27.4, 39.4), Weight("e4m3"): (20.7, 28.0, 40.0),
-    Weight("e2m1", False, 2): (18.2, 26.2, 41.7), Weight("e2m1", False, 4): (18.0, 25.9, 40.9),
-    Weight("e4m3_mx", False, 2): (23.5, 28.9, 42.3),
+#: The fewest rows that are asked for, and the most of `linear_small`.
+LEAST, MOST = 33, 128
+
+
+class Steps(NamedTuple):
+    """Microseconds of a step. own: of 64 columns. half: of `linear_small`, 128 columns of 64 rows of x where there are no more;
+    halves: of 64 rows of more of them, in two programs; whole: of 128 rows. 8-bit elements have no halves."""
+
+    own: float
+    half: float
+    halves: float
+    whole: float
+
+
+#: By what is decoded. Where zero points or groups were not timed they are those of the element without, see `steps_of`.
+STEPS = {
+    Weight("int4"): Steps(0.495, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
+    Weight("int4", False, 2): Steps(0.54, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.56, 0.95, 0.0, 1.31),
+    Weight("e4m3"): Steps(0.565, 0.90, 0.0, 1.28), Weight("e2m1", False, 2): Steps(0.44, 0.68, 0.62, 1.17),
+    Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
 }  # fmt: skip
-TIMED = 14336 * 4096
-#: Microseconds of a call whatever the weight; how much faster the other kernel has to be, as the model is no closer.
-ONCE, MARGIN = 3.0, 0.95
+#: Microseconds of a call of `mixed_mm`, and of parts of K; how much faster it has to be.
+ONCE, PARTS, MARGIN = 3.0, 3.9, 0.97
 
 
 @lru_cache(maxsize=4096)
 def gains(
     tokens: int, features: int, length: int, weight: Weight, multiprocessors: int = MULTIPROCESSORS
 ) -> bool:
-    """Whether x (tokens, length), 17 to 128 rows, by a weight (features, length) is for `mixed_mm`."""
+    """Whether x (tokens, length), 33 to 128 rows, by a weight (features, length) is for `mixed_mm`."""
+    arguments = tokens, features, length, weight, multiprocessors
+    return own_time(*arguments) < MARGIN * other_time(*arguments)
+
+
+def own_time(tokens: int, features: int, length: int, weight: Weight, multiprocessors: int) -> float:
+    """Microseconds of `mixed_mm`."""
     one = choose(tokens, features, length, weight, multiprocessors)
-    own = nanoseconds(one, tokens, features, length, multiprocessors, weight) / 1e3
-    return own < MARGIN * microseconds(tokens, features, length, weight)
+    round_of = length / ATOM / one.splits * steps_of(weight).own + (PARTS if one.splits > 1 else 0.0)
+    return ONCE + rounds(one, tokens, features, multiprocessors) * round_of
 
 
-def microseconds(tokens: int, features: int, length: int, weight: Weight) -> float:
-    """How long `linear_small` takes, of as many elements as were timed or more or fewer of them."""
-    times = TIMES.get(weight) or TIMES[Weight(weight.element)]
-    timed = next(us for rows, us in zip(ROWS, times, strict=True) if tokens <= rows)
-    return ONCE + (timed - ONCE) * features * length / TIMED
+def other_time(tokens: int, features: int, length: int, weight: Weight, multiprocessors: int) -> float:
+    """Microseconds of `linear_small`."""
+    tiling = tiling_of(features, length, weight.element, 0, tokens)
+    steps = -(-(length // tiling.block_k) // tiling.splits)
+    fullest = -(-tiling.programs(features, tokens) // multiprocessors)
+    _, half, halves, whole = steps_of(weight)
+    each = whole if tiling.block_m > 64 else half if tokens <= 64 else halves
+    added = SECOND + 8.0 * tiling.splits * tokens * features / CACHE if tiling.splits > 1 else 0.0
+    return LAUNCH + fullest * steps * each + added
 
 
-__all__ = ["LEAST", "MOST", "TIMES", "gains", "microseconds"]
+def steps_of(weight: Weight) -> Steps:
+    """Those that were timed; zero points and groups take `linear_small` more than they take this kernel."""
+    near = weight, weight._replace(zero=False), Weight(weight.element)
+    return next(STEPS[one] for one in near if one in STEPS)
+
+
+__all__ = ["LEAST", "MOST", "STEPS", "gains", "other_time", "own_time", "steps_of"]

@@ -11,15 +11,16 @@ import torch
 
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
-from fast.kernels.launch.direct import allocator, current_device, current_stream, zero
+from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import few
-from fast.kernels.mixed_mm.select import choose, plan_of
+from fast.kernels.mixed_mm.select import choose
 from fast.kernels.mixed_mm.variants import (
     ATOM,
     ELEMENTS,
     FEATURES,
     PANEL,
+    THREADS,
     Variant,
     Weight,
     sources,
@@ -34,9 +35,9 @@ HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y, parts, marks as addresses, and
-#: tokens, features, steps, each, bias_kind, group, nibble, whole (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=256s7Q8i"), 256
+#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
+#: steps, each, bias_kind, group, nibble (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H200, 14336 x 4096: 1024 rows 196
@@ -112,6 +113,12 @@ def weight_of(w: ArrangedWeight) -> Weight:
     return Weight(w.element, w.zero is not None, max(1, ATOM // (w.group or ATOM)))
 
 
+def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> int:
+    """Programs to launch: with splits a cluster for each tile, else at most the clusters that run at once, which persist."""
+    tiles = -(-tokens // variant.tokens) * -(-features // (FEATURES * variant.pair))
+    return (tiles if variant.splits > 1 else min(tiles, max(1, at_once))) * variant.cluster
+
+
 class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches."""
 
@@ -127,20 +134,19 @@ class Product:
         self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
-        plan = plan_of(variant, self.tokens, self.features, self.length, at_once)
-        self.programs, self.parts = plan.clusters * variant.cluster, plan.parts
+        self.programs = programs_of(variant, self.tokens, self.features, at_once)
         self.rest = (
             self.tokens, self.features, self.length // ATOM, (w.group or self.length) // ATOM or 1,
-            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, NIBBLE, plan.whole,
+            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, NIBBLE,
         )  # fmt: skip
 
-    def __call__(self, x: Any, words: Any, scale: Any, zeros: Any, bias: Any = None) -> torch.Tensor | None:
+    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:
         """The product of operands with the same key; None for a negative view, which has to be resolved."""
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
-                return self(x, words, scale, zeros, bias)
+                return self(x, words, scale, zero, bias)
         addresses, kept = [], []
-        for tensor in (x, words, scale, zeros, bias):
+        for tensor in (x, words, scale, zero, bias):
             if tensor is None:
                 addresses.append(0)
                 continue
@@ -152,23 +158,17 @@ class Product:
                 address = kept[-1].data_ptr()
             addresses.append(address)
         y = self.allocate(self.shape, self.strides, self.dtype)
-        at, stream = (addresses[0], y.data_ptr()), current_stream(self.index)  # type: ignore[misc]
+        at = addresses[0], y.data_ptr()
         described = self.maps.get(at) or self._describe(*at)
-        parts, marks = self._parts(kept, stream) if self.parts else (0, 0)
-        self.launch(self.programs, stream, described, *addresses[1:], at[1], parts, marks, *self.rest)
+        self.launch(
+            self.programs,
+            current_stream(self.index),  # type: ignore[misc]
+            described,
+            *addresses[1:],
+            at[1],
+            *self.rest,
+        )
         return y
-
-    def _parts(self, kept: list[torch.Tensor], stream: int) -> tuple[int, int]:
-        """Memory of sums that other clusters add, put into `kept`, and of their marks behind it, made 0 on the stream.
-
-        Each call has its own: others may run on other streams, and graphs again.
-        """
-        sums = self.parts * ATOM * self.variant.tokens
-        kept.append(self.allocate((sums + self.parts,), (1,), torch.float32))
-        first = kept[-1].data_ptr()
-        if not zero(first + 4 * sums, 4 * self.parts, stream):
-            kept[-1][sums:].zero_()
-        return first, first + 4 * sums
 
     def _describe(self, x: int, y: int) -> bytes:
         """The tensor maps at two addresses; the oldest pair is forgotten."""
@@ -187,8 +187,8 @@ def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[L
     shared = variant.shared(weight)
     cubin = cached_cubin(*sources(variant, weight, name, name), name=NAME)
     function = function_of(cubin, NAME, shared, device)
-    at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
-    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
+    at_once = clusters_at_once(function, variant.cluster, THREADS, shared, device)
+    return launcher(function, THREADS, shared, ARGUMENTS, MAPS), at_once
 
 
 __all__ = [
@@ -199,6 +199,7 @@ __all__ = [
     "Product",
     "is_faster",
     "mixed_mm",
+    "programs_of",
     "refused",
     "weight_of",
 ]

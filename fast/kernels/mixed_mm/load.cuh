@@ -1,9 +1,9 @@
 // What the ring is filled with: tokens, words, and scales with zero points or factors.
 //
 // Loading is so much work for one thread that three share it, in warps of their own: each waits for a stage, says how many bytes it
-// brings, and brings them, of this program's steps of every tile.
+// brings, and brings them, of this program's part of K of every tile.
 //
-// Before: Problem, Ring, Work, `copies.cuh`, `tiles.cuh`, and what `mixed_mm.cu` says of sizes.
+// Before: Problem, Ring, Steps, `copies.cuh`, `tiles.cuh`, and what `mixed_mm.cu` says of sizes.
 
 constexpr int LOADERS = 3;
 
@@ -14,29 +14,34 @@ __device__ __forceinline__ u32 begin_stage(const Ring& ring, const Place& at, u3
   return bar;
 }
 
+// A neighbour that has no features left multiplies others in vain.
+__device__ __forceinline__ int loaded_feature(const Problem& p, const Tiles& tiles) { return min(tiles.feature, p.features - FEATURES); }
+
 __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, const Ring& ring, int neighbour, int split) {
-  Work work(p, split);
+  Tiles tiles(p);
   Place at;
+  const Steps steps(p, split);
   constexpr int SHARE = TOKENS / PAIR;
   const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
-  while (work.take(p, neighbour)) {
+  while (tiles.take(neighbour)) {
 #pragma unroll 1
-    for (int step = work.first; step < work.last; step++, at.advance()) {
+    for (int step = steps.first; step < steps.last; step++, at.advance()) {
       const u32 bar = begin_stage(ring, at, X_BYTES);
       copy_box(maps.x, ring.x + at.stage * X_BYTES + SHARE * neighbour * PANEL, bar, step * PANEL,
-               work.tiles.token + SHARE * neighbour, all);
+               tiles.token + SHARE * neighbour, all);
     }
   }
 }
 
 __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Work work(p, split);
+  Tiles tiles(p);
   Place at;
-  while (work.take(p, neighbour)) {
-    const unsigned char* from = p.words + (i64(work.feature(p) / 64) * p.steps + work.first) * ATOM;
+  const Steps steps(p, split);
+  while (tiles.take(neighbour)) {
+    const unsigned char* from = p.words + (i64(loaded_feature(p, tiles) / 64) * p.steps + steps.first) * ATOM;
     const i64 row = i64(p.steps) * ATOM;
 #pragma unroll 1
-    for (int step = work.first; step < work.last; step++, from += ATOM, at.advance()) {
+    for (int step = steps.first; step < steps.last; step++, from += ATOM, at.advance()) {
       const u32 bar = begin_stage(ring, at, WORD_BYTES);
 #pragma unroll
       for (int group = 0; group < GROUPS; group++)
@@ -46,15 +51,16 @@ __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, 
 }
 
 __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Work work(p, split);
+  Tiles tiles(p);
   Place at;
-  while (work.take(p, neighbour)) {
-    const i64 first = PARTS > 1 ? PARTS * work.first : work.first / p.each;
-    const float* scales = p.scales + first * p.features + work.feature(p);
-    const int* zeros = p.zeros + (first * p.features + work.feature(p)) / 2;
-    int left = PARTS > 1 ? 1 : p.each - work.first % p.each;
+  const Steps steps(p, split);
+  while (tiles.take(neighbour)) {
+    const i64 first = PARTS > 1 ? PARTS * steps.first : steps.first / p.each;
+    const float* scales = p.scales + first * p.features + loaded_feature(p, tiles);
+    const int* zeros = p.zeros + (first * p.features + loaded_feature(p, tiles)) / 2;
+    int left = PARTS > 1 ? 1 : p.each - steps.first % p.each;
 #pragma unroll 1
-    for (int step = work.first; step < work.last; step++, at.advance()) {
+    for (int step = steps.first; step < steps.last; step++, at.advance()) {
       const u32 bar = begin_stage(ring, at, PARTS * (SCALE_BYTES + ZERO_BYTES));
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
@@ -73,14 +79,15 @@ __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, 
 
 // In place of scales: behind the weight's own one, a row of words, those of a step lie side by side.
 __device__ __forceinline__ void load_factors(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Work work(p, split);
+  Tiles tiles(p);
   Place at;
+  const Steps steps(p, split);
   constexpr int BYTES = PARTS * SCALE_BYTES, EACH = BYTES / (4 * FEATURES / 2);  // words of a pair of rows
-  while (work.take(p, neighbour)) {
+  while (tiles.take(neighbour)) {
     const i64 row = p.features / 2 * EACH;
-    const float* factors = p.scales + p.features / 2 + work.first * row + work.feature(p) / 2 * EACH;
+    const float* factors = p.scales + p.features / 2 + steps.first * row + loaded_feature(p, tiles) / 2 * EACH;
 #pragma unroll 1
-    for (int step = work.first; step < work.last; step++, factors += row, at.advance())
+    for (int step = steps.first; step < steps.last; step++, factors += row, at.advance())
       copy_bytes(factors, ring.scales + at.stage * BYTES, begin_stage(ring, at, BYTES), BYTES);
   }
 }

@@ -7,8 +7,7 @@
 // and zero points, or factors, of PARTS blocks.
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
-// which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent; with
-// DIVIDED the last tiles are divided between all of them (`work.cuh`), which add sums through global memory (`parts.cuh`).
+// which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent.
 //
 // Included are the generated header, those of this folder and those of `fast/kernels/hopper`.
 
@@ -26,14 +25,11 @@ struct Problem {
   const int* zeros;             // (blocks, features / 2), or null
   const void* bias;             // or null
   void* y;
-  float* parts;                 // of sums, and their marks, where tiles are divided
-  u32* marks;
   int tokens, features, steps;  // steps: of 64 columns; even
   int each;                     // steps of a block of scales, where PARTS is 1
   int bias_kind;                // FLOAT32, ...; that of y is OUT
   int group;                    // tiles of tokens that share features in the L2 cache
   u32 nibble;                   // 15
-  int whole;                    // tiles that are not divided
   // What `output.cuh` multiplies sums by.
   static constexpr const float *x_scale = nullptr, *scale = nullptr;
   static constexpr int x_scale_step = 0, scale_step = 0;
@@ -72,16 +68,17 @@ struct Ring {
 // One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile. The ring has more, and
 // three at least: a stage is handed back after the next but one was read.
 static_assert(SKEW < STAGES && STAGES > 2);
-// The barrier of all warpgroups is that of a third one.
-static_assert(GROUPS == 2 || (GROUPS == 3 && CLUSTER == 1 && TOKENS <= 128));
 __device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
 __device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
 
-#include "work.cuh"
+// The steps of a program: a part of K, whole pairs.
+struct Steps {
+  int first, last;
+  __device__ __forceinline__ Steps(const Problem& p, int split)
+      : first(2 * (i64(p.steps / 2) * split / SPLITS)), last(2 * (i64(p.steps / 2) * (split + 1) / SPLITS)) {}
+};
 
 #include "load.cuh"
-
-#include "parts.cuh"
 
 // What a thread has of a stage: its words, and the scales and zero points of its rows, or its factors.
 struct Loaded {
@@ -123,9 +120,10 @@ struct Loaded {
 
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
 __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
-  Work work(p, split);
+  Tiles tiles(p);
   Place at;
   const int lane = thread % 32;
+  const Steps steps(p, split);
   const u32 tile = ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER), side = ring.side + group * SIDE * 4;
   [[maybe_unused]] u32 turn = 0;
   auto release = [&](int stage) {
@@ -134,7 +132,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
   [[maybe_unused]] bool opening = true;
   const Masks masks(p.nibble);
   const float own_scale = FACTORS ? p.scales[0] : 1.f;
-  while (work.take(p, neighbour)) {
+  while (tiles.take(neighbour)) {
     Sum sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0;
@@ -167,7 +165,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
       before = own;
     };
     if (SKEW > 0 && group == 1 && opening) skew_wait();
-    if (work.last > work.first) {
+    if (steps.last > steps.first) {
       wait_for(ring.full + 8 * at.stage, at.parity);
       next.load(ring, at.stage, group, thread);
       next.decode(0, even[0], masks, own_scale);
@@ -176,32 +174,27 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
       next.decode(3, even[3], masks, own_scale);
     }
 #pragma unroll 1
-    for (int step = work.first; step < work.last; step += 2) {
-      if (SKEW > 0 && group == 0 && opening && step == work.first + SKEW) skew_arrive();
-      multiply_stage(even, odd, step == work.first, true);
-      multiply_stage(odd, even, false, step + 2 < work.last);
+    for (int step = steps.first; step < steps.last; step += 2) {
+      if (SKEW > 0 && group == 0 && opening && step == steps.first + SKEW) skew_arrive();
+      multiply_stage(even, odd, step == steps.first, true);
+      multiply_stage(odd, even, false, step + 2 < steps.last);
     }
-    if (SKEW > 0 && group == 0 && opening && work.last <= work.first + SKEW) skew_arrive();
+    if (SKEW > 0 && group == 0 && opening && steps.last <= steps.first + SKEW) skew_arrive();
     opening = false;
     finish<0>(sum);
 #pragma unroll
     for (int i = 0; i < 4; i++) hold(odd[i], side, p.steps), hold(even[i], side, p.steps);
-    if (work.last > work.first) release(before);
-    const int token = work.tiles.token, first = (SPLITS == 1 ? work.feature(p) : work.tiles.feature) + 64 * group;
+    if (steps.last > steps.first) release(before);
+    const int first = tiles.feature + 64 * group;
     if constexpr (SPLITS == 1) {
-      if (work.is_given(p)) {
-        give_part(p, sum, part_of(work.cluster(), neighbour, group), group, thread);
-      } else {
-        if constexpr (DIVIDED) add_others(p, work, sum, neighbour, group, thread);
-        write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, token, first, work.tiles.feature);
-      }
+      write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, tiles.token, first);
     } else {
-      Factors(p, thread, token, first).leave(side, thread);
+      Factors(p, thread, tiles.token, first).leave(side, thread);
       sync_groups();  // the ring becomes the outgoing tile
       put<0>(sum, tile, thread);
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       const Epilogue e(side, thread);
-      take<0>(p, e, tile, thread, token, first + thread % 8 * 8, split);
+      take<0>(p, e, tile, thread, tiles.token, first + thread % 8 * 8, split);
     }
   }
   if (SPLITS == 1 && thread == 0) wait_written<0>();
@@ -224,7 +217,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
   }
   sync_cluster();
   if (role == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (thread % 32 == 0) {
       if (warp == GROUPS * 4) load_tokens(maps, p, ring, neighbour, split);
       if (warp == GROUPS * 4 + 1) load_weight(p, ring, neighbour, split);
@@ -238,7 +231,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
     if constexpr (SPLITS > 1)
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume(maps, p, ring, role, thread % 128, neighbour, split);
   }
   sync_cluster();

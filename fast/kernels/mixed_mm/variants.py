@@ -15,11 +15,10 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "load.cuh", "parts.cuh", "work.cuh")
-#: Warpgroups that multiply, 64 features each, but for some variants, and rows and columns of an atom of the weight.
+OWN = ("decode.cuh", "factors.cuh", "load.cuh")
+#: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
-#: What features are a multiple of.
-FEATURES = GROUPS * ATOM
+FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
 PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
 MOST_STAGES = 12
@@ -32,9 +31,10 @@ class Weight(NamedTuple):
     zero: bool = False
     parts: int = 1
 
-    def stage(self, groups: int = GROUPS) -> int:
-        """Bytes of a stage of the rows of so many warpgroups: words, scales, zero points."""
-        return groups * (ELEMENTS[self.element] + self.parts * ATOM * self._each)
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage of FEATURES rows: words, scales, zero points."""
+        return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * self._each
 
     @property
     def _each(self) -> int:
@@ -47,31 +47,18 @@ class Weight(NamedTuple):
 class Variant(NamedTuple):
     """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
 
-    splits: programs along K. stages: of the ring. divided: whether all clusters share the last tiles; then there are no splits.
-    groups: warpgroups that multiply, 2, or 3 where tokens are at most 128 and programs are neither pairs nor split.
+    splits: programs along K. stages: of the ring.
     """
 
     tokens: int
     pair: int
     splits: int
     stages: int
-    divided: bool = False
-    groups: int = GROUPS
 
     @property
     def cluster(self) -> int:
         """Programs of a cluster."""
         return self.pair * self.splits
-
-    @property
-    def features(self) -> int:
-        """Of a tile."""
-        return self.groups * ATOM
-
-    @property
-    def threads(self) -> int:
-        """Of a program: those of another warpgroup load."""
-        return 128 * (self.groups + 1)
 
     @property
     def chunk(self) -> int:
@@ -80,26 +67,23 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5, or t128c1k1s8dg3 where the last tiles are divided and three warpgroups multiply."""
-        more = ("d" if self.divided else "") + (f"g{self.groups}" if self.groups != GROUPS else "")
-        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}{more}"
+        """Such as t256c2k1s5."""
+        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}"
 
     def ring(self, weight: Weight) -> int:
         """Bytes of the ring."""
-        return self.stages * (self.tokens * PANEL + weight.stage(self.groups))
+        return self.stages * (self.tokens * PANEL + weight.stage)
 
     def shared(self, weight: Weight) -> int:
         """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits, and then scales and biases),
         barriers, alignment."""
-        outgoing = self.groups * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
+        outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
         return self.ring(weight) + outgoing + 16 * self.stages + 1024
 
 
-def fitted(
-    tokens: int, pair: int, splits: int, weight: Weight, divided: bool = False, groups: int = GROUPS
-) -> Variant:
+def fitted(tokens: int, pair: int, splits: int, weight: Weight) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
-    none = Variant(tokens, pair, splits, 0, divided, groups)
+    none = Variant(tokens, pair, splits, 0)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
     return none._replace(stages=min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each))
 
@@ -109,21 +93,21 @@ def sources(
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
     defined = {
-        "TOKENS": variant.tokens, "GROUPS": variant.groups, "STAGES": variant.stages, "PAIR": variant.pair,
-        "SPLITS": variant.splits, "DIVIDED": int(variant.divided), "CHUNK": variant.chunk, "PARTS": weight.parts,
-        "ZERO": int(weight.zero), "HALF": int(x == "float16"), "ELEMENT": list(ELEMENTS).index(weight.element),
-        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0, "OUT": KINDS.index(out),
+        "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
+        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
+        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
     headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def text(name: str) -> str:
     """A file of this folder."""
     return (FOLDER / name).read_text()
 
 
 __all__ = [
-    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "Variant", "Weight", "fitted", "sources",
+    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "THREADS", "Variant", "Weight", "fitted", "sources",
 ]  # fmt: skip

@@ -192,7 +192,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
     if (LATER == 1 && last > first) release(before);
 #endif
 #if STORED
-    write_tile(maps, p, biases, sum, tile, turn, group, thread, tiles.token, tiles.feature + 64 * group, 0);
+    write_tile(maps, p, biases, sum, tile, turn, group, thread, tiles.token, tiles.feature + 64 * group);
   }
   if (thread == 0) wait_written<0>();
 #else

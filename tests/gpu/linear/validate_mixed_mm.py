@@ -6,8 +6,8 @@
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
---compared: nothing but times of variants of before and now, of `linear_small` and bfloat16 (`mixed/compared.py`), written to
-PATH after each; nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
+--compared: nothing but times of variants, of `linear_small` and bfloat16 (`mixed/compared.py`), written to PATH after each;
+nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def compile_all(options: Any) -> None:
     """Variants of all that is compared or timed, on all cores; nothing of a GPU is touched."""
     jobs = set()
     if options.bits > 0:
-        for name, shape, count, dtype, _ in (CASES[at] for at in options.cases):
+        for name, (_, length), count, dtype, _ in (CASES[at] for at in options.cases):
             weight = weight_named(name)
-            some = candidates(count, *shape, weight) if options.all else ()
+            some = candidates(count, length, weight) if options.all else ()
             jobs |= {(one, weight, str(dtype).removeprefix("torch.")) for one in some}
     for name in options.schemes if options.times > 0 else ():
         weight = weight_named(name)
-        for shape in (SHAPES[at] for at in options.shapes):
+        for length in {SHAPES[at][1] for at in options.shapes}:
             jobs |= {
-                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, *shape, weight)
+                (one, weight, "bfloat16") for rows in options.rows for one in candidates(rows, length, weight)
             }
     with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(compiled, sorted(jobs), chunksize=1)

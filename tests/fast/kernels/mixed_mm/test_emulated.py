@@ -43,8 +43,6 @@ CASES = {
     "split in three": (Variant(16, 1, 3, 3), "int4_g64", (20, 128, 640), BF16, None),
     "split in two": (Variant(32, 1, 2, 3), "int4_g128", (33, 256, 640), BF16, BF16),
     "pairs, splits": (Variant(32, 2, 2, 5), "int8_rowwise", (40, 384, 256), F16, torch.float32),
-    "three warpgroups": (Variant(16, 1, 1, 3, False, 3), "int4_g128", (19, 256, 256), BF16, BF16),
-    "three warpgroups, zero points": (Variant(16, 1, 1, 3, False, 3), "int8_rowwise_asymmetric", (9, 384, 128), F16, None),
     "wide": (Variant(192, 2, 1, 4), "int4_g128", (200, 256, 256), BF16, BF16),
 }  # fmt: skip
 

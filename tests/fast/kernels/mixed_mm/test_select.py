@@ -8,7 +8,7 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds, plan_of
+from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
 from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight
 
 INT4 = Weight("int4")
@@ -41,36 +41,27 @@ def test_the_model_orders_what_was_timed(case):
 @pytest.mark.parametrize(
     ("shape", "tokens", "wanted"),
     [
-        (UP, 64, "t64c1k1s12dg3"), (UP, 128, "t128c1k1s8dg3"), (UP, 160, "t192c1k1s7"), (UP, 256, "t256c1k1s5"),
-        (UP, 512, "t256c1k1s5d"), (UP, 1024, "t256c1k1s5d"), (UP, 8192, "t256c2k1s5d"), (DOWN, 128, "t128c1k1s10d"),
-        (DOWN, 160, "t192c1k1s7d"), (DOWN, 512, "t256c1k1s5d"), (DOWN, 1024, "t256c1k1s5"),
+        (UP, 129, (192, 1, 1)), (UP, 256, (256, 1, 1)), (UP, 1024, (256, 1, 1)), (UP, 8192, (256, 2, 1)),
+        (DOWN, 512, (256, 1, 2)), (DOWN, 1024, (256, 1, 1)),
     ],
 )  # fmt: skip
 def test_choices(shape, tokens, wanted):
-    assert choose(tokens, *shape, INT4).name == wanted
-
-
-def test_what_has_no_registers_for_three_warpgroups():
-    assert choose(128, *UP, Weight("int4", True, 2)).groups == 2
-    assert {one.groups for one in candidates(257, *UP, INT4)} == {2}
-    assert {one.groups for one in candidates(128, 128, 4096, INT4)} == {2}
+    assert choose(tokens, *shape, INT4)[:3] == wanted
 
 
 def test_candidates_are_possible():
     """Parts of K have at least one pair of stages, tiles are no larger than needed."""
-    assert {one.splits for one in candidates(300, 128, 128, INT4)} == {1}
-    assert {one.tokens for one in candidates(130, 4096, 4096, INT4)} == {128, 192}
-    assert {one.tokens for one in candidates(128, 4096, 4096, INT4)} == {128}
-    assert {one.tokens for one in candidates(64, 4096, 4096, INT4)} == {64, 128}
-    assert not any(one.divided and one.splits > 1 for one in candidates(64, 4096, 4096, INT4))
+    assert {one.splits for one in candidates(300, 128, INT4)} == {1}
+    assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 192}
+    assert {one.tokens for one in candidates(128, 4096, INT4)} == {128}
 
 
 def test_programs():
     """Those that persist are at most what runs at once; with splits there is a cluster for each tile."""
-    assert plan_of(Variant(256, 2, 1, 5), 1024, 14336, 4096, 66).clusters == 66
-    assert plan_of(Variant(256, 1, 1, 5), 256, 4096, 4096, 132).clusters == 32
-    assert plan_of(Variant(128, 1, 3, 5), 160, 4096, 4096, 30).clusters == 2 * 32
-    assert plan_of(Variant(256, 2, 1, 5), 200, 384, 4096, 66).clusters == 2
+    assert host.programs_of(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
+    assert host.programs_of(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
+    assert host.programs_of(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
+    assert host.programs_of(Variant(256, 2, 1, 5), 200, 384, 66) == 4
 
 
 def arranged(n=256, k=256):
@@ -130,7 +121,7 @@ def test_weights_with_factors(monkeypatch, element, group, parts, each):
     w = replace(arranged(), element=element, group=group)
     weight = host.weight_of(w)
     assert weight == Weight(element, False, parts)
-    assert weight.stage() == 2 * ELEMENTS[element] + FEATURES * parts * each
+    assert weight.stage == 2 * ELEMENTS[element] + FEATURES * parts * each
     for dtype in (torch.bfloat16, torch.float16):
         assert host.refused(on_hopper(dtype, (200, 256)), w, None) is None
 

@@ -74,6 +74,9 @@ def test_one_set_of_metadata_registers_is_seen():
         ("LDS.64 R92, [R90]", 1, []),
         ("LDS.128 R20, [R90]", 1, []),
         ("LDS.128 R21, [R90]", 1, ["LDS.128 R21, [R90]"]),
+        ("STS.128 [R22], R92", 1, []),
+        ("STS.128 [R92], R86", 1, ["STS.128 [R92], R86"]),
+        ("LDG.E.128 R92, [R22]", 1, []),
         ("FADD R4, R4, R87", 1, ["FADD R4, R4, R87"]),
     ],
 )

@@ -39,13 +39,10 @@ CASES: tuple[tuple[Any, ...], ...] = (
 
 
 def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
-    """The result in memory that held NaN, behind and in front of rows of NaN that must stay; parts of sums held NaN, too."""
+    """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
     call = Product(x, w, bias, variant)
-    others = call.allocate
     kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
-    call.allocate = lambda shape, *rest: (
-        kept[1:-1] if len(shape) > 1 else others(shape, *rest).fill_(float("nan"))
-    )
+    call.allocate = lambda shape, strides, dtype: kept[1:-1]
     y = call(x, w.words, w.scale, w.zero, bias)
     torch.cuda.synchronize()
     outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())
@@ -55,7 +52,7 @@ def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | No
 
 def variants(w: ArrangedWeight, count: int, all_of_them: bool) -> list[Variant | None]:
     """By default the rule's, else all."""
-    return [*candidates(count, *w.shape, weight_of(w))] if all_of_them else [None]
+    return [*candidates(count, w.shape[1], weight_of(w))] if all_of_them else [None]
 
 
 def wrong_of(case: tuple[Any, ...], all_of_them: bool) -> Iterator[str]:

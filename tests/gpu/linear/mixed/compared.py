@@ -1,4 +1,4 @@
-"""Variants of `mixed_mm` of before and now, `linear_small` and torch's bfloat16 product, in turn."""
+"""Variants of `mixed_mm`, `linear_small` and torch's bfloat16 product, in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fast.kernels.linear_small import host as small
-from fast.kernels.mixed_mm.few import MOST
+from fast.kernels.mixed_mm.few import LEAST, MOST, gains
 from fast.kernels.mixed_mm.select import candidates, nanoseconds
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
 from tests.gpu.harness.graph_times import captured, in_turn
@@ -23,7 +23,7 @@ SCHEMES = (
 )  # fmt: skip
 SHAPES: tuple[Shape, ...] = ((14336, 4096), (4096, 14336), (6144, 4096))
 ROWS = (32, 64, 96, 128, 256, 512, 1024, 2048, 8192)
-#: Variants that are timed beside the best one of before, in the order of the model.
+#: Variants that are timed, the best ones by the model.
 MOST_VARIANTS, ROUNDS = 4, 5
 
 
@@ -34,13 +34,10 @@ def weight_named(name: str) -> Weight:
 
 
 def variants_of(name: str, shape: Shape, rows: int) -> list[Variant]:
-    """The best one by the model of those with two warpgroups and whole tiles, as before; then the best of all."""
-    weight = weight_named(name)
-    order = sorted(
-        candidates(rows, *shape, weight), key=lambda one: nanoseconds(one, rows, *shape, weight=weight)
-    )
-    before = next(one for one in order if not one.divided and one.groups == 2)
-    return list(dict.fromkeys([before, *order[:MOST_VARIANTS]]))
+    """The best ones by the model, the one that is taken first."""
+    features, length = shape
+    some = candidates(rows, length, weight_named(name))
+    return sorted(some, key=lambda one: nanoseconds(one, rows, features, length))[:MOST_VARIANTS]
 
 
 def cells(schemes: Any, shapes: Any, rows: Any) -> Iterator[tuple[str, Shape, int]]:
@@ -54,26 +51,25 @@ def small_calls(x: torch.Tensor, made: Weights) -> list[Callable[[], Any]]:
 
 
 def timed(made: Weights, count: int) -> dict[str, float]:
-    """Microseconds by the name of a variant; "before" again of the first one, "bf16", and up to 128 rows "linear_small"."""
+    """Microseconds by the name of a variant; of "bf16", and up to 128 rows of "linear_small"."""
     x = torch.randn(count, made.shape[1], device=weights.DEVICE, dtype=torch.bfloat16)
-    some = variants_of(made.name, made.shape, count)
     graphs = {"bf16": captured([partial(F.linear, x, w) for w in made.dense])}
-    graphs |= {one.name: captured(calls_of(x, made.arranged, one)) for one in some}
+    for one in variants_of(made.name, made.shape, count):
+        graphs[one.name] = captured(calls_of(x, made.arranged, one))
     if count <= MOST:
         graphs["linear_small"] = captured(small_calls(x, made))
-    took = in_turn(graphs, ROUNDS)
-    return {**took, "before": took[some[0].name]}
+    return in_turn(graphs, ROUNDS)
 
 
 def row_of(made: Weights, count: int) -> dict[str, Any]:
-    """What is written of a cell. rule: the variant that is taken, by the model."""
-    us = timed(made, count)
-    weight, some = weight_named(made.name), variants_of(made.name, made.shape, count)
-    rule = min(some, key=lambda one: nanoseconds(one, count, *made.shape, weight=weight))
-    model = {one.name: round(nanoseconds(one, count, *made.shape, weight=weight) / 1e3, 2) for one in some}
+    """What is written of a cell. rule: the variant that the model takes, or "linear_small"."""
+    us, weight, some = timed(made, count), weight_named(made.name), variants_of(made.name, made.shape, count)
+    taken = count > MOST or (count >= LEAST and gains(count, *made.shape, weight))
+    rule = some[0].name if taken else "linear_small"
     return {
-        "scheme": made.name, "shape": made.shape, "rows": count, "rule": rule.name, "us": us, "model": model,
-        "speed over bf16": us["bf16"] / us[rule.name],
+        "scheme": made.name, "shape": made.shape, "rows": count, "rule": rule, "us": us,
+        "model": {one.name: round(nanoseconds(one, count, *made.shape) / 1e3, 2) for one in some},
+        "speed over bf16": us["bf16"] / us[rule],
     }  # fmt: skip
 
 
@@ -84,7 +80,7 @@ def told(row: dict[str, Any]) -> str:
     small_us = f" linear_small {us['linear_small']:.1f}" if "linear_small" in us else ""
     return (
         f"{row['scheme']:20} {row['shape']} {row['rows']:5} rows: bf16 {us['bf16']:.1f}{small_us} {others}; "
-        f"{row['rule']} x{row['speed over bf16']:.3f}, before x{us['bf16'] / us['before']:.3f}"
+        f"{row['rule']} x{row['speed over bf16']:.3f}"
     )
 
 

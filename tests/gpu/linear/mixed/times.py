@@ -57,7 +57,7 @@ class Weights:
             "dense": captured([partial(by_dense, x, w) for w in self.arranged[:3]]),
             "rule": captured(calls_of(x, self.arranged, None)),
         }
-        some = candidates(count, *self.shape, weight_of(self.arranged[0])) if swept else ()
+        some = candidates(count, self.shape[1], weight_of(self.arranged[0])) if swept else ()
         graphs |= {one.name: captured(calls_of(x, self.arranged, one)) for one in some}
         return in_turn(graphs, ROUNDS)
 
