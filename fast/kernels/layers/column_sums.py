@@ -81,11 +81,11 @@ def _at(row, length, WIDE: tl.constexpr):
         return row * length
 
 
-def plan_of(rows: int, length: int) -> Plan:
-    """How programs cover a matrix."""
-    columns = next((width for width in WIDTHS if length % width == 0), WIDTHS[-1])
+def plan_of(rows: int, length: int, width: int | None = None, beside: int = WARPS) -> Plan:
+    """How programs cover a matrix. width, beside: columns of a program and warps on a multiprocessor, to measure others."""
+    columns = width or next((one for one in WIDTHS if length % one == 0), WIDTHS[-1])
     warps, tiles = columns // WARP, ceil_div(length, columns)
-    parts = min(PARTS, max(1, PROCESSORS * WARPS // (warps * tiles)))
+    parts = min(PARTS, max(1, PROCESSORS * beside // (warps * tiles)))
     chunk = ceil_div(ceil_div(rows, parts), STEP) * STEP
     return Plan(columns, warps, tiles, ceil_div(rows, chunk), chunk)
 

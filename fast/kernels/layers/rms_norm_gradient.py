@@ -98,7 +98,7 @@ def _row(row, length, WIDE: tl.constexpr):
         return row * length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "column_tiles"])
 def add_pieces_kernel(
     sums, out, parts, length, column_tiles,
     DTYPE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PTX: tl.constexpr,

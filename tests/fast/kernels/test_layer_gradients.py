@@ -3,6 +3,8 @@ the others being compared by `test_swiglu`."""
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
@@ -102,6 +104,17 @@ def test_column_sums_on_a_cpu_are_torchs(monkeypatch):
     (grad,) = torch.autograd.grad(column_sums(g).float().sum(), g)
     assert torch.equal(grad, torch.ones_like(g))
     assert torch.equal(column_sums(g[:0]), torch.zeros(1024, dtype=g.dtype))
+
+
+@pytest.mark.parametrize("rows", [3, 3000])
+def test_a_tracer_sees_an_operator(rows):
+    """Of any size, since that may be another one in the next call."""
+    with FakeTensorMode():
+        g = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        program = make_fx(lambda g: column_sums(g, torch.float32))(g)
+        made = column_sums(g, torch.float32)
+    assert "ao_lab.column_sums" in program.code
+    assert (made.shape, made.dtype, made.device.type) == ((1024,), torch.float32, "cuda")
 
 
 @pytest.mark.parametrize(
