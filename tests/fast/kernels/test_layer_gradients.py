@@ -6,12 +6,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fast
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
 from fast.kernels.layers.rms_norm_gradient import PIECE, add_pieces_kernel, norm_gradient_kernel
 from fast.kernels.layers.rotary import rotary_kernel
 from fast.kernels.layers.swiglu import place_of
 from fast.kernels.layers.swiglu_gradient import swiglu_gradient_kernel
+from fast.layers import column_sums as layer_sums
 from fast.layers.column_sums import column_sums, covers
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.compiled_kernels import compiled
@@ -104,6 +106,13 @@ def test_column_sums_on_a_cpu_are_torchs(monkeypatch):
     (grad,) = torch.autograd.grad(column_sums(g).float().sum(), g)
     assert torch.equal(grad, torch.ones_like(g))
     assert torch.equal(column_sums(g[:0]), torch.zeros(1024, dtype=g.dtype))
+
+
+def test_linear_layers_sum_the_gradients_of_their_biases_so(monkeypatch):
+    monkeypatch.setattr(layer_sums, "summed", lambda g, dtype: torch.full(g.shape[-1:], 7, dtype=dtype))
+    weight, bias = fast.quantize(torch.ones(16, 32), "int8_rowwise"), torch.zeros(16).requires_grad_()
+    fast.linear(torch.ones(3, 32), weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((16,), 7.0))
 
 
 @pytest.mark.parametrize("rows", [3, 3000])

@@ -30,7 +30,7 @@ from fast.kernels.layers import column_sums as kernels
 from fast.kernels.layers.column_sums import WIDTHS, Plan, plan_of
 from fast.layers.column_sums import LEAST, column_sums
 from tests.gpu.sparsity.progress import Progress
-from tests.support.column_sums import bound, model
+from tests.gpu.sparsity.training.sum_model import bound, model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Rows and columns. Whole chunks and cut ones, columns that fill no program, all of their widths.
