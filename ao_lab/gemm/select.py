@@ -43,7 +43,7 @@ from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.dense import dequantized, rounded, sums_along_blocks
 from ao_lab.gemm.products.fused import PRESHUFFLED, STORED, fused, most_fused_rows, unsupported_reason
-from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_reason, padded_product
+from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_product, blocks_reason, whole_steps
 from fast.cpu.int8 import integer_sums
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
@@ -265,10 +265,9 @@ def _int8_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
         return dequantized(x, w, bias)
+    if _activation(w).scale.block == BLOCK:
+        return _scaled_blocks(x, w, bias)
     inputs = quantized_input(x, w, _activation(w))
-    if inputs.scheme.scale.block == BLOCK:
-        square = w.scheme.scale.block != BLOCK
-        return padded_product(inputs.codes, w.codes, inputs.scale, w.scale, square, x.dtype, bias)
     if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
@@ -279,6 +278,13 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
         scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
     scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+
+
+def _scaled_blocks(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    inputs = quantized_input(whole_steps(x), w, _activation(w))
+    square = w.scheme.scale.block != BLOCK
+    y = blocks_product(inputs.codes, w.codes, inputs.scale, w.scale, square, x.dtype, bias)
+    return y if y.shape[0] == x.shape[0] else y[: x.shape[0]]
 
 
 def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:

@@ -45,17 +45,10 @@ def blocks_reason(a: Scheme, b: Scheme, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def padded_product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, square: bool, dtype: torch.dtype,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """`blocks_product` of any number of rows but none: zeros fill them up to a multiple of 16."""
-    rows = a.shape[0]
-    if more := -rows % STEP:
-        a = nn.functional.pad(a.view(torch.uint8), (0, 0, 0, more))
-        scale_a = nn.functional.pad(scale_a, (0, 0, 0, more))
-    y = blocks_product(a, b, scale_a, scale_b, square, dtype, bias)
-    return y[:rows] if more else y
+def whole_steps(x: torch.Tensor) -> torch.Tensor:
+    """Inputs (M, K) with rows of zeros up to a multiple of 16, before they are quantized: codes and scales are two to pad."""
+    more = -x.shape[0] % STEP
+    return nn.functional.pad(x, (0, 0, 0, more)) if more else x
 
 
 def blocks_product(
@@ -99,4 +92,4 @@ def _fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-__all__ = ["BLOCK", "CAPABILITY", "STEP", "blocks_product", "blocks_reason", "decodes", "padded_product"]
+__all__ = ["BLOCK", "CAPABILITY", "STEP", "blocks_product", "blocks_reason", "decodes", "whole_steps"]

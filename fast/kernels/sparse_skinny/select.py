@@ -1,8 +1,10 @@
-"""Which variant a product gets: the shortest time by a model of one multiprocessor of an H200, which no times were fitted to.
+"""Which variant a product gets: as measured on an H100 (int4 in groups of 128; 1 to 16 rows; four shapes of a model of 8
+billion parameters, up to 14 variants each).
 
-A multiprocessor gets its programs' weights and x from the second-level cache, and all of them the weight from the memory, while
-warps decode and multiply what is there, by the instructions that the compiler makes. What is not hidden: the last tile, the
-addition of parts of K, and the beginning of programs that wait for others to end.
+Stages of 512 columns before those of 256, as few parts of K as warps allow. Up to 8 rows by all of K, two programs a
+multiprocessor of one or two tiles each, in several waves where there are many: 13.5 us of (14336, 4096) at one row, where one
+wave of seven tiles takes 14.8, since programs that begin bring what others have not multiplied yet. Else one wave: two would
+read x again and wait for their clusters.
 """
 
 from __future__ import annotations
@@ -16,50 +18,39 @@ from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fit
 
 #: The most rows of x, and those of a tile.
 MOST_ROWS, TOKENS = 16, (8, 16)
-#: Programs along K, and programs of a multiprocessor, that are tried; the most tiles.
-SPLITS, PROGRAMS, MOST_TILES = (1, 2, 4), (1, 2), 16
-#: Bytes a nanosecond of the memory, and of the second-level cache for one multiprocessor; its cycles a nanosecond.
-MEMORY, CACHE, CLOCK = 4200.0, 50.0, 1.7
-#: Instructions of 16 rows by 32 columns, and for each 8 tokens more; instructions a cycle; warps that have so many.
-DECODING, EACH_TOKENS, RATE, BUSY = 20.0, 4.0, 2.8, 12
-#: Nanoseconds of adding parts of K, and of programs that begin when others have ended.
-PARTS, AGAIN = {1: 0.0, 2: 500.0, 4: 1200.0}, 1500.0
+#: Programs along K, and tiles of programs that share a multiprocessor; the most tiles.
+SPLITS, SHORT, MOST_TILES = (1, 2, 4), 2, 16
+#: Warps of programs that share a multiprocessor.
+FEW_WARPS = 8
 
 
 @lru_cache(maxsize=1024)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
     """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none divides k or fits."""
-    return min(
-        candidates(form, count, n, k), key=lambda one: nanoseconds(one, form, count, n, k), default=None
-    )
+    return next(candidates(form, count, n, k), None)
 
 
 def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
-    """Variants whose programs have no more tiles than there are."""
-    tokens = next(size for size in TOKENS if count <= size)
-    for columns, splits, at_once in product(STAGES, SPLITS, PROGRAMS):
+    """Variants whose programs have no more tiles than there are, what is preferred first."""
+    tokens, tiles = next(size for size in TOKENS if count <= size), -(-n // TILE)
+    for columns, splits in product(sorted(STAGES, reverse=True), SPLITS):
         if splits > k // columns:
             continue
-        for tiles in range(1, min(MOST_TILES, -(-n // TILE)) + 1):
-            one = fitted(form, tokens, columns, splits, tiles, k, at_once)
-            if one is not None:
+        for at_once, size in _sizes(tokens, splits, tiles):
+            one = fitted(form, tokens, columns, splits, size, k, at_once)
+            if one is not None and (at_once == 1 or one.phases <= FEW_WARPS):
                 yield one
 
 
-def nanoseconds(one: Variant, form: Form, count: int, n: int, k: int) -> float:
-    """How long a product takes, by the model."""
-    room, programs = AT_ONCE[one.splits] * one.splits, one.programs(n)
-    side_by_side = min(one.at_once, -(-programs // room))
-    waves = -(-programs // (room * one.at_once))
-    tile = one.phases * form.part(one.columns)
-    tiles = waves * side_by_side * one.tiles
-    brought = tiles * tile + waves * side_by_side * 2 * count * k // one.splits
-    stored = n * k // TILE // one.columns * form.part(one.columns)
-    products = one.phases * one.columns // 32
-    warps = side_by_side * one.phases
-    cycles = products * (DECODING + EACH_TOKENS * one.tokens / 8) / RATE * max(1.0, BUSY / warps)
-    hidden = max(stored / MEMORY, brought / CACHE, tiles * cycles / CLOCK)
-    return hidden + side_by_side * cycles / CLOCK + PARTS[one.splits] + (waves - 1) * AGAIN
+def _sizes(tokens: int, splits: int, tiles: int) -> Iterator[tuple[int, int]]:
+    """Programs of a multiprocessor, and tiles of a program."""
+    room = AT_ONCE[splits]
+    if tokens == TOKENS[0] and splits == 1:
+        short = 1 if tiles <= 2 * room else SHORT
+        yield from ((2, size) for size in dict.fromkeys((short, SHORT, 1, 2 * SHORT)) if size <= tiles)
+    wave = min(-(-tiles // room), MOST_TILES)
+    yield from ((1, size) for size in range(wave, 0, -1))
+    yield from ((2, size) for size in range(min(wave, tiles), 0, -1))
 
 
-__all__ = ["MOST_ROWS", "candidates", "choose", "nanoseconds"]
+__all__ = ["MOST_ROWS", "candidates", "choose"]

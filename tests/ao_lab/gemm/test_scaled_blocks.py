@@ -8,7 +8,7 @@ import fast
 from ao_lab import quantized
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm import select
-from ao_lab.gemm.products.scaled_blocks import blocks_reason, padded_product
+from ao_lab.gemm.products.scaled_blocks import blocks_reason
 from reference.schemes.schemes import scheme_of
 from tests.ao_lab.training.test_scaled_mm import torch_rule, torch_rule_2
 
@@ -32,12 +32,12 @@ def rules(monkeypatch):
 @pytest.mark.parametrize("weight", [FINE, SQUARE])
 def test_any_number_of_rows(rows, length, weight, rules):
     generator = torch.Generator().manual_seed(rows)
-    x, w = (torch.randn(count, length, generator=generator) for count in (rows, 256))
-    a, b = fast.quantize(x, FINE), fast.quantize(w, weight)
+    x, dense = (torch.randn(count, length, generator=generator).to(torch.bfloat16) for count in (rows, 256))
+    w = quantized(dense, Recipe(weight=scheme_of(weight), activation=scheme_of(FINE)))
     bias = torch.linspace(-1, 1, 256).to(torch.bfloat16)
-    y = padded_product(a.codes, b.codes, a.scale, b.scale, weight == SQUARE, torch.bfloat16, bias)
-    truth = fast.dequantize(a).double() @ fast.dequantize(b).double().T + bias.double()
-    assert y.shape == (rows, 256)
+    y = select._scaled_mm(x, w.t(), bias)
+    truth = fast.dequantize(fast.quantize(x, FINE)).double() @ w.dequantize(torch.float64).T + bias.double()
+    assert (y.shape, y.dtype) == ((rows, 256), torch.bfloat16)
     torch.testing.assert_close(y, truth.to(torch.bfloat16))
 
 

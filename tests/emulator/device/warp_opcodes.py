@@ -146,7 +146,8 @@ def _arrive_late(address: Step) -> Step:
     """A thread's copies so far arrive some time, all before its arrival at a barrier, which counts it."""
 
     def arrive(th: Any) -> None:
-        copies, cta, place = sum(th.__dict__.pop("late", []), []), th.cta, address(th)
+        copies = [one for group in th.__dict__.pop("late", []) for one in group]
+        cta, place = th.cta, address(th)
 
         def make() -> None:
             for to, data in copies:

@@ -14,7 +14,8 @@ from fast.kernels.sparse_mm import driver
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
 NF4 = Form("nf4", 64, False, False, "bfloat16")
-LARGE, SMALL = (14336, 4096), (4096, 4096)
+E2M1, MXFP8 = NF4._replace(element="e2m1", group=16), NF4._replace(element="e4m3_mx", group=32)
+LARGE, SMALL, LEAST = (14336, 4096), (4096, 4096), (1024, 4096)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,8 @@ LARGE, SMALL = (14336, 4096), (4096, 4096)
         (INT4, 2, LARGE, True), (INT4, 3, LARGE, False), (INT4, 4, SMALL, True), (INT4, 5, SMALL, False),
         (INT4._replace(element="int8"), 1, SMALL, False), (INT4._replace(element="e4m3"), 1, SMALL, False),
         (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
-        (NF4._replace(element="e2m1", group=16), 16, LARGE, True), (NF4._replace(element="e4m3_mx", group=32), 16, SMALL, True),
+        (E2M1, 1, SMALL, False), (E2M1, 8, LEAST, True), (E2M1, 9, LEAST, False), (MXFP8, 8, LEAST, True),
+        (MXFP8, 1, SMALL, False),
     ],
 )  # fmt: skip
 def test_rows_that_gain(form, rows, shape, gained):
@@ -42,7 +44,7 @@ def test_programs_of_nf4_run_at_once(shape, blocks, splits):
     for count, streamed in ((1, False), (2, False), (3, True), (16, True)):
         one = choose(NF4, count, *shape)
         assert (one.blocks, one.splits, one.at_once, one.streamed) == (blocks, splits, 1, streamed)
-        assert (one.tokens, one.tabled, one.blocks * one.phases) == (8 if count <= 8 else 16, 2, 4)
+        assert (one.tokens, one.tabled, one.blocks * one.phases) == (8 if count <= 8 else 16, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_skinny.host import sparse_skinny
-from fast.kernels.sparse_skinny.select import MOST_ROWS, candidates, choose, nanoseconds
+from fast.kernels.sparse_skinny.select import MOST_ROWS, candidates, choose
 from fast.kernels.sparse_skinny.variants import Form, Variant, sources
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
@@ -31,7 +31,7 @@ SMALL, LARGE = ((277, 1024), (5, 512), (1001, 2304), (130, 768)), ((14336, 4096)
 GROUPS, COUNTS, REPEATS, AGAIN = (128, 32, 64, 256), (1, 5, 8, 16), 100, 5
 DTYPES = (torch.bfloat16, torch.float16)
 #: Times of the model that are looked at, over the least, and variants of a family.
-SLOWER, BEST = 2.0, 2
+BEST = 2
 
 
 class Task(NamedTuple):
@@ -51,16 +51,13 @@ class Task(NamedTuple):
 
 
 def variants(form: Form, count: int, shape: tuple[int, int], most: int) -> list[Variant]:
-    """The rule's first, and asking late; then by the model the two best of each stage, parts of K and programs at once."""
-    best: dict[tuple[int, ...], list[Variant]] = {}
-    found = {one: nanoseconds(one, form, count, *shape) for one in candidates(form, count, *shape)}
-    quickest = sorted(found, key=found.__getitem__)
-    for one in quickest:
-        if found[one] <= SLOWER * found[quickest[0]]:
-            best.setdefault((one.splits, one.at_once, one.columns), []).append(one)
+    """The rule's first, and asking late; then those that it prefers next, of each stage, parts of K and programs at once."""
+    families: dict[tuple[int, ...], list[Variant]] = {}
+    for one in candidates(form, count, *shape):
+        families.setdefault((one.splits, one.at_once, one.columns), []).append(one)
     chosen = choose(form, count, *shape)
     late = [] if chosen is None else [chosen._replace(early=False)]
-    others = [one for rank in range(BEST) for family in best.values() for one in family[rank : rank + 1]]
+    others = [one for rank in range(BEST) for family in families.values() for one in family[rank : rank + 1]]
     return [one for one in dict.fromkeys([chosen, *late, *others]) if one is not None][:most]
 
 
