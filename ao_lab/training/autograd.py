@@ -31,6 +31,7 @@ from ao_lab.training.prepared.step import find as prepared_step
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from fast.device import PLAIN
+from fast.layers.column_sums import column_sums
 from reference.training.recipe import Operand, Recipe
 
 Grad = torch.Tensor | None
@@ -92,7 +93,7 @@ class TrainingLinear(torch.autograd.Function):
             dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=kernel)
         if not torch.compiler.is_compiling():
             complete()
-        return dx, dw, g.sum(0) if wants_bias else None, None, None, None
+        return dx, dw, column_sums(g) if wants_bias else None, None, None, None
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

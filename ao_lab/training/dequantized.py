@@ -21,6 +21,7 @@ from ao_lab.training.products import has_fp8
 from fast.device import PLAIN, has_kernels
 from fast.kernels.launch.cache import settings
 from fast.layers.both_axes import both_values, values_and_codes
+from fast.layers.column_sums import column_sums
 from fast.layers.mixed import mixed_codes, mixed_values
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
 from fast.quantize.ops import DEQUANTIZE, QUANTIZE
@@ -71,7 +72,7 @@ class DequantizedLinear(torch.autograd.Function):
         del rows
         if columns is not None:
             dw = columns.t() @ _kept_values(tensors, ctx.stored, recipe, g.dtype, seed)
-        return dx, dw, g.sum(0) if wants_bias else None, None, None
+        return dx, dw, column_sums(g) if wants_bias else None, None, None
 
 
 def dequantized_linear(

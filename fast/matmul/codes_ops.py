@@ -9,7 +9,8 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
+from fast.layers.column_sums import column_sums
+from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients
 from fast.matmul.weights import check_codes, check_weight, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
@@ -60,7 +61,7 @@ def _save_codes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _linear_of_codes_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-    return (*(None,) * 5, sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None, *(None,) * 4)
+    return (*(None,) * 5, column_sums(g, ctx.bias) if ctx.needs_input_grad[5] else None, *(None,) * 4)
 
 
 def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Quantized, Any, str]:

@@ -11,6 +11,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, Kernel, Reference, execute
+from fast.layers.column_sums import column_sums
 from fast.matmul.stored_weight_ops import (
     FORM,
     STORED,
@@ -20,7 +21,6 @@ from fast.matmul.stored_weight_ops import (
     dense,
     has_float_inputs,
     refuse_scale_gradients,
-    sum_of_rows,
     times_weight,
 )
 from fast.matmul.weights import check_weight, parts, plain, weight_of
@@ -79,7 +79,7 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _linear_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of x and bias."""
     dx = times_weight(g, ctx.saved_tensors, *ctx.stored) if ctx.needs_input_grad[0] else None
-    db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[5] else None
+    db = column_sums(g, ctx.bias) if ctx.needs_input_grad[5] else None
     return dx, None, None, None, None, db, None, None, None
 
 

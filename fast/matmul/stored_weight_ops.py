@@ -53,11 +53,6 @@ def times_weight(
     return g @ values
 
 
-def sum_of_rows(g: torch.Tensor) -> torch.Tensor:
-    """The gradient of a bias, in float32."""
-    return g.float().reshape(-1, g.shape[-1]).sum(0)
-
-
 def has_float_inputs(*tensors: Any) -> bool:
     """Whether inputs and bias, where there is one, have dtypes that kernels and torch multiply as the reference does."""
     return all(t is None or t.dtype in FLOATS for t in tensors)

@@ -9,7 +9,8 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients, sum_of_rows
+from fast.layers.column_sums import column_sums
+from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients
 from fast.ops import register
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
 
@@ -66,7 +67,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     dx = None
     if ctx.needs_input_grad[0]:
         dx = g @ torch.ops.ao_lab.sparse_int4_dense(*ctx.saved_tensors, ctx.dtype)
-    db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[4] else None
+    db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
     return dx, None, None, None, db
 
 

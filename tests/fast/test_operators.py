@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 import fast
 import fast.layers.both_axes
+import fast.layers.column_sums
 import fast.layers.rotary
 import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
@@ -29,6 +30,7 @@ CALLS = {
     "rms_norm_quantize": (X, None, X[0].clone(), "int4_g32_asymmetric", 1e-6, True),
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
     "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
+    "column_sums": (WIDE.clone().view(2, -1, 64).requires_grad_(), torch.float16),
     "rms_norm_vjp": (X, X.clone(), X[0].clone(), X.clone(), 1e-6),
     "swiglu_vjp": (WIDE, WIDE.clone(), WIDE.clone()),
     "rotary": (X.clone().view(2, 2, 2, 64).requires_grad_(), X[:2].clone(), X[:2].clone(), False),

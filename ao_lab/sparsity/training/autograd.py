@@ -59,14 +59,13 @@ class MaskedLinear(torch.autograd.Function):
         """Gradients of x, W and bias."""
         x, w, mask = ctx.saved_tensors
         rule, (wants_x, wants_w, _, wants_bias, _) = ctx.rule, ctx.needs_input_grad
-        rows, dx, dw = g.reshape(-1, g.shape[-1]), None, None
+        rows, dx, dw, product = g.reshape(-1, g.shape[-1]), None, None, PRODUCTS[rule.product]
         if wants_x:
-            product = PRODUCTS[rule.product]
             dx = product.input_grad(rows, w.to(ctx.dtype), mask, rule.transposable).reshape(ctx.shape)
         if wants_w:
             dense = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.own)
             dw = weight_gradient(dense, w, mask, rule)
-        return dx, dw, None, rows.sum(0) if wants_bias else None, None
+        return dx, dw, None, product.bias_grad(rows) if wants_bias else None, None
 
 
 def weight_gradient(

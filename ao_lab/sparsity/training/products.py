@@ -9,6 +9,8 @@ the sparse tensor cores of Hopper, after one kernel that reads weight and mask o
 cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
 padded to a multiple of 8. The result has the dtype of the inputs, sums are in float32.
+
+The bias's gradient is `fast.layers.column_sums`; with "dense" torch's own sum, as all else there is torch's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute
+from fast.layers.column_sums import column_sums
 from fast.sparsity.compress_masked import DTYPES, compress_masked
 from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
 
@@ -31,11 +34,13 @@ OLDEST = (8, 0)
 
 
 class Product(NamedTuple):
-    """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), and why a weight cannot be taken."""
+    """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, and what a
+    bias gets of g."""
 
     output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
     unsupported_reason: Callable[[torch.Tensor], str | None]
+    bias_grad: Callable[[torch.Tensor], torch.Tensor] = column_sums
 
 
 def masked(w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -53,6 +58,10 @@ def _dense_input_grad(
     g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
 ) -> torch.Tensor:
     return g.mm(masked(w, mask))
+
+
+def _dense_bias_grad(g: torch.Tensor) -> torch.Tensor:
+    return g.sum(0)
 
 
 def _cusparselt_output(
@@ -199,7 +208,7 @@ def _no_reason(w: torch.Tensor) -> str | None:
 
 
 PRODUCTS: dict[str, Product] = {
-    "dense": Product(_dense_output, _dense_input_grad, _no_reason),
+    "dense": Product(_dense_output, _dense_input_grad, _no_reason, _dense_bias_grad),
     "cusparselt": Product(_cusparselt_output, _cusparselt_input_grad, _sparse_reason),
     "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
 }

@@ -24,6 +24,7 @@ from ao_lab.training.layers import LowPrecisionLinear
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from fast.device import PLAIN
+from fast.layers.column_sums import column_sums
 from fast.layers.gradients import swiglu_vjp
 from reference.training.recipe import Recipe
 
@@ -71,7 +72,7 @@ class SwiGLULinear(torch.autograd.Function):
         dx = product("input_grad", rows, weight, recipe.input_grad, dtype)  # type: ignore[arg-type]
         del rows, weight
         d_gate, d_up = swiglu_vjp(dx.view(gate.shape), gate, up)
-        return d_gate, d_up, dw, g.sum(0) if wants_bias else None, None
+        return d_gate, d_up, dw, column_sums(g) if wants_bias else None, None
 
 
 def _weight_grad(

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 import fast
 from ao_lab.training import shared
 from ao_lab.training.dequantized import gradient_values, operand_values, weight_columns_values
+from fast.layers.column_sums import column_sums
 from fast.layers.gradients import swiglu_vjp
 from reference.training.recipe import Recipe
 
@@ -62,7 +63,7 @@ class SwiGLUValuesLinear(torch.autograd.Function):
         dx = rows @ weight_columns_values(w.contiguous(), recipe)
         del rows
         d_gate, d_up = swiglu_vjp(dx.view(gate.shape), gate, up)
-        return d_gate, d_up, dw, g.sum(0) if wants_bias else None, None
+        return d_gate, d_up, dw, column_sums(g) if wants_bias else None, None
 
 
 def hidden(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ao_lab.training import shared
 from ao_lab.training.prepared.step import Step
 from ao_lab.training.products import is_captured
+from fast.layers.column_sums import column_sums
 
 Grad = torch.Tensor | None
 
@@ -61,7 +62,7 @@ def _gradients(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
         dx = dx if len(shape) == 2 else dx.view(shape)
     if wants_w:
         dw = step.weight_grad(columns, column_scale, x_codes, x_scale, None)
-    return dx, dw, g.reshape(-1, g.shape[-1]).sum(0) if wants_bias else None, None
+    return dx, dw, column_sums(g) if wants_bias else None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

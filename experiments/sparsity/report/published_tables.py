@@ -19,16 +19,19 @@ PUBLISHED = FOLDER / "sparsity.csv"
 
 @dataclass(frozen=True)
 class Place:
-    """Where our row of a published value is: kind and data of its table, method, metric."""
+    """Where our row of a published value is: kind and data of its table, method, metric, settings, the first that is there."""
 
     kind: str
     data: str
     method: str
     metric: str
+    settings: tuple[str, ...] = ()
 
 
 #: Published methods by ours; SAM's mixture of INT8 and 2:4 is not measured here.
-LINEAR = {"dense": DENSE, "semi-sparse 2:4": linear.SPARSE, "prune + compress only": linear.PRUNING}
+LINEAR = {"dense": DENSE, "semi-sparse 2:4": linear.OWN, "prune + compress only": linear.PRUNING}
+#: Single layers were published as CUDA graphs; where those were not measured, the same one by one.
+LAUNCHED = {linear.GRAPH: "CUDA graph", linear.EAGER: "eager"}
 TRAINED = {"dense": DENSE, "MLP 2:4": encoders.MLP}
 ENCODED = {
     "baseline": DENSE,
@@ -58,7 +61,7 @@ def place_of(one: Published) -> Place | None:
         return None
     if one.model == "single linear":
         shape = one.setting.partition("(m,k,n) = (")[2].rstrip(")").split(",")
-        return Place(linear.KIND, "x".join(shape), LINEAR[one.method], metric)
+        return Place(linear.KIND, "x".join(shape), LINEAR[one.method], metric, tuple(LAUNCHED))
     if one.model == "ViT-L":
         return Place(encoders.TRAINING, VIT_L.name, TRAINED[one.method], metric)
     if one.model == "SAM ViT-h" and one.method in ENCODED:
@@ -84,8 +87,11 @@ def measured(rows: Sequence[Row], place: Place | None) -> tuple[Where, Results, 
     if best is None:
         return None
     where, results = best
-    found = [row.value for row in results.rows if (row.method, row.metric) == (place.method, place.metric)]
-    return (where, results.of_method(place.method), found[0]) if found else None
+    for setting in place.settings or results.settings:
+        value = results.value(setting, place.method, place.metric)
+        if value is not None:
+            return where, results.with_setting(setting).of_method(place.method), value
+    return None
 
 
 def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Comparison:
@@ -99,13 +105,16 @@ def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Compa
         published_on=one.hardware,
         source=f"{one.paper}, {one.source}",
         measured=None if ours is None else ours[2],
-        measured_on=""
-        if ours is None
-        else f"{ours[0].device}, eager"
-        if ours[1].rows[0].table.startswith(linear.KIND)
-        else ours[0].device,
+        measured_on="" if ours is None else measured_on(*ours[:2]),
         stale=bool(ours and ours[1].stale_methods),
     )
+
+
+def measured_on(where: Where, results: Results) -> str:
+    """The device, of layers with how they were launched and whose kernels multiplied."""
+    row = results.rows[0]
+    words = [where.device, LAUNCHED.get(row.setting, ""), "own kernels" if row.method == linear.OWN else ""]
+    return ", ".join(filter(None, words))
 
 
 def published_table(model: str, setting: str = "") -> Table:

@@ -98,7 +98,7 @@ def _row(row, length, WIDE: tl.constexpr):
         return row * length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "column_tiles"])
 def add_pieces_kernel(
     sums, out, parts, length, column_tiles,
     DTYPE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PTX: tl.constexpr,
@@ -131,18 +131,18 @@ def rms_norm_vjp(
     warps = max(1, min(MOST_WARPS, size // (32 * PER_THREAD)))
     launch = CompiledLaunch(norm_gradient_kernel, parts, (float(eps), rows, length, *constants), warps)
     call.launch(launch, ("g", "x", "weight", "more", "dx", "sums"))
-    _add_pieces(call, parts, length, name, wide)
+    add_pieces(call, parts, length, name, wide, "dweight")
     made: tuple[torch.Tensor, torch.Tensor] = call.result(("dx", "dweight"), key)
     return made
 
 
-def _add_pieces(call: Call, parts: int, length: int, name: str, wide: bool) -> None:
-    """The sums of pieces added up, PARTS in a launch, rounded to x's dtype in the last one."""
+def add_pieces(call: Call, parts: int, length: int, name: str, wide: bool, made: str) -> None:
+    """The sums of pieces added up, PARTS in a launch, rounded to a dtype (`name`) in the last one, which makes `made`."""
     source, tiles = "sums", ceil_div(length, COLUMNS)
     while True:
         left = ceil_div(parts, PARTS)
         last = left == 1
-        target = "dweight" if last else f"{source}_added"
+        target = made if last else f"{source}_added"
         call.allocate(target, (length,) if last else (left, length), name if last else "float32")
         size = min(PARTS, power_above(parts))
         shape = (name if last else "float32", wide, size, COLUMNS, False)

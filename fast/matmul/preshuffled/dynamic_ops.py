@@ -11,6 +11,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
+from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.exact_inputs import inputs_reason, kind_of
 from fast.matmul.preshuffled.ops import STORED, restored, weight_of
@@ -20,7 +21,6 @@ from fast.matmul.stored_weight_ops import (
     dense,
     has_float_inputs,
     refuse_scale_gradients,
-    sum_of_rows,
     times_weight,
 )
 from fast.matmul.weights import parts
@@ -118,7 +118,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         q = restored(weight_of(record_of(scheme), shape, stored))
         through = times_weight(g, parts(q), shape, scheme, q.packed)
         dx = VJP_OP(through, x, None, None, None, ctx.x_scheme, -1, None)[0]
-    db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[4] else None
+    db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
     return dx, None, None, None, db, None, None, None
 
 

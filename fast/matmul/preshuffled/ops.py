@@ -12,6 +12,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
+from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.stored_weight_ops import (
     Operands,
@@ -19,7 +20,6 @@ from fast.matmul.stored_weight_ops import (
     dense,
     has_float_inputs,
     refuse_scale_gradients,
-    sum_of_rows,
     times_weight,
 )
 from fast.matmul.weights import parts
@@ -128,7 +128,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0]:
         q = restored(weight_of(record_of(scheme), shape, ctx.saved_tensors))
         dx = times_weight(g, parts(q), shape, scheme, q.packed)
-    db = sum_of_rows(g).to(ctx.bias) if ctx.needs_input_grad[4] else None
+    db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
     return dx, None, None, None, db, None, None
 
 

@@ -9,6 +9,7 @@ from ao_lab.testing.strategies import assert_same_quantized
 from ao_lab.training import autograd
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.casts import STREAMS, quantize_one, quantize_two
+from fast.layers import column_sums
 from reference import Quantized
 from reference.matmul.linear import transposed
 from reference.training import RECIPES
@@ -112,6 +113,14 @@ def test_the_gradient_of_the_bias():
     bias = torch.zeros(N, dtype=x.dtype, requires_grad=True)
     training_linear(x, w, bias, RECIPES["rowwise"]).backward(g)
     assert torch.equal(bias.grad, reference.training.training_linear_vjp(g, x, w, "rowwise")[2])
+
+
+def test_the_gradient_of_the_bias_is_summed_by_column_sums(monkeypatch):
+    x, w, g = tensors()
+    monkeypatch.setattr(column_sums, "summed", lambda g, dtype: 2 * g[0])
+    bias = torch.zeros(N, dtype=x.dtype, requires_grad=True)
+    training_linear(x, w, bias, RECIPES["rowwise"]).backward(g)
+    assert torch.equal(bias.grad, 2 * g[0])
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])

@@ -125,9 +125,44 @@ def test_a_wrong_product_gets_no_time(monkeypatch):
 
 
 def test_the_tables_have_the_published_shapes():
-    assert [one.data for one in linear.tables("cpu", 0)] == ["13008x1024x4096", "13008x4096x1024"]
+    assert [one.data for one in linear.tables("cpu", 0)] == ["13008x1024x4096", "13008x4096x1024"] * 2
     assert encoders.training_tables("cpu", 0)[0].data == VIT_L.name
     assert encoders.inference_tables("cpu", 0)[0].data == VIT_H.name
+
+
+def test_layers_are_timed_as_graphs_first_and_cusparselt_last(monkeypatch):
+    monkeypatch.setattr(linear, "EAGER_PLAN", ONCE)
+    monkeypatch.setattr(linear, "GRAPH_PLAN", ONCE)
+    made = linear.tables("cpu", 0, (SHAPE,), "dense", "dense")
+    ours = [DENSE, linear.OWN, linear.OWN_KEPT, linear.PRUNING]
+    assert [(one.setting, one.graph) for one in made] == [(linear.GRAPH, True), (linear.EAGER, False)]
+    assert [[side.name for side in one.sides] for one in made] == [ours, [*ours, linear.SPARSE, linear.KEPT]]
+    assert [side.name for one in made for side in one.sides if side.foreign] == [linear.SPARSE, linear.KEPT]
+    for one in made:
+        times = sides.measure(CpuWatch(), one, 0.0)
+        assert all("time" in times[side.name] for side in one.sides)
+    renewed = []
+    monkeypatch.setattr(linear, "sparse", lambda *given, renew: renewed.append((given[3], renew)))
+    for side in linear.sides_of(SHAPE, "cpu", 0, "mine", ("theirs",))[1:]:
+        if side.name != linear.PRUNING:
+            side.build()
+    assert renewed == [("mine", True), ("mine", False), ("theirs", True), ("theirs", False)]
+
+
+def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypatch):
+    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+    place, data = (linear.OWN, "speed over dense"), "13008x1024x4096"
+    rows = [row("linear", data, *place, 1.1, linear.EAGER), row("linear", data, *place, 1.2, linear.GRAPH)]
+    rows.append(row("linear", data, linear.SPARSE, "speed over dense", 0.1, linear.EAGER))
+    (found,) = [one for one in published_tables.comparisons(rows) if one.measured is not None]
+    assert (found.measured, found.published) == (1.2, 1.24)
+    assert found.measured_on == "a GPU, CUDA graph, own kernels"
+    (found,) = [one for one in published_tables.comparisons(rows[:1]) if one.measured is not None]
+    assert (found.measured, found.measured_on) == (1.1, "a GPU, eager, own kernels")
+    assert speed.findings(rows) == [
+        f"Linear layers in training (full scale, a GPU, {data}), speed over dense: "
+        f"{linear.EAGER}: 2:4, own kernels 1.10, 2:4 0.10; {linear.GRAPH}: 2:4, own kernels 1.20."
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -266,9 +301,9 @@ def test_the_page_of_products(monkeypatch):
     assert second.tables[0].columns == ["shape", "int4", "int4 + 2:4", "int4 + 2:4 over int4"]
 
 
-def row(kind, data, method, metric, value):
+def row(kind, data, method, metric, value, setting="s"):
     return Row(
-        experiment="sparsity", table=f"{kind}/full/{data}", setting="s", method=method, metric=metric, value=value, unit="",
+        experiment="sparsity", table=f"{kind}/full/{data}", setting=setting, method=method, metric=metric, value=value, unit="",
         device="a GPU", seed=0, source_hash="",
     )  # fmt: skip
 
@@ -276,7 +311,7 @@ def row(kind, data, method, metric, value):
 def test_published_values_stand_beside_the_same_shape(monkeypatch):
     monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     rows = [
-        row("linear", "13008x1024x4096", linear.SPARSE, "speed over dense", 1.3),
+        row("linear", "13008x1024x4096", linear.OWN, "speed over dense", 1.3, linear.EAGER),
         row("vit", VIT_L.name, encoders.MLP, "time", 100.0),
         row("sam", VIT_H.name, DENSE, "images/s", 70.0),
     ]
@@ -285,7 +320,7 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
     beside = {(one.measured, one.published) for one in found if one.measured is not None}
     assert beside == {(1.3, 1.24), (100.0, 675.275311), (70.0, 22.75)}
     assert speed.findings(rows) == [
-        "Linear layers in training (full scale, a GPU, 13008x1024x4096), speed over dense: 2:4 1.30."
+        "Linear layers in training (full scale, a GPU, 13008x1024x4096), speed over dense: 2:4, own kernels 1.30."
     ]
     assert {one.measured for one in published_tables.comparisons([])} == {None}
     titles = [section.title.partition(" (")[0] for section in speed.sections(rows)]

@@ -263,7 +263,13 @@ ELSEWHERE |= {"linear_small_kernel", "sum_splits_kernel", "restore_kernel", "gro
 # Those in front of them: tests/fast/linear/preshuffled/test_dynamic_inputs.py.
 ELSEWHERE |= {"row_codes_kernel", "block_values_kernel"}
 ELSEWHERE |= {"arranged_dense_kernel", "linear_small_pair_kernel", "sum_pair_splits_kernel"}
-ELSEWHERE |= {"add_pieces_kernel", "norm_gradient_kernel", "rotary_kernel", "swiglu_gradient_kernel"}
+ELSEWHERE |= {
+    "add_pieces_kernel",
+    "column_sums_kernel",
+    "norm_gradient_kernel",
+    "rotary_kernel",
+    "swiglu_gradient_kernel",
+}
 ELSEWHERE |= {
     "compress_kernel",
     "decompress_kernel",

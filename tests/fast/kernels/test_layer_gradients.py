@@ -1,11 +1,21 @@
-"""The kernels of `fast.layers.gradients` and `fast.layers.rotary`: their code for Hopper; `test_swiglu` compares their bits."""
+"""The kernels of `fast.layers.gradients`, `rotary` and `column_sums`: their code for Hopper, and the bits of the last, those of
+the others being compared by `test_swiglu`."""
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import fast
+from fast.kernels.layers import column_sums as sums_host
+from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
 from fast.kernels.layers.rms_norm_gradient import PIECE, add_pieces_kernel, norm_gradient_kernel
 from fast.kernels.layers.rotary import rotary_kernel
 from fast.kernels.layers.swiglu import place_of
 from fast.kernels.layers.swiglu_gradient import swiglu_gradient_kernel
+from fast.layers import column_sums as layer_sums
+from fast.layers.column_sums import column_sums, covers
+from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.compiled_kernels import compiled
 from tests.fast.kernels.test_swiglu import SLOTS_PER_BYTE
 
@@ -41,6 +51,92 @@ def test_sums_of_pieces():
     arguments = {"sums": "float32", "out": BF16, "parts": 1024, "length": 4096, "column_tiles": 256}
     constants = {"DTYPE": BF16, "WIDE": False, "PARTS": 512, "COLUMNS": 16, "HAS_PTX": False}
     assert compiled(add_pieces_kernel, arguments | constants, 4).local == 0
+
+
+def test_column_sums_in_the_interpreter():
+    """Integers, random numbers beside the model of the order, NaN and infinities; shapes, dtypes, plans."""
+    assert len(lines_of("tests/emulator/programs/training/column_sums.py")) == 3 + 5 * (2 + 3 + 2) + 1
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(BF16, 1024), ("float16", 256), ("float32", 512)])
+def test_column_sums_read_wide_words(dtype, columns):
+    """Nothing in local memory, WARPS warps fit a multiprocessor's registers, six loads before the first addition."""
+    numbers = {"rows": 13008, "length": 4096, "chunk": 104, "tiles": 4, "WIDE": False, "COLUMNS": columns}
+    machine = compiled(column_sums_kernel, {"g": dtype, "sums": "float32", **numbers}, columns // WARP)
+    assert machine.local == 0
+    assert machine.widths("LDG") == machine.widths("STG") == {"128"}
+    assert machine.registers * 32 * WARPS <= 65536
+    before, _, _ = machine.sass.partition("FADD")
+    assert before.count("LDG.E.128") >= 6
+
+
+@pytest.mark.parametrize("rows", [2048, 13008, 65536, 100_000])
+@pytest.mark.parametrize("length", [256, 1024, 1040, 4096, 11008, 14336])
+def test_chunks_cover_the_rows_and_fill_the_multiprocessors(rows, length):
+    plan = plan_of(rows, length)
+    assert (plan.parts - 1) * plan.chunk < rows <= plan.parts * plan.chunk
+    assert (plan.tiles - 1) * plan.columns < length <= plan.tiles * plan.columns
+    assert plan.parts <= 512
+    warps = plan.parts * plan.tiles * plan.warps
+    assert warps <= PROCESSORS * WARPS
+    # Chunks of whole steps, or the limit of parts, may take a half.
+    assert (
+        warps
+        >= min(PROCESSORS * WARPS, rows // 8 * plan.tiles * plan.warps, 512 * plan.tiles * plan.warps) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "large"),
+    [((2048, 1024), True), ((2, 1024, 1024), True), ((2047, 1024), False), ((63, 1 << 16), False),
+     ((1 << 14, 128), False), ((2048, 1032), False), ((0, 1024), False), ((4, 0), False)],
+)  # fmt: skip
+def test_small_matrices_and_odd_rows_are_left_to_torch(shape, large):
+    assert covers(torch.empty(shape, device="meta")) is large
+
+
+def test_column_sums_on_a_cpu_are_torchs(monkeypatch):
+    monkeypatch.setattr(sums_host, "column_sums", lambda *_: pytest.fail("no GPU"))
+    g = torch.randn(4, 600, 1024).bfloat16().requires_grad_()
+    right = g.detach().float().view(-1, 1024).sum(0)
+    for dtype in (None, torch.float32, torch.float64):
+        made = column_sums(g, dtype)
+        assert made.dtype == (dtype or g.dtype)
+        assert torch.equal(made, right.to(made.dtype))
+    (grad,) = torch.autograd.grad(column_sums(g).float().sum(), g)
+    assert torch.equal(grad, torch.ones_like(g))
+    assert torch.equal(column_sums(g[:0]), torch.zeros(1024, dtype=g.dtype))
+
+
+def test_linear_layers_sum_the_gradients_of_their_biases_so(monkeypatch):
+    monkeypatch.setattr(layer_sums, "summed", lambda g, dtype: torch.full(g.shape[-1:], 7, dtype=dtype))
+    weight, bias = fast.quantize(torch.ones(16, 32), "int8_rowwise"), torch.zeros(16).requires_grad_()
+    fast.linear(torch.ones(3, 32), weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((16,), 7.0))
+
+
+@pytest.mark.parametrize("rows", [3, 3000])
+def test_a_tracer_sees_an_operator(rows):
+    """Of any size, since that may be another one in the next call."""
+    with FakeTensorMode():
+        g = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        program = make_fx(lambda g: column_sums(g, torch.float32))(g)
+        made = column_sums(g, torch.float32)
+    assert "ao_lab.column_sums" in program.code
+    assert (made.shape, made.dtype, made.device.type) == ((1024,), torch.float32, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("g", "dtype", "error", "text"),
+    [
+        (torch.ones(2, 2, dtype=torch.int32), None, TypeError, "got torch.int32 and torch.int32"),
+        (torch.ones(2, 2), torch.int8, TypeError, "got torch.float32 and torch.int8"),
+        (torch.ones(()), None, ValueError, "without axes"),
+    ],
+)
+def test_errors_of_column_sums(g, dtype, error, text):
+    with pytest.raises(error, match=text):
+        column_sums(g, dtype)
 
 
 def test_swiglu_keeps_up_with_memory():

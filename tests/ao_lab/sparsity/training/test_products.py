@@ -12,6 +12,7 @@ from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import products
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
 from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear, sparse_wgmma_linear
+from fast.layers.column_sums import column_sums
 
 
 @pytest.fixture
@@ -70,6 +71,18 @@ def test_outputs_and_gradients_of_integers(library, shape, transposable):
     forward = [("compress", (48, 32)), ("multiply", (32, padded))]
     backward = [("compress", (32, 48)), ("multiply", (48, padded))]
     assert library == (forward + (backward if transposable else []) if rows else [])
+
+
+def test_what_a_bias_gets(monkeypatch):
+    """Torch's own sum with dense products, to the bit; `column_sums` with others; the layer asks its product."""
+    g = torch.randn(300, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr("fast.layers.column_sums.summed", lambda *_: pytest.fail("another order"))
+    assert torch.equal(PRODUCTS["dense"].bias_grad(g), g.sum(0))
+    assert PRODUCTS["cusparselt"].bias_grad is PRODUCTS["sparse_wgmma"].bias_grad is column_sums
+    monkeypatch.setitem(PRODUCTS, "dense", PRODUCTS["dense"]._replace(bias_grad=lambda g: 2 * g[0]))
+    w, bias = torch.ones(16, 16).bfloat16(), torch.zeros(16).bfloat16().requires_grad_()
+    y = masked_linear(torch.ones(300, 16).bfloat16(), w, w > 0, bias, Rule("masked", 0.0, "dense", False))
+    assert torch.equal(torch.autograd.grad(y, bias, g)[0], 2 * g[0])
 
 
 def test_inputs_that_are_no_plain_matrices(library):
