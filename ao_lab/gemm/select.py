@@ -281,10 +281,11 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
 
 
 def _scaled_blocks(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    inputs = quantized_input(whole_steps(x), w, _activation(w))
+    padded = whole_steps(x)
+    inputs = quantized_input(padded, w, _activation(w))
     square = w.scheme.scale.block != BLOCK
     y = blocks_product(inputs.codes, w.codes, inputs.scale, w.scale, square, x.dtype, bias)
-    return y if y.shape[0] == x.shape[0] else y[: x.shape[0]]
+    return y if padded is x else y[: x.shape[0]]
 
 
 def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -307,10 +308,7 @@ def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None
 
 
 def _scaled_blocks_unsupported(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    if (
-        not w.is_cuda
-        or 10 * _capability(w.device.index or 0)[0] + _capability(w.device.index or 0)[1] != CAPABILITY
-    ):
+    if not w.is_cuda or _capability(w.device.index or 0) != CAPABILITY:
         return "its products of blocks are for GPUs of compute capability 9.0"
     if dtype != torch.bfloat16:
         return f"of blocks it writes bfloat16, not {dtype}"

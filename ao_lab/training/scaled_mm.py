@@ -58,7 +58,7 @@ def blocks_unsupported_reason(a: Any, b: Any) -> str | None:
     """Why `scaled_mm_blocks` does not take two operands."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return "both operands must be quantized"
-    if capability(a.codes.device) != CAPABILITY:
+    if divmod(capability(a.codes.device), 10) != CAPABILITY:
         return "it needs a GPU of compute capability 9.0"
     if (reason := blocks_reason(a.scheme, b.scheme, b.shape)) is not None:
         return reason

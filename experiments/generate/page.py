@@ -29,7 +29,8 @@ TEXT = (
     "Milliseconds of a token are the median over steps of three calls of 96 tokens, the host's time in them, the prompt "
     "not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, timed first and last.",
     "Warm-up is what the first two calls take: compilation and capture. Before that logits are compared with those of a"
-    " bfloat16 model that has what is stored as its weights: they say that products are right, and nothing of quality.",
+    " bfloat16 model that has what is stored as its weights, at the rows that are timed, not compiled: they say that products "
+    "are right, and nothing of quality.",
 )
 STAND_IN = (
     "**A stand-in**: one tiny layer on a CPU, whose times mean nothing; it shows that all of it runs.",

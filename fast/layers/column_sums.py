@@ -50,7 +50,8 @@ def summed(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """By torch, whose CUDA sums of 16 bits are in float32 too; on a CPU that has to be asked for."""
     if g.is_cuda and g.dtype == dtype:
         return g.reshape(-1, g.shape[-1]).sum(0)
-    return g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return g.reshape(-1, g.shape[-1]).sum(0, dtype=wide).to(dtype)
 
 
 def column_sums_op(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,10 +16,20 @@ def prune_into(
 ) -> torch.Tensor:
     """out, a bool tensor of w's shape: `prune(w, pattern=pattern)`, or `prune_transposable(w)`, is written to it.
 
-    On a GPU by their kernels without a copy where `out` is contiguous. Errors are theirs.
+    On a GPU by their kernels without a copy where `out` is contiguous. Errors are theirs. Autograd sees the write.
     """
+    if not _in_place(w, out):
+        return _copied(None, (pattern, transposable), (w, out))
     made: torch.Tensor = execute(PRUNE_INTO, None, (pattern, transposable), (w, out))
+    if out.is_cuda:  # written by its address, of which torch knows nothing
+        torch.autograd.graph.increment_version(out)
     return made
+
+
+def _in_place(w: torch.Tensor, out: torch.Tensor) -> bool:
+    """Asked in every call: one that is remembered reads its tensors as contiguous copies, and would write to one."""
+    alike = out.dtype == torch.bool and out.shape == w.shape and out.device == w.device
+    return alike and out.is_contiguous()
 
 
 def _copied(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> torch.Tensor:
@@ -33,8 +43,6 @@ def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: 
 
     w, out = operands
     pattern, transposable = values
-    if out.dtype != torch.bool or out.shape != w.shape or out.device != w.device or not out.is_contiguous():
-        return None
     if transposable:
         return transposable_host.prune_transposable(w, None, "exact", key, out)
     return host.prune(w, None, pattern, key, out)

@@ -20,7 +20,7 @@ BLOCK, PADDED = 128, 4
 #: What rows of the first operand, and columns under scales of 1x128, are multiples of.
 STEP = 16
 #: The compute capability that it is for.
-CAPABILITY = 90
+CAPABILITY = (9, 0)
 #: `torch.nn.functional.ScalingType` of blocks 1x128 and 128x128, as the operator takes them.
 ROW, SQUARE = 4, 5
 
@@ -46,8 +46,11 @@ def blocks_reason(a: Scheme, b: Scheme, shape: tuple[int, ...]) -> str | None:
 
 
 def whole_steps(x: torch.Tensor) -> torch.Tensor:
-    """Inputs (M, K) with rows of zeros up to a multiple of 16, before they are quantized: codes and scales are two to pad."""
-    more = -x.shape[0] % STEP
+    """Inputs (M, K) with rows of zeros up to a multiple of 16, before they are quantized: codes and scales are two to pad.
+
+    As they are where a tracer leaves M open, which no program may depend on: the product pads then.
+    """
+    more = -x.shape[0] % STEP if isinstance(x.shape[0], int) else 0
     return nn.functional.pad(x, (0, 0, 0, more)) if more else x
 
 
@@ -57,7 +60,7 @@ def blocks_product(
 ) -> torch.Tensor:  # fmt: skip
     """codes a (M, K), b (N, K), scales (M, K/128) and (N, K/128), or (N/128, K/128) of squares: a @ b.T plus bias (N) in dtype.
 
-    M is a multiple of 16. Sums of 128 products are added in float32.
+    M is a multiple of 16, or a size that a tracer leaves open. Sums of 128 products are added in float32.
     """
     multiply = _op if torch.compiler.is_compiling() else _multiply
     y: torch.Tensor = multiply(a, b, scale_a, scale_b, square, dtype, bias)
@@ -68,11 +71,17 @@ def _multiply(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, square: bool, dtype: torch.dtype,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
+    rows = a.shape[0]
+    if more := -rows % STEP:
+        a = nn.functional.pad(a.view(torch.uint8), (0, 0, 0, more))
+        scale_a = nn.functional.pad(scale_a, (0, 0, 0, more))
+        return _multiply(a, b, scale_a, scale_b, square, dtype, bias)[:rows].clone()
     left, right = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
     scale_a = scale_a.t().contiguous().t()
     more = -scale_b.shape[1] % PADDED
     if not square or not more:
-        scale_b = scale_b.t() if square else scale_b.t().contiguous()
+        # Of a weight that was sliced along K scales are a view of the whole one's.
+        scale_b = scale_b.contiguous().t() if square else scale_b.t().contiguous()
         return torch._scaled_mm(left, right, scale_a, scale_b, bias, out_dtype=dtype)
     scale_b = nn.functional.pad(scale_b, (0, more)).t()
     made: torch.Tensor = torch.ops.aten._scaled_mm_v2(

@@ -49,7 +49,7 @@ def _first_mask(group: Group, config: SparseTrainingConfig) -> torch.Tensor:
     """The mask of a weight before the first step."""
     if phase(config, 0) == SPARSE:
         return find_mask(group.weight, config)
-    return torch.ones_like(group.weight, dtype=torch.bool)
+    return torch.ones(group.weight.shape, dtype=torch.bool, device=group.weight.device)
 
 
 class SparsityStep(NamedTuple):

@@ -3,7 +3,8 @@
 The host's number holds as long as the buffer is the same tensor, at the same address, that nothing else has written to: torch
 counts writes in place (`Tensor._version`). After loading, copying or moving, and at first, the buffer is read, once. Writes
 through `.data` or another tensor's memory are not seen; replays of a CUDA graph are: of a buffer that was counted in one the
-host's number says nothing any more.
+host's number says nothing any more. Collectives write past torch's count, and ranks that disagreed would wait for each other
+for ever: where there are process groups the buffer is read in every step.
 """
 
 from __future__ import annotations
@@ -68,9 +69,20 @@ def _number(group: Iterable[torch.Tensor], capturing: bool) -> int | None:
 def _of_tensor(step: torch.Tensor, capturing: bool) -> int | None:
     known = _known.get(step)
     # A graph that is captured once more repeats one step, whose number is that of its first capture.
-    if known is None or (known.captured and not capturing):
+    if known is None or (known.captured and not capturing) or (_has_ranks() and not capturing):
         return None
     return known.number if (known.version, known.address) == (step._version, step.data_ptr()) else None
+
+
+def _has_ranks() -> bool:
+    """Whether another rank may write to a buffer."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def counted_in_graph(step: torch.Tensor) -> bool:
+    """Whether a CUDA graph adds to a buffer, so that its replays count steps that the host does not see."""
+    known = _known.get(step)
+    return known is not None and known.captured
 
 
 def _remember(step: torch.Tensor, number: int, capturing: bool) -> None:
@@ -88,4 +100,4 @@ def _read(steps: Sequence[torch.Tensor]) -> list[int]:
     return [int(n) for n in torch.stack([step.to(steps[0].device) for step in steps]).tolist()]
 
 
-__all__ = ["count", "is_capturing"]
+__all__ = ["count", "counted_in_graph", "is_capturing"]

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ao_lab.sparsity.training.counts import counted_in_graph
+
 #: Of a layer: whether an optimizer has stepped its weight since its steps were last counted.
 PENDING = "sparse_pending"
 _watched: WeakSet[nn.Module] = WeakSet()
@@ -44,7 +46,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if torch.compiler.is_compiling() or not _watched:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    layers = [layer for layer in _watched if id(layer.weight) in held and _has_gradient(layer)]
+    # Of layers whose steps a CUDA graph counts, replays say nothing here.
+    layers = [
+        layer
+        for layer in _watched
+        if id(layer.weight) in held and _has_gradient(layer) and not counted_in_graph(layer.sparse_step)
+    ]
     if any(getattr(layer, PENDING) for layer in layers):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called twice without ao_lab.step_sparsity_(model), so that masks of sparse "

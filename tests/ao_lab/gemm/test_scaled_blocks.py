@@ -41,6 +41,34 @@ def test_any_number_of_rows(rows, length, weight, rules):
     torch.testing.assert_close(y, truth.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("part", [slice(None, 512), slice(512, None)])
+def test_a_weight_that_was_sliced_along_its_sums(part, rules):
+    """Its scales are a view of the whole one's."""
+    generator = torch.Generator().manual_seed(3)
+    x, dense = (torch.randn(count, 1024, generator=generator).to(torch.bfloat16) for count in (16, 256))
+    w = quantized(dense, Recipe(weight=scheme_of(SQUARE), activation=scheme_of(FINE)))[:, part]
+    truth = fast.dequantize(fast.quantize(x[:, part], FINE)).double() @ w.dequantize(torch.float64).T
+    torch.testing.assert_close(select._scaled_mm(x[:, part], w.t(), None), truth.to(torch.bfloat16))
+
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return select.PRODUCTS["scaled_mm"].run(x, self.weight.t(), None)
+
+
+def test_rows_that_an_export_leaves_open():
+    with torch.no_grad():
+        module = Layer(512, 256, bias=False)
+        recipe = Recipe(weight=scheme_of(SQUARE), activation=scheme_of(FINE))
+        module.weight = torch.nn.Parameter(
+            quantized(module.weight.to(torch.bfloat16), recipe), requires_grad=False
+        )
+        rows = torch.export.Dim("rows", min=2, max=4096)
+        x = torch.randn(33, 512, dtype=torch.bfloat16)
+        made = torch.export.export(module, (x,), dynamic_shapes=({0: rows},))
+    assert "scaled_mm_blocks" in made.graph_module.code
+
+
 def layer(weight, activation, shape, dtype=torch.bfloat16):
     """A weight on a GPU that is there in name alone."""
     dense = torch.empty(shape, device="cuda:0", dtype=dtype)

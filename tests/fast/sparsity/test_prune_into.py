@@ -32,4 +32,10 @@ def test_kernels_write_it(monkeypatch):
         assert [
             one.kernel for one in launched(lambda t=transposable: prune_into(w, out, transposable=t))
         ] == [kernel]
-        assert module._kernel(None, ("2:4", transposable), (w, out.t()), None) is None
+
+
+def test_other_memory_is_asked_about_in_every_call(monkeypatch):
+    """A remembered call reads its tensors as contiguous copies, and would leave such a mask as it was."""
+    monkeypatch.setattr(module, "execute", lambda *_: pytest.fail("a remembered call"))
+    w, out = torch.randn(16, 32), torch.zeros(32, 16, dtype=torch.bool).t()
+    assert bool(prune_into(w, out).any())

@@ -30,6 +30,36 @@ def steps(net):
     return [int(net[0].sparse_step), int(net[2].sparse_step)]
 
 
+def test_ranks_read_it_in_every_step(reads, monkeypatch):
+    """A collective may have written to the buffer, which torch does not count."""
+    net = model()
+    step_sparsity_(net)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    net[0].sparse_step.numpy()[...] = 41
+    net[2].sparse_step.numpy()[...] = 41
+    assert step_sparsity_(net).step == 42
+    assert reads == [2, 2]
+
+
+def test_an_optimizer_beside_steps_that_a_graph_counts(monkeypatch):
+    """Replays count where the host does not see it, so that nothing is missing."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for captured in (False, True):
+        monkeypatch.setattr(counts, "is_capturing", lambda steps, now=captured: now)
+        step_sparsity_(net)
+    monkeypatch.undo()
+    net(torch.randn(4, 16)).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+    other = model()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="called twice"):
+        optimizer.step()
+
+
 def test_a_count_is_read_once(reads):
     net = model()
     assert [step_sparsity_(net).step for _ in range(3)] == [1, 2, 3]
