@@ -39,6 +39,7 @@ constexpr int SIDE = TOKENS + 128;          // words of a warpgroup's scales and
 
 #include "products.h"  // Sum: float or int; void multiply(Sum (&)[SUMS], u64 a, u64 b); finish<PENDING>
 
+#define CANONICAL 1  // NaN as `int_scaled_mm` gives it
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
@@ -50,7 +51,7 @@ constexpr int OUTGOING = 2 * BUFFER;        // bytes of a warpgroup
 constexpr int OUTGOING = CHUNK * PITCH * 4;
 #endif
 
-static_assert(SKEW < STAGES);
+static_assert(SKEW < STAGES && STORED == (OUT != FLOAT32));
 
 struct Ring {
   u32 x, weight, tiles, side, full, empty;

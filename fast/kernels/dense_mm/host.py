@@ -74,9 +74,15 @@ def refused(x: Quantized, w: Quantized, dtype: torch.dtype) -> str | None:
         return f"sizes are 1 to {MOST_ROWS}, got {(rows, features, length)}"
     if length % STEP or features % FEATURES_STEP:
         return f"K is a multiple of {STEP} and N of {FEATURES_STEP}, got {(rows, features, length)}"
-    if x.codes.device.type != "cuda" or torch.cuda.get_device_capability(x.codes.device) != HOPPER:
-        return f"it is for GPUs of capability {HOPPER}, got {x.codes.device}"
+    device = device_of(x.codes)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return f"it is for GPUs of capability {HOPPER}, got {device}"
     return missing_compiler()
+
+
+def device_of(codes: torch.Tensor) -> torch.device:
+    """Where it would run; a function of its own, so that tests can say another one."""
+    return codes.device
 
 
 def is_stored(dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ __device__ __forceinline__ u32 rounded_pair(float low, float high) {
   u32 d;
   if constexpr (OUT == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  if constexpr (CANONICAL) asm("min.s16x2 %0, %0, %1;" : "+r"(d) : "r"(OUT == FLOAT16 ? 0x7E007E00 : 0x7FC07FC0));
   return d;
 }
 
