@@ -24,8 +24,8 @@ from reference import Quantized
 
 HOPPER = (9, 0)
 NAME = "dense_mm"
-#: The kernel's arguments: the tensor maps of weight, x and, where it is stored, y; then x_scale, scale, bias, y as addresses, and
-#: tokens, features, steps, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
+#: The kernel's arguments: the tensor maps of weight, x and, where it is stored, y; then x_scale, scale, bias, y as addresses,
+#: and tokens, features, steps, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
 ARGUMENTS, MAPS = struct.Struct("=384s4Q7i4x"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
@@ -37,8 +37,8 @@ Operands = Sequence[Any]
 def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
 ) -> torch.Tensor | None:
-    """Rows of int8 codes (M, K) times the transpose of a weight of int8 codes (N, K): the sum, exact in int32, as float32, times
-    x's scale, times the weight's, plus the bias, each rounded to float32; then one rounding to `dtype`.
+    """Rows of int8 codes (M, K) times the transpose of a weight of int8 codes (N, K): the sum, exact in int32, as float32,
+    times x's scale, times the weight's, plus the bias, each rounded to float32; then one rounding to `dtype`.
 
     None where another kernel has to take it, see `refused`, or is faster (`select`). key: of the call; see `launch.cache`.
     """

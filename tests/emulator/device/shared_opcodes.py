@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.emulator.device.memory import RANK, Barrier
-from tests.emulator.device.opcodes import WIDTHS, Operands, Step, pattern, real, signed
+from tests.emulator.device.opcodes import WIDTHS, Operands, Step, signed
 from tests.emulator.device.tensor_core import swizzled
 from tests.emulator.device.warpgroup_opcodes import of_warpgroup
 from tests.emulator.device.written import written
