@@ -1,7 +1,12 @@
 // The sums of a warpgroup, 64 features by TOKENS, times scales, plus a bias, rounded once and written to y (tokens, features).
 //
 // Before: `copies.cuh`, Sum, Problem (tokens, features, y, x_scale, x_scale_step, scale, scale_step, bias, bias_kind), OUT,
-// INTEGER, TOKENS, CHUNK (tokens of an outgoing tile), PITCH (its words of a token), SUMS, PAIR, SPLITS.
+// INTEGER, TOKENS, CHUNK (tokens of an outgoing tile), PITCH (its words of a token), SUMS, PAIR, SPLITS; CANONICAL, where every
+// NaN is to be the quiet one without payload: those of sums and conversions have all bits but the sign, and infinity has fewer.
+
+#ifndef CANONICAL
+#define CANONICAL 0
+#endif
 
 __device__ __forceinline__ void store_word(u32 address, Sum value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(INTEGER ? u32(value) : __float_as_uint(value)) : "memory");
@@ -45,6 +50,7 @@ __device__ __forceinline__ u32 rounded(float v) {
   unsigned short half = 0;
   if constexpr (OUT == BFLOAT16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
   if constexpr (OUT == FLOAT16) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
+  if constexpr (CANONICAL && OUT == FLOAT32) return min(__float_as_int(v), 0x7FC00000);
   return OUT == FLOAT32 ? __float_as_uint(v) : half;
 }
 

@@ -1,5 +1,6 @@
-// The sums of a warpgroup, 64 features by TOKENS, plus the bias, rounded once and written to y (tokens, features) by the copy
-// engine: CHUNK tokens at a time, from one of two buffers of CHUNK rows of 128 bytes, swizzled by as many.
+// The sums of a warpgroup, 64 features by TOKENS, finished (`Biases`, or `Scaled` of `scaled.cuh`), rounded once and written to y
+// (tokens, features) by the copy engine: CHUNK tokens at a time, from one of two buffers of CHUNK rows of 128 bytes, swizzled by
+// as many.
 //
 // Before: `copies.cuh`, `output.cuh`, Maps (y), Problem, Sum, TOKENS, SUMS, CHUNK, OUT.
 
@@ -10,6 +11,7 @@ __device__ __forceinline__ u32 rounded_pair(float low, float high) {
   u32 d;
   if constexpr (OUT == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  if constexpr (CANONICAL) asm("min.s16x2 %0, %0, %1;" : "+r"(d) : "r"(OUT == FLOAT16 ? 0x7E007E00 : 0x7FC07FC0));
   return d;
 }
 
@@ -29,8 +31,9 @@ __device__ __forceinline__ void write_box(const TensorMap& map, u32 from, int x,
 template <int PENDING>
 __device__ __forceinline__ void wait_written() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// The biases of the features n and n + 8 of a thread; adding -0 changes nothing.
+// The biases of the features n and n + 8 of a thread; adding -0 changes nothing. Of tokens there is nothing to know.
 struct Biases {
+  struct Tokens {};
   float own[2];
   __device__ __forceinline__ Biases(const Problem& p, int thread, int first) {
 #pragma unroll
@@ -39,10 +42,17 @@ struct Biases {
       own[i] = p.bias != nullptr && at < p.features ? bias_at(p, at) : __uint_as_float(0x80000000u);
     }
   }
+
+  __device__ __forceinline__ Tokens tokens_at(int) const { return {}; }
+  // Sums of two tokens and a feature, finished. half: which of the features.
+  __device__ __forceinline__ u32 finished(Sum low, Sum high, Tokens, int half) const {
+    return rounded_pair(__fadd_rn(low, own[half]), __fadd_rn(high, own[half]));
+  }
 };
 
 // turn: which buffer is next. first: of the warpgroup's features.
-__device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, const Biases& bias, const Sum (&sum)[SUMS], u32 buffers,
+template <class Finish>
+__device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, const Finish& finish, const Sum (&sum)[SUMS], u32 buffers,
                                            u32& turn, int group, int thread, int token, int first) {
   const int lane = thread % 32, part = thread / 32 * 2 + lane / 8 % 2;  // 16 bytes of a row of 128
   const u32 own = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ lane % 8) << 4);
@@ -56,9 +66,13 @@ __device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, c
     for (int at = from; at < from + CHUNK; at += 16) {
       u32 w[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int place = at / 2 + i * 2;
-        w[i] = rounded_pair(__fadd_rn(sum[place], bias.own[i % 2]), __fadd_rn(sum[place + 1], bias.own[i % 2]));
+      for (int i = 0; i < 4; i += 2) {
+        const auto of_tokens = finish.tokens_at(at + i * 4);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int place = at / 2 + (i + half) * 2;
+          w[i + half] = finish.finished(sum[place], sum[place + 1], of_tokens, half);
+        }
       }
       store_matrices(buffer + own + (at - from) * 128, w);
     }

@@ -119,6 +119,10 @@ class Machine:
     def run(self, programs: int, cluster: int, at_once: int = 1) -> None:
         """All clusters, so many at once, the others after them. RuntimeError where no thread can go on."""
         self.programs = programs
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._run(programs, cluster, at_once)
+
+    def _run(self, programs: int, cluster: int, at_once: int) -> None:
         for first in range(0, programs, cluster * at_once):
             last = min(programs, first + cluster * at_once)
             self._finish([Cluster(self, at, cluster) for at in range(first, last, cluster)])

@@ -48,7 +48,9 @@ def real(value: int) -> np.float32:
 
 
 def pattern(value: Any) -> int:
-    """The pattern of a float32."""
+    """The pattern of a float32; of all NaN the one that the device's arithmetic gives."""
+    if value != value:
+        return 0x7FFFFFFF
     made: int = struct.unpack("<I", struct.pack("<f", value))[0]
     return made
 
@@ -69,7 +71,15 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
 
 def narrow(kind: Any) -> Callable[[int], int]:
     """Rounding of a float32 to 16 bits."""
-    return lambda v: int(np.array(real(v)).astype(kind).view(np.uint16))
+    return lambda v: int(rounded(real(v), kind).view(np.uint16))
+
+
+def rounded(values: Any, kind: Any) -> Any:
+    """Floats as 16-bit ones; of all NaN the one that the device's conversions give."""
+    with np.errstate(over="ignore"):
+        made = np.asarray(values).astype(kind)
+    made.view(np.uint16)[np.isnan(made)] = 0x7FFF
+    return made
 
 
 UNARY: dict[str, Callable[[int], int]] = {

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from tests.emulator.device.memory import RANK, Barrier
-from tests.emulator.device.opcodes import WIDTHS, Operands, Step, pattern, real, signed
-from tests.emulator.device.tensor_core import fragment_product, places, product, swizzled
+from tests.emulator.device.opcodes import WIDTHS, Operands, Step, signed
+from tests.emulator.device.tensor_core import swizzled
+from tests.emulator.device.warpgroup_opcodes import of_warpgroup
 from tests.emulator.device.written import written
 
 LOW = (1 << RANK) - 1
@@ -29,7 +30,7 @@ def special(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Ste
     if opcode.startswith("cp.async.bulk"):
         return _copy(opcode, operands, o)
     if opcode.startswith("wgmma"):
-        return _wgmma(opcode, operands, o, at)
+        return of_warpgroup(opcode, operands, o, at, meet)
     if opcode.startswith("barrier.cluster"):
         return _cluster_arrive if "arrive" in opcode else _cluster_wait
     if opcode == "mapa.shared::cluster.u32":
@@ -260,87 +261,6 @@ def _store_matrices(opcode: str, operands: tuple[str, ...], o: Operands, at: int
                     th.cta.shared.view(row, 16)[2 * (lane // 4) :][:2] = (value & 255, value >> 8)
 
     return lambda th: meet(th, ("stmatrix", at, th.tid_x // 32), 32, together)
-
-
-def _wgmma(opcode: str, operands: tuple[str, ...], o: Operands, at: int) -> Step:
-    """Products wait for `wait_group`, which does the oldest first."""
-    if ".mma_async" in opcode:
-        together = (_multiply if ".sp." in opcode else _multiply_fragments)(opcode, operands, o)
-    elif ".commit_group" in opcode:
-        together = lambda group: _products(group).append([])  # noqa: E731
-    elif ".wait_group" in opcode:
-        last = int(operands[0])
-
-        def together(group: list[Any]) -> None:
-            waiting = _products(group)
-            while len(waiting) > last + 1:
-                for one in waiting.pop(0):
-                    one()
-
-    else:
-        return lambda th: None
-    return lambda th: meet(th, ("wgmma", at, th.tid_x // 128), 128, together)
-
-
-def _products(group: list[Any]) -> list[list[Callable[[], None]]]:
-    made: list[list[Callable[[], None]]] = group[0].cta.products.setdefault(group[0].tid_x // 128, [[]])
-    return made
-
-
-def _multiply(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[list[Any]], None]:
-    names = [o.at(name) for name in o.list(operands[0])]
-    a, b, metadata = (o.reader(name) for name in operands[1:4])
-    integer, row_column = ".s32." in opcode, places(len(names))
-    if operands[4:6] != ("0", "1") or set(operands[6:8]) - {"1"} or set(operands[8:]) - {"0"}:
-        raise NotImplementedError(f"{opcode} with {operands[4:]}")
-
-    def together(group: list[Any]) -> None:
-        descriptors = {(a(th), b(th)) for th in group}
-        if len(descriptors) != 1:
-            raise ValueError("threads of a warpgroup disagree about the operands")
-        words = np.array([metadata(th) for th in group], np.int64)
-        first, second = descriptors.pop()
-
-        def multiply() -> None:
-            # The tensor core may read them at any time until now.
-            if not np.array_equal(words, [metadata(th) for th in group]):
-                raise ValueError("metadata changed while a product reads it")
-            made = product(group[0].cta.shared.data, opcode, first, second, words)[row_column]
-            for th, own in zip(group, made, strict=True):
-                for place, value in zip(names, own, strict=True):
-                    old = th.registers[place]
-                    if integer:
-                        th.registers[place] = (old + int(value)) & 0xFFFFFFFF
-                    else:
-                        th.registers[place] = pattern(np.float32(float(real(old)) + float(value)))
-
-        _products(group)[-1].append(multiply)
-
-    return together
-
-
-def _multiply_fragments(opcode: str, operands: tuple[str, ...], o: Operands) -> Callable[[list[Any]], None]:
-    names, fragment = ([o.at(name) for name in o.list(text)] for text in operands[:2])
-    b, row_column = o.reader(operands[2]), places(len(names))
-    if operands[3:] != ("1", "1", "1", "0"):
-        raise NotImplementedError(f"{opcode} with {operands[3:]}")
-
-    def together(group: list[Any]) -> None:
-        (second,) = {b(th) for th in group}
-        words = np.array([[th.registers[place] for place in fragment] for th in group], np.int64)
-
-        def multiply() -> None:
-            # The tensor core may read them at any time until now.
-            if not np.array_equal(words, [[th.registers[place] for place in fragment] for th in group]):
-                raise ValueError("an operand changed while a product reads it")
-            made = fragment_product(group[0].cta.shared.data, opcode, words, second)[row_column]
-            for th, own in zip(group, made, strict=True):
-                for place, value in zip(names, own, strict=True):
-                    th.registers[place] = pattern(np.float32(float(real(th.registers[place])) + float(value)))
-
-        _products(group)[-1].append(multiply)
-
-    return together
 
 
 __all__ = ["meet", "special"]

@@ -1,4 +1,4 @@
-"""`wgmma.mma_async` with its first operand in registers, and `wgmma.mma_async.sp`, on shared memory: written from the PTX ISA
+"""`wgmma.mma_async` with its first operand in registers or shared memory, and `wgmma.mma_async.sp`: written from the PTX ISA
 (9.7.15.5, 9.7.15.6) and not from the kernel.
 
 Descriptor: bits 0-13 the address / 16, 32-45 the bytes from eight rows to the next eight / 16, 62-63 the swizzle (1: 128 bytes,
@@ -95,10 +95,20 @@ def fragment_product(memory: np.ndarray, opcode: str, words: np.ndarray, b: int)
     return weight @ operand(memory, b, n, 32).copy().view(second).astype(np.float64).T
 
 
+def dense_product(memory: np.ndarray, opcode: str, a: int, b: int) -> np.ndarray:
+    """The sums (64, N) of an instruction without metadata, both operands 32 bytes of rows in shared memory."""
+    found = SHAPE.search(opcode)
+    if found is None or int(found[2]) * np.dtype(ELEMENTS[found[4]]).itemsize != 32:
+        raise NotImplementedError(opcode)
+    wide = np.int64 if found[3] == "s32" else np.float64
+    first = operand(memory, a, 64, 32).copy().view(ELEMENTS[found[4]]).astype(wide)
+    return first @ operand(memory, b, int(found[1]), 32).copy().view(ELEMENTS[found[5]]).astype(wide).T
+
+
 def places(sums: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, column) of register i of a thread: (128, sums) each."""
     thread, i = np.arange(128)[:, None], np.arange(sums)
     return thread // 32 * 16 + thread % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (thread % 4) + i % 2
 
 
-__all__ = ["fragment_product", "operand", "places", "product", "swizzled"]
+__all__ = ["dense_product", "fragment_product", "operand", "places", "product", "swizzled"]

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.emulator.device.opcodes import Operands, Step, pattern, real, signed
+from tests.emulator.device.opcodes import Operands, Step, pattern, real, rounded, signed
 from tests.emulator.device.sparse_opcodes import sparse_product
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
@@ -52,6 +52,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     """What an instruction of one thread makes."""
     if opcode == "lop3.b32":
         return lambda th: table(*(read(th) for read in reads))
+    if opcode == "min.s16x2":
+        return lambda th: smaller(reads[0](th), reads[1](th))
     if opcode == "mul.hi.s32":
         return lambda th: signed(reads[0](th), 32) * signed(reads[1](th) & 0xFFFFFFFF, 32) >> 32 & 0xFFFFFFFF
     if opcode == "fma.rn.f32":
@@ -88,6 +90,12 @@ def table(a: int, b: int, c: int, chosen: int) -> int:
     return made
 
 
+def smaller(a: int, b: int) -> int:
+    """Of two pairs of 16-bit integers."""
+    first, second = (np.array([one & 0xFFFFFFFF], np.uint32).view(np.int16) for one in (a, b))
+    return int(np.minimum(first, second).view(np.uint32)[0])
+
+
 def halves(word: int, kind: Any) -> Any:
     """A pair as float64."""
     return np.array([word & 0xFFFFFFFF], np.uint32).view(kind).astype(np.float64)
@@ -95,7 +103,7 @@ def halves(word: int, kind: Any) -> Any:
 
 def joined(values: Any, kind: Any) -> int:
     """Two values, each rounded once, as a pair."""
-    return int(np.asarray(values).astype(kind).view(np.uint32)[0])
+    return int(rounded(values, kind).view(np.uint32)[0])
 
 
 def _copy_late(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:

@@ -23,6 +23,8 @@ PRODUCT = re.compile(
 )
 #: One whose first operand is four registers.
 FRAGMENT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), R(\d+), gdesc\[UR\d+\], .*?$")
+#: One with both operands in shared memory.
+SHARED = re.compile(r"GMMA\.64x(\d+)x\d+\S* R(\d+), gdesc\[UR\d+\], R\d+")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 TARGET = re.compile(r"`\((\.L\w+)\)")
 REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
@@ -99,6 +101,8 @@ def _with(pending: Pending, text: str) -> Pending:
         first, sums, others = int(product[3]), int(product[2]) // 2, [int(product[4])]
     elif product := FRAGMENT.search(text):
         first, sums, others = int(product[2]), int(product[1]) // 2, [int(product[3]) + i for i in range(4)]
+    elif product := SHARED.search(text):
+        first, sums, others = int(product[2]), int(product[1]) // 2, []
     else:
         raise NotImplementedError(text)
     group = (*pending[-1], frozenset((*range(first, first + sums), *others)))

@@ -1,0 +1,167 @@
+"""Products of many rows of int8 codes on a GPU: what is taken, what is launched, and calls like one before it."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.kernels.dense_mm.products import INTEGER
+from fast.kernels.dense_mm.select import choose, programs_of
+from fast.kernels.dense_mm.variants import FEATURES, ROW, THREADS, Variant, sources
+from fast.kernels.launch import cache
+from fast.kernels.launch.call import FLOAT_NAMES
+from fast.kernels.launch.direct import allocator, current_device, current_stream
+from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.sparse_mm.host import GROUP, MOST
+from fast.kernels.sparse_mm.nvrtc import cached_cubin, missing_compiler
+from fast.kernels.sparse_mm.variants import KINDS
+from reference import Quantized
+
+HOPPER = (9, 0)
+NAME = "dense_mm"
+#: The kernel's arguments: the tensor maps of weight, x and, where it is stored, y; then x_scale, scale, bias, y as addresses,
+#: and tokens, features, steps, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
+ARGUMENTS, MAPS = struct.Struct("=384s4Q7i4x"), 384
+#: What the compiler or the driver said of a variant: nothing more is tried in this process then.
+FAILED: list[str] = []
+#: What rows of x and weights, in elements of 8 bits, and rows of y, in elements, are multiples of; sizes are 32-bit numbers.
+FEATURES_STEP, MOST_ROWS = 8, 2**31 - 1
+Operands = Sequence[Any]
+
+
+def linear_of_codes(
+    x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
+) -> torch.Tensor | None:
+    """Rows of int8 codes (M, K) times the transpose of a weight of int8 codes (N, K): the sum, exact in int32, as float32,
+    times x's scale, times the weight's, plus the bias, each rounded to float32; then one rounding to `dtype`.
+
+    None where another kernel has to take it, see `refused`, or is faster (`select`). key: of the call; see `launch.cache`.
+    """
+    operands = (x.codes, x.scale, x.zero, w.codes, w.scale, bias)
+    if refused(x, w, dtype) is not None:
+        return None
+    variant = choose(x.shape[0], w.shape[0], is_stored(dtype), processors_of(x.codes.get_device()))
+    if variant is None:
+        return None
+    try:
+        call = Product(variant, INTEGER, dtype, operands)
+    except (RuntimeError, OSError) as error:
+        FAILED.append(f"it did not compile or load before: {error}")
+        warnings.warn(f"dense_mm is left out, Triton's kernel multiplies: {error}", stacklevel=2)
+        return None
+    y = call(*operands)
+    cache.remember(key, call, x.scheme)
+    return y
+
+
+def refused(x: Quantized, w: Quantized, dtype: torch.dtype) -> str | None:
+    """Why the kernel does not take a product of checked codes; None where it does."""
+    (rows, length), features = x.shape, w.shape[0]
+    if FAILED:
+        return FAILED[0]
+    if (x.scheme.element, w.scheme.element) != (INTEGER, INTEGER):
+        return f"elements are {INTEGER}, got {x.scheme.element} and {w.scheme.element}"
+    if dtype not in FLOAT_NAMES:
+        return f"results are {', '.join(FLOAT_NAMES.values())}, got {dtype}"
+    if x.zero is not None:
+        return "there are no zero points"
+    if not rows or not features or not length or max(rows, features, length) > MOST_ROWS:
+        return f"sizes are 1 to {MOST_ROWS}, got {(rows, features, length)}"
+    if length % STEP or features % FEATURES_STEP:
+        return f"K is a multiple of {STEP} and N of {FEATURES_STEP}, got {(rows, features, length)}"
+    device = device_of(x.codes)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return f"it is for GPUs of capability {HOPPER}, got {device}"
+    return missing_compiler()
+
+
+def device_of(codes: torch.Tensor) -> torch.device:
+    """Where it would run; a function of its own, so that tests can say another one."""
+    return codes.device
+
+
+def is_stored(dtype: torch.dtype) -> bool:
+    """Whether the copy engine writes y."""
+    return dtype.itemsize == 2
+
+
+@lru_cache(maxsize=64)
+def processors_of(index: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class Product:
+    """A call: all that shapes and dtypes say, so that a repetition allocates, looks tensor maps up and launches.
+
+    operands: codes of x (M, K), scale and zero point (None) of x, codes of the weight (N, K), its scale, bias (N) or None. A
+    scale is one number or one for each row. element: of `products.ELEMENTS`.
+    """
+
+    def __init__(self, variant: Variant, element: str, dtype: torch.dtype, operands: Operands) -> None:
+        x, x_scale, _, codes, scale, bias = operands
+        self.variant, self.dtype, self.index, self.device = variant, dtype, x.get_device(), x.device
+        (self.tokens, self.length), self.features = x.shape, codes.shape[0]
+        self.shape, self.maps = (self.tokens, self.features), dict[tuple[int, int, int], bytes]()
+        self.allocate = allocator(self.device)
+        self.launch, at_once = _launch(variant, element, FLOAT_NAMES[dtype], self.index)
+        clusters = programs_of(variant.tokens, self.tokens, self.features, variant.pair) // variant.pair
+        self.programs = min(clusters, max(1, at_once)) * variant.pair
+        self.rest = (
+            self.tokens, self.features, -(-self.length // ROW), int(x_scale.numel() > 1), int(scale.numel() > 1),
+            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP,
+        )  # fmt: skip
+
+    def __call__(self, x: Any, x_scale: Any, zero: Any, codes: Any, scale: Any, bias: Any = None) -> Any:
+        """The product of operands with the same key; None for a negative view, which has to be resolved."""
+        if current_device() != self.index:  # type: ignore[misc]
+            with torch.cuda.device(self.index):
+                return self(x, x_scale, zero, codes, scale, bias)
+        addresses, kept = [], []
+        for tensor in (codes, x, x_scale, scale, bias):
+            if tensor is None:
+                addresses.append(0)
+                continue
+            address = tensor.data_ptr()
+            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
+                if tensor.is_neg():
+                    return None
+                kept.append(tensor.clone(memory_format=torch.contiguous_format))
+                address = kept[-1].data_ptr()
+            addresses.append(address)
+        y = self.allocate(self.shape, (self.features, 1), self.dtype)
+        written = y.data_ptr()
+        at = (addresses[0], addresses[1], written if self.variant.stored else 0)
+        maps = self.maps.get(at) or self._describe(*at)
+        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], written, *self.rest)  # type: ignore[misc]
+        return y
+
+    def _describe(self, weight: int, x: int, y: int) -> bytes:
+        """The tensor maps at these addresses; the oldest ones are forgotten."""
+        one = self.variant
+        made = tensor_map(weight, self.features, self.length, (FEATURES, ROW))
+        made += tensor_map(x, self.tokens, self.length, (one.tokens // one.pair, ROW))
+        if one.stored:
+            made += tensor_map(y, self.tokens, 2 * self.features, (one.chunk, ROW))
+        while len(self.maps) >= MOST:
+            self.maps.pop(next(iter(self.maps)), None)
+        self.maps[weight, x, y] = made
+        return made
+
+
+@lru_cache(maxsize=256)
+def _launch(variant: Variant, element: str, name: str, device: int) -> tuple[Launch, int]:
+    """What launches a variant, compiled at first use, and how many of its clusters run at once. name: of the output's dtype."""
+    function = function_of(
+        cached_cubin(*sources(variant, element, name), name=NAME), NAME, variant.shared, device
+    )
+    at_once = clusters_at_once(function, variant.pair, THREADS, variant.shared, device)
+    return launcher(function, THREADS, variant.shared, ARGUMENTS, MAPS), at_once
+
+
+__all__ = ["ARGUMENTS", "FAILED", "MAPS", "Product", "is_stored", "linear_of_codes", "refused"]
