@@ -30,7 +30,7 @@ FAILED = "status: error"
 class Rewrite:
     """A change of some files that changed nothing of what runs, the revision before it, and why it changed nothing.
 
-    experiments: those that it changed nothing of; all, where none is named.
+    experiments: those that it changed nothing of, or kinds of their tables, as "experiment/kind"; all, where none is named.
     """
 
     revision: str
@@ -38,9 +38,11 @@ class Rewrite:
     why: str
     experiments: tuple[str, ...] = ()
 
-    def concerns(self, experiment: str) -> bool:
-        """Whether rows of an experiment are carried over it."""
-        return not self.experiments or experiment in self.experiments
+    def concerns(self, experiment: str, kind: str | None = None) -> bool:
+        """Whether rows of an experiment, or of a kind of its tables, are carried over it."""
+        if kind is None:
+            return not self.experiments or experiment in {name.partition("/")[0] for name in self.experiments}
+        return not self.experiments or bool({experiment, f"{experiment}/{kind}"} & {*self.experiments})
 
 
 REWRITES = (
@@ -205,6 +207,143 @@ REWRITES = (
         ("fast/kernels/mixed_mm/host.py",),
         "what becomes of a variant that does not load, which no row is of",
     ),
+    Rewrite(
+        "67f4c40",
+        (
+            "fast/kernels/mixed_mm/store.cuh",
+            "ao_lab/gemm/products/scaled_blocks.py",
+            "ao_lab/gemm/select.py",
+            "ao_lab/tensor/torch_changes/weight_guards.py",
+            "ao_lab/training/autograd.py",
+            "ao_lab/training/dequantized.py",
+            "ao_lab/training/fused/swiglu_linear.py",
+            "ao_lab/training/fused/swiglu_values.py",
+            "ao_lab/training/prepared/autograd.py",
+            "ao_lab/training/scaled_mm.py",
+            "experiments/models/output_check.py",
+            "fast/kernels/dense_mm/dense_mm.cu",
+            "fast/kernels/dense_mm/host.py",
+            "fast/kernels/dense_mm/products.py",
+            "fast/kernels/dense_mm/select.py",
+            "fast/kernels/dense_mm/variants.py",
+            "fast/kernels/hopper/headers.py",
+            "fast/kernels/hopper/output.cuh",
+            "fast/kernels/hopper/scaled.cuh",
+            "fast/kernels/hopper/store.cuh",
+            "fast/kernels/int_scaled_mm/host.py",
+            "fast/kernels/layers/column_sums.py",
+            "fast/kernels/layers/rms_norm_gradient.py",
+            "fast/kernels/linear_skinny/decode.cuh",
+            "fast/kernels/linear_skinny/factors.cuh",
+            "fast/kernels/linear_skinny/host.py",
+            "fast/kernels/linear_skinny/launch.py",
+            "fast/kernels/linear_skinny/levels.cuh",
+            "fast/kernels/linear_skinny/linear_skinny.cu",
+            "fast/kernels/linear_skinny/load.cuh",
+            "fast/kernels/linear_skinny/select.py",
+            "fast/kernels/linear_skinny/variants.py",
+            "fast/kernels/mixed_mm/few.py",
+            "fast/kernels/mixed_mm/host.py",
+            "fast/kernels/mixed_mm/select.py",
+            "fast/kernels/mixed_mm/variants.py",
+            "fast/kernels/sparse_mm/host.py",
+            "fast/kernels/sparse_mm/select.py",
+            "fast/kernels/sparse_mm/sparse_mm.cu",
+            "fast/kernels/sparse_mm/variants.py",
+            "fast/kernels/sparse_skinny/sparse_skinny.cu",
+            "fast/layers/column_sums.py",
+            "fast/matmul/codes_ops.py",
+            "fast/matmul/linear_ops.py",
+            "fast/matmul/preshuffled/dynamic_ops.py",
+            "fast/matmul/preshuffled/ops.py",
+            "fast/matmul/stored_weight_ops.py",
+        ),
+        "sums of columns where layers have biases, which no layer of the rows has; kernels of inference, which trainings do not call",
+        ("fp8_training",),
+    ),
+    Rewrite(
+        "67f4c40",
+        (
+            "fast/kernels/mixed_mm/store.cuh",
+            "ao_lab/gemm/products/scaled_blocks.py",
+            "ao_lab/gemm/select.py",
+            "ao_lab/sparsity/prune_layer.py",
+            "ao_lab/sparsity/training/api.py",
+            "ao_lab/sparsity/training/autograd.py",
+            "ao_lab/sparsity/training/counts.py",
+            "ao_lab/sparsity/training/layers.py",
+            "ao_lab/sparsity/training/masks.py",
+            "ao_lab/sparsity/training/pending.py",
+            "ao_lab/sparsity/training/products.py",
+            "ao_lab/tensor/torch_changes/weight_guards.py",
+            "fast/kernels/dense_mm/dense_mm.cu",
+            "fast/kernels/dense_mm/host.py",
+            "fast/kernels/dense_mm/products.py",
+            "fast/kernels/dense_mm/select.py",
+            "fast/kernels/dense_mm/variants.py",
+            "fast/kernels/hopper/headers.py",
+            "fast/kernels/hopper/output.cuh",
+            "fast/kernels/hopper/scaled.cuh",
+            "fast/kernels/hopper/store.cuh",
+            "fast/kernels/int_scaled_mm/host.py",
+            "fast/kernels/layers/column_sums.py",
+            "fast/kernels/layers/rms_norm_gradient.py",
+            "fast/kernels/linear_skinny/decode.cuh",
+            "fast/kernels/linear_skinny/factors.cuh",
+            "fast/kernels/linear_skinny/host.py",
+            "fast/kernels/linear_skinny/launch.py",
+            "fast/kernels/linear_skinny/levels.cuh",
+            "fast/kernels/linear_skinny/linear_skinny.cu",
+            "fast/kernels/linear_skinny/load.cuh",
+            "fast/kernels/linear_skinny/select.py",
+            "fast/kernels/linear_skinny/variants.py",
+            "fast/kernels/mixed_mm/few.py",
+            "fast/kernels/mixed_mm/host.py",
+            "fast/kernels/mixed_mm/select.py",
+            "fast/kernels/mixed_mm/variants.py",
+            "fast/kernels/sparse_linear/host.py",
+            "fast/kernels/sparse_mm/host.py",
+            "fast/kernels/sparse_mm/masked.py",
+            "fast/kernels/sparse_mm/masked_host.py",
+            "fast/kernels/sparse_mm/select.py",
+            "fast/kernels/sparse_mm/sparse_mm.cu",
+            "fast/kernels/sparse_mm/variants.py",
+            "fast/kernels/sparse_skinny/host.py",
+            "fast/kernels/sparse_skinny/launch.py",
+            "fast/kernels/sparse_skinny/select.py",
+            "fast/kernels/sparse_skinny/sparse_skinny.cu",
+            "fast/kernels/sparse_skinny/variants.py",
+            "fast/kernels/sparsity/host.py",
+            "fast/kernels/sparsity/transposable.py",
+            "fast/kernels/sparsity/transposable_host.py",
+            "fast/layers/column_sums.py",
+            "fast/matmul/codes_ops.py",
+            "fast/matmul/linear_ops.py",
+            "fast/matmul/preshuffled/dynamic_ops.py",
+            "fast/matmul/preshuffled/ops.py",
+            "fast/matmul/stored_weight_ops.py",
+            "fast/sparsity/compress_masked.py",
+            "fast/sparsity/linear_sparse_int4_ops.py",
+            "fast/sparsity/prune_into.py",
+        ),
+        "masks written in place and steps counted on the host, the same masks; products of these trainings are dense; outputs of "
+        "16 bits that the copy engine writes, the same bits",
+        ("sparsity/language", "sparsity/language gaps", "sparsity/vision", "sparsity/vision gaps"),
+    ),
+    Rewrite(
+        "67f4c40",
+        (
+            "fast/kernels/mixed_mm/store.cuh",
+            "ao_lab/gemm/select.py",
+            "fast/kernels/layers/rms_norm_gradient.py",
+            "fast/kernels/sparsity/host.py",
+            "fast/kernels/sparsity/transposable.py",
+            "fast/kernels/sparsity/transposable_host.py",
+        ),
+        "products of blocks, which these rows have none of; a size that launches of gradients are not compiled for; a name; where a "
+        "mask is written",
+        ("kernels",),
+    ),
 )
 
 
@@ -219,7 +358,10 @@ def trees(rewrite: Rewrite, clone: Path = ROOT) -> tuple[SourceTree, SourceTree]
         before = tree_of(folder)
         for file in rewrite.files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(clone / file, folder / file)
+            if (clone / file).exists():
+                shutil.copyfile(clone / file, folder / file)
+            else:  # moved or removed
+                (folder / file).unlink(missing_ok=True)
         return before, tree_of(folder)
 
 
@@ -252,18 +394,18 @@ def roots_of(row: Row) -> tuple[str, ...]:
 
 
 def carry(
-    data: Path, hashes: dict[str, str], concerns: Callable[[str], bool] = lambda experiment: True
+    data: Path, hashes: dict[str, str], concerns: Callable[..., bool] = lambda experiment, kind=None: True
 ) -> int:
     """Put today's hashes into rows and into the records of runs; how many rows changed. What failed is to be tried again.
 
-    concerns: which experiments; a hash may be that of several.
+    concerns: which experiments and kinds of tables; a hash may be that of several.
     """
     changed = 0
     for path in sorted(data.glob("*.csv")):
         rows = read(path)
         made = [
             row
-            if row.metric.startswith(FAILED) or not concerns(row.experiment)
+            if row.metric.startswith(FAILED) or not concerns(row.experiment, table_parts(row.table)[0])
             else replace(row, source_hash=hashes.get(row.source_hash, row.source_hash))
             for row in rows
         ]
@@ -275,7 +417,7 @@ def carry(
     return changed
 
 
-def carry_records(path: Path, hashes: dict[str, str], concerns: Callable[[str], bool]) -> None:
+def carry_records(path: Path, hashes: dict[str, str], concerns: Callable[..., bool]) -> None:
     """The same in a file of records, whose names begin with an experiment's."""
     text, made = path.read_text(encoding="utf-8"), dict[str, Any]()
     for name, record in json.loads(text).items():
@@ -296,7 +438,7 @@ def main() -> int:
             row
             for path in sorted(data.glob("*.csv"))
             for row in read(path)
-            if rewrite.concerns(row.experiment)
+            if rewrite.concerns(row.experiment, table_parts(row.table)[0])
         ]
         starts = {roots_of(row) for row in rows} | {
             provenance.experiment_roots(name) for name in provenance.EXPERIMENTS if rewrite.concerns(name)

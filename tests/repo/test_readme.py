@@ -151,6 +151,13 @@ def test_readme_figures_of_training():
     assert shown == training.text()
 
 
+def test_readme_figures_of_generation():
+    """They are the committed rows: `python docs/generation.py` writes them."""
+    generation = loaded("generation")
+    shown = README.read_text().partition(generation.BEGIN)[2].partition(generation.END)[0]
+    assert shown == generation.text()
+
+
 def test_readme_commands_are_targets():
     """The commands of README are targets of the Makefile."""
     typed = re.findall(r"^make (\w+)", "\n".join(blocks(README, "")), re.MULTILINE)

@@ -100,3 +100,10 @@ def test_rows_of_experiments_that_a_rewrite_does_not_name_stay(tmp_path):
             "kernels/x": "bbbbbbbbbbbb",
             "decode/x": "aaaaaaaaaaaa",
         }
+
+
+def test_kinds_of_tables_alone_are_carried():
+    rewrite = rewritten.Rewrite("0", (), "", ("sparsity/vision", "kernels"))
+    asked = [("sparsity", "vision"), ("sparsity", "products"), ("kernels", "casts"), ("decode", "decode")]
+    assert [rewrite.concerns(*one) for one in asked] == [True, False, True, False]
+    assert [rewrite.concerns(name) for name in ("sparsity", "kernels", "decode")] == [True, True, False]
