@@ -16,8 +16,8 @@ WHOLE, PART = OF.format(32), OF.format(8)
 TEXT = """\
 Nothing has to be switched on: with the shapes of Llama-3.1-8B transformers' own `generate()`, which compiles by itself, runs
 {int4:.2f} (int4) and {int8:.2f} (int8) times as fast as bfloat16 at batch 1, {int4_16:.2f} and {int8_16:.2f} times at batch 16
-of eight layers, and not compiled {eager:.2f} and {eager8:.2f} times; {prepared:.2f} times with int4 at batch 1 after the call below
-(one {device}, [rows](reports/generate.md)).
+of eight layers, and not compiled {eager:.2f} and {eager8:.2f} times; {prepared:.2f} times with int4 at batch 1 after the
+call below (one {device}, [rows](reports/generate.md)).
 """
 
 

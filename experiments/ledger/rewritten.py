@@ -258,7 +258,8 @@ REWRITES = (
             "fast/matmul/preshuffled/ops.py",
             "fast/matmul/stored_weight_ops.py",
         ),
-        "sums of columns where layers have biases, which no layer of the rows has; kernels of inference, which trainings do not call",
+        "sums of columns where layers have biases, which no layer of the rows has; kernels of inference, which trainings do "
+        "not call",
         ("fp8_training",),
     ),
     Rewrite(
@@ -326,8 +327,8 @@ REWRITES = (
             "fast/sparsity/linear_sparse_int4_ops.py",
             "fast/sparsity/prune_into.py",
         ),
-        "masks written in place and steps counted on the host, the same masks; products of these trainings are dense; outputs of "
-        "16 bits that the copy engine writes, the same bits",
+        "masks written in place and steps counted on the host, the same masks; products of these trainings are dense; outputs "
+        "of 16 bits that the copy engine writes, the same bits",
         ("sparsity/language", "sparsity/language gaps", "sparsity/vision", "sparsity/vision gaps"),
     ),
     Rewrite(
@@ -340,8 +341,8 @@ REWRITES = (
             "fast/kernels/sparsity/transposable.py",
             "fast/kernels/sparsity/transposable_host.py",
         ),
-        "products of blocks, which these rows have none of; a size that launches of gradients are not compiled for; a name; where a "
-        "mask is written",
+        "products of blocks, which these rows have none of; a size that launches of gradients are not compiled for; a name; "
+        "where a mask is written",
         ("kernels",),
     ),
 )
