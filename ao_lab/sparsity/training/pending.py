@@ -50,7 +50,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     layers = [
         layer
         for layer in _watched
-        if id(layer.weight) in held and _has_gradient(layer) and not counted_in_graph(layer.sparse_step)
+        if id(layer.weight) in held and _has_gradient(layer) and not counted_in_graph(layer.sparse_step)  # type: ignore[arg-type]
     ]
     if any(getattr(layer, PENDING) for layer in layers):
         raise RuntimeError(
