@@ -406,7 +406,7 @@ def carry(
         rows = read(path)
         made = [
             row
-            if row.metric.startswith(FAILED) or not concerns(row.experiment, table_parts(row.table)[0])
+            if row.metric.startswith(FAILED) or not concerns(row.experiment, row.table.partition("/")[0])
             else replace(row, source_hash=hashes.get(row.source_hash, row.source_hash))
             for row in rows
         ]
@@ -439,7 +439,7 @@ def main() -> int:
             row
             for path in sorted(data.glob("*.csv"))
             for row in read(path)
-            if rewrite.concerns(row.experiment, table_parts(row.table)[0])
+            if rewrite.concerns(row.experiment, row.table.partition("/")[0])
         ]
         starts = {roots_of(row) for row in rows} | {
             provenance.experiment_roots(name) for name in provenance.EXPERIMENTS if rewrite.concerns(name)
