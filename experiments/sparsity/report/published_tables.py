@@ -32,7 +32,7 @@ class Place:
 LINEAR = {"dense": DENSE, "semi-sparse 2:4": linear.OWN, "prune + compress only": linear.PRUNING}
 #: Single layers were published as CUDA graphs; where those were not measured, the same one by one.
 LAUNCHED = {linear.GRAPH: "CUDA graph", linear.EAGER: "eager"}
-TRAINED = {"dense": DENSE, "MLP 2:4": encoders.MLP}
+TRAINED = {"dense": DENSE, "MLP 2:4": encoders.OWN}
 ENCODED = {
     "baseline": DENSE,
     "int8 dynamic quant (attn+mlp)": encoders.INT8,
@@ -63,7 +63,8 @@ def place_of(one: Published) -> Place | None:
         shape = one.setting.partition("(m,k,n) = (")[2].rstrip(")").split(",")
         return Place(linear.KIND, "x".join(shape), LINEAR[one.method], metric, tuple(LAUNCHED))
     if one.model == "ViT-L":
-        return Place(encoders.TRAINING, VIT_L.name, TRAINED[one.method], metric)
+        settings = (encoders.training_setting(),)
+        return Place(encoders.TRAINING, VIT_L.name, TRAINED[one.method], metric, settings)
     if one.model == "SAM ViT-h" and one.method in ENCODED:
         return Place(encoders.INFERENCE, VIT_H.name, ENCODED[one.method], metric)
     return None
@@ -113,7 +114,11 @@ def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Compa
 def measured_on(where: Where, results: Results) -> str:
     """The device, of layers with how they were launched and whose kernels multiplied."""
     row = results.rows[0]
-    words = [where.device, LAUNCHED.get(row.setting, ""), "own kernels" if row.method == linear.OWN else ""]
+    words = [
+        where.device,
+        LAUNCHED.get(row.setting, ""),
+        "own kernels" if row.method in (linear.OWN, encoders.OWN) else "",
+    ]
     return ", ".join(filter(None, words))
 
 

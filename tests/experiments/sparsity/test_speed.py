@@ -126,7 +126,13 @@ def test_a_wrong_product_gets_no_time(monkeypatch):
 
 def test_the_tables_have_the_published_shapes():
     assert [one.data for one in linear.tables("cpu", 0)] == ["13008x1024x4096", "13008x4096x1024"] * 2
-    assert encoders.training_tables("cpu", 0)[0].data == VIT_L.name
+    own, others = encoders.training_tables("cpu", 0)
+    assert (own.data, own.setting) == (VIT_L.name, encoders.training_setting())
+    # cuSPARSELt would take all of the time that there is for the others.
+    assert [[side.name for side in table.sides] for table in (own, others)] == [
+        [DENSE, encoders.OWN],
+        [DENSE, encoders.MLP],
+    ]
     assert encoders.inference_tables("cpu", 0)[0].data == VIT_H.name
 
 
@@ -312,7 +318,7 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
     monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     rows = [
         row("linear", "13008x1024x4096", linear.OWN, "speed over dense", 1.3, linear.EAGER),
-        row("vit", VIT_L.name, encoders.MLP, "time", 100.0),
+        row("vit", VIT_L.name, encoders.OWN, "time", 100.0, encoders.training_setting()),
         row("sam", VIT_H.name, DENSE, "images/s", 70.0),
     ]
     found = published_tables.comparisons(rows)
