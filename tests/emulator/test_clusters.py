@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.hopper import nvrtc
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc

@@ -13,12 +13,12 @@ import torch
 from fast.kernels.dense_mm.products import INTEGER
 from fast.kernels.dense_mm.select import choose, programs_of
 from fast.kernels.dense_mm.variants import FEATURES, ROW, THREADS, Variant, sources
+from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
-from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.sparse_mm.host import GROUP, MOST
-from fast.kernels.sparse_mm.nvrtc import cached_cubin, missing_compiler
 from fast.kernels.sparse_mm.variants import KINDS
 from reference import Quantized
 

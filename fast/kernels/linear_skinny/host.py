@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
+from fast.kernels.hopper.nvrtc import library
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch, is_loadable
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.linear_skinny.variants import ELEMENTS, FACTORED, STEP, Form, Variant
-from fast.kernels.sparse_mm.nvrtc import library
 
 INPUTS = (torch.bfloat16, torch.float16)
 #: Compute capability that the kernel is compiled for.

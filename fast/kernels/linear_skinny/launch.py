@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.direct import current_stream
-from fast.kernels.launch.launcher import ALIGNMENT, Signature
-from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
-from fast.kernels.sparse_mm.driver import (
+from fast.kernels.hopper.driver import (
     NO_CONTEXT,
     LaunchAttribute,
     LaunchConfig,
@@ -27,7 +24,10 @@ from fast.kernels.sparse_mm.driver import (
     ensure_context,
     function_of,
 )
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
+from fast.kernels.hopper.nvrtc import cached_cubin
+from fast.kernels.launch.direct import current_stream
+from fast.kernels.launch.launcher import ALIGNMENT, Signature
+from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
 
 #: `Problem` of the source: addresses of x, words, scale, zero, x_scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=7Q4i")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
@@ -25,9 +27,7 @@ from fast.kernels.mixed_mm.variants import (
     Weight,
     sources,
 )
-from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.sparse_mm.host import GROUP, MOST
-from fast.kernels.sparse_mm.nvrtc import cached_cubin, missing_compiler
 from fast.kernels.sparse_mm.variants import KINDS
 
 INPUTS = (torch.bfloat16, torch.float16)

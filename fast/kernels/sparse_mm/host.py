@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.launch import cache
 from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.sparse_mm.arrange import arrange
-from fast.kernels.sparse_mm.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_mm.select import choose
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, PANEL, ROW, Variant, fitted, sources
 

@@ -7,10 +7,10 @@ import struct
 import warnings
 from functools import lru_cache
 
+from fast.kernels.hopper.driver import function_of
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.launch.launcher import Signature
 from fast.kernels.linear_skinny.launch import Compiled, Launch, SkinnyLaunch, launcher
-from fast.kernels.sparse_mm.driver import function_of
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_skinny.variants import MOST_SHARED, Form, Variant, sources
 
 #: `Problem` of the source: addresses of x, codes, metadata, scale, bias, y; count, n, k, bias_kind.

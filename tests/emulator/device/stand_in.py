@@ -14,7 +14,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.kernels.sparse_mm import host, nvrtc
+from fast.kernels.hopper import nvrtc
+from fast.kernels.sparse_mm import host
 from fast.kernels.sparse_mm.arrange import arrange
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
 from tests.emulator.device.machine import Machine

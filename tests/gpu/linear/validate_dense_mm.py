@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 from fast.kernels.dense_mm import host
 from fast.kernels.dense_mm.variants import Variant, fitted, sources
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.int_scaled_mm import host as triton_host
 from fast.kernels.int_scaled_mm.tiles import tile_of
 from fast.kernels.launch import cache
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from reference import SCHEMES, Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
 

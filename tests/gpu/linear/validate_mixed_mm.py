@@ -25,11 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.mixed_mm.few import MOST
 from fast.kernels.mixed_mm.host import NAME
 from fast.kernels.mixed_mm.select import candidates
 from fast.kernels.mixed_mm.variants import sources
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from tests.gpu.linear.mixed import compared
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.compared import weight_named

@@ -31,8 +31,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
+from fast.kernels.hopper.nvrtc import cached_cubin, library
 from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.nvrtc import cached_cubin, library
 from fast.kernels.sparse_mm.select import candidates, choose, cycles
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
 from tests.gpu.sparsity.products import exact, peers

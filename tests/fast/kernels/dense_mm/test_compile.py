@@ -5,7 +5,7 @@ import pytest
 from fast.kernels.dense_mm.host import ARGUMENTS, MAPS
 from fast.kernels.dense_mm.select import PAIR, TILES
 from fast.kernels.dense_mm.variants import MOST_SHARED, THREADS, fitted, sources
-from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.hopper import nvrtc
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight

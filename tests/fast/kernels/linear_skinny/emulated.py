@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_skinny import host, launch
 from fast.kernels.linear_skinny.variants import STEP, sources
-from fast.kernels.sparse_mm import nvrtc
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fast.kernels.hopper import driver
 from fast.kernels.linear_skinny import host, launch
 from fast.kernels.linear_skinny.select import choose, gains
 from fast.kernels.linear_skinny.variants import Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.sparse_mm import driver
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
 NF4 = Form("nf4", 64, False, False, "bfloat16")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fast.kernels.hopper import nvrtc
 from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.select import CLUSTERS, STAGE
 from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, THREADS, Weight, fitted, sources
-from fast.kernels.sparse_mm import nvrtc
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc

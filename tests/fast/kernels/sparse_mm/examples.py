@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.hopper import nvrtc
 
 
 def require_nvrtc() -> None:

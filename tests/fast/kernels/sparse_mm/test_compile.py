@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_mm.host import ARGUMENTS, LEAST_STORED, MAPS
 from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources

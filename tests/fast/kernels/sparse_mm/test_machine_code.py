@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast.kernels.sparse_mm import nvrtc
+from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_mm.select import TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc

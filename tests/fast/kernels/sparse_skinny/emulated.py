@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from fast.kernels.hopper import nvrtc
 from fast.kernels.launch.call import Call
 from fast.kernels.sparse_linear import host as sparse_linear
-from fast.kernels.sparse_mm import nvrtc
 from fast.kernels.sparse_skinny import host, launch
 from fast.kernels.sparse_skinny.variants import KINDS, sources
 from tests.emulator.device.machine import Machine

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_linear import host as sparse_linear
-from fast.kernels.sparse_mm import nvrtc
 from fast.kernels.sparse_skinny import host, launch
 from fast.kernels.sparse_skinny.select import choose
 from fast.kernels.sparse_skinny.variants import Form, Variant, fitted, sources

@@ -10,10 +10,10 @@ from itertools import product
 
 import torch
 
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear_skinny.select import TALL, TILES, choose
 from fast.kernels.linear_skinny.variants import FACTORED, STEP, Form, Variant, fitted, sources
 from fast.kernels.linear_small import host
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from tests.gpu.linear.small import weights
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.sparse_skinny.host import sparse_skinny
 from fast.kernels.sparse_skinny.select import MOST_ROWS, candidates, choose
 from fast.kernels.sparse_skinny.variants import Form, Variant, sources

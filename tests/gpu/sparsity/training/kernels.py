@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import fast
 import reference
+from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.sparse_mm import host
 from fast.kernels.sparse_mm.arrange import restore
-from fast.kernels.sparse_mm.nvrtc import cached_cubin
 from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, fitted, sources
 from fast.sparsity.compress_masked import COMPRESS_MASKED, DTYPES, compress_masked
 from tests.gpu.sparsity.progress import Progress
