@@ -26,8 +26,8 @@ ABOUT = (
 )
 FEATURED = ("generate-llama-3.1-8b-8-layers-full",)
 TEXT = (
-    "Milliseconds of a token are the median over steps of three calls of 96 tokens, the host's time in them, the prompt "
-    "not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, timed first and last.",
+    "Milliseconds of a token are the median over steps of five calls of 96 tokens, the host's time in them, the prompt "
+    "not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, called in turn.",
     "Warm-up is what the first two calls take: compilation and capture. Before that logits are compared with those of a"
     " bfloat16 model that has what is stored as its weights, at the rows that are timed, not compiled: they say that products "
     "are right, and nothing of quality.",
@@ -130,5 +130,9 @@ def setting_table(results: Results, setting: str) -> Table:
         for one in METHODS
         if results.value(setting, one.name, TIME) is not None
     ]
-    caption = setting if again is None else f"{setting} (bfloat16 again: {again:.3f} of its first time)"
+    caption = (
+        setting
+        if again is None
+        else f"{setting} (bfloat16 at the end: {again:.3f} of its time at the beginning)"
+    )
     return Table(caption, ["model", *(name for name, _ in COLUMNS.values())], lines, results.stale_methods)

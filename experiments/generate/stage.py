@@ -27,7 +27,7 @@ class Stage:
     device: str
     divide: int = 1
     new: int = 96
-    calls: int = 3
+    calls: int = 5
 
     @property
     def data(self) -> str:

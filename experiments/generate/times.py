@@ -1,16 +1,17 @@
-"""Times of a table: each method generates with a copy of one bfloat16 model.
+"""Times of a table: each method generates with a copy of one bfloat16 model, all of them in turn.
 
-Before that its logits are compared with those of a bfloat16 model that has what the method stores as weights: rounding to 4
-bits moves the logits of random layers by nearly their size (0.8 at 8 layers), and would hide a product that is wrong. Where
-inputs are rounded too, the limit is wider.
+A host is slower in one minute than in the next by more than some differences that are asked for, so every round has one call
+of each method. Before that its logits are compared with those of a bfloat16 model that has what the method stores as weights:
+rounding to 4 bits moves the logits of random layers by nearly their size (0.8 at 8 layers), and would hide a product that is
+wrong. Where inputs are rounded too, the limit is wider.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from experiments.generate.methods import BASE, Method
 from experiments.generate.stage import PROMPT
 from experiments.generate.tables import PREFILL, Table
-from experiments.harness.outcome import Values, Wrong, attempt, free
+from experiments.harness.outcome import Values, Wrong, attempt, free, status
 from experiments.harness.timing import summary
 from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 
@@ -29,7 +30,7 @@ TIME, SPEED, RATE, WARM, REPEAT, CHANGE = (
 )  # fmt: skip
 #: Of calls before the timed ones: two where a program is compiled and its graph recorded.
 COMPILING, EAGERLY = 2, 1
-PREFILLS = 8
+PREFILLS, OK = 8, next(iter(status("ok")))
 
 
 @dataclass
@@ -50,17 +51,17 @@ class Bench:
     @torch.no_grad()
     def measure(self, table: Table) -> dict[str, Values]:
         """Values of each method; one that fails has a status instead."""
-        found: dict[str, Values] = {}
-        for method in table.methods:
-            found[method.name] = attempt(partial(self.one, table, method))
-        if TIME in found[BASE.name]:
-            self.compare(table, found)
+        torch.compiler.reset()
+        ready: dict[str, Any] = {}
+        with several_compiled():
+            found = {one.name: attempt(partial(self.prepare, table, one, ready)) for one in table.methods}
+            in_turn(table, ready, found)
+        ready.clear()
         torch.compiler.reset()
         return found
 
-    def one(self, table: Table, method: Method) -> Values:
-        """One method's times."""
-        torch.compiler.reset()
+    def prepare(self, table: Table, method: Method, ready: dict[str, Any]) -> Values:
+        """A method's model, checked and warm; what that took."""
         base = self.base(table)
         # The base never generates: transformers keeps the compiled call with the model, and copies would run that.
         model = copy.deepcopy(base)
@@ -68,17 +69,55 @@ class Bench:
         dense = None if method.build is None else dense_copy(base, model)
         changed = max(change(method, model, dense, prompt) for prompt in prompts(table))
         del dense
-        return {CHANGE: (changed, "ratio"), **timed(table, model)}
+        free()
+        warm = warmed(table, model)
+        ready[method.name] = model
+        return {CHANGE: (changed, "ratio"), WARM: (warm, "s")}
 
-    def compare(self, table: Table, found: Mapping[str, Values]) -> None:
-        """Speeds over bfloat16, whose second time stands beside its first."""
-        base = found[BASE.name][TIME][0]
-        again = attempt(partial(self.one, table, BASE))
-        if TIME in again:
-            found[BASE.name][REPEAT] = (again[TIME][0] / base, "ratio")
-        for values in found.values():
-            if TIME in values:
-                values[SPEED] = (base / values[TIME][0], "ratio")
+
+@contextmanager
+def several_compiled() -> Iterator[None]:
+    """Each model is compiled as if it were the process's only one: not for any size since another's sizes differ, and
+    not refused for their number."""
+    with torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False):
+        yield
+
+
+def in_turn(table: Table, ready: Mapping[str, Any], found: dict[str, Values]) -> None:
+    """Times of the methods that are ready, into `found`; one that fails has a status instead, and no more calls."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in ready}
+    for _ in range(PREFILLS if table.part == PREFILL else table.stage.calls):
+        for name, model in ready.items():
+            if taken.get(name) is not None:
+                call = attempt(partial(one_call, table, model, taken[name]))
+                if OK not in call:
+                    found[name] = call
+                    del taken[name]
+    for name, calls in taken.items():
+        found[name] |= times_of(table, [one for call in calls for one in call])
+    if BASE.name in taken:
+        compare(found, taken[BASE.name])
+
+
+def one_call(table: Table, model: Any, taken: list[list[float]]) -> Values:
+    """One more call's seconds, of its prompt or of each token, at the end of `taken`."""
+    if table.part == PREFILL:
+        found = [table.stage.prefill(model, table.length, table.compiled)]
+    else:
+        found = table.stage.steps(model, table.batch, table.compiled)
+    if not found:
+        raise Wrong("no step was timed")
+    taken.append(found)
+    return {}
+
+
+def compare(found: dict[str, Values], base: Sequence[list[float]]) -> None:
+    """Speeds over bfloat16, whose last call's median over its first's stands beside."""
+    time = found[BASE.name][TIME][0]
+    found[BASE.name][REPEAT] = (summary(base[-1]).median / summary(base[0]).median, "ratio")
+    for values in found.values():
+        if TIME in values:
+            values[SPEED] = (time / values[TIME][0], "ratio")
 
 
 def dense_copy(base: Any, model: Any) -> Any:
@@ -123,29 +162,22 @@ def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     return found.float()
 
 
-def timed(table: Table, model: Any) -> Values:
-    """Milliseconds of a token, or of a prompt up to its first token: median and quantiles; seconds before anything is timed."""
-    stage, started = table.stage, time.perf_counter()
-    if table.part == PREFILL:
-        stage.prefill(model, table.length, table.compiled)
-        warm = time.perf_counter() - started
-        taken = [stage.prefill(model, table.length, table.compiled) for _ in range(PREFILLS)]
-        count = table.length
-    else:
-        for _ in range(COMPILING if table.compiled else EAGERLY):
-            stage.steps(model, table.batch, table.compiled)
-        warm = time.perf_counter() - started
-        taken = [one for _ in range(stage.calls) for one in stage.steps(model, table.batch, table.compiled)]
-        count = table.batch
-    if not taken:
-        raise Wrong("no step was timed")
-    timing = summary(taken)
+def warmed(table: Table, model: Any) -> float:
+    """Seconds of the calls before anything is timed: compilation, and recording a graph."""
+    started, taken = time.perf_counter(), list[list[float]]()
+    for _ in range(COMPILING if table.compiled and table.part != PREFILL else EAGERLY):
+        one_call(table, model, taken)
+    return time.perf_counter() - started
+
+
+def times_of(table: Table, taken: Sequence[float]) -> Values:
+    """Milliseconds of a token, or of a prompt up to its first token: median and quantiles."""
+    timing, count = summary(taken), table.length if table.part == PREFILL else table.batch
     return {
         TIME: (timing.median * 1e3, "ms"),
         f"{TIME}, 20%": (timing.low * 1e3, "ms"),
         f"{TIME}, 80%": (timing.high * 1e3, "ms"),
         RATE: (count / timing.median, "tokens/s"),
-        WARM: (warm, "s"),
     }
 
 

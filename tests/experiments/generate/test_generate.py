@@ -100,13 +100,54 @@ def test_the_model_that_others_are_copies_of_never_generates(monkeypatch):
     table = Table(Stage(1, "cpu", divide=32, new=8, calls=1), DECODE, (BASE, METHODS[1]), 1)
     made = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function.__self__) or function)
-    with torch.no_grad():
-        for method in table.methods:
-            assert times.TIME in bench.one(table, method)
+    found = bench.measure(table)
+    assert all(times.TIME in found[method.name] for method in table.methods)
     base = bench.base(table)
     assert "_compiled_call" not in vars(base)
     first, second = dict.fromkeys(map(id, made))
     assert id(base) not in (first, second)
+
+
+def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
+    """A host that becomes slower is slower for all methods alike; what fails in between stops alone."""
+    stage, order = Stage(1, "cpu", divide=32, new=8, calls=3), []
+
+    def steps(self, model, batch, compiled):
+        order.append(name := next(name for name, one in ready.items() if one is model))
+        if name == "b" and len(order) > 4:
+            raise RuntimeError("stopped")
+        return [(2.0 if name == BASE.name else 1.0) * (1 + len(order) // 4)]
+
+    monkeypatch.setattr(Stage, "steps", steps)
+    ready = {BASE.name: object(), "a": object(), "b": object()}
+    found = {name: {} for name in ready}
+    times.in_turn(Table(stage, DECODE, (BASE,), 1), ready, found)
+    assert order == [BASE.name, "a", "b", BASE.name, "a", "b", BASE.name, "a"]
+    assert found["b"] == {"status: error: RuntimeError: stopped": (0.0, "")}
+    assert found["a"][times.SPEED] == (2.0, "ratio")
+    assert found[BASE.name][times.REPEAT] == (2.0, "ratio")
+
+
+def test_many_models_are_compiled_each_for_its_own_sizes():
+    torch.compiler.reset()
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append(
+            [one.meta["example_value"].shape for one in graph.graph.nodes if one.op == "placeholder"]
+        )
+        return graph
+
+    def double(x):
+        return x * 2
+
+    with times.several_compiled():
+        call = torch.compile(double, backend=backend)
+        for size in range(2, 14):
+            call(torch.zeros(size))
+    assert len(shapes) == 12
+    assert all(isinstance(length, int) for found in shapes for shape in found for length in shape)
+    torch.compiler.reset()
 
 
 def test_steps_leave_the_first_quarter_out():
