@@ -156,19 +156,32 @@ def test_steps_leave_the_first_quarter_out():
 
 
 def test_at_full_scale_what_is_asked_first_comes_first():
-    first, second, *others = tables_of(experiment.PARTS, "cuda")
-    assert (first.setting, first.stage.layers, second.stage.layers) == (f"batch 1, {COMPILED}", 8, 32)
-    assert {one.name for one in second.methods} < {one.name for one in first.methods}
+    first, *others = tables_of(experiment.PARTS, "cuda")
+    assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
+    deep, part = ({one.name for one in tables[0].methods} for tables in ((first,), others[-2:]))
+    assert deep < part | {one.name for one in METHODS if one.frozen is not None}
     assert {one.setting for one in (first, *others)} >= {
         setting for _, settings, _ in targets.LIMITS for setting in settings
     }
     assert {name for methods, _, _ in targets.LIMITS for name in methods} <= {one.name for one in METHODS}
 
 
+def test_compiled_decoding_has_targets_for_the_whole_model_alone():
+    class Results:
+        def value(self, *where):
+            return 2.0
+
+    found = {data: targets.targets_of(data, Results()) for data in (Stage(32, "").data, Stage(8, "").data)}
+    part = {str(one) for one in found[Stage(8, "").data]}
+    assert part < {str(one) for one in found[Stage(32, "").data]}
+    assert part
+    assert not any(f", {COMPILED}" in one for one in part)
+
+
 def test_targets_are_met_or_missed():
     def row(method, setting, metric, value):
         return Row(
-            experiment="generate", table=f"{KIND}/full/llama-3.1-8b-8-layers", setting=setting, method=method, metric=metric,
+            experiment="generate", table=f"{KIND}/full/llama-3.1-8b-32-layers", setting=setting, method=method, metric=metric,
             value=value, unit="", device="a GPU", seed=0, source_hash="",
         )  # fmt: skip
 
