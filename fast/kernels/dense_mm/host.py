@@ -15,22 +15,21 @@ from fast.kernels.dense_mm.select import choose, programs_of
 from fast.kernels.dense_mm.variants import FEATURES, ROW, THREADS, Variant, sources
 from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
+from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
-from fast.kernels.sparse_mm.host import GROUP, MOST
 from fast.kernels.sparse_mm.variants import KINDS
 from reference import Quantized
 
-HOPPER = (9, 0)
 NAME = "dense_mm"
 #: The kernel's arguments: the tensor maps of weight, x and, where it is stored, y; then x_scale, scale, bias, y as addresses,
 #: and tokens, features, steps, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
 ARGUMENTS, MAPS = struct.Struct("=384s4Q7i4x"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
-#: What rows of x and weights, in elements of 8 bits, and rows of y, in elements, are multiples of; sizes are 32-bit numbers.
-FEATURES_STEP, MOST_ROWS = 8, 2**31 - 1
+#: What rows of y, in elements, are multiples of.
+FEATURES_STEP = 8
 Operands = Sequence[Any]
 
 
@@ -90,12 +89,6 @@ def is_stored(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2
 
 
-@lru_cache(maxsize=64)
-def processors_of(index: int) -> int:
-    """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks tensor maps up and launches.
 
@@ -107,7 +100,7 @@ class Product:
         x, x_scale, _, codes, scale, bias = operands
         self.variant, self.dtype, self.index, self.device = variant, dtype, x.get_device(), x.device
         (self.tokens, self.length), self.features = x.shape, codes.shape[0]
-        self.shape, self.maps = (self.tokens, self.features), dict[tuple[int, int, int], bytes]()
+        self.shape, self.maps = (self.tokens, self.features), TensorMaps(self._describe)
         self.allocate = allocator(self.device)
         self.launch, at_once = _launch(variant, element, FLOAT_NAMES[dtype], self.index)
         clusters = programs_of(variant.tokens, self.tokens, self.features, variant.pair) // variant.pair
@@ -122,35 +115,25 @@ class Product:
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
                 return self(x, x_scale, zero, codes, scale, bias)
-        addresses, kept = [], []
-        for tensor in (codes, x, x_scale, scale, bias):
-            if tensor is None:
-                addresses.append(0)
-                continue
-            address = tensor.data_ptr()
-            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
-                if tensor.is_neg():
-                    return None
-                kept.append(tensor.clone(memory_format=torch.contiguous_format))
-                address = kept[-1].data_ptr()
-            addresses.append(address)
+        found = addresses_of((codes, x, x_scale, scale, bias))
+        if found is None:
+            return None
+        addresses, _kept = found
         y = self.allocate(self.shape, (self.features, 1), self.dtype)
         written = y.data_ptr()
         at = (addresses[0], addresses[1], written if self.variant.stored else 0)
-        maps = self.maps.get(at) or self._describe(*at)
-        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], written, *self.rest)  # type: ignore[misc]
+        self.launch(
+            self.programs, current_stream(self.index), self.maps[at], *addresses[2:], written, *self.rest
+        )  # type: ignore[misc]
         return y
 
     def _describe(self, weight: int, x: int, y: int) -> bytes:
-        """The tensor maps at these addresses; the oldest ones are forgotten."""
+        """The tensor maps at these addresses."""
         one = self.variant
         made = tensor_map(weight, self.features, self.length, (FEATURES, ROW))
         made += tensor_map(x, self.tokens, self.length, (one.tokens // one.pair, ROW))
         if one.stored:
             made += tensor_map(y, self.tokens, 2 * self.features, (one.chunk, ROW))
-        while len(self.maps) >= MOST:
-            self.maps.pop(next(iter(self.maps)), None)
-        self.maps[weight, x, y] = made
         return made
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.hopper.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.hopper.nvrtc import cached_cubin
+from fast.kernels.hopper.operands import GROUP, TensorMaps, addresses_of, processors_of
 from fast.kernels.launch import cache
 from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.sparse_mm.arrange import arrange
 from fast.kernels.sparse_mm.select import choose
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, PANEL, ROW, Variant, fitted, sources
 
-#: Tiles of tokens that share their features' values in the L2 cache.
-GROUP = 8
 #: Tokens of the smallest tile that the copy engine writes.
 LEAST_STORED = 128
 Operands = Sequence[Any]
@@ -28,8 +27,6 @@ Operands = Sequence[Any]
 #: addresses, and tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source),
 #: filled up to 8 bytes.
 ARGUMENTS, MAPS = struct.Struct("=384s5Q9i4x"), 384
-#: Addresses of values, x and y whose tensor maps a call keeps.
-MOST = 1024
 
 
 def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor | None:
@@ -47,7 +44,7 @@ def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | N
     bits, features = elements.bits, values.shape[0]
     tokens, length = x.numel() // x.shape[-1], x.shape[-1] * bits // 8
     if variant is None:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        processors = processors_of(x.get_device())
         promote = not fast_sums and bits == 8 and not elements.integer
         variant = choose(tokens, features, length, bits, promote, processors)
         if is_stored(variant, bits, features, name, operands):
@@ -96,7 +93,7 @@ class Product:
         self.features, k = stored.shape[0], tokens_like.shape[-1]
         self.tokens, self.shape = tokens_like.numel() // k, (*tokens_like.shape[:-1], stored.shape[0])
         self.length, self.arranged = k * bits // 8, metadata.dim() == 3
-        self.boxes, self.maps = boxes(variant), dict[tuple[int, int, int], bytes]()
+        self.boxes, self.maps = boxes(variant), TensorMaps(self._describe)
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, values, x, bits, name, self.index)
         self.programs = programs_of(variant, self.tokens, self.features, at_once)
@@ -117,36 +114,26 @@ class Product:
                 return self(x, values, metadata, bias, x_scale, scale)
         if not self.arranged:
             metadata = arrange(metadata, self.bits)
-        addresses, kept = [], []
-        for tensor in (values, x, metadata, x_scale, scale, bias):
-            if tensor is None:
-                addresses.append(0)
-                continue
-            address = tensor.data_ptr()
-            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
-                if tensor.is_neg():
-                    return None
-                kept.append(tensor.clone(memory_format=torch.contiguous_format))
-                address = kept[-1].data_ptr()
-            addresses.append(address)
+        found = addresses_of((values, x, metadata, x_scale, scale, bias))
+        if found is None:
+            return None
+        addresses, _kept = found
         y = self.allocate(self.shape, self.strides, self.dtype)
         written = y.data_ptr()
         key = (addresses[0], addresses[1], written if self.variant.stored else 0)
-        maps = self.maps.get(key) or self._describe(*key)
-        self.launch(self.programs, current_stream(self.index), maps, *addresses[2:], written, *self.rest)  # type: ignore[misc]
+        self.launch(
+            self.programs, current_stream(self.index), self.maps[key], *addresses[2:], written, *self.rest
+        )  # type: ignore[misc]
         return y
 
     def _describe(self, values: int, x: int, y: int) -> bytes:
-        """The tensor maps at these addresses; the oldest ones are forgotten."""
+        """The tensor maps at these addresses."""
         first, second = self.boxes
         made = tensor_map(values, self.features, self.length // 2, first) + tensor_map(
             x, self.tokens, self.length, second
         )
         if self.variant.stored:
             made += tensor_map(y, self.tokens, 2 * self.features, (self.variant.chunk, ROW))
-        while len(self.maps) >= MOST:
-            self.maps.pop(next(iter(self.maps)), None)
-        self.maps[values, x, y] = made
         return made
 
 
@@ -166,7 +153,6 @@ def _launch(variant: Variant, values: str, x: str, bits: int, name: str, device:
 
 __all__ = [
     "ARGUMENTS",
-    "GROUP",
     "MAPS",
     "Product",
     "boxes",

@@ -159,7 +159,7 @@ def test_operands_at_odd_addresses_are_copied_and_negative_ones_refused():
 def test_tensor_maps_are_kept(monkeypatch):
     """Of the addresses that came last."""
     require_nvrtc()
-    monkeypatch.setattr(host, "MOST", 2)
+    monkeypatch.setattr("fast.kernels.hopper.operands.MOST", 2)
     given, stand_in = operands(40, 136, 144), DenseStandIn(early=True)
     for one in given:
         if one is not None:
