@@ -215,22 +215,29 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], const Lane& at) {
   exchange(v[0], v[2], late, at.lane ^ 2), exchange(v[1], v[3], late, at.lane ^ 2);
 }
 
-// A lane reads eight columns of those of an instruction, and gives the other three their pairs.
+// A lane reads eight columns of those of an instruction, of x's rows; `spread` gives the other three their pairs.
 __device__ __forceinline__ void load_inputs(Inputs& b, const Problem& p, int stage, const Lane& at) {
 #pragma unroll
   for (int t = 0; t < COLUMN_TILES; t++) {
     const int token = 8 * t + at.row;
     const uint4* from = reinterpret_cast<const uint4*>(p.x + (i64(token) * p.k + stage * STAGE) * 2 + 16 * at.pair);
-    uint4 given[INSTRUCTIONS];
-#pragma unroll
-    for (int i = 0; i < INSTRUCTIONS; i++) given[i] = token < p.count ? from[4 * i] : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < INSTRUCTIONS; i++) {
-      u32 v[4] = {given[i].x, given[i].y, given[i].z, given[i].w};
-      transpose(v, at);
-      b[i][t][0] = v[0], b[i][t][1] = v[2], b[i][t][2] = v[1], b[i][t][3] = v[3];
+      const uint4 v = token < p.count ? from[4 * i] : make_uint4(0, 0, 0, 0);
+      b[i][t][0] = v.x, b[i][t][1] = v.y, b[i][t][2] = v.z, b[i][t][3] = v.w;
     }
   }
+}
+
+__device__ __forceinline__ void spread(Inputs& b, const Lane& at) {
+#pragma unroll
+  for (int i = 0; i < INSTRUCTIONS; i++)
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; t++) {
+      transpose(b[i][t], at);
+      const u32 second = b[i][t][1];
+      b[i][t][1] = b[i][t][2], b[i][t][2] = second;
+    }
 }
 
 // A lane's places in a warp's stage of a tile: its words of codes and metadata, the scales of its row.
@@ -310,10 +317,9 @@ __device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& a
 }
 
 // Multiply a warp's stage of all tiles as they come. Without a stage its sums are zeros.
-__device__ __forceinline__ void consume(const Problem& p, u32 part, int stage, bool has, const Lane& at) {
+__device__ __forceinline__ void consume(Inputs& b, u32 part, bool has, const Lane& at) {
   const Chosen chosen(at.pair);
-  Inputs b;
-  if (has) load_inputs(b, p, stage, at);
+  if (has) spread(b, at);
 #pragma unroll 1
   for (int tile = 0; tile < TILES; tile++, part += TILE) {
     Sums total;
@@ -368,8 +374,11 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   const bool has = stage < span.last;
   if constexpr (EARLY) prefetch(p, span, at, row);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  Inputs b;
+  // x first: it would come behind all of the weight, and nothing could be multiplied before.
+  if (has) load_inputs(b, p, stage, at);
   if (has) load(p, part, stage, row, at.lane);
-  consume(p, part, stage, has, at);
+  consume(b, part, has, at);
   __syncthreads();
   finish(p, base, row, split, thread);
 }
