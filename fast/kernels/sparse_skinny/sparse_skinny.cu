@@ -136,15 +136,16 @@ __device__ __forceinline__ void copy_tile(u32 to, const char* from, i64 stride, 
   }
 }
 
-// Ask for a warp's stage of all tiles.
-__device__ __forceinline__ void load(const Problem& p, u32 to, int stage, int row, int lane) {
-#pragma unroll 1
-  for (int tile = 0; tile < TILES; tile++, to += TILE, row += 16) {
+// Ask for a warp's stage of a tile, if it has one.
+__device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool has, int row, int tile, int lane) {
+  if (has) {
+    const u32 to = part + tile * TILE;
+    row += tile * 16;
     copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, row, p.n, lane);
     copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, row, p.n, lane);
     copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), p.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, row, p.n, lane);
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
@@ -154,7 +155,7 @@ __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
 // Ask for the weight before the kernel in front has ended: into the L2 cache, nothing is read of it. Whole rows of a tile are one
 // piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces.
 __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int row) {
-  constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = ROWS / EACH;
+  constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = 16 * AHEAD / EACH;
   const int stages = span.last - span.first;
   for (int i = at.lane * PHASES + at.warp; i < 2 * PIECES; i += THREADS) {
     const int first = row + i / 2 * EACH, many = min(EACH, p.n - first) * stages;
@@ -282,13 +283,34 @@ __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+// Of a token four rows of sums.
+struct Four {
+  float v[4];
+  __device__ __forceinline__ void operator+=(const Four& other) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] += other.v[i];
+  }
+};
+
 template <bool CLUSTERED>
-__device__ __forceinline__ float load_float(u32 address) {
-  float v;
-  if constexpr (CLUSTERED) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
+__device__ __forceinline__ Four load_four(u32 address) {
+  Four f;
+#define LOAD(SPACE)                                                                                       \
+  asm volatile("ld." SPACE ".v4.f32 {%0, %1, %2, %3}, [%4];"                                               \
+               : "=f"(f.v[0]), "=f"(f.v[1]), "=f"(f.v[2]), "=f"(f.v[3]) : "r"(address) : "memory")
+  if constexpr (CLUSTERED) LOAD("shared::cluster");
+  else LOAD("shared");
+#undef LOAD
+  return f;
 }
+
+__device__ __forceinline__ void store_four(u32 address, const Four& f) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) store_float(address + 4 * i, f.v[i]);
+}
+
+// The place of row `at` of a program's rows in its first warp's sums.
+__device__ __forceinline__ u32 place_of(u32 base, int token, int at) { return base + at / 16 * TILE + 4 * (token * LINE + at % 16); }
 
 __device__ __forceinline__ float bias_at(const Problem& p, int row) {
   if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
@@ -299,12 +321,28 @@ __device__ __forceinline__ float bias_at(const Problem& p, int row) {
   return v;
 }
 
-__device__ __forceinline__ void store(const Problem& p, float v, int token, int row) {
+__device__ __forceinline__ u32 rounded(const Problem& p, float v, int row) {
   if (p.bias != nullptr) v += bias_at(p, row);
   unsigned short half;
   if constexpr (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
   else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
-  static_cast<unsigned short*>(p.y)[i64(token) * p.n + row] = half;
+  return half;
+}
+
+// Four rows of y, eight bytes at once where rows of y are whole such pieces.
+__device__ __forceinline__ void store_rows(const Problem& p, const Four& f, int token, int row) {
+  unsigned short* to = static_cast<unsigned short*>(p.y) + i64(token) * p.n + row;
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (row + i < p.n) v[i] = rounded(p, f.v[i], row + i);
+  if (p.n % 4 == 0) {
+    if (row < p.n) *reinterpret_cast<uint2*>(to) = make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (row + i < p.n) to[i] = v[i];
+  }
 }
 
 // A warp's sums of a tile in the place of its stage, by token and row.
@@ -316,45 +354,56 @@ __device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& a
     for (int i = 0; i < 4; i++) store_float(place + 4 * ((8 * t + i % 2) * LINE + i / 2 * 8), total[t][i]);
 }
 
-// Multiply a warp's stage of all tiles as they come. Without a stage its sums are zeros.
-__device__ __forceinline__ void consume(Inputs& b, u32 part, bool has, const Lane& at) {
+// Multiply a warp's stage of all tiles as they come, and ask for those AHEAD of them. Without a stage its sums are zeros.
+__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, int stage, bool has, int row, const Lane& at) {
   const Chosen chosen(at.pair);
   if (has) spread(b, at);
 #pragma unroll 1
-  for (int tile = 0; tile < TILES; tile++, part += TILE) {
+  for (int tile = 0; tile < TILES; tile++) {
+    const u32 part = begin + tile * TILE;
     Sums total;
     clear(total);
-    asm volatile("cp.async.wait_group %0;" ::"n"(TILES - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncwarp();
+    load(p, begin, stage, has && tile + AHEAD < TILES, row, tile + AHEAD, at.lane);
     if (has) multiply_stage(total, Places(part, at), b, chosen);
     leave(total, part, at);
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 }
 
-// Add what the warps left. Of parts of K the sum takes the place of the first warp's; then every SPLITS-th part of the rows is a
-// program's to add and write.
-__device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < p.count * ROWS; i += THREADS) {
-    const int token = i / ROWS, at = i % ROWS;
-    const u32 place = base + at / 16 * TILE + 4 * (token * LINE + at % 16);
-    float total = 0.f;
+// Sums of the warps, and of the cluster's programs, in the order of K.
+__device__ __forceinline__ Four sum_of_phases(u32 place) {
+  Four total = {};
 #pragma unroll
-    for (int phase = 0; phase < PHASES; phase++) total += load_float<false>(place + phase * PART);
-    if constexpr (SPLITS > 1) store_float(place, total);
-    else if (row + at < p.n) store(p, total, token, row + at);
+  for (int phase = 0; phase < PHASES; phase++) total += load_four<false>(place + phase * PART);
+  return total;
+}
+
+__device__ __forceinline__ Four sum_of_splits(u32 place) {
+  Four total = {};
+#pragma unroll
+  for (int split = 0; split < SPLITS; split++) total += load_four<true>(address_in(place, split));
+  return total;
+}
+
+// Add what the warps left, four rows a thread. Of parts of K the sum takes the place of the first warp's; then every SPLITS-th part
+// of the rows is a program's to add and write.
+__device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
+  constexpr int FOURS = ROWS / 4, SHARE = FOURS / SPLITS;
+#pragma unroll 1
+  for (int i = thread; i < p.count * FOURS; i += THREADS) {
+    const int token = i / FOURS, at = i % FOURS * 4;
+    const u32 place = place_of(base, token, at);
+    const Four total = sum_of_phases(place);
+    if constexpr (SPLITS > 1) store_four(place, total);
+    else store_rows(p, total, token, row + at);
   }
   if constexpr (SPLITS > 1) {
     sync_cluster();
-    constexpr int SHARE = ROWS / SPLITS;
 #pragma unroll 1
     for (int i = thread; i < p.count * SHARE; i += THREADS) {
-      const int token = i / SHARE, at = split * SHARE + i % SHARE;
-      float total = 0.f;
-#pragma unroll
-      for (int s = 0; s < SPLITS; s++) total += load_float<true>(address_in(base + at / 16 * TILE + 4 * (token * LINE + at % 16), s));
-      if (row + at < p.n) store(p, total, token, row + at);
+      const int token = i / SHARE, at = (split * SHARE + i % SHARE) * 4;
+      store_rows(p, sum_of_splits(place_of(base, token, at)), token, row + at);
     }
     sync_cluster();  // nobody leaves before others have read its sums
   }
@@ -377,8 +426,9 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   Inputs b;
   // x first: it would come behind all of the weight, and nothing could be multiplied before.
   if (has) load_inputs(b, p, stage, at);
-  if (has) load(p, part, stage, row, at.lane);
-  consume(b, part, has, at);
+#pragma unroll 1
+  for (int tile = 0; tile < AHEAD; tile++) load(p, part, stage, has, row, tile, at.lane);
+  consume(p, b, part, stage, has, row, at);
   __syncthreads();
   finish(p, base, row, split, thread);
 }

@@ -14,6 +14,8 @@ SOURCE = Path(__file__).with_name("sparse_skinny.cu")
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
 MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
+#: Tiles that a warp has asked for and not multiplied.
+AHEAD = 2
 
 
 class Form(NamedTuple):
@@ -41,7 +43,7 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. columns: of a stage. phases: warps of a program, one for each stage of its part of K.
 
     splits: programs along K, a cluster. tiles: of 16 rows of a program. at_once: programs of a multiprocessor.
-    early: whether the weight is asked for before the kernel in front has ended.
+    early: whether the first `ahead` tiles are asked for before the kernel in front has ended. ahead: tiles under way.
     """
 
     tokens: int
@@ -51,6 +53,7 @@ class Variant(NamedTuple):
     tiles: int
     at_once: int = 1
     early: bool = True
+    ahead: int = 1
 
     @property
     def threads(self) -> int:
@@ -78,7 +81,7 @@ def fitted(
     for warps, registers, shared memory."""
     if k % columns or form.scales(columns) < LEAST_BYTES:
         return None
-    one = Variant(tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once)
+    one = Variant(tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles))
     room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
     if one.phases > MOST_WARPS or one.shared(form) > room:
         return None
