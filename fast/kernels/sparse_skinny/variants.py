@@ -10,6 +10,8 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
 
 SOURCE = Path(__file__).with_name("sparse_skinny.cu")
+#: The header beside it.
+OUTPUT = "output.cuh"
 #: Columns that a stage may have, and rows of a tile.
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
@@ -81,7 +83,9 @@ def fitted(
     for warps, registers, shared memory."""
     if k % columns or form.scales(columns) < LEAST_BYTES:
         return None
-    one = Variant(tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles))
+    one = Variant(
+        tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles)
+    )
     room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
     if one.phases > MOST_WARPS or one.shared(form) > room:
         return None
@@ -93,7 +97,11 @@ def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[st
     numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half)}
     defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return source(), {"copies.cuh": common()["copies.cuh"]}, options
+    return (
+        source(),
+        {"copies.cuh": common()["copies.cuh"], OUTPUT: SOURCE.with_name(OUTPUT).read_text()},
+        options,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -102,4 +110,4 @@ def source() -> str:
     return SOURCE.read_text()
 
 
-__all__ = ["KINDS", "MOST_SHARED", "STAGES", "Form", "Variant", "fitted", "sources"]
+__all__ = ["KINDS", "MOST_SHARED", "OUTPUT", "STAGES", "Form", "Variant", "fitted", "sources"]
