@@ -1,6 +1,9 @@
 // What a program does when all of its warps have left their sums: adds them in the order of K, and writes y.
 //
-// Before: Problem, sizes of stages, `copies.cuh`, `store_float`.
+// Before: Problem, sizes of stages, `copies.cuh`.
+
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Of a token four rows of sums.
 struct Four {
@@ -11,25 +14,18 @@ struct Four {
   }
 };
 
-template <bool CLUSTERED>
 __device__ __forceinline__ Four load_four(u32 address) {
   Four f;
-#define LOAD(SPACE)                                                                                       \
-  asm volatile("ld." SPACE ".v4.f32 {%0, %1, %2, %3}, [%4];"                                               \
-               : "=f"(f.v[0]), "=f"(f.v[1]), "=f"(f.v[2]), "=f"(f.v[3]) : "r"(address) : "memory")
-  if constexpr (CLUSTERED) LOAD("shared::cluster");
-  else LOAD("shared");
-#undef LOAD
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(f.v[0]), "=f"(f.v[1]), "=f"(f.v[2]), "=f"(f.v[3]) : "r"(address) : "memory");
   return f;
 }
 
-__device__ __forceinline__ void store_four(u32 address, const Four& f) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) store_float(address + 4 * i, f.v[i]);
+// Into the shared memory of one of the cluster's programs.
+__device__ __forceinline__ void send(u32 address, int program, const Four& f) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(address, program)), "f"(f.v[0]), "f"(f.v[1]),
+               "f"(f.v[2]), "f"(f.v[3]) : "memory");
 }
-
-// The place of row `at` of a program's rows in its first warp's sums.
-__device__ __forceinline__ u32 place_of(u32 base, int token, int at) { return base + at / 16 * TILE + 4 * (token * LINE + at % 16); }
 
 __device__ __forceinline__ float bias_at(const Problem& p, int row) {
   if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
@@ -64,40 +60,32 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Four& f, int 
   }
 }
 
-// Sums of the warps, and of the cluster's programs, in the order of K.
-__device__ __forceinline__ Four sum_of_phases(u32 place) {
+// Sums `stride` apart, in their order.
+template <int COUNT>
+__device__ __forceinline__ Four sum_of(u32 place, u32 stride) {
   Four total = {};
 #pragma unroll
-  for (int phase = 0; phase < PHASES; phase++) total += load_four<false>(place + phase * PART);
+  for (int i = 0; i < COUNT; i++) total += load_four(place + i * stride);
   return total;
 }
 
-__device__ __forceinline__ Four sum_of_splits(u32 place) {
-  Four total = {};
-#pragma unroll
-  for (int split = 0; split < SPLITS; split++) total += load_four<true>(address_in(place, split));
-  return total;
-}
-
-// Add what the warps left, four rows a thread. Of parts of K the sum takes the place of the first warp's; then every SPLITS-th part
-// of the rows is a program's to add and write.
+// Add what the warps left, four rows a thread. Of parts of K every SPLITS-th part of the rows is a program's to add and write: the
+// others send it their sums, behind its tiles, which it may still multiply.
 __device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
-  constexpr int FOURS = ROWS / 4, SHARE = FOURS / SPLITS;
+  constexpr int FOURS = ROWS / 4, SHARE = FOURS / SPLITS, SENT = TOKENS * SHARE * 16;
+  const u32 received = base + TILES * TILE;
+  if constexpr (SPLITS > 1) wait_cluster();  // for all of its programs to run
 #pragma unroll 1
   for (int i = thread; i < p.count * FOURS; i += THREADS) {
-    const int token = i / FOURS, at = i % FOURS * 4;
-    const u32 place = place_of(base, token, at);
-    const Four total = sum_of_phases(place);
-    if constexpr (SPLITS > 1) store_four(place, total);
+    const int token = i / FOURS, four = i % FOURS, at = four * 4;
+    const Four total = sum_of<PHASES>(base + at / 16 * TILE + 4 * (token * LINE + at % 16), PART);
+    if constexpr (SPLITS > 1) send(received + split * SENT + (token * SHARE + four % SHARE) * 16, four / SHARE, total);
     else store_rows(p, total, token, row + at);
   }
   if constexpr (SPLITS > 1) {
     sync_cluster();
 #pragma unroll 1
-    for (int i = thread; i < p.count * SHARE; i += THREADS) {
-      const int token = i / SHARE, at = (split * SHARE + i % SHARE) * 4;
-      store_rows(p, sum_of_splits(place_of(base, token, at)), token, row + at);
-    }
-    sync_cluster();  // nobody leaves before others have read its sums
+    for (int i = thread; i < p.count * SHARE; i += THREADS)
+      store_rows(p, sum_of<SPLITS>(received + i * 16, SENT), i / SHARE, row + (split * SHARE + i % SHARE) * 4);
   }
 }

@@ -10,7 +10,7 @@
 // t % 2 + 2; x's tiles of eight columns are taken as 0, 2, 1, 3; metadata are bytes 0 and 2 of a word for the first half of K,
 // 1 and 3 for the second.
 //
-// Warps' sums are added in the order of K, then those of a cluster's SPLITS programs through each other's shared memory. So the
+// Warps' sums are added in the order of K, then those of a cluster's SPLITS programs, which send them to each other. So the
 // same operands have the same bits every time.
 
 typedef unsigned int u32;
@@ -316,6 +316,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   const Lane at(__shfl_sync(0xFFFFFFFF, thread / 32, 0), thread % 32);
   u32 split = 0;
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
+  if constexpr (SPLITS > 1) arrive_cluster();
   const int row = blockIdx.x / SPLITS * ROWS;
   const Span span(p, split);
   const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART;

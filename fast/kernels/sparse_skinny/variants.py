@@ -72,8 +72,9 @@ class Variant(NamedTuple):
         return -(-n // (TILE * self.tiles)) * self.splits
 
     def shared(self, form: Form) -> int:
-        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment."""
-        return self.tiles * self.phases * form.part(self.columns) + 128
+        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment; sums that a cluster's programs send."""
+        sent = 4 * TILE * self.tiles * self.tokens if self.splits > 1 else 0
+        return self.tiles * self.phases * form.part(self.columns) + 128 + sent
 
 
 def fitted(

@@ -80,6 +80,8 @@ FAULTS = {
     "rows behind the last are written": ("if (row + i < p.n) to[i]", "to[i]"),
     "four rows behind the last are written": ("if (row < p.n) *", "*"),
     "another's share of the rows": ("(split * SHARE + i % SHARE) * 4", "i % SHARE * 4"),
+    "sums of another part of K": ("received + split * SENT", "received"),
+    "sums among what is still multiplied": ("received = base + TILES * TILE", "received = base"),
     "tiles that nobody asked for": ("has && tile + AHEAD < TILES", "false"),
     "rows behind the last are read": ("min(row + own, rows - 1)", "(row + own)"),
     "rows of x behind the last": ("token < p.count ? from[4 * i]", "true ? from[4 * i]"),
