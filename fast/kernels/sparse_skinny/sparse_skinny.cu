@@ -2,8 +2,9 @@
 // it, for Hopper. `variants.py` says what is defined for a variant, `host.py` launches it.
 //
 // A program has TILES tiles of 16 rows and a part of K, each of its PHASES warps a stage of that, COLUMNS columns, whose x it keeps
-// in registers. All copies of the weight begin at once, tile after tile (`cp.async`, each warp its own stage): whole rows are a
-// stream of memory. A warp waits for nobody but its copies. Its sums of a tile take the place of what it has multiplied.
+// in registers. Whole rows are a stream of memory (`cp.async`, each warp its own stage). A warp waits for nobody but its copies, and
+// has AHEAD tiles under way: were all asked for at once, those of one warp would come before the next one's, and the last would
+// have all of its tiles to multiply when everything is there. Its sums of a tile take the place of what it has multiplied.
 //
 // Products are `mma.sp.m16n8k32`. Instruction i of a stage has columns 32 i to 32 i + 31, whose eight groups of four it takes in
 // the order 0, 1, 4, 5, 2, 3, 6, 7: lane t of four has the group of byte t % 2 of word t / 2 of the codes, then that of byte
@@ -152,8 +153,9 @@ __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
 }
 
-// Ask for the weight before the kernel in front has ended: into the L2 cache, nothing is read of it. Whole rows of a tile are one
-// piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces.
+// Ask for the first tiles before the kernel in front has ended: into the L2 cache, nothing is read of them. Whole rows of a tile are
+// one piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces, and of all
+// tiles it takes longer than it saves.
 __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int row) {
   constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = 16 * AHEAD / EACH;
   const int stages = span.last - span.first;
