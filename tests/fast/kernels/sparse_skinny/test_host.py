@@ -90,6 +90,18 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(splits):
         assert re.search(r"cp\.async\.cg", after)
 
 
+def test_programs_send_their_sums_when_all_of_a_cluster_run():
+    """Each has arrived by then: a program that has not begun has no shared memory."""
+    require_nvrtc()
+    source, headers, options = sources(Variant(8, 256, 4, 2, 2), INT4)
+    ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode()
+    before, after = ptx.split("st.shared::cluster", 1)
+    assert before.count("barrier.cluster.arrive") == before.count("barrier.cluster.wait") == 1
+    assert "barrier.cluster.arrive" in before.split("griddepcontrol.wait")[0]
+    # Nobody reads what the others send before all have sent it.
+    assert after.count("barrier.cluster.arrive") == after.count("barrier.cluster.wait") == 1
+
+
 def test_other_devices_and_more_rows_are_left_to_the_other_kernel():
     case = as_tensors(exact_case(1, 16, 512, 128))
     assert host.launch_for(case.x, case.codes, case.scale, 128) is None
