@@ -2,15 +2,16 @@
 // it, for Hopper. `variants.py` says what is defined for a variant, `host.py` launches it.
 //
 // A program has TILES tiles of 16 rows and a part of K, each of its PHASES warps a stage of that, COLUMNS columns, whose x it keeps
-// in registers. All copies of the weight begin at once, tile after tile (`cp.async`, each warp its own stage): whole rows are a
-// stream of memory. A warp waits for nobody but its copies. Its sums of a tile take the place of what it has multiplied.
+// in registers. Whole rows are a stream of memory (`cp.async`, each warp its own stage). A warp waits for nobody but its copies, and
+// has AHEAD tiles under way: were all asked for at once, those of one warp would come before the next one's, and the last would
+// have all of its tiles to multiply when everything is there. Its sums of a tile take the place of what it has multiplied.
 //
 // Products are `mma.sp.m16n8k32`. Instruction i of a stage has columns 32 i to 32 i + 31, whose eight groups of four it takes in
 // the order 0, 1, 4, 5, 2, 3, 6, 7: lane t of four has the group of byte t % 2 of word t / 2 of the codes, then that of byte
 // t % 2 + 2; x's tiles of eight columns are taken as 0, 2, 1, 3; metadata are bytes 0 and 2 of a word for the first half of K,
 // 1 and 3 for the second.
 //
-// Warps' sums are added in the order of K, then those of a cluster's SPLITS programs through each other's shared memory. So the
+// Warps' sums are added in the order of K, then those of a cluster's SPLITS programs, which send them to each other. So the
 // same operands have the same bits every time.
 
 typedef unsigned int u32;
@@ -136,25 +137,27 @@ __device__ __forceinline__ void copy_tile(u32 to, const char* from, i64 stride, 
   }
 }
 
-// Ask for a warp's stage of all tiles.
-__device__ __forceinline__ void load(const Problem& p, u32 to, int stage, int row, int lane) {
-#pragma unroll 1
-  for (int tile = 0; tile < TILES; tile++, to += TILE, row += 16) {
+// Ask for a warp's stage of a tile, if it has one.
+__device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool has, int row, int tile, int lane) {
+  if (has) {
+    const u32 to = part + tile * TILE;
+    row += tile * 16;
     copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, row, p.n, lane);
     copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, row, p.n, lane);
     copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), p.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, row, p.n, lane);
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
 }
 
-// Ask for the weight before the kernel in front has ended: into the L2 cache, nothing is read of it. Whole rows of a tile are one
-// piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces.
+// Ask for the first tiles before the kernel in front has ended: into the L2 cache, nothing is read of them. Whole rows of a tile are
+// one piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces, and of all
+// tiles it takes longer than it saves.
 __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int row) {
-  constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = ROWS / EACH;
+  constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = 16 * AHEAD / EACH;
   const int stages = span.last - span.first;
   for (int i = at.lane * PHASES + at.warp; i < 2 * PIECES; i += THREADS) {
     const int first = row + i / 2 * EACH, many = min(EACH, p.n - first) * stages;
@@ -215,22 +218,29 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], const Lane& at) {
   exchange(v[0], v[2], late, at.lane ^ 2), exchange(v[1], v[3], late, at.lane ^ 2);
 }
 
-// A lane reads eight columns of those of an instruction, and gives the other three their pairs.
+// A lane reads eight columns of those of an instruction, of x's rows; `spread` gives the other three their pairs.
 __device__ __forceinline__ void load_inputs(Inputs& b, const Problem& p, int stage, const Lane& at) {
 #pragma unroll
   for (int t = 0; t < COLUMN_TILES; t++) {
     const int token = 8 * t + at.row;
     const uint4* from = reinterpret_cast<const uint4*>(p.x + (i64(token) * p.k + stage * STAGE) * 2 + 16 * at.pair);
-    uint4 given[INSTRUCTIONS];
-#pragma unroll
-    for (int i = 0; i < INSTRUCTIONS; i++) given[i] = token < p.count ? from[4 * i] : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < INSTRUCTIONS; i++) {
-      u32 v[4] = {given[i].x, given[i].y, given[i].z, given[i].w};
-      transpose(v, at);
-      b[i][t][0] = v[0], b[i][t][1] = v[2], b[i][t][2] = v[1], b[i][t][3] = v[3];
+      const uint4 v = token < p.count ? from[4 * i] : make_uint4(0, 0, 0, 0);
+      b[i][t][0] = v.x, b[i][t][1] = v.y, b[i][t][2] = v.z, b[i][t][3] = v.w;
     }
   }
+}
+
+__device__ __forceinline__ void spread(Inputs& b, const Lane& at) {
+#pragma unroll
+  for (int i = 0; i < INSTRUCTIONS; i++)
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES; t++) {
+      transpose(b[i][t], at);
+      const u32 second = b[i][t][1];
+      b[i][t][1] = b[i][t][2], b[i][t][2] = second;
+    }
 }
 
 // A lane's places in a warp's stage of a tile: its words of codes and metadata, the scales of its row.
@@ -269,35 +279,8 @@ __device__ __forceinline__ void multiply_stage(Sums& total, const Places& places
   }
 }
 
-// Output
-
 __device__ __forceinline__ void store_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-template <bool CLUSTERED>
-__device__ __forceinline__ float load_float(u32 address) {
-  float v;
-  if constexpr (CLUSTERED) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float bias_at(const Problem& p, int row) {
-  if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
-  const unsigned short half = static_cast<const unsigned short*>(p.bias)[row];
-  if (p.bias_kind == BFLOAT16) return __uint_as_float(u32(half) << 16);
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
-  return v;
-}
-
-__device__ __forceinline__ void store(const Problem& p, float v, int token, int row) {
-  if (p.bias != nullptr) v += bias_at(p, row);
-  unsigned short half;
-  if constexpr (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
-  else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
-  static_cast<unsigned short*>(p.y)[i64(token) * p.n + row] = half;
 }
 
 // A warp's sums of a tile in the place of its stage, by token and row.
@@ -309,50 +292,24 @@ __device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& a
     for (int i = 0; i < 4; i++) store_float(place + 4 * ((8 * t + i % 2) * LINE + i / 2 * 8), total[t][i]);
 }
 
-// Multiply a warp's stage of all tiles as they come. Without a stage its sums are zeros.
-__device__ __forceinline__ void consume(const Problem& p, u32 part, int stage, bool has, const Lane& at) {
+// Multiply a warp's stage of all tiles as they come, and ask for those AHEAD of them. Without a stage its sums are zeros.
+__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, int stage, bool has, int row, const Lane& at) {
   const Chosen chosen(at.pair);
-  Inputs b;
-  if (has) load_inputs(b, p, stage, at);
+  if (has) spread(b, at);
 #pragma unroll 1
-  for (int tile = 0; tile < TILES; tile++, part += TILE) {
+  for (int tile = 0; tile < TILES; tile++) {
+    const u32 part = begin + tile * TILE;
     Sums total;
     clear(total);
-    asm volatile("cp.async.wait_group %0;" ::"n"(TILES - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncwarp();
+    load(p, begin, stage, has && tile + AHEAD < TILES, row, tile + AHEAD, at.lane);
     if (has) multiply_stage(total, Places(part, at), b, chosen);
     leave(total, part, at);
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 }
 
-// Add what the warps left. Of parts of K the sum takes the place of the first warp's; then every SPLITS-th part of the rows is a
-// program's to add and write.
-__device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < p.count * ROWS; i += THREADS) {
-    const int token = i / ROWS, at = i % ROWS;
-    const u32 place = base + at / 16 * TILE + 4 * (token * LINE + at % 16);
-    float total = 0.f;
-#pragma unroll
-    for (int phase = 0; phase < PHASES; phase++) total += load_float<false>(place + phase * PART);
-    if constexpr (SPLITS > 1) store_float(place, total);
-    else if (row + at < p.n) store(p, total, token, row + at);
-  }
-  if constexpr (SPLITS > 1) {
-    sync_cluster();
-    constexpr int SHARE = ROWS / SPLITS;
-#pragma unroll 1
-    for (int i = thread; i < p.count * SHARE; i += THREADS) {
-      const int token = i / SHARE, at = split * SHARE + i % SHARE;
-      float total = 0.f;
-#pragma unroll
-      for (int s = 0; s < SPLITS; s++) total += load_float<true>(address_in(base + at / 16 * TILE + 4 * (token * LINE + at % 16), s));
-      if (row + at < p.n) store(p, total, token, row + at);
-    }
-    sync_cluster();  // nobody leaves before others have read its sums
-  }
-}
+#include "output.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLITS, 1, 1) void sparse_skinny(
     const __grid_constant__ Problem p) {
@@ -361,6 +318,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   const Lane at(__shfl_sync(0xFFFFFFFF, thread / 32, 0), thread % 32);
   u32 split = 0;
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
+  if constexpr (SPLITS > 1) arrive_cluster();
   const int row = blockIdx.x / SPLITS * ROWS;
   const Span span(p, split);
   const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART;
@@ -368,8 +326,12 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   const bool has = stage < span.last;
   if constexpr (EARLY) prefetch(p, span, at, row);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-  if (has) load(p, part, stage, row, at.lane);
-  consume(p, part, stage, has, at);
+  Inputs b;
+  // x first: it would come behind all of the weight, and nothing could be multiplied before.
+  if (has) load_inputs(b, p, stage, at);
+#pragma unroll 1
+  for (int tile = 0; tile < AHEAD; tile++) load(p, part, stage, has, row, tile, at.lane);
+  consume(p, b, part, stage, has, row, at);
   __syncthreads();
   finish(p, base, row, split, thread);
 }

@@ -10,10 +10,14 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
 
 SOURCE = Path(__file__).with_name("sparse_skinny.cu")
+#: The header beside it.
+OUTPUT = "output.cuh"
 #: Columns that a stage may have, and rows of a tile.
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
 MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
+#: Tiles that a warp has asked for and not multiplied.
+AHEAD = 2
 
 
 class Form(NamedTuple):
@@ -41,7 +45,7 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. columns: of a stage. phases: warps of a program, one for each stage of its part of K.
 
     splits: programs along K, a cluster. tiles: of 16 rows of a program. at_once: programs of a multiprocessor.
-    early: whether the weight is asked for before the kernel in front has ended.
+    early: whether the first `ahead` tiles are asked for before the kernel in front has ended. ahead: tiles under way.
     """
 
     tokens: int
@@ -51,6 +55,7 @@ class Variant(NamedTuple):
     tiles: int
     at_once: int = 1
     early: bool = True
+    ahead: int = 1
 
     @property
     def threads(self) -> int:
@@ -67,8 +72,9 @@ class Variant(NamedTuple):
         return -(-n // (TILE * self.tiles)) * self.splits
 
     def shared(self, form: Form) -> int:
-        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment."""
-        return self.tiles * self.phases * form.part(self.columns) + 128
+        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment; sums that a cluster's programs send."""
+        sent = 4 * TILE * self.tiles * self.tokens if self.splits > 1 else 0
+        return self.tiles * self.phases * form.part(self.columns) + 128 + sent
 
 
 def fitted(
@@ -78,7 +84,9 @@ def fitted(
     for warps, registers, shared memory."""
     if k % columns or form.scales(columns) < LEAST_BYTES:
         return None
-    one = Variant(tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once)
+    one = Variant(
+        tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles)
+    )
     room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
     if one.phases > MOST_WARPS or one.shared(form) > room:
         return None
@@ -90,7 +98,11 @@ def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[st
     numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half)}
     defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return source(), {"copies.cuh": common()["copies.cuh"]}, options
+    return (
+        source(),
+        {"copies.cuh": common()["copies.cuh"], OUTPUT: SOURCE.with_name(OUTPUT).read_text()},
+        options,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -99,4 +111,4 @@ def source() -> str:
     return SOURCE.read_text()
 
 
-__all__ = ["KINDS", "MOST_SHARED", "STAGES", "Form", "Variant", "fitted", "sources"]
+__all__ = ["KINDS", "MOST_SHARED", "OUTPUT", "STAGES", "Form", "Variant", "fitted", "sources"]

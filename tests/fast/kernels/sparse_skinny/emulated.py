@@ -11,7 +11,7 @@ from fast.kernels.hopper import nvrtc
 from fast.kernels.launch.call import Call
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.kernels.sparse_skinny import host, launch
-from fast.kernels.sparse_skinny.variants import KINDS, sources
+from fast.kernels.sparse_skinny.variants import KINDS, OUTPUT, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes
@@ -26,6 +26,7 @@ class Device:
     def run(self, one, pointers, device):
         """As `SparseSkinnyLaunch.run`."""
         source, headers, options = sources(one.variant, one.form)
+        source = source.replace(f'#include "{OUTPUT}"\n', headers[OUTPUT])
         ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
         bias = pointers[launch.POINTERS.index("bias")]
         kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))

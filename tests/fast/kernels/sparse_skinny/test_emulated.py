@@ -66,18 +66,23 @@ def test_random_values_are_within_the_bound():
 
 FAULTS = {
     "a tile is read before it is there": ("cp.async.wait_group %0;", "// %0"),
-    "lanes read what others still copy": ("    __syncwarp();\n    if (has)", "    if (has)"),
-    "a tile too early": ('"n"(TILES - 1)', '"n"(TILES)'),
+    "lanes read what others still copy": ("    __syncwarp();\n    load(", "    load("),
+    "a tile too early": ('"n"(AHEAD - 1)', '"n"(AHEAD)'),
     "warps' sums are added before all are there": ("  __syncthreads();\n  finish", "  finish"),
-    "parts of K are added before all are there": ("    sync_cluster();\n    constexpr", "    constexpr"),
+    "parts of K are added before all are there": ("    sync_cluster();\n#pragma", "#pragma"),
     "bytes of the other half of K": ("first(pair % 2 ? 0x5511 : 0x4400)", "first(pair % 2 ? 0x7733 : 0x6622)"),
     "metadata of the wrong groups": ("indices(pair % 2 ? 0x7531 : 0x6420)", "indices(pair % 2 ? 0x6420 : 0x7531)"),
     "metadata of the other instruction": ("at % 4 * 4", "(at + 2) % 4 * 4"),
-    "x in another order": ("b[i][t][1] = v[2], b[i][t][2] = v[1]", "b[i][t][1] = v[1], b[i][t][2] = v[2]"),
+    "x in another order": ("b[i][t][1] = b[i][t][2], b[i][t][2] = second;", "(void)second;"),
     "x of the neighbouring lanes": ("exchange(v[1], v[3], late, at.lane ^ 2)", "exchange(v[1], v[3], late, at.lane ^ 1)"),
     "the other row's scale": ("i < 2 ? low : high", "i < 2 ? high : low"),
     "the next group's scale": ("at * 32 / GROUP * SCALE_BYTES", "(at * 32 / GROUP ^ 1) * SCALE_BYTES"),
-    "rows behind the last are written": ("if (row + at < p.n) store", "store"),
+    "rows behind the last are written": ("if (row + i < p.n) to[i]", "to[i]"),
+    "four rows behind the last are written": ("if (row < p.n) *", "*"),
+    "another's share of the rows": ("(split * SHARE + i % SHARE) * 4", "i % SHARE * 4"),
+    "sums of another part of K": ("received + split * SENT", "received"),
+    "sums among what is still multiplied": ("received = base + TILES * TILE", "received = base"),
+    "tiles that nobody asked for": ("has && tile + AHEAD < TILES", "false"),
     "rows behind the last are read": ("min(row + own, rows - 1)", "(row + own)"),
     "rows of x behind the last": ("token < p.count ? from[4 * i]", "true ? from[4 * i]"),
     "pieces without their order": ("order_of<CODES>(at.row) * 16", "0"),
@@ -96,8 +101,8 @@ def test_planted_faults_are_seen(fault):
         assert old in text
         return text.replace(old, new)
 
-    case = as_tensors(exact_case(3, 39, 1280, 64))
-    one, expected, seen = variant_of(case, (8, 256, 2, 2)), exact(case), False
+    case = as_tensors(exact_case(3, 68 if fault.startswith("four") else 71, 1280, 64))
+    one, expected, seen = variant_of(case, (8, 256, 2, 3)), exact(case), False
     for early, seed in ((False, 3), (True, 3), (False, 4)):
         try:
             got = Device(early=early, seed=seed, change=change).product(*case, variant=one)

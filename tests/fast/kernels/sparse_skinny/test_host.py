@@ -40,13 +40,15 @@ def test_programs_fit_a_multiprocessor(count, group):
 @pytest.mark.parametrize(
     ("shape", "count", "chosen"),
     [
-        ((14336, 4096), 1, (8, 512, 8, 1, 2, 2)),
-        ((14336, 4096), 16, (16, 512, 8, 1, 7, 1)),
-        ((4096, 14336), 4, (8, 512, 14, 2, 4, 1)),
-        ((4096, 14336), 16, (16, 512, 7, 4, 9, 1)),
-        ((4096, 4096), 2, (8, 512, 8, 1, 1, 2)),
-        ((4096, 4096), 16, (16, 512, 8, 1, 2, 1)),
-        ((1024, 4096), 8, (8, 512, 8, 1, 1, 2)),
+        ((14336, 4096), 1, (8, 512, 8, 1, 7, 1, True, 2)),
+        ((14336, 4096), 16, (16, 512, 8, 1, 7, 1, True, 2)),
+        ((4096, 14336), 4, (8, 512, 7, 4, 9, 1, True, 2)),
+        ((4096, 14336), 16, (16, 512, 7, 4, 9, 1, True, 2)),
+        ((4096, 4096), 2, (8, 512, 8, 1, 1, 2, True, 1)),
+        ((4096, 4096), 16, (16, 512, 8, 1, 2, 1, True, 2)),
+        ((1024, 4096), 8, (8, 512, 8, 1, 1, 2, True, 1)),
+        ((1024, 4096), 16, (16, 512, 4, 2, 1, 1, True, 1)),
+        ((128256, 4096), 1, (8, 512, 8, 1, 2, 2, True, 2)),
     ],
 )
 def test_layers_of_a_model_have_what_was_measured_to_be_fastest(shape, count, chosen):
@@ -86,6 +88,18 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(splits):
         assert not re.search(r"ld\.global|cp\.async\.c[ag]", before)
         assert re.search(r"ld\.global", after)
         assert re.search(r"cp\.async\.cg", after)
+
+
+def test_programs_send_their_sums_when_all_of_a_cluster_run():
+    """Each has arrived by then: a program that has not begun has no shared memory."""
+    require_nvrtc()
+    source, headers, options = sources(Variant(8, 256, 4, 2, 2), INT4)
+    ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode()
+    before, after = ptx.split("st.shared::cluster", 1)
+    assert before.count("barrier.cluster.arrive") == before.count("barrier.cluster.wait") == 1
+    assert "barrier.cluster.arrive" in before.split("griddepcontrol.wait")[0]
+    # Nobody reads what the others send before all have sent it.
+    assert after.count("barrier.cluster.arrive") == after.count("barrier.cluster.wait") == 1
 
 
 def test_other_devices_and_more_rows_are_left_to_the_other_kernel():
