@@ -1,10 +1,10 @@
 """Which variant a product gets: as measured on an H100 (int4 in groups of 128; 1 to 16 rows; four shapes of a model of 8
 billion parameters, up to 14 variants each).
 
-Stages of 512 columns before those of 256; parts of K of at most eight stages: 12.0 us of (4096, 14336) at one row in four parts
-of seven, 12.4 in two of fourteen. One wave of programs, each with a multiprocessor of its own: 10.4 us of (14336, 4096) at one
-row, 11.4 in two waves of two programs at once. Two at once where that is all there is, and in many waves. At 16 rows, whose x a
-warp reads long, few tiles are divided along K: 4.6 us of (1024, 4096), else 5.1.
+Stages of 512 columns before those of 256; parts of K of at most eight stages: 12.7 us of (4096, 14336) at eight rows in four
+parts of seven, 13.4 in two of fourteen. One wave of programs, each with a multiprocessor of its own: 10.4 us of (14336, 4096)
+at one row, 11.4 in two waves of two programs at once. Two at once where that is all there is, and in many waves. At 16 rows,
+whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1.
 """
 
 from __future__ import annotations
