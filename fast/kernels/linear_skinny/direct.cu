@@ -1,7 +1,7 @@
 // y = x @ w.T * x_scale + bias as `linear_skinny.cu`, of elements of 8 bits: no word of the weight goes through shared memory. A warp
 // has 16 rows (a slab) of SLABS of a program, and every PHASES-th atom of 64 columns; its lanes load 16 bytes each of half an atom,
-// operands of `mma.m16n8k16` where they are, LOADS of them ahead of what they multiply. x is in shared memory as a whole: all threads
-// copy it piece by piece, as many columns as one round of loads meets, and wait for a piece when they come to it.
+// operands of `mma.m16n8k16` where they are, LOADS of them ahead of what they multiply. x is in shared memory as a whole: warps copy
+// it piece by piece, as many columns as one round of loads meets, and wait for a piece when they come to it.
 //
 // So programs may have any number of slabs, every multiprocessor has one, and the sums of a row are of PHASES parts, added in their
 // order. A part's products go on from one to the next; with factors those of an atom do, and atoms are added.
@@ -42,18 +42,20 @@ __device__ __forceinline__ u32 load_factor(const char* from) {
   return w;
 }
 
-// x by pieces of columns, a barrier each, that counts every thread once when its copies have arrived. Programs begin with other rows.
-__device__ __forceinline__ void copy_inputs(const Problem& p, u32 to, u32 pitch, u32 bar, int thread) {
+// x by pieces of columns: a warp copies a row's piece, whose barrier counts its lanes once their copies have arrived.
+__device__ __forceinline__ void copy_inputs(const Problem& p, u32 to, u32 pitch, u32 bars, int warp, int lane) {
+  const int pieces = (p.k + PIECE - 1) / PIECE;
 #pragma unroll 1
-  for (int first = 0; first < p.k; first += PIECE, bar += 8) {
-    const int each = min(PIECE, p.k - first) / 8, begin = blockIdx.x % p.count;
-#pragma unroll 1
-    for (int i = thread; i < each * p.count; i += 32 * WARPS) {
-      const int token = (i / each + begin) % p.count, at = first * 2 + i % each * 16;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-          ::"r"(to + token * pitch + at), "l"(__cvta_generic_to_global(p.x + i64(token) * p.k * 2 + at)) : "memory");
-    }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+  for (int i = warp; i < pieces * p.count; i += WARPS) {
+    const int piece = i / p.count, token = i - piece * p.count;
+    const u32 at = piece * PIECE * 2, end = min(PIECE * 2, p.k * 2 - int(at));
+    const char* from = p.x + i64(token) * p.k * 2 + at;
+#pragma unroll
+    for (int j = 0; j < PIECE * 2; j += 512)
+      if (j + lane * 16 < end)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+            ::"r"(to + token * pitch + at + j + lane * 16), "l"(__cvta_generic_to_global(from + j + lane * 16)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bars + 8 * piece) : "memory");
   }
 }
 
@@ -70,11 +72,12 @@ struct Stream {
         factors(p.scale + i64(p.n) * 2 + (i64(phase) * (p.n / 2) + slab * 8 + lane / 4) * 4), next(i64(p.n) * 2 * PHASES),
         atoms((p.k / 64 - phase + PHASES - 1) / PHASES) {}
 
-  // Half of atom i in place j.
-  __device__ __forceinline__ void load(int j, int i, int half) {
+  // Atom i in place j.
+  __device__ __forceinline__ void load(int j, int i) {
     if (i >= atoms) return;
-    w[2 * j + half] = load_stream(words + i64(i) * PHASES * ATOM + half * HALF_ATOM);
-    if (FACTORED && half == 0) f[j] = load_factor(factors + i * next);
+    const char* at = words + i64(i) * PHASES * ATOM;
+    w[2 * j] = load_stream(at), w[2 * j + 1] = load_stream(at + HALF_ATOM);
+    if (FACTORED) f[j] = load_factor(factors + i * next);
   }
 };
 
@@ -89,23 +92,23 @@ __device__ __forceinline__ void operands(u32 (&a)[2][4], const uint4& w, int hal
   }
 }
 
-// The products of the atom in place j, atom i of the warp; each half is asked for anew when it is decoded. x: of the atom.
+// The products of the atom in place j, atom i of the warp; the next one is asked for as soon as that is decoded. at: of x, its columns.
 __device__ __forceinline__ void multiply_atom(Sums& sums, Stream& from, int j, int i, const u32 (&x)[TILES], u32 at, const Less& less) {
   Factors factors;
   if (FACTORED) factors.words[0] = from.f[j];
+  u32 a[2][2][4];
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    u32 a[2][4];
-    operands(a, from.w[2 * j + half], half, less, factors);
-    from.load(j, i + EACH, half);
+  for (int half = 0; half < 2; half++) operands(a[half], from.w[2 * j + half], half, less, factors);
+  from.load(j, i + EACH);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       u32 b[4];
       load_inputs(b, x[t] + at + half * 64);
-      multiply(sums[t], a[0], b[0], b[1]);
-      multiply(sums[t], a[1], b[2], b[3]);
+      multiply(sums[t], a[half][0], b[0], b[1]);
+      multiply(sums[t], a[half][1], b[2], b[3]);
     }
-  }
 }
 
 // The sums of a warp. bars: of x, a piece for each round.
@@ -150,13 +153,13 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void linear_skinny(const 
   const int own = warp % SLABS, slab = blockIdx.x * SLABS + own, phase = warp / SLABS;
   const u32 base = (shared_address(memory) + 15) & ~15u, pitch = p.k * 2 + 16, sums = base + p.count * pitch;
   const u32 bars = sums + PHASES * TOKENS * LINE * 4;
-  for (int i = thread; i < (p.k + PIECE - 1) / PIECE; i += 32 * WARPS) init_barrier(bars + 8 * i, 32 * WARPS);
+  for (int i = thread; i < (p.k + PIECE - 1) / PIECE; i += 32 * WARPS) init_barrier(bars + 8 * i, 32 * p.count);
   asm volatile("fence.mbarrier_init.release.cluster;\nbar.sync 0;" ::: "memory");
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   Stream from(p, slab, phase, lane);
 #pragma unroll
-  for (int j = 0; j < LOADS; j++) from.load(j / 2, j / 2, j % 2);
-  copy_inputs(p, base, pitch, bars, thread);
+  for (int j = 0; j < EACH; j++) from.load(j, j);
+  copy_inputs(p, base, pitch, bars, warp, lane);
   RowScales scales(p, slab * 16 + lane / 4);
   if constexpr (FACTORED) scales.low = scales.high = __uint_as_float(load_factor(p.scale)) * LACKING;
   Less less;
