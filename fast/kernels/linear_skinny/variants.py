@@ -64,8 +64,8 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. blocks: of 64 rows of the weight in a program. phases: warps that share a block's steps.
 
     splits: programs along K, a cluster. stages: of the ring. at_once: programs of a multiprocessor. streamed: whether x comes
-    in stages too, by a warp of its own. tabled: bytes of a word of NF4 that a table decodes, 0, 2 or 4. ahead: whether the first
-    stages are asked for, into the L2 cache, before the kernel in front has ended.
+    in stages too, by a warp of its own. tabled: bytes of a word of NF4 that a table decodes, 0, 2 or 4. ahead: whether the
+    first stages are asked for, into the L2 cache, before the kernel in front has ended.
     """
 
     tokens: int
@@ -107,8 +107,8 @@ class Variant(NamedTuple):
 
 
 class Direct(NamedTuple):
-    """Of `direct.cu`. tokens: rows of x of a tile. slabs: of 16 rows of the weight in a program. phases: warps that share a slab's
-    atoms. loads: halves of atoms that a warp has asked for, even."""
+    """Of `direct.cu`. tokens: rows of x of a tile. slabs: of 16 rows of the weight in a program. phases: warps that share a
+    slab's atoms. loads: halves of atoms that a warp has asked for, even."""
 
     tokens: int
     slabs: int
@@ -136,7 +136,7 @@ class Direct(NamedTuple):
         return 16 + count * (steps * 2 * STEP + 16) + sums + 8 * pieces
 
     def takes(self, form: Form, count: int, n: int, k: int) -> bool:
-        """Whether a product is one for this variant: elements, whole programs, x within shared memory, an atom for each warp."""
+        """Whether a product is one for it: elements, whole programs, x within shared memory, an atom for each warp."""
         served = form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
         return (
             served
@@ -189,4 +189,15 @@ def texts(source: str) -> tuple[str, dict[str, str]]:
     return (FOLDER / source).read_text(), {place.name: place.read_text() for place in places}
 
 
-__all__ = ["ELEMENTS", "FACTORED", "KINDS", "MOST_SHARED", "STEP", "Direct", "Form", "Variant", "fitted", "sources"]
+__all__ = [
+    "ELEMENTS",
+    "FACTORED",
+    "KINDS",
+    "MOST_SHARED",
+    "STEP",
+    "Direct",
+    "Form",
+    "Variant",
+    "fitted",
+    "sources",
+]

@@ -70,7 +70,10 @@ def test_every_code_is_exact_under_its_factor():
 def test_random_values_are_within_the_bound(scheme):
     require_nvrtc()
     w, x = weight(named(scheme), 128, 512), inputs(3, 512, BF16)
-    assert outside(Device(early=False).product(x, arranged(w), None, variant=Direct(8, 4, 2, 4)), x, w, None) == 0
+    assert (
+        outside(Device(early=False).product(x, arranged(w), None, variant=Direct(8, 4, 2, 4)), x, w, None)
+        == 0
+    )
 
 
 FAULTS = {
