@@ -10,6 +10,11 @@ row on.
 int4 up to 8 rows: 13.0 to 13.9 us of (14336, 4096) where `linear_small` takes 15.0, 25 to 26 of (28672, 4096) for 30.6, 7.4
 to 8.0 of (6144, 4096) for 9.0 to 9.4.
 
+int8, e4m3 and MXFP8, beside `linear_small`: straight from memory (`direct.cu`) (28672, 4096) 42 to 46 us for 46 to 51 up to 16
+rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096) 22.5 to 23.7 for 23.8 to 24.3 up to 8 rows;
+through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
+(4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
+
 NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
 where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to
 32. e2m1 gains of small weights alone ((1024, 4096): 4.4 us for 5.0), and loses 2 to 40 percent of others. Clocks of a quarter
@@ -28,7 +33,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fast.kernels.linear_skinny.variants import DIRECT, STEP, Direct, Form, Variant, fitted
+from fast.kernels.linear_skinny.variants import DIRECT, FACTORED, STEP, Direct, Form, Variant, fitted
 
 #: The most rows of x that gain, by the element: of any weight; of at most as many elements as stand beside.
 GAINING = {"int4": 8, "nf4": 16}
@@ -36,14 +41,15 @@ GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
 #: Those of int4 in groups of fewer columns than a step, and of weights that fill less than a device; of 8 bits through shared
 #: memory, of one wave and of long rows.
 SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
-#: Those of 8 bits straight from memory by the fewest slabs of a program.
-GAINING_DIRECT = {14: 16, 7: 4, 2: 4}
+#: Those of 8 bits by the slabs of one wave of programs, without factors and with them.
+GAINING_SLABS = {14: (16, 16), 7: (4, 8), 2: (2, 4)}
 #: The most rows that a variant takes, and rows of its tiles.
 MOST_ROWS, TILES = 16, (8, 16)
 #: Multiprocessors; programs that nearly fill them; the most parts of K, and the fewest steps of one; columns of a long row.
 FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS, LONG = 132, 90, 8, 8, 8192
-#: Programs that keep every multiprocessor, warps and loads under way of one where words come straight from memory.
-WHOLE, WARPS, LOADS = 120, 28, 4
+#: Where words come straight from memory: programs that leave no multiprocessor out; warps of one, and of few slabs; loads
+#: under way.
+WHOLE, WARPS, WARPS_OF_FEW, LOADS = 120, 28, 24, 4
 #: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
 TALL, CLUSTERS = ("nf4", "e2m1"), {2: 66, 4: 30, 8: 14}
 #: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
@@ -70,7 +76,7 @@ def _most_rows(form: Form, n: int, k: int) -> int:
         return ONE_WAVE
     if k > LONG:
         return LONG_ROWS if _fills(n, k) else 0
-    return GAINING_DIRECT.get(_slabs(n), 0)
+    return GAINING_SLABS.get(_slabs(n), (0, 0))[form.element in FACTORED]
 
 
 def _fills(n: int, k: int) -> bool:
@@ -96,11 +102,14 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | Direct | None:
 
 
 def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | None:
-    """Of 8 bits, but for one wave of blocks and for long rows; None where there is none."""
-    slabs = _slabs(n)
-    if not slabs or ENOUGH <= n // 64 <= FULL or k > LONG:
+    """Of 8 bits, but for one wave of blocks, for long rows by more than one or two rows of x, and without factors for most
+    programs of more than two slabs; None where there is none."""
+    slabs, factored = _slabs(n), form.element in FACTORED
+    if not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
         return None
-    one = Direct(tokens, slabs, min(WARPS // slabs, k // 64), LOADS)
+    if 2 < slabs < 14 and not factored:
+        return None
+    one = Direct(tokens, slabs, min((WARPS if slabs > 4 else WARPS_OF_FEW) // slabs, k // 64), LOADS)
     return one if one.takes(form, count, n, k) else None
 
 
