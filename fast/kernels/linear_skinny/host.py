@@ -12,7 +12,7 @@ from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.launch import POINTERS, SkinnyLaunch, is_loadable
 from fast.kernels.linear_skinny.select import MOST_ROWS, choose, gains
-from fast.kernels.linear_skinny.variants import ELEMENTS, FACTORED, STEP, Form, Variant
+from fast.kernels.linear_skinny.variants import ELEMENTS, FACTORED, STEP, Direct, Form, Variant
 
 INPUTS = (torch.bfloat16, torch.float16)
 #: Compute capability that the kernel is compiled for.
@@ -39,7 +39,7 @@ class Weight(Protocol):
 
 
 def launch_for(
-    w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype, variant: Variant | None = None
+    w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype, variant: Variant | Direct | None = None
 ) -> SkinnyLaunch | None:
     """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
 
@@ -63,7 +63,7 @@ def linear_skinny(
     *,
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-    variant: Variant | None = None,
+    variant: Variant | Direct | None = None,
 ) -> torch.Tensor | None:
     """`linear_small` by this kernel alone, of operands that it would have checked; None as `launch_for`."""
     dtype = x.dtype if dtype is None else dtype
@@ -110,7 +110,7 @@ def capability(index: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> SkinnyLaunch:
+def launch_of(variant: Variant | Direct, form: Form, count: int, shape: tuple[int, int]) -> SkinnyLaunch:
     """One launch, compiled once."""
     return SkinnyLaunch(variant, form, count, shape)
 

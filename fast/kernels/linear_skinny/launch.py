@@ -27,7 +27,7 @@ from fast.kernels.hopper.driver import (
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.launch.direct import current_stream
 from fast.kernels.launch.launcher import ALIGNMENT, Signature
-from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Form, Variant, sources
+from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, STEP, Direct, Form, Variant, sources
 
 #: `Problem` of the source: addresses of x, words, scale, zero, x_scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=7Q4i")
@@ -51,9 +51,9 @@ class SkinnyLaunch:
 
     names: tuple[str, ...] = POINTERS
 
-    def __init__(self, variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> None:
+    def __init__(self, variant: Variant | Direct, form: Form, count: int, shape: tuple[int, int]) -> None:
         self.variant, self.form, self.sizes = variant, form, (count, *shape)
-        self.programs = shape[0] // (64 * variant.blocks) * variant.splits
+        self.programs = variant.programs(shape[0])
         self.compiled: dict[Signature, Compiled] = {}
 
     def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
@@ -83,13 +83,13 @@ class SkinnyLaunch:
 
 
 @lru_cache(maxsize=256)
-def loaded(variant: Variant, form: Form, device: int) -> ctypes.c_void_p:
+def loaded(variant: Variant | Direct, form: Form, device: int) -> ctypes.c_void_p:
     """The kernel of a variant on a device, compiled at first use."""
     return function_of(cached_cubin(*sources(variant, form)), "linear_skinny", MOST_SHARED, device)
 
 
 @lru_cache(maxsize=256)
-def is_loadable(variant: Variant, form: Form, device: int) -> bool:
+def is_loadable(variant: Variant | Direct, form: Form, device: int) -> bool:
     """Whether a variant compiles and loads; where it does not, a warning says why, once."""
     try:
         return bool(loaded(variant, form, device))

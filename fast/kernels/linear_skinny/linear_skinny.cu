@@ -17,20 +17,7 @@ typedef long long i64;
 
 struct TensorMap;
 
-struct Problem {
-  const char* x;          // (count, k) of 16 bits
-  const char* words;      // (n / 64, k / 64, ATOM bytes)
-  const char* scale;      // float32 (blocks, n); of NF4 more rows behind; or of factors the weight's own scale (n / 2), then they
-  const char* zero;       // int32 (blocks, n / 2): pairs of rows n and n + 8; not read without ZERO
-  const float* x_scale;   // (count); may be null
-  const void* bias;       // (n); may be null
-  void* y;                // (count, n)
-  int count, n, k;
-  int bias_kind;          // FLOAT32, ...; that of y is OUT
-};
-
-enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4, NF4 = 5 };
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+#include "problem.cuh"
 
 constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr bool FACTORED = ELEMENT == E2M1 || ELEMENT == E4M3_MX, NIBBLES = ELEMENT == INT4 || ELEMENT == E2M1 || ELEMENT == NF4;
@@ -53,11 +40,10 @@ constexpr int LINE = ROWS + 4;                                 // words of a row
 
 constexpr int SCALE_BYTES = GROUP == 0 ? 0 : FACTORED ? ROWS / 2 * FACTOR_BYTES : ROWS * 4;  // of a group, or an atom
 
+#include "sums.cuh"
 #include "load.cuh"
 
 // Multiplying
-
-typedef float Sums[TILES][4];  // by tile of 8 tokens: (row, token), (row, token + 1), (row + 8, token), (row + 8, token + 1)
 
 // A lane's place: 16 rows of a block; its row of them (and that + 8), its pair of columns (and tokens).
 struct Lane {
@@ -67,21 +53,6 @@ struct Lane {
   __device__ __forceinline__ int first() const { return block * 64 + slab * 16 + row; }
   __device__ __forceinline__ int couple() const { return block * 32 + slab * 8 + row; }  // rows n and n + 8
 };
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int t = 0; t < TILES; t++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) sums[t][i] = 0.f;
-}
-
-// total += sums times the scales of both rows.
-__device__ __forceinline__ void add_scaled(Sums& total, const Sums& sums, float low, float high) {
-#pragma unroll
-  for (int t = 0; t < TILES; t++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) total[t][i] = fmaf(sums[t][i], i < 2 ? low : high, total[t][i]);
-}
 
 // Where a lane finds its operands: words in a stage; x at the program's first step, or in a stage, rows behind the last are the last;
 // scales, factors and zero points of the first group; its copies of the table. own: the scale of a weight with factors.
@@ -198,47 +169,11 @@ __device__ __forceinline__ void consume(Sums& total, const Ring& ring, const Spa
 
 // Output
 
-__device__ __forceinline__ void store_float(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
 __device__ __forceinline__ float load_float(u32 address) {
   float v;
   if constexpr (SPLITS > 1) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   else asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
-}
-
-__device__ __forceinline__ float bias_at(const Problem& p, int row) {
-  if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
-  const unsigned short half = static_cast<const unsigned short*>(p.bias)[row];
-  if (p.bias_kind == BFLOAT16) return __uint_as_float(u32(half) << 16);
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
-  return v;
-}
-
-__device__ __forceinline__ void store(const Problem& p, float v, int token, int row) {
-  if (p.x_scale != nullptr) v *= p.x_scale[token];
-  if (p.bias != nullptr) v += bias_at(p, row);
-  const i64 place = i64(token) * p.n + row;
-  if constexpr (OUT == FLOAT32) {
-    static_cast<float*>(p.y)[place] = v;
-  } else {
-    unsigned short half;
-    if constexpr (OUT == BFLOAT16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
-    static_cast<unsigned short*>(p.y)[place] = half;
-  }
-}
-
-// A warp's sums into shared memory, by phase, token and row.
-__device__ __forceinline__ void leave(const Sums& total, const Ring& ring, const Lane& at) {
-  const u32 place = ring.sums + 4 * ((at.phase * TOKENS + 2 * at.pair) * LINE + at.first());
-#pragma unroll
-  for (int t = 0; t < TILES; t++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) store_float(place + 4 * ((8 * t + i % 2) * LINE + i / 2 * 8), total[t][i]);
 }
 
 // Add phases, then programs, and write this program's share of the rows: every SPLITS-th part of them.
@@ -275,8 +210,8 @@ extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (warp == WARPS) prefetch(p, span, row, lane);
-  else fill_table(ring.table, warp < WARPS ? thread : thread - 32, 32 * (WARPS + STREAMED));
+  if (AHEAD && warp == WARPS) prefetch(p, span, row, lane);
+  if (warp != WARPS) fill_table(ring.table, warp < WARPS ? thread : thread - 32, 32 * (WARPS + STREAMED));
   sync_cluster();
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if (warp == WARPS) {
@@ -289,16 +224,16 @@ extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __
     collect(p, ring, span, row, thread);
     settle();
     const Lane at(warp, lane);
+    const RowScales scales(p, row + at.first());
     Sums total;
     consume(total, ring, span, at, Places(p, ring, at));
     if constexpr (GROUP == 0) {
-      const float* scale = reinterpret_cast<const float*>(p.scale) + row + at.first();
       Sums sums;
       clear(sums);
-      add_scaled(sums, total, scale[0], scale[8]);
-      leave(sums, ring, at);
+      add_scaled(sums, total, scales.low, scales.high);
+      leave(sums, ring.sums, at.phase, at.pair, at.first());
     } else {
-      leave(total, ring, at);
+      leave(total, ring.sums, at.phase, at.pair, at.first());
     }
   }
   sync_cluster();

@@ -1,41 +1,57 @@
-"""Which variant a product gets, where it is faster than `linear_small`.
+"""Which variant a product gets, where it is faster than `linear_small`: by times of an H100, 1 to 16 rows, of weights of
+(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096) and (28672, 4096); CUDA graphs, each call another weight.
 
-int4 as measured on an H200 and an H100 (g128; 1 to 16 rows; four shapes of an 8-billion-parameter model): clusters of more than
-two programs cost, x in every program does (so few rows alone gain), phases of fewer than four warps do. int8 and e4m3 have
-twice the bytes and gain nothing.
+Launches are programmatic, and what counts besides bytes is how the next kernel begins. Two programs to a multiprocessor where
+there is work for one leave room for it: its barriers are there and its programs wait when the last sum is written (two
+blocks, two phases; 0.5 to 1 us of 22). Asking for its weight then, into the L2 cache, costs 1.5 to 4 us, since memory is
+busy; where programs have a multiprocessor of their own it gains 0.3 to 1 (`ahead`). x by a warp of its own is faster from one
+row on.
 
-The others as measured on an H100, up to 16 rows of the same shapes. NF4, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of
-(14336, 4096) at 1, 2, 4, 8, 16 rows, where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5
-to 27.4, by permutations alone 28 to 32. e2m1 and e4m3 in blocks gain of small weights alone ((1024, 4096): 4.4 and 4.7 us for
-5.0 and 5.6), and lose 2 to 40 percent of others: 112 or 128 programs wait for few copies at a time. Clocks of a quarter of a
-multiprocessor for a warp's word, 16 rows by 16 columns, as the instructions say; memory at 4.2 TB/s is 32:
+int4 up to 8 rows: 13.0 to 13.9 us of (14336, 4096) where `linear_small` takes 15.0, 25 to 26 of (28672, 4096) for 30.6, 7.4
+to 8.0 of (6144, 4096) for 9.0 to 9.4.
+
+int8, e4m3 and MXFP8, beside `linear_small`: straight from memory (`direct.cu`) (28672, 4096) 42 to 46 us for 46 to 51 up to 16
+rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096) 22.5 to 23.7 for 23.8 to 24.3 up to 8 rows;
+through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
+(4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
+
+NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
+where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to
+32. e2m1 gains of small weights alone ((1024, 4096): 4.4 us for 5.0), and loses 2 to 40 percent of others. Clocks of a quarter
+of a multiprocessor for a warp's word, 16 rows by 16 columns, as the instructions say; memory at 4.2 TB/s is 32:
 
     clocks                     integers   instructions   shared memory, 8 and 16 rows of x
     NF4, half by a table       36         29, 34         34, 42
     NF4, all by a table        8          18, 23         50, 58
     NF4, none by a table       64         39, 44         18, 26
 
-x comes in stages where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so that x is
-read by few.
+Their x comes in stages where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so
+that x is read by few.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from fast.kernels.linear_skinny.variants import STEP, Form, Variant, fitted
+from fast.kernels.linear_skinny.variants import DIRECT, FACTORED, STEP, Direct, Form, Variant, fitted
 
-#: The most rows of x of elements that gain by any weight; and by weights of at most as many elements as stand beside.
-GAINING = {"int4": 2, "nf4": 16}
-GAINING_SMALL = {"int4": (4, 1 << 24), "e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
+#: The most rows of x that gain, by the element: of any weight; of at most as many elements as stand beside.
+GAINING = {"int4": 8, "nf4": 16}
+GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
+#: Those of int4 in groups of fewer columns than a step, and of weights that fill less than a device; of 8 bits through shared
+#: memory, of one wave and of long rows.
+SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
+#: Those of 8 bits by the slabs of one wave of programs, without factors and with them.
+GAINING_SLABS = {14: (16, 16), 7: (4, 8), 2: (2, 4)}
 #: The most rows that a variant takes, and rows of its tiles.
 MOST_ROWS, TILES = 16, (8, 16)
-#: Multiprocessors; programs that there should be at least; the most parts of K, and the fewest steps of one.
-FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS = 132, 128, 8, 8
-#: Blocks of 64 rows of a program, and warps that share a block's stages.
-BLOCKS, PHASES = 1, 4
+#: Multiprocessors; programs that nearly fill them; the most parts of K, and the fewest steps of one; columns of a long row.
+FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS, LONG = 132, 90, 8, 8, 8192
+#: Where words come straight from memory: programs that leave no multiprocessor out; warps of one, and of few slabs; loads
+#: under way.
+WHOLE, WARPS, WARPS_OF_FEW, LOADS = 120, 28, 24, 4
 #: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
-TALL, CLUSTERS = ("nf4", "e2m1", "e4m3_mx"), {2: 66, 4: 30, 8: 14}
+TALL, CLUSTERS = ("nf4", "e2m1"), {2: 66, 4: 30, 8: 14}
 #: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
 UPFRONT, TABLED = 2, 4
 
@@ -43,21 +59,76 @@ UPFRONT, TABLED = 2, 4
 def gains(form: Form, count: int, n: int, k: int) -> bool:
     """Whether so many rows are multiplied faster than by `linear_small`."""
     few, small = GAINING_SMALL.get(form.element, (0, 0))
-    return count <= max(GAINING.get(form.element, 0), few if n * k <= small else 0)
+    most = few if n * k <= small else _most_rows(form, n, k)
+    return count <= most and choose(form, count, n, k) is not None
+
+
+def _most_rows(form: Form, n: int, k: int) -> int:
+    """The most rows that gain, of weights that are not small."""
+    if form.element == "int4":
+        short = 0 < form.group < STEP
+        return min(SHORT_GROUPS if short else MOST_ROWS, GAINING["int4"] if _fills(n, k) else FEW_PROGRAMS)
+    if form.element not in DIRECT:
+        return GAINING.get(form.element, 0)
+    if form.element != "e4m3_mx" and form.group:
+        return 0
+    if ENOUGH <= n // 64 <= FULL:
+        return ONE_WAVE
+    if k > LONG:
+        return LONG_ROWS if _fills(n, k) else 0
+    return GAINING_SLABS.get(_slabs(n), (0, 0))[form.element in FACTORED]
+
+
+def _fills(n: int, k: int) -> bool:
+    """Whether blocks of 64 rows, and parts of K of them, nearly fill a device."""
+    return n // 64 * min(MOST_SPLITS, max(1, k // STEP // FEWEST_STEPS)) >= ENOUGH and n // 64 * 2 >= ENOUGH
+
+
+def _slabs(n: int) -> int:
+    """Slabs of a program where those of n rows are one wave that leaves no multiprocessor out; 0 where none are."""
+    return next(
+        (slabs for slabs in range(1, 17) if n % (16 * slabs) == 0 and WHOLE <= n // 16 // slabs <= FULL), 0
+    )
 
 
 @lru_cache(maxsize=1024)
-def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
+def choose(form: Form, count: int, n: int, k: int) -> Variant | Direct | None:
     """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k), multiples of 128; None where what programs
     keep of x, or of scales, is too long."""
     tokens = next(size for size in TILES if count <= size)
-    if form.element in TALL:
+    if form.element in TALL or (form.element == "e4m3_mx" and not _fills(n, k)):
         return _tall(form, tokens, count, n, k)
-    steps, programs, splits = k // STEP, n // (64 * BLOCKS), 1
-    while splits < MOST_SPLITS and programs * splits < ENOUGH and steps // (2 * splits) >= FEWEST_STEPS:
+    return _direct(form, tokens, count, n, k) or _stream(form, tokens, count, n, k)
+
+
+def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | None:
+    """Of 8 bits, but for one wave of blocks, for long rows by more than one or two rows of x, and without factors for most
+    programs of more than two slabs; None where there is none."""
+    slabs, factored = _slabs(n), form.element in FACTORED
+    if not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
+        return None
+    if 2 < slabs < 14 and not factored:
+        return None
+    one = Direct(tokens, slabs, min((WARPS if slabs > 4 else WARPS_OF_FEW) // slabs, k // 64), LOADS)
+    return one if one.takes(form, count, n, k) else None
+
+
+def _stream(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
+    """Two blocks where those nearly fill a device; else one, and parts of K until they do; one where scales leave no room."""
+    steps, splits = k // STEP, 1
+    if (
+        n // 128 >= ENOUGH
+        and (two := fitted(form, (tokens, 2, 2, 1), count, steps, 2, streamed=True)) is not None
+    ):
+        return two
+    while splits < MOST_SPLITS and n // 64 * splits < ENOUGH and steps // (2 * splits) >= FEWEST_STEPS:
         splits *= 2
-    at_once = 1 if programs * splits <= FULL else 2
-    return fitted(form, (tokens, BLOCKS, PHASES, splits), count, steps, at_once)
+    if not _fills(n, k):
+        return fitted(form, (tokens, 1, 4, splits), count, steps, 1, ahead=True)
+    if k > LONG and (form.element != "int4" or count <= UPFRONT):
+        return fitted(form, (tokens, 1, 4, splits), count, steps, 1, streamed=True, ahead=True)
+    phases = 3 if form.element == "int4" else 4
+    return fitted(form, (tokens, 1, phases, splits), count, steps, 2, streamed=True)
 
 
 def _tall(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
@@ -67,8 +138,8 @@ def _tall(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None
     steps, programs, splits = k // STEP, n // (64 * blocks), 1
     while splits < MOST_SPLITS and programs <= CLUSTERS[2 * splits] and steps // (2 * splits) >= FEWEST_STEPS:
         splits *= 2
-    sizes, streamed = (tokens, blocks, 4 // blocks, splits), count > UPFRONT
-    return fitted(form, sizes, count, steps, 1, streamed=streamed, tabled=TABLED)
+    sizes, rest = (tokens, blocks, 4 // blocks, splits), {"streamed": count > UPFRONT, "ahead": splits > 1}
+    return fitted(form, sizes, count, steps, 1, tabled=TABLED, **rest)
 
 
 __all__ = ["GAINING", "GAINING_SMALL", "MOST_ROWS", "TILES", "choose", "gains"]

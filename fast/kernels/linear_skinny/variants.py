@@ -9,15 +9,17 @@ from typing import NamedTuple
 from fast.codebook_scales import SECOND
 from fast.codebook_scales import TERMS as LEVELS
 
-SOURCE = Path(__file__).with_name("linear_skinny.cu")
-#: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "levels.cuh", "load.cuh")
-HEADERS = Path(__file__).parents[1] / "hopper"
+FOLDER = Path(__file__).parent
+#: Headers beside the sources.
+OWN = ("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh")
+HEADERS = FOLDER.parent / "hopper"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Names of dtypes and elements by the numbers that the source gives them.
 KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
 #: Elements whose scales are factors of theirs, of bfloat16 alone.
 FACTORED = ("e2m1", "e4m3_mx")
+#: Elements of `direct.cu`, with scales of rows or factors.
+DIRECT = ("int8", "e4m3", "e4m3_mx")
 #: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
 SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
 #: Columns of a step; bytes of 64 rows by 64 columns; bytes of a stage of one block: smaller ones are asked for too slowly.
@@ -62,7 +64,8 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. blocks: of 64 rows of the weight in a program. phases: warps that share a block's steps.
 
     splits: programs along K, a cluster. stages: of the ring. at_once: programs of a multiprocessor. streamed: whether x comes
-    in stages too, by a warp of its own. tabled: bytes of a word of NF4 that a table decodes, 0, 2 or 4.
+    in stages too, by a warp of its own. tabled: bytes of a word of NF4 that a table decodes, 0, 2 or 4. ahead: whether the
+    first stages are asked for, into the L2 cache, before the kernel in front has ended.
     """
 
     tokens: int
@@ -73,6 +76,16 @@ class Variant(NamedTuple):
     at_once: int = 2
     streamed: bool = False
     tabled: int = 2
+    ahead: bool = False
+
+    @property
+    def source(self) -> str:
+        """Name of the source."""
+        return "linear_skinny.cu"
+
+    def programs(self, n: int) -> int:
+        """Programs for n rows of the weight."""
+        return n // (64 * self.blocks) * self.splits
 
     @property
     def threads(self) -> int:
@@ -93,6 +106,47 @@ class Variant(NamedTuple):
         return self.stages * self.stage(form) + sums + 144 + table + form.small(part) * rows + x
 
 
+class Direct(NamedTuple):
+    """Of `direct.cu`. tokens: rows of x of a tile. slabs: of 16 rows of the weight in a program. phases: warps that share a
+    slab's atoms. loads: halves of atoms that a warp has asked for, even."""
+
+    tokens: int
+    slabs: int
+    phases: int
+    loads: int
+
+    @property
+    def source(self) -> str:
+        """Name of the source."""
+        return "direct.cu"
+
+    def programs(self, n: int) -> int:
+        """Programs for n rows of the weight, a multiple of the slabs'."""
+        return n // (16 * self.slabs)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * self.slabs * self.phases
+
+    def shared(self, form: Form, count: int, steps: int) -> int:
+        """Bytes of dynamic shared memory for `count` rows of x and `steps` along K: x, sums, a barrier for each piece of x."""
+        pieces = -(-steps * STEP // (32 * self.loads * self.phases))
+        sums = self.phases * self.tokens * (16 * self.slabs + 4) * 4
+        return 16 + count * (steps * 2 * STEP + 16) + sums + 8 * pieces
+
+    def takes(self, form: Form, count: int, n: int, k: int) -> bool:
+        """Whether a product is one for it: elements, whole programs, x within shared memory, an atom for each warp."""
+        served = form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
+        return (
+            served
+            and count <= self.tokens
+            and n % (16 * self.slabs) == 0
+            and k // 64 >= self.phases
+            and self.shared(form, count, k // STEP) <= MOST_SHARED
+        )
+
+
 def fitted(form: Form, sizes: Sizes, count: int, steps: int, at_once: int = 2, **rest: int) -> Variant | None:
     """The variant with as many stages as shared memory holds for `at_once` programs, a multiple of the phases, no more than its
     steps ask for; None where that is none. sizes: tokens, blocks, phases, splits; rest: further fields."""
@@ -105,7 +159,7 @@ def fitted(form: Form, sizes: Sizes, count: int, steps: int, at_once: int = 2, *
     return one._replace(stages=stages) if stages > 0 else None
 
 
-def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
+def sources(variant: Variant | Direct, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
     levels = "float16" if form.half else "bfloat16"
     numbers = {
@@ -113,8 +167,8 @@ def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[st
         "HALF": int(form.half), "OUT": KINDS.index(form.out), "PLANES": planes(levels), "SECOND": f"{SECOND}f",
     }  # fmt: skip
     defined = {name.upper(): value for name, value in variant._asdict().items()}
-    defined |= numbers | {"STREAMED": int(variant.streamed)}
-    source, headers = texts()
+    defined = {name: int(value) for name, value in defined.items()} | numbers
+    source, headers = texts(variant.source)
     return source, headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
@@ -128,11 +182,22 @@ def planes(dtype: str) -> str:
     return "{" + ",".join(rows) + "}"
 
 
-@lru_cache(maxsize=1)
-def texts() -> tuple[str, dict[str, str]]:
-    """The kernel, and its headers by name."""
-    places = [HEADERS / "copies.cuh", *(SOURCE.with_name(name) for name in OWN)]
-    return SOURCE.read_text(), {place.name: place.read_text() for place in places}
+@lru_cache(maxsize=2)
+def texts(source: str) -> tuple[str, dict[str, str]]:
+    """A kernel, and headers by name."""
+    places = [HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
+    return (FOLDER / source).read_text(), {place.name: place.read_text() for place in places}
 
 
-__all__ = ["ELEMENTS", "FACTORED", "KINDS", "MOST_SHARED", "STEP", "Form", "Variant", "fitted", "sources"]
+__all__ = [
+    "ELEMENTS",
+    "FACTORED",
+    "KINDS",
+    "MOST_SHARED",
+    "STEP",
+    "Direct",
+    "Form",
+    "Variant",
+    "fitted",
+    "sources",
+]

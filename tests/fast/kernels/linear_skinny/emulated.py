@@ -31,7 +31,7 @@ class Device:
             headers = {name: text.replace(old, new) for name, text in headers.items()}
             source = source.replace(old, new)
         ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode().rstrip("\0")
-        programs = sizes[1] // (64 * variant.blocks) * variant.splits
+        programs, splits = variant.programs(sizes[1]), getattr(variant, "splits", 1)
 
         def run(stream, addresses):
             packed = launch.ARGUMENTS.pack(*[one or 0 for one in addresses], *sizes, bias_kind)
@@ -39,7 +39,7 @@ class Device:
                 ptx, self.memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=variant.threads,
                 shared=variant.shared(form, sizes[0], sizes[2] // STEP), early=self.early, seed=self.seed,
             )  # fmt: skip
-            machine.run(programs, variant.splits)
+            machine.run(programs, splits)
 
         return run
 

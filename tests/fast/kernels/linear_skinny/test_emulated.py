@@ -6,7 +6,7 @@ import torch
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.linear_skinny.select import choose, gains
-from fast.kernels.linear_skinny.variants import Form, Variant
+from fast.kernels.linear_skinny.variants import Direct, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
 from tests.fast.kernels.linear_skinny.emulated import Device
@@ -112,6 +112,8 @@ def test_programs_fit_a_multiprocessor(count, scheme, shape):
     form, steps = Form(*scheme, scheme[0] in ("int4", "int8"), False, "bfloat16"), shape[1] // 128
     one = choose(form, count, *shape)
     assert one is not None or not gains(form, count, *shape)
-    if one is not None:
+    if isinstance(one, Direct):
+        assert one.takes(form, count, *shape)
+    elif one is not None:
         assert one.stages % one.phases == 0
         assert one.at_once * (one.shared(form, count, steps) + 1024) <= 233472

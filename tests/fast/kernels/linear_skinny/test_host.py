@@ -9,27 +9,52 @@ import torch
 from fast.kernels.hopper import driver
 from fast.kernels.linear_skinny import host, launch
 from fast.kernels.linear_skinny.select import choose, gains
-from fast.kernels.linear_skinny.variants import Form, Variant
+from fast.kernels.linear_skinny.variants import Direct, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
 NF4 = Form("nf4", 64, False, False, "bfloat16")
 E2M1, MXFP8 = NF4._replace(element="e2m1", group=16), NF4._replace(element="e4m3_mx", group=32)
+INT8 = Form("int8", 0, False, False, "bfloat16")
 LARGE, SMALL, LEAST = (14336, 4096), (4096, 4096), (1024, 4096)
+WAVE, LONG, PAIR = (6144, 4096), (4096, 14336), (28672, 4096)
 
 
 @pytest.mark.parametrize(
     ("form", "rows", "shape", "gained"),
     [
-        (INT4, 2, LARGE, True), (INT4, 3, LARGE, False), (INT4, 4, SMALL, True), (INT4, 5, SMALL, False),
-        (INT4._replace(element="int8"), 1, SMALL, False), (INT4._replace(element="e4m3"), 1, SMALL, False),
+        (INT4, 8, LARGE, True), (INT4, 9, LARGE, False), (INT4, 8, SMALL, True),
+        (INT4, 4, LEAST, True), (INT4, 5, LEAST, False), (INT4._replace(group=32), 3, LARGE, False),
+        (INT8, 4, LARGE, True), (INT8, 5, LARGE, False), (INT8, 2, SMALL, True), (INT8, 3, SMALL, False),
+        (INT8, 1, LEAST, False),
+        (INT8, 4, WAVE, True), (INT8, 5, WAVE, False), (INT8, 4, LONG, True), (INT8, 5, LONG, False), (INT8, 16, PAIR, True),
+        (INT8._replace(group=128), 1, LARGE, False), (INT8._replace(element="e4m3"), 4, LARGE, True),
         (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
         (E2M1, 1, SMALL, False), (E2M1, 8, LEAST, True), (E2M1, 9, LEAST, False), (MXFP8, 8, LEAST, True),
-        (MXFP8, 1, SMALL, False),
+        (MXFP8, 8, LARGE, True), (MXFP8, 9, LARGE, False),
+        (MXFP8, 4, SMALL, True), (MXFP8, 5, SMALL, False), (MXFP8, 16, PAIR, True), (MXFP8, 4, WAVE, True),
     ],
 )  # fmt: skip
 def test_rows_that_gain(form, rows, shape, gained):
     assert gains(form, rows, *shape) == gained
+
+
+@pytest.mark.parametrize(
+    ("form", "count", "shape", "chosen"),
+    [
+        (MXFP8, 1, LARGE, Direct(8, 7, 4, 4)), (INT8, 4, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
+        (MXFP8, 16, PAIR, Direct(16, 14, 2, 4)),
+        (INT8, 1, SMALL, Direct(8, 2, 12, 4)), (INT8, 1, LONG, Direct(8, 2, 12, 4)),
+        (INT8, 2, LONG, Variant(8, 1, 4, 2, 16, 1, True, ahead=True)),
+        (MXFP8, 2, LONG, Direct(8, 2, 12, 4)),
+        (INT8, 1, WAVE, Variant(8, 1, 4, 1, 8, 2, True)), (INT4, 8, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
+        (INT4, 4, SMALL, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LONG, Variant(8, 1, 4, 2, 16, 1, True, ahead=True)),
+        (INT4, 4, LONG, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LEAST, Variant(8, 1, 4, 4, 4, 1, ahead=True)),
+    ],
+)  # fmt: skip
+def test_programs_leave_room_or_ask_ahead(form, count, shape, chosen):
+    """Two to a multiprocessor, or alone and their weight asked for before the kernel in front ends, or straight from memory."""
+    assert choose(form, count, *shape) == chosen
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from itertools import product
 import torch
 
 from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.linear_skinny.select import TALL, TILES, choose
-from fast.kernels.linear_skinny.variants import FACTORED, STEP, Form, Variant, fitted, sources
+from fast.kernels.linear_skinny.select import TILES, choose
+from fast.kernels.linear_skinny.variants import FACTORED, STEP, Direct, Form, Variant, fitted, sources
 from fast.kernels.linear_small import host
 from tests.gpu.linear.small import weights
 
+#: Elements whose programs are tall.
+TALL = ("nf4", "e2m1", "e4m3_mx")
 DTYPES = (torch.bfloat16, torch.float16)
 #: Blocks, phases and programs of a multiprocessor of elements whose programs are tall.
 SIZES = ((1, 4, 1), (1, 4, 2), (1, 2, 2), (2, 2, 1), (2, 3, 1), (4, 1, 1))
@@ -32,11 +34,25 @@ def dtypes(scheme: str) -> tuple[torch.dtype, ...]:
     return DTYPES[:1] if weights.KINDS[scheme][0] in FACTORED else DTYPES
 
 
-def variants(form: Form, count: int, shape: tuple[int, int]) -> list[Variant]:
+def variants(form: Form, count: int, shape: tuple[int, int]) -> list[Variant | Direct]:
     """The rule's first."""
     rule = choose(form, count, *shape)
-    found = _tall(form, count, shape, rule) if form.element in TALL else _others(form, count, shape)
-    return [one for one in dict.fromkeys([rule, *found]) if one is not None]
+    tall = form.element in TALL and not isinstance(rule, Direct)
+    found = _tall(form, count, shape, rule) if tall else _others(form, count, shape)
+    return [one for one in dict.fromkeys([rule, *_direct(form, count, shape), *found]) if one is not None]
+
+
+def _direct(form: Form, count: int, shape: tuple[int, int]) -> Iterator[Direct]:
+    """Words straight from memory: programs of one wave, and other warps and loads."""
+    tokens = next(size for size in TILES if count <= size)
+    for slabs, warps, loads in product(range(1, 17), (24, 28, 32), (4, 6)):
+        one = Direct(tokens, slabs, max(1, warps // slabs), loads)
+        if (
+            shape[0] // 16 // slabs <= 132
+            and slabs <= max(1, shape[0] // 1440)
+            and one.takes(form, count, *shape)
+        ):
+            yield one
 
 
 def _tall(form: Form, count: int, shape: tuple[int, int], rule: Variant | None) -> Iterator[Variant | None]:
@@ -57,12 +73,14 @@ def _tall(form: Form, count: int, shape: tuple[int, int], rule: Variant | None) 
 
 
 def _others(form: Form, count: int, shape: tuple[int, int]) -> Iterator[Variant | None]:
-    """Of the other elements all sizes, x before."""
+    """Of the other elements all sizes, x before or in stages, the weight asked for ahead or not."""
     steps, tokens = shape[1] // STEP, next(size for size in TILES if count <= size)
-    for blocks, phases, splits, at_once in product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2)):
+    ways = ((True, False), (True, True), (False, True))
+    for blocks, phases, splits, at_once, way in product((1, 2), (2, 3, 4), (1, 2, 4), (1, 2), ways):
         programs = shape[0] // 64 // blocks * splits
-        if steps // splits >= 2 and 60 <= programs <= 600 and blocks * phases <= 4:
-            one = fitted(form, (tokens, blocks, phases, splits), count, steps, at_once)
+        if steps // splits >= 2 and 60 <= programs <= 132 * at_once and blocks * phases in (3, 4):
+            sizes, rest = (tokens, blocks, phases, splits), dict(zip(("streamed", "ahead"), way, strict=True))
+            one = fitted(form, sizes, count, steps, at_once, **rest)
             yield one if one is not None and one.stages >= 2 else None
 
 
