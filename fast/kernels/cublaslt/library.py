@@ -39,16 +39,20 @@ class Found(ctypes.Structure):
     )  # fmt: skip
 
 
+class LibraryError(RuntimeError):
+    """There is no library, or it answered with an error; the message says which."""
+
+
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """torch's cuBLASLt; RuntimeError where torch has none, or has it within itself."""
+    """torch's cuBLASLt; LibraryError where torch has none, or has it within itself."""
     if torch.version.cuda is None:
-        raise RuntimeError("this torch is built without CUDA, so it has no cuBLASLt")
+        raise LibraryError("this torch is built without CUDA, so it has no cuBLASLt")
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
         found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError) as error:
-        raise RuntimeError(
+        raise LibraryError(
             f"torch has not loaded {name}, so its cuBLASLt cannot be called: {error}"
         ) from error
     return declared(found)
@@ -73,9 +77,9 @@ def declared(found: Any) -> Any:
 
 
 def check(status: int, what: str) -> None:
-    """Raise RuntimeError for a status that is no success."""
+    """Raise LibraryError for a status that is no success."""
     if status:
-        raise RuntimeError(f"cuBLASLt: status {status} of {what}")
+        raise LibraryError(f"cuBLASLt: status {status} of {what}")
 
 
 @lru_cache(maxsize=64)
@@ -140,6 +144,21 @@ def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer
 
 
 __all__ = [
-    "BGRADB", "BIAS_POINTER", "EPILOGUE", "TRANSB", "TRANSPOSED", "Algorithm", "Found", "Pointer", "best", "check", "declared",
-    "descriptor", "handle", "layout", "library", "set_attribute",
-]  # fmt: skip
+    "BGRADB",
+    "BIAS_POINTER",
+    "EPILOGUE",
+    "TRANSB",
+    "TRANSPOSED",
+    "Algorithm",
+    "Found",
+    "LibraryError",
+    "Pointer",
+    "best",
+    "check",
+    "declared",
+    "descriptor",
+    "handle",
+    "layout",
+    "library",
+    "set_attribute",
+]

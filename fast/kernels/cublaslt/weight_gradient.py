@@ -19,6 +19,7 @@ from fast.kernels.cublaslt.library import (
     EPILOGUE,
     TRANSB,
     TRANSPOSED,
+    LibraryError,
     Pointer,
     best,
     check,
@@ -70,7 +71,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def plan(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
-    """The plan of a shape, made once; RuntimeError as `library` says. The host waits for nothing."""
+    """The plan of a shape, made once; LibraryError as `library` says. The host waits for nothing."""
     with torch.cuda.device(device):
         return Plan(device, rows, n, k, dtype)
 
@@ -87,7 +88,7 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair | None:
             return None
         with torch.cuda.device(device):
             return made(g, x, torch.cuda.current_stream(device).cuda_stream)
-    except RuntimeError as error:
+    except LibraryError as error:
         FAILED.append(f"it failed before: {error}")
         warnings.warn(
             f"cuBLASLt's gradient of a bias is left out, a kernel sums: {error}", RuntimeWarning, stacklevel=2

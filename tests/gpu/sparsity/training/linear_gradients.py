@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/gpu/sparsity/training/linear_gradients.py [--seconds 90] [--no-checks] [--no-times]
 
-Each way computes each shape, whichever the rule takes: integers, whose sums are exact in float32, beside float64; random numbers
+Each way computes each shape, whichever the rule takes: integers, whose sums are exact in float32, beside float64; random ones
 beside float64 within the bound of float32 sums in any order, rounded once, the same bits a hundred times over; the weight's
 gradient beside torch's product, bit for bit; a capture by a process that has made no plan before; the operator, compiled; what
 lies elsewhere or begins at an odd address. Times are of CUDA graphs whose calls go over as many matrices as L2 does not hold;
