@@ -3,8 +3,8 @@
 No name of `fast` itself: backward passes call it. On Hopper there are three ways, and `way_of` says which a shape gets:
 
 * "apart": torch's product, then `column_sums`;
-* "beside": the same two, the product on a stream of its own. It has one tile a multiprocessor and leaves some multiprocessors
-  idle, which add up what the memory gives them meanwhile; where the product takes long enough for it, sums cost no time;
+* "beside": the same two, the product on a stream of its own. Of one tile a multiprocessor it leaves four of an H100 idle, which
+  add up some 90 GB/s each meanwhile; where the product takes long enough, sums cost no time;
 * "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
 
 The weight's gradient has the same bits by the first two, which are those of torch's product.
@@ -27,8 +27,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
 #: The compute capability whose times `way_of` is made of; others get "apart".
 HOPPER = (9, 0)
-#: Inputs of a layer from which its product takes as long as idle multiprocessors take for the sums.
-HIDDEN = 4096
+#: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums; elements of dY
+#: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
+HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
 
@@ -36,10 +37,11 @@ PRIORITY = -1
 def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
     """(dW, db) = (g^T x (N, K), sums of g's columns (N)) of g (M, N) and x (M, K), in their dtype.
 
-    Products and sums of 16-bit elements are in float32, rounded once: sums of M numbers, in whatever order, are off by at most
-    M 2^-24 / (1 - M 2^-24) of the sum of absolute values before they are rounded. On a GPU equal inputs have equal bits. NaN,
-    infinities and no rows as in `column_sums`. Differentiable. A CUDA graph may capture it. TypeError where dtypes differ or
-    are no floating-point ones, ValueError where these are no matrices of as many rows.
+    dW is torch's product, under its settings, or cuBLASLt's; db of 16-bit elements sums in float32, rounded once: in whatever
+    order, sums are off by at most M 2^-24 / (1 - M 2^-24) of the sum of absolute values before that. On a GPU equal inputs have
+    equal bits. NaN, infinities and no rows as in `column_sums`. Differentiable. A CUDA graph may capture it.
+
+    TypeError where dtypes differ or are no floating-point ones, ValueError where these are no matrices of as many rows.
     """
     _check(g, x)
     if not g.is_cuda or not (is_traced(g) or covers(g)):
@@ -61,7 +63,7 @@ def _check(g: torch.Tensor, x: torch.Tensor) -> None:
 
 def way_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     """Which way is quickest for g (rows, n) and x (rows, k) that are worth a kernel of sums."""
-    if k >= HIDDEN:
+    if k >= HIDDEN and rows * n >= WORTH and n * k <= ONE_WAVE:
         return BESIDE
     return EPILOGUE if dtype == torch.float16 and k < n else APART
 

@@ -18,8 +18,8 @@ COMPUTE_32F, TRANSPOSED, NOT_SUPPORTED = 68, 1, 15
 #: Attributes of a product's descriptor, and an epilogue: the sums of the second operand over K are written to the bias.
 TRANSB, EPILOGUE, BIAS_POINTER = 4, 7, 8
 BGRADB = 512
-#: Attributes of what heuristics are asked for: bytes of workspace, and the alignment of A, B, C and D.
-MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
+#: Attribute of what heuristics are asked for, bytes of workspace; and the alignment of addresses that they take as given.
+MOST_WORKSPACE, ALIGNMENT = 1, 256
 
 Pointer = ctypes.c_void_p
 
@@ -117,20 +117,19 @@ def layout(dtype: torch.dtype, rows: int, columns: int) -> Pointer:
     return made
 
 
-def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer], alignment: int) -> Any:
-    """The algorithm that the library's heuristic puts first, without workspace; None where there is none.
+def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer], workspace: int = 0) -> Any:
+    """The algorithm that the library's heuristic puts first; None where there is none.
 
-    layouts: of A, B and D. alignment: of their addresses in bytes.
+    layouts: of A, B and D, which begin at multiples of ALIGNMENT bytes. workspace: the most bytes of it.
     """
     asked, found, count = Pointer(), Found(), ctypes.c_int()
     check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(asked)), "a preference")
     try:
-        numbers = {MOST_WORKSPACE: ctypes.c_uint64(0)} | dict.fromkeys(ALIGNMENTS, ctypes.c_uint32(alignment))
-        for attribute, value in numbers.items():
-            status = library().cublasLtMatmulPreferenceSetAttribute(
-                asked, attribute, ctypes.byref(value), ctypes.sizeof(value)
-            )
-            check(status, f"attribute {attribute} of a preference")
+        most = ctypes.c_uint64(workspace)
+        status = library().cublasLtMatmulPreferenceSetAttribute(
+            asked, MOST_WORKSPACE, ctypes.byref(most), ctypes.sizeof(most)
+        )
+        check(status, "the workspace of a preference")
         status = library().cublasLtMatmulAlgoGetHeuristic(
             handle(device), product, *layouts, layouts[2], asked, 1, ctypes.byref(found), ctypes.byref(count)
         )
@@ -144,6 +143,7 @@ def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer
 
 
 __all__ = [
+    "ALIGNMENT",
     "BGRADB",
     "BIAS_POINTER",
     "EPILOGUE",

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from fast.kernels.cublaslt.library import (
+    ALIGNMENT,
     BGRADB,
     BIAS_POINTER,
     EPILOGUE,
@@ -30,8 +31,8 @@ from fast.kernels.cublaslt.library import (
     set_attribute,
 )
 
-#: What addresses are multiples of, and rows in bytes.
-ALIGNMENT = 16
+#: What the lengths of rows are multiples of.
+STEP = 8
 #: What the library said: nothing more is tried in this process then.
 FAILED: list[str] = []
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +52,7 @@ class Plan:
             }
         )
         self.x, self.g, self.dw = layout(dtype, k, rows), layout(dtype, n, rows), layout(dtype, k, n)
-        self.algorithm = best(device, self.product, (self.x, self.g, self.dw), ALIGNMENT)
+        self.algorithm = best(device, self.product, (self.x, self.g, self.dw))
 
     def __call__(self, g: torch.Tensor, x: torch.Tensor, stream: int) -> Pair:
         """(dW, db) on a stream of the device, which is the current one."""
@@ -105,9 +106,12 @@ def refused(g: torch.Tensor, x: torch.Tensor) -> str | None:
     if not (g.numel() and x.numel()):
         return f"sizes are at least 1, got {tuple(g.shape)} and {tuple(x.shape)}"
     for t in (g, x):
-        if not t.is_contiguous() or t.is_neg() or t.data_ptr() % ALIGNMENT or t.shape[1] % (ALIGNMENT // 2):
-            return f"rows lie one behind the other and begin at multiples of {ALIGNMENT} bytes, got strides {t.stride()}"
+        if not t.is_contiguous() or t.is_neg() or t.data_ptr() % ALIGNMENT or t.shape[1] % STEP:
+            return (
+                f"rows of multiples of {STEP} elements lie one behind the other, the first at a multiple of {ALIGNMENT} bytes, "
+                f"got {tuple(t.shape)} with strides {t.stride()} at {t.data_ptr():#x}"
+            )
     return None
 
 
-__all__ = ["ALIGNMENT", "FAILED", "Plan", "plan", "refused", "weight_and_bias_gradients"]
+__all__ = ["FAILED", "STEP", "Plan", "plan", "refused", "weight_and_bias_gradients"]

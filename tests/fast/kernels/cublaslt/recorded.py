@@ -63,8 +63,8 @@ class Recorded:
     _cublasLtMatmulDescSetAttribute = _cublasLtMatmulPreferenceSetAttribute = _set
 
     def _cublasLtMatmulAlgoGetHeuristic(self, handle, product, a, b, c, d, asked, most, found, count):
-        assert self.made[asked.value] == {1: 0, 5: 16, 6: 16, 7: 16, 8: 16}
-        assert self.made[product.value][8] % 16 == 0
+        assert self.made[asked.value] == {1: 0}
+        assert self.made[product.value][8] % 256 == 0
         assert self.made[handle.value] == "handle"
         found._obj.algorithm.data[0] = 77
         count._obj.value = self.count

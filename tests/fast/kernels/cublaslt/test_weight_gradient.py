@@ -92,8 +92,8 @@ def test_matrices_that_are_not_taken(asked):
         (g[:0], x[:0], "at least 1"),
         (g[:, :8], x, "one behind the other"),
         (g, x.t().contiguous().t(), "one behind the other"),
-        (g, integers(32, 25), "multiples of 16 bytes"),
-        (odd, x, "multiples of 16 bytes"),
+        (g, integers(32, 25), "multiples of 8 elements"),
+        (odd, x, "a multiple of 256 bytes"),
         (torch._neg_view(g), x, "one behind the other"),
     ):
         assert text in refused(one, other)
