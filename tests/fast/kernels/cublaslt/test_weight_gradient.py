@@ -32,7 +32,11 @@ def asked(monkeypatch):
 
 
 def integers(*shape, dtype=torch.float16, seed=0):
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """At an address as those of a GPU's memory are."""
+    made = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    room = torch.empty(made.numel() + lt.ALIGNMENT, dtype=dtype)
+    first = -room.data_ptr() % lt.ALIGNMENT // dtype.itemsize
+    return room[first : first + made.numel()].view(shape).copy_(made)
 
 
 def exact(g, x):
