@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ def matrices(shape: Shape, dtype: torch.dtype, most: int | None = None) -> Pair:
     return g.to(dtype), x.to(dtype)
 
 
+@contextmanager
+def whole_sums() -> Iterator[None]:
+    """Partial sums of torch's products are not rounded."""
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
+    before = [getattr(settings, name) for name in names]
+    for name in names:
+        setattr(settings, name, False)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(settings, name, value)
+
+
 def first_in_a_capture(progress: Progress) -> None:
     """A plan that is made while a graph is captured."""
     g, x = matrices(PUBLISHED[0], torch.float16, 2)
@@ -82,6 +98,7 @@ def same(one: Pair, other: Pair) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@whole_sums()
 def check(progress: Progress, shape: Shape, dtype: torch.dtype) -> None:
     """Every way."""
     integers, (g, x) = matrices(shape, dtype, 2), matrices(shape, dtype)
@@ -118,6 +135,7 @@ def within(db: torch.Tensor, g: torch.Tensor) -> bool:
     return bool(((low <= db) & (db <= high)).all())
 
 
+@whole_sums()
 def check_elsewhere(progress: Progress) -> None:
     """The public function and its operator; operands that no fast way takes; two streams; another thread of autograd."""
     for dtype in DTYPES:
@@ -185,9 +203,6 @@ def main() -> int:
     parser.add_argument("--no-times", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    # Partial sums of torch's products are not to be rounded.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     progress = Progress(options.seconds)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for label, call in () if options.no_checks else checks(progress):
