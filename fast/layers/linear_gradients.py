@@ -30,6 +30,8 @@ HOPPER = (9, 0)
 #: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums; elements of dY
 #: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
 HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
+#: "epilogue": outputs of a layer over its inputs, of the shape that was measured.
+WIDE = 4
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
 
@@ -63,9 +65,13 @@ def _check(g: torch.Tensor, x: torch.Tensor) -> None:
 
 def way_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     """Which way is quickest for g (rows, n) and x (rows, k) that are worth a kernel of sums."""
-    if k >= HIDDEN and rows * n >= WORTH and n * k <= ONE_WAVE:
+    if rows * n < WORTH or n * k > ONE_WAVE:
+        return APART
+    if k >= HIDDEN:
         return BESIDE
-    return EPILOGUE if dtype == torch.float16 and k < n else APART
+    # Where tiles are few along k, and most multiprocessors have one; of bfloat16 the library's product takes longer than both.
+    is_wide = n >= WIDE * k and 2 * n * k > ONE_WAVE
+    return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
 def apart(g: torch.Tensor, x: torch.Tensor) -> Pair:

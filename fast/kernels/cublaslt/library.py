@@ -18,8 +18,9 @@ COMPUTE_32F, TRANSPOSED, NOT_SUPPORTED = 68, 1, 15
 #: Attributes of a product's descriptor, and an epilogue: the sums of the second operand over K are written to the bias.
 TRANSB, EPILOGUE, BIAS_POINTER = 4, 7, 8
 BGRADB = 512
-#: Attribute of what heuristics are asked for, bytes of workspace; and the alignment of addresses that they take as given.
-MOST_WORKSPACE, ALIGNMENT = 1, 256
+#: Attribute of what heuristics are asked for, the most bytes of workspace, and what is offered: with none they put algorithms
+#: first that take twice as long, though the best one needs none either. The alignment of addresses that they take as given.
+MOST_WORKSPACE, OFFERED, ALIGNMENT = 1, 32 << 20, 256
 
 Pointer = ctypes.c_void_p
 
@@ -117,15 +118,15 @@ def layout(dtype: torch.dtype, rows: int, columns: int) -> Pointer:
     return made
 
 
-def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer], workspace: int = 0) -> Any:
-    """The algorithm that the library's heuristic puts first; None where there is none.
+def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer]) -> Any:
+    """The algorithm that the library's heuristic puts first; None where there is none, or it needs workspace.
 
-    layouts: of A, B and D, which begin at multiples of ALIGNMENT bytes. workspace: the most bytes of it.
+    layouts: of A, B and D, which begin at multiples of ALIGNMENT bytes.
     """
     asked, found, count = Pointer(), Found(), ctypes.c_int()
     check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(asked)), "a preference")
     try:
-        most = ctypes.c_uint64(workspace)
+        most = ctypes.c_uint64(OFFERED)
         status = library().cublasLtMatmulPreferenceSetAttribute(
             asked, MOST_WORKSPACE, ctypes.byref(most), ctypes.sizeof(most)
         )
@@ -139,7 +140,7 @@ def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer
         return None
     check(status, "the heuristic")
     check(found.state, "the algorithm that the heuristic puts first")
-    return found.algorithm
+    return None if found.workspace else found.algorithm
 
 
 __all__ = [

@@ -23,10 +23,10 @@ class Function:
 
 
 class Recorded:
-    """Descriptors are numbers; `status` is what the product answers, `count` how many algorithms the heuristic has."""
+    """Descriptors are numbers; `status` is what the product answers, `count` how many algorithms the heuristic has, `workspace` what the first needs."""
 
     def __init__(self):
-        self.made, self.calls, self.status, self.count = {}, [], 0, 1
+        self.made, self.calls, self.status, self.count, self.workspace = {}, [], 0, 1, 0
         for name in dir(type(self)):
             if name.startswith("_cublasLt"):
                 setattr(self, name[1:], Function(getattr(self, name)))
@@ -63,10 +63,10 @@ class Recorded:
     _cublasLtMatmulDescSetAttribute = _cublasLtMatmulPreferenceSetAttribute = _set
 
     def _cublasLtMatmulAlgoGetHeuristic(self, handle, product, a, b, c, d, asked, most, found, count):
-        assert self.made[asked.value] == {1: 0}
+        assert self.made[asked.value] == {1: 32 << 20}
         assert self.made[product.value][8] % 256 == 0
         assert self.made[handle.value] == "handle"
-        found._obj.algorithm.data[0] = 77
+        found._obj.algorithm.data[0], found._obj.workspace = 77, self.workspace
         count._obj.value = self.count
         return 0 if self.count else library.NOT_SUPPORTED
 

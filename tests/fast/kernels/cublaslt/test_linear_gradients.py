@@ -83,6 +83,10 @@ def test_what_is_refused(g, x, error, text):
         ((11718, 1024, 2048), BF16, APART),
         ((13008, 2048, 2056), BF16, APART),
         ((13008, 1024, 1024), HALF, APART),
+        # Of float16 too few outputs, too few tiles, too many.
+        ((13008, 4088, 1024), HALF, APART),
+        ((13008, 2048, 512), HALF, APART),
+        ((13008, 4104, 1024), HALF, APART),
     ],
 )
 def test_the_way_of_a_shape(shape, dtype, way):

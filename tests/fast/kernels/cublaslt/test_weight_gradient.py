@@ -56,8 +56,10 @@ def test_both_gradients(asked, shape, dtype):
     assert plan.cache_info().misses == 1
 
 
-def test_a_product_that_the_library_does_not_have(asked):
-    asked.count = 0
+@pytest.mark.parametrize(("count", "workspace"), [(0, 0), (1, 512)])
+def test_a_product_that_the_library_does_not_have(asked, count, workspace):
+    """Or has with workspace alone, of which it is given none."""
+    asked.count, asked.workspace = count, workspace
     assert weight_and_bias_gradients(integers(8, 8), integers(8, 8)) is None
     assert weight_gradient.FAILED == asked.calls == []
 
