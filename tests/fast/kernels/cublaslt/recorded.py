@@ -23,7 +23,8 @@ class Function:
 
 
 class Recorded:
-    """Descriptors are numbers; `status` is what the product answers, `count` how many algorithms the heuristic has, `workspace` what the first needs."""
+    """Descriptors are numbers. status: what the product answers; count: how many algorithms the heuristic has; workspace: what
+    the first one needs."""
 
     def __init__(self):
         self.made, self.calls, self.status, self.count, self.workspace = {}, [], 0, 1, 0
