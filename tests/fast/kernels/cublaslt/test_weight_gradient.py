@@ -1,6 +1,8 @@
 """What cuBLASLt is asked for, with its part played on the host; and what it is not asked for."""
 
 import contextlib
+import ctypes
+import os
 
 import pytest
 import torch
@@ -117,6 +119,17 @@ def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch, version, text
     lt.library.cache_clear()
     with pytest.raises(lt.LibraryError, match=text):
         lt.library()
+
+
+def test_nothing_is_loaded_that_was_not(monkeypatch):
+    found = Recorded()
+    modes = {}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: modes.update({name: mode}) or found)
+    lt.library.cache_clear()
+    assert lt.library() is found
+    lt.library.cache_clear()
+    assert modes == {"libcublasLt.so.13": os.RTLD_NOLOAD | os.RTLD_NOW}
 
 
 def test_without_the_library_a_kernel_sums(monkeypatch):
