@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 import fast
 import fast.layers.both_axes
 import fast.layers.column_sums
+import fast.layers.linear_gradients
 import fast.layers.rotary
 import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
@@ -31,6 +32,7 @@ CALLS = {
     "swiglu": (WIDE.clone().requires_grad_(), WIDE.clone().requires_grad_()),
     "swiglu_quantize": (WIDE, WIDE.clone(), "nvfp4", True),
     "column_sums": (WIDE.clone().view(2, -1, 64).requires_grad_(), torch.float16),
+    "weight_and_bias_gradients": (WIDE.clone().requires_grad_(), WIDE[:, :32].clone().requires_grad_()),
     "rms_norm_vjp": (X, X.clone(), X[0].clone(), X.clone(), 1e-6),
     "swiglu_vjp": (WIDE, WIDE.clone(), WIDE.clone()),
     "rotary": (X.clone().view(2, 2, 2, 64).requires_grad_(), X[:2].clone(), X[:2].clone(), False),

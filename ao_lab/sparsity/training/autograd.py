@@ -59,13 +59,17 @@ class MaskedLinear(torch.autograd.Function):
         """Gradients of x, W and bias."""
         x, w, mask = ctx.saved_tensors
         rule, (wants_x, wants_w, _, wants_bias, _) = ctx.rule, ctx.needs_input_grad
-        rows, dx, dw, product = g.reshape(-1, g.shape[-1]), None, None, PRODUCTS[rule.product]
+        rows, dx, dw, db = g.reshape(-1, g.shape[-1]), None, None, None
+        product = PRODUCTS[rule.product]
         if wants_x:
             dx = product.input_grad(rows, w.to(ctx.dtype), mask, rule.transposable).reshape(ctx.shape)
         if wants_w:
-            dense = rows.t().mm(x.reshape(-1, x.shape[-1])).to(ctx.own)
-            dw = weight_gradient(dense, w, mask, rule)
-        return dx, dw, None, product.bias_grad(rows) if wants_bias else None, None
+            x = x.reshape(-1, x.shape[-1])
+            dense, db = product.both_grads(rows, x) if wants_bias else (rows.t().mm(x), None)
+            dw = weight_gradient(dense.to(ctx.own), w, mask, rule)
+        elif wants_bias:
+            db = product.bias_grad(rows)
+        return dx, dw, None, db, None
 
 
 def weight_gradient(

@@ -10,7 +10,8 @@ cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
 padded to a multiple of 8. The result has the dtype of the inputs, sums are in float32.
 
-The bias's gradient is `fast.layers.column_sums`; with "dense" torch's own sum, as all else there is torch's.
+Gradients of weight and bias together are those of `fast.layers.linear_gradients`, of a bias alone `fast.layers.column_sums`;
+with "dense" torch's own product and sum, as all else there is torch's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute
 from fast.layers.column_sums import column_sums
+from fast.layers.linear_gradients import weight_and_bias_gradients
 from fast.sparsity.compress_masked import DTYPES, compress_masked
 from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
 
@@ -34,13 +36,16 @@ OLDEST = (8, 0)
 
 
 class Product(NamedTuple):
-    """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, and what a
-    bias gets of g."""
+    """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, what a bias
+    gets of g, and what weight and bias get of g and x (M, K)."""
 
     output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
     unsupported_reason: Callable[[torch.Tensor], str | None]
     bias_grad: Callable[[torch.Tensor], torch.Tensor] = column_sums
+    both_grads: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = (
+        weight_and_bias_gradients
+    )
 
 
 def masked(w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,6 +67,10 @@ def _dense_input_grad(
 
 def _dense_bias_grad(g: torch.Tensor) -> torch.Tensor:
     return g.sum(0)
+
+
+def _dense_both_grads(g: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return g.t().mm(x), _dense_bias_grad(g)
 
 
 def _cusparselt_output(
@@ -208,7 +217,7 @@ def _no_reason(w: torch.Tensor) -> str | None:
 
 
 PRODUCTS: dict[str, Product] = {
-    "dense": Product(_dense_output, _dense_input_grad, _no_reason, _dense_bias_grad),
+    "dense": Product(_dense_output, _dense_input_grad, _no_reason, _dense_bias_grad, _dense_both_grads),
     "cusparselt": Product(_cusparselt_output, _cusparselt_input_grad, _sparse_reason),
     "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
 }

@@ -13,6 +13,7 @@ from ao_lab.sparsity.training import products
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
 from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear, sparse_wgmma_linear
 from fast.layers.column_sums import column_sums
+from fast.layers.linear_gradients import weight_and_bias_gradients
 
 
 @pytest.fixture
@@ -83,6 +84,34 @@ def test_what_a_bias_gets(monkeypatch):
     w, bias = torch.ones(16, 16).bfloat16(), torch.zeros(16).bfloat16().requires_grad_()
     y = masked_linear(torch.ones(300, 16).bfloat16(), w, w > 0, bias, Rule("masked", 0.0, "dense", False))
     assert torch.equal(torch.autograd.grad(y, bias, g)[0], 2 * g[0])
+
+
+def test_what_weight_and_bias_get(monkeypatch):
+    """Torch's own with dense products, to the bit; one call of others', where both are wanted; the layer asks its product."""
+    g, x = (
+        torch.randn(300, width, generator=torch.Generator().manual_seed(width)).bfloat16()
+        for width in (16, 32)
+    )
+    monkeypatch.setattr("fast.layers.column_sums.summed", lambda *_: pytest.fail("another order"))
+    made = PRODUCTS["dense"].both_grads(g, x)
+    assert all(torch.equal(*pair) for pair in zip(made, (g.t().mm(x), g.sum(0)), strict=True))
+    assert (
+        PRODUCTS["cusparselt"].both_grads is PRODUCTS["sparse_wgmma"].both_grads is weight_and_bias_gradients
+    )
+
+    def both(rows, inputs):
+        assert (rows.shape, inputs.shape) == ((300, 16), (300, 32))
+        return 3 * rows.t().mm(inputs), 2 * rows[0]
+
+    monkeypatch.setitem(PRODUCTS, "dense", PRODUCTS["dense"]._replace(both_grads=both))
+    w, bias = (torch.ones(*shape).bfloat16().requires_grad_() for shape in ((16, 32), (16,)))
+    y = masked_linear(x.view(3, 100, 32), w, w > 0, bias, Rule("straight-through", 0.0, "dense", False))
+    dw, db = torch.autograd.grad(y, (w, bias), g.view(3, 100, 16), retain_graph=True)
+    assert torch.equal(dw, 3 * g.t().mm(x))
+    assert torch.equal(db, 2 * g[0])
+    # One alone is computed alone.
+    y = masked_linear(x, w, w > 0, None, Rule("straight-through", 0.0, "dense", False))
+    assert torch.equal(torch.autograd.grad(y, w, g)[0], g.t().mm(x))
 
 
 def test_inputs_that_are_no_plain_matrices(library):

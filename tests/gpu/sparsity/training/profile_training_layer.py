@@ -3,11 +3,12 @@
     PYTHONPATH=. python tests/gpu/sparsity/training/profile_training_layer.py [--seconds 95] [--no-checks]
 
 First bits: masked weights compressed in both directions against the reference, products by every tile that such a step may get
-against exact ones, sums of columns, the gradient of a bias (`column_sums`), the step in a CUDA graph against eager ones. Then
-times of single products, and of sums beside torch's and a copy. Then one linear layer, float16, forward and backward at the
-two published shapes: dense, ours with masks found in each step, and with masks kept. For each: the median time of a step
-launched one by one, the time that the host takes to launch it, and the kernels that torch's profiler saw, by the time of one
-step; then the same step in a CUDA graph, or why there is none. After --seconds nothing new starts.
+against exact ones, sums of columns, the gradient of a bias (`column_sums`), gradients of weight and bias together
+(`linear_gradients`), the step in a CUDA graph against eager ones. Then times of single products, and of sums beside torch's and
+a copy. Then one linear layer, float16, forward and backward at the two published shapes: dense, ours with masks found in each
+step, and with masks kept. For each: the median time of a step launched one by one, the time that the host takes to launch it,
+and the kernels that torch's profiler saw, by the time of one step; then the same step in a CUDA graph, or why there is none.
+After --seconds nothing new starts.
 profile_training_layer.json in the folder $OUT, where that is set, has the same. Exits with 1 where a bit differs or a call
 raises, with 2 where something was left out.
 """
@@ -36,7 +37,7 @@ import ao_lab
 from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, sparse
 from fast.sparsity.compress_masked import DTYPES
 from tests.gpu.sparsity.progress import Progress
-from tests.gpu.sparsity.training import column_sums, kernels
+from tests.gpu.sparsity.training import column_sums, kernels, linear_gradients
 
 Step = Callable[[], object]
 CALLS, PROFILED = 30, 10
@@ -203,7 +204,9 @@ def main() -> int:
 
     compile_all(progress)
     for label, call in (
-        () if options.no_checks else (*kernels.checks(progress), *column_sums.checks(progress))
+        ()
+        if options.no_checks
+        else (*kernels.checks(progress), *column_sums.checks(progress), *linear_gradients.checks(progress))
     ):
         progress.attempt(label, call)
     for rows, length in column_sums.PUBLISHED:

@@ -1,0 +1,165 @@
+"""cuBLASLt by ctypes: the library that torch itself has loaded, never another one; its descriptors, and what heuristics choose.
+
+Numbers are those of `cublasLt.h` and `library_types.h`, the same since CUDA 11.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+#: Of `library_types.h` and `cublas_api.h`: element types, sums in float32, CUBLAS_OP_T, and 'nothing was found'.
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+COMPUTE_32F, TRANSPOSED, NOT_SUPPORTED = 68, 1, 15
+#: Attributes of a product's descriptor, and an epilogue: the sums of the second operand over K are written to the bias.
+TRANSB, EPILOGUE, BIAS_POINTER = 4, 7, 8
+BGRADB = 512
+#: Attribute of what heuristics are asked for, the most bytes of workspace, and what is offered: with none they put algorithms
+#: first that take twice as long, though the best one needs none either. The alignment of addresses that they take as given.
+MOST_WORKSPACE, OFFERED, ALIGNMENT = 1, 32 << 20, 256
+
+Pointer = ctypes.c_void_p
+
+
+class Algorithm(ctypes.Structure):
+    """A `cublasLtMatmulAlgo_t`."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class Found(ctypes.Structure):
+    """A `cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = (
+        ("algorithm", Algorithm), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int), ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )  # fmt: skip
+
+
+class LibraryError(RuntimeError):
+    """There is no library, or it answered with an error; the message says which."""
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """torch's cuBLASLt; LibraryError where torch has none, or has it within itself."""
+    if torch.version.cuda is None:
+        raise LibraryError("this torch is built without CUDA, so it has no cuBLASLt")
+    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError) as error:
+        raise LibraryError(
+            f"torch has not loaded {name}, so its cuBLASLt cannot be called: {error}"
+        ) from error
+    return declared(found)
+
+
+def declared(found: Any) -> Any:
+    """The library with types of arguments, by which Python's numbers are passed as they have to be."""
+    size, number = ctypes.c_size_t, ctypes.c_int
+    for name, types in (
+        ("cublasLtCreate", (Pointer,)),
+        ("cublasLtMatmulDescCreate", (Pointer, number, number)),
+        ("cublasLtMatmulDescSetAttribute", (Pointer, number, Pointer, size)),
+        ("cublasLtMatrixLayoutCreate", (Pointer, number, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64)),
+        ("cublasLtMatmulPreferenceCreate", (Pointer,)),
+        ("cublasLtMatmulPreferenceDestroy", (Pointer,)),
+        ("cublasLtMatmulPreferenceSetAttribute", (Pointer, number, Pointer, size)),
+        ("cublasLtMatmulAlgoGetHeuristic", (*[Pointer] * 7, number, Pointer, Pointer)),
+        ("cublasLtMatmul", (*[Pointer] * 14, size, Pointer)),
+    ):
+        getattr(found, name).argtypes = types
+    return found
+
+
+def check(status: int, what: str) -> None:
+    """Raise LibraryError for a status that is no success."""
+    if status:
+        raise LibraryError(f"cuBLASLt: status {status} of {what}")
+
+
+@lru_cache(maxsize=64)
+def handle(device: int) -> Pointer:
+    """The library's handle of a CUDA device, kept as long as the process."""
+    made = Pointer()
+    with torch.cuda.device(device):
+        check(library().cublasLtCreate(ctypes.byref(made)), f"a handle of device {device}")
+    return made
+
+
+def descriptor(attributes: dict[int, ctypes.c_int32 | ctypes.c_uint64]) -> Pointer:
+    """The descriptor of a product with sums and factors in float32."""
+    made = Pointer()
+    status = library().cublasLtMatmulDescCreate(ctypes.byref(made), COMPUTE_32F, TYPES[torch.float32])
+    check(status, "a product's descriptor")
+    for attribute, value in attributes.items():
+        set_attribute(made, attribute, value)
+    return made
+
+
+def set_attribute(made: Pointer, attribute: int, value: ctypes.c_int32 | ctypes.c_uint64) -> None:
+    """Of a product's descriptor."""
+    status = library().cublasLtMatmulDescSetAttribute(
+        made, attribute, ctypes.byref(value), ctypes.sizeof(value)
+    )
+    check(status, f"attribute {attribute} of a product")
+
+
+def layout(dtype: torch.dtype, rows: int, columns: int) -> Pointer:
+    """Of a matrix whose columns lie one behind the other: the transpose of a contiguous (columns, rows)."""
+    made = Pointer()
+    status = library().cublasLtMatrixLayoutCreate(ctypes.byref(made), TYPES[dtype], rows, columns, rows)
+    check(status, f"the layout of {rows} x {columns}")
+    return made
+
+
+def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer]) -> Any:
+    """The algorithm that the library's heuristic puts first; None where there is none, or it needs workspace.
+
+    layouts: of A, B and D, which begin at multiples of ALIGNMENT bytes.
+    """
+    asked, found, count = Pointer(), Found(), ctypes.c_int()
+    check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(asked)), "a preference")
+    try:
+        most = ctypes.c_uint64(OFFERED)
+        status = library().cublasLtMatmulPreferenceSetAttribute(
+            asked, MOST_WORKSPACE, ctypes.byref(most), ctypes.sizeof(most)
+        )
+        check(status, "the workspace of a preference")
+        status = library().cublasLtMatmulAlgoGetHeuristic(
+            handle(device), product, *layouts, layouts[2], asked, 1, ctypes.byref(found), ctypes.byref(count)
+        )
+    finally:
+        library().cublasLtMatmulPreferenceDestroy(asked)
+    if status == NOT_SUPPORTED or (not status and not count.value):
+        return None
+    check(status, "the heuristic")
+    check(found.state, "the algorithm that the heuristic puts first")
+    return None if found.workspace else found.algorithm
+
+
+__all__ = [
+    "ALIGNMENT",
+    "BGRADB",
+    "BIAS_POINTER",
+    "EPILOGUE",
+    "TRANSB",
+    "TRANSPOSED",
+    "Algorithm",
+    "Found",
+    "LibraryError",
+    "Pointer",
+    "best",
+    "check",
+    "declared",
+    "descriptor",
+    "handle",
+    "layout",
+    "library",
+    "set_attribute",
+]

@@ -1,0 +1,150 @@
+"""`weight_and_bias_gradients` for torch tensors: what the weight and the bias of a linear layer get, dY being read by both.
+
+No name of `fast` itself: backward passes call it. On Hopper there are three ways, and `way_of` says which a shape gets:
+
+* "apart": torch's product, then `column_sums`;
+* "beside": the same two, the product on a stream of its own. Of one tile a multiprocessor it leaves four of an H100 idle, which
+  add up some 90 GB/s each meanwhile; where the product takes long enough, sums cost no time;
+* "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
+
+The weight's gradient has the same bits by the first two, which are those of torch's product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fast.device import is_traced
+from fast.dispatch import Function, execute, run
+from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
+from fast.ops import register
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
+#: The compute capability whose times `way_of` is made of; others get "apart".
+HOPPER = (9, 0)
+#: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums; elements of dY
+#: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
+HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
+#: "epilogue": outputs of a layer over its inputs, of the shape that was measured.
+WIDE = 4
+#: Before other work of the device, so that the product's tiles are placed first.
+PRIORITY = -1
+
+
+def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
+    """(dW, db) = (g^T x (N, K), sums of g's columns (N)) of g (M, N) and x (M, K), in their dtype.
+
+    dW is torch's product, under its settings, or cuBLASLt's; db of 16-bit elements sums in float32, rounded once: in whatever
+    order, sums are off by at most M 2^-24 / (1 - M 2^-24) of the sum of absolute values before that. On a GPU equal inputs have
+    equal bits. NaN, infinities and no rows as in `column_sums`. Differentiable. A CUDA graph may capture it.
+
+    TypeError where dtypes differ or are no floating-point ones, ValueError where these are no matrices of as many rows.
+    """
+    _check(g, x)
+    if not g.is_cuda or not (is_traced(g) or covers(g)):
+        return g.t().mm(x), column_sums(g)
+    made: Pair = run(LINEAR_GRADIENTS, None, (), (g, x))
+    return made
+
+
+def _check(g: torch.Tensor, x: torch.Tensor) -> None:
+    if g.dtype != x.dtype or not g.is_floating_point():
+        raise TypeError(
+            f"weight_and_bias_gradients takes two matrices of one floating-point dtype, got {g.dtype} and {x.dtype}; cast one"
+        )
+    if g.dim() != 2 or x.dim() != 2 or g.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"weight_and_bias_gradients takes matrices of as many rows, got {tuple(g.shape)} and {tuple(x.shape)}; reshape them"
+        )
+
+
+def way_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
+    """Which way is quickest for g (rows, n) and x (rows, k) that are worth a kernel of sums."""
+    if rows * n < WORTH or n * k > ONE_WAVE:
+        return APART
+    if k >= HIDDEN:
+        return BESIDE
+    # Where tiles are few along k, and most multiprocessors have one; of bfloat16 the library's product takes longer than both.
+    is_wide = n >= WIDE * k and 2 * n * k > ONE_WAVE
+    return EPILOGUE if dtype == torch.float16 and is_wide else APART
+
+
+def apart(g: torch.Tensor, x: torch.Tensor) -> Pair:
+    """One after the other."""
+    return g.t().mm(x), execute(COLUMN_SUMS, None, (g.dtype,), (g,))
+
+
+def beside(g: torch.Tensor, x: torch.Tensor) -> Pair:
+    """The product on a stream of its own, which the current one waits for: all memory is the current one's."""
+    dw, product = g.new_empty((g.shape[1], x.shape[1])), product_stream(g.get_device())
+    current = torch.cuda.current_stream(g.device)
+    product.wait_stream(current)
+    with torch.cuda.stream(product):
+        torch.mm(g.t(), x, out=dw)
+    db = execute(COLUMN_SUMS, None, (g.dtype,), (g,))
+    current.wait_stream(product)
+    return dw, db
+
+
+@lru_cache(maxsize=64)
+def product_stream(device: int) -> torch.cuda.Stream:
+    """The stream of a device's products."""
+    return torch.cuda.Stream(device, priority=PRIORITY)
+
+
+def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> Pair | None:
+    g, x = operands
+    if not covers(g) or torch.cuda.get_device_capability(g.device) != HOPPER:
+        return None
+    way = way_of(*g.shape, x.shape[1], g.dtype)
+    if way == BESIDE:
+        return beside(g, x)
+    if way == APART:
+        return None
+    from fast.kernels.cublaslt import weight_gradient
+
+    return weight_gradient.weight_and_bias_gradients(g, x)
+
+
+def weight_and_bias_gradients_op(g: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """See `weight_and_bias_gradients`."""
+    return list(execute(LINEAR_GRADIENTS, None, (), (g, x)))
+
+
+def _fake(g: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    return [g.new_empty((g.shape[1], x.shape[1])), g.new_empty((g.shape[1],))]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grads: Any) -> Pair:
+    """Of g and x, by the gradients of dW (N, K) and db (N)."""
+    (g, x), (dw, db) = ctx.saved_tensors, grads
+    return x.mm(dw.t()) + db, g.mm(dw)
+
+
+LINEAR_GRADIENTS = Function(
+    "weight_and_bias_gradients", ("g", "x"), lambda r, v, o: apart(*o),
+    lambda r, v, o: tuple(LINEAR_GRADIENTS_OP(*o)), _kernel, differentiable=True,
+)  # fmt: skip
+LINEAR_GRADIENTS_OP = register(
+    "weight_and_bias_gradients", weight_and_bias_gradients_op, _fake, _backward, _save
+)
+
+__all__ = [
+    "APART",
+    "BESIDE",
+    "EPILOGUE",
+    "LINEAR_GRADIENTS",
+    "apart",
+    "beside",
+    "way_of",
+    "weight_and_bias_gradients",
+]

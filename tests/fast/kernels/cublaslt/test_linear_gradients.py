@@ -1,0 +1,174 @@
+"""`weight_and_bias_gradients`: its bits on a CPU, which way a shape gets, the order of two streams, and what a tracer sees."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fast.dispatch import execute
+from fast.kernels.cublaslt import weight_gradient
+from fast.layers import linear_gradients as layer
+from fast.layers.column_sums import column_sums
+from fast.layers.linear_gradients import (
+    APART,
+    BESIDE,
+    EPILOGUE,
+    LINEAR_GRADIENTS,
+    way_of,
+    weight_and_bias_gradients,
+)
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def normals(*shape, dtype=HALF, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def torchs(g, x):
+    return g.t().mm(x), column_sums(g)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_on_a_cpu_both_are_torchs(rows, dtype):
+    g, x = normals(rows, 16, dtype=dtype), normals(rows, 24, dtype=dtype, seed=1)
+    for call in (weight_and_bias_gradients, torch.ops.ao_lab.weight_and_bias_gradients):
+        made = tuple(call(g, x))
+        assert same(made, torchs(g, x))
+        assert [t.dtype for t in made] == [dtype, dtype]
+
+
+@pytest.mark.parametrize("call", [weight_and_bias_gradients, layer.LINEAR_GRADIENTS_OP])
+def test_gradients_of_the_gradients(call):
+    g, x = (normals(5, width, dtype=torch.float64, seed=width).requires_grad_() for width in (3, 4))
+    assert torch.autograd.gradcheck(lambda g, x: tuple(call(g, x)), (g, x))
+
+
+@pytest.mark.parametrize(
+    ("g", "x", "error", "text"),
+    [
+        (normals(3, 2), normals(3, 2, dtype=BF16), TypeError, "got torch.float16 and torch.bfloat16"),
+        (
+            torch.ones(2, 2, dtype=torch.int8),
+            torch.ones(2, 2, dtype=torch.int8),
+            TypeError,
+            "floating-point dtype",
+        ),
+        (normals(3, 2), normals(4, 2), ValueError, r"as many rows, got \(3, 2\) and \(4, 2\)"),
+        (normals(2, 3, 2), normals(3, 2), ValueError, "reshape them"),
+    ],
+)
+def test_what_is_refused(g, x, error, text):
+    with pytest.raises(error, match=text):
+        weight_and_bias_gradients(g, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "way"),
+    [
+        ((13008, 4096, 1024), HALF, EPILOGUE),
+        ((13008, 4096, 1024), BF16, APART),
+        ((13008, 1024, 4096), HALF, BESIDE),
+        ((13008, 1024, 4096), BF16, BESIDE),
+        ((13008, 2048, 2048), BF16, BESIDE),
+        # Sums that four multiprocessors do not finish, sums that take as long as a second stream, further tiles.
+        ((13008, 1024, 2040), BF16, APART),
+        ((11718, 1024, 2048), BF16, APART),
+        ((13008, 2048, 2056), BF16, APART),
+        ((13008, 1024, 1024), HALF, APART),
+        # Of float16 too few outputs, too few tiles, too many.
+        ((13008, 4088, 1024), HALF, APART),
+        ((13008, 2048, 512), HALF, APART),
+        ((13008, 4104, 1024), HALF, APART),
+    ],
+)
+def test_the_way_of_a_shape(shape, dtype, way):
+    assert way_of(*shape, dtype) == way
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Names of the ways that were taken, on a Hopper GPU that is played by the host."""
+    taken = []
+    monkeypatch.setattr(layer, "covers", lambda g: len(g) > 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(layer, "beside", lambda g, x: taken.append(BESIDE) or torchs(g, x))
+    monkeypatch.setattr(
+        weight_gradient, "weight_and_bias_gradients", lambda g, x: taken.append(EPILOGUE) or torchs(g, x)
+    )
+    monkeypatch.setattr("fast.dispatch.has_kernels", lambda x: True)
+    return taken
+
+
+@pytest.mark.parametrize("way", [APART, BESIDE, EPILOGUE])
+def test_the_rules_way_is_taken(ways, monkeypatch, way):
+    monkeypatch.setattr(layer, "way_of", lambda *_: way)
+    g, x = normals(9, 4), normals(9, 3)
+    for _ in range(2):
+        assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
+    assert ways == ([] if way == APART else [way, way])
+
+
+def test_what_no_way_is_worth(ways, monkeypatch):
+    """Small matrices, other GPUs, and products that the library does not have."""
+    monkeypatch.setattr(layer, "way_of", lambda *_: EPILOGUE)
+    execute(LINEAR_GRADIENTS, None, (), (normals(1, 4), normals(1, 3)))
+    monkeypatch.setattr(weight_gradient, "weight_and_bias_gradients", lambda g, x: None)
+    g, x = normals(9, 4), normals(9, 3)
+    assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
+    monkeypatch.setattr(layer, "way_of", lambda *_: BESIDE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    execute(LINEAR_GRADIENTS, None, (), (g, x))
+    assert ways == []
+
+
+def test_the_order_of_two_streams(monkeypatch):
+    """The product begins after what the current stream has done, which goes on after it; memory is the current stream's."""
+    told = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def within(stream):
+        told.append(f"on {stream.name}")
+        yield
+        told.append("back")
+
+    multiply, allocate = torch.mm, torch.Tensor.new_empty
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: told.append("product") or multiply(a, b, out=out))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda t, shape: told.append("memory") or allocate(t, shape)
+    )
+    monkeypatch.setattr(layer, "execute", lambda f, r, v, o: told.append("sums") or column_sums(*o))
+    g, x = normals(9, 4), normals(9, 3)
+    made = layer.beside(g, x)
+    assert told == [
+        "memory", "product waits for current", "on product", "product", "back", "sums", "current waits for product"
+    ]  # fmt: skip
+    monkeypatch.undo()
+    assert same(made, torchs(g, x))
+
+
+def test_a_tracer_sees_an_operator():
+    """Of any size, since that may be another one in the next call."""
+    with FakeTensorMode():
+        g, x = (torch.empty(3, width, device="cuda", dtype=BF16) for width in (16, 8))
+        program = make_fx(weight_and_bias_gradients)(g, x)
+        dw, db = weight_and_bias_gradients(g, x)
+    assert "ao_lab.weight_and_bias_gradients" in program.code
+    assert (dw.shape, db.shape, dw.dtype, db.dtype, dw.device.type) == ((16, 8), (16,), BF16, BF16, "cuda")
