@@ -8,7 +8,8 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
+from fast.kernels.mixed_mm.schedule import grid_of, scheduled
+from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds, ratio_of
 from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight
 
 INT4 = Weight("int4")
@@ -33,7 +34,7 @@ def test_the_model_orders_what_was_timed(case):
     """What it takes of the timed variants is at most 2% slower than the quickest, and times are within 20%."""
     (features, length), tokens = case
     times = TIMES[case]
-    predicted = {one: nanoseconds(Variant(*one, 5), tokens, features, length) / 1e3 for one in times}
+    predicted = {one: nanoseconds(Variant(*one, 5), tokens, features, length, INT4) / 1e3 for one in times}
     assert times[min(predicted, key=predicted.__getitem__)] <= 1.02 * min(times.values())
     assert all(0.8 < predicted[one] / us < 1.2 for one, us in times.items()), predicted
 
@@ -58,10 +59,16 @@ def test_candidates_are_possible():
 
 def test_programs():
     """Those that persist are at most what runs at once; with splits there is a cluster for each tile."""
-    assert host.programs_of(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
-    assert host.programs_of(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
-    assert host.programs_of(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
-    assert host.programs_of(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+    assert programs(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
+    assert programs(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
+    assert programs(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
+    assert programs(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+    assert programs(Variant(256, 1, 1, 5, 128), 300, 256, 132) == 6
+
+
+def programs(one, tokens, features, at_once):
+    grid = grid_of(one, tokens, features, at_once)
+    return host.programs_of(one, grid, scheduled(grid, ratio_of(one, INT4)))
 
 
 def arranged(n=256, k=256):
