@@ -14,14 +14,14 @@ from fast.kernels.mixed_mm.schedule import grid_of, longest, scheduled
 from fast.kernels.mixed_mm.variants import ATOM, FEATURES, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
-#: Tokens of tiles, and of small ones, of which there are some where there are more rows than SMALL_FROM: `few` was fitted to the
-#: others.
-TILES, SMALL, SMALL_FROM = (128, 192, 256), (64, 128, 192), 128
-#: Nanoseconds of a stage of 64 columns in a tile of 64, 128, 192 and 256 tokens, by what is decoded. Where zero points or groups
-#: were not timed they are those of the element without, see `stage`.
+#: Tokens of tiles; of small ones, for more rows than SMALL_FROM: `few` was fitted without them.
+TILES, SMALL, SMALL_FROM = (128, 160, 192, 224, 256), (64, 128, 192), 128
+#: Nanoseconds of a stage of 64 columns in a tile of 64, 128, 192 and 256 tokens, by what is decoded. Where zero points or
+#: groups were not timed they are those of the element without, see `stage`.
 STAGES = {
     Weight("int4"): (403.0, 494.0, 606.0, 701.0), Weight("int4", True): (426.0, 512.0, 631.0, 729.0),
-    Weight("int8"): (384.0, 466.0, 576.0, 674.0), Weight("e4m3"): (384.0, 466.0, 576.0, 674.0),
+    Weight("int4", False, 2): (370.0, 460.0, 566.0, 676.0), Weight("int4", True, 2): (447.0, 544.0, 659.0, 755.0),
+    Weight("int8"): (384.0, 466.0, 576.0, 674.0), Weight("e4m3"): (399.0, 491.0, 595.0, 707.0),
     Weight("e2m1", False, 2): (359.0, 462.0, 540.0, 689.0), Weight("e2m1", False, 4): (452.0, 541.0, 633.0, 734.0),
     Weight("e4m3_mx", False, 2): (364.0, 444.0, 530.0, 655.0),
 }  # fmt: skip
@@ -29,7 +29,7 @@ STAGES = {
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
 #: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once. What two sizes
 #: of tiles in one kernel take over one.
-TILE, PARTS, PART_TOKEN, PAIR, MIXED = 70.0, 3000.0, 20.0, 3000.0, 1.02
+TILE, PARTS, PART_TOKEN, PAIR, MIXED = 70.0, 2000.0, 20.0, 3000.0, 1.02
 
 
 @lru_cache(maxsize=4096)
@@ -44,8 +44,8 @@ def choose(
 
 
 def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
-    """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages; and those with small tiles,
-    which have neither parts nor pairs."""
+    """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages; and those with small
+    tiles, which have neither parts nor pairs."""
     largest = next((one for one in TILES if one >= tokens), max(TILES))
     for count in TILES:
         for pair, splits in CLUSTERS:
@@ -57,7 +57,12 @@ def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
 
 
 def nanoseconds(
-    one: Variant, tokens: int, features: int, length: int, weight: Weight, multiprocessors: int = MULTIPROCESSORS
+    one: Variant,
+    tokens: int,
+    features: int,
+    length: int,
+    weight: Weight,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> float:
     """How long all of a product takes, by the model."""
     whole, once = tile(one, one.tokens, length, weight), PAIR if one.pair > 1 else 0.0
@@ -77,10 +82,11 @@ def tile(one: Variant, tokens: int, length: int, weight: Weight) -> float:
 
 
 def stage(tokens: int, weight: Weight) -> float:
-    """Nanoseconds of a stage; tiles of other sizes, which no rule takes, as those of so many tokens or more."""
+    """Nanoseconds of a stage, on a line between those that were timed."""
     near = weight, weight._replace(zero=False), Weight(weight.element)
     times = next(STAGES[one] for one in near if one in STAGES)
-    return times[min(3, -(-tokens // 64) - 1)]
+    first = min(2, max(0, tokens // 64 - 1))
+    return times[first] + (times[first + 1] - times[first]) * (tokens / 64 - 1 - first)
 
 
 def ratio_of(one: Variant, weight: Weight) -> float:
@@ -99,4 +105,15 @@ def rounds(one: Variant, tokens: int, features: int, multiprocessors: int = MULT
     return -(-clusters // at_once(one, multiprocessors))
 
 
-__all__ = ["CLUSTERS", "SMALL", "STAGES", "TILES", "candidates", "choose", "nanoseconds", "ratio_of", "rounds"]
+__all__ = [
+    "CLUSTERS",
+    "SMALL",
+    "STAGES",
+    "TILES",
+    "candidates",
+    "choose",
+    "nanoseconds",
+    "ratio_of",
+    "rounds",
+    "stage",
+]

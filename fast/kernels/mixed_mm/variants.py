@@ -104,12 +104,14 @@ def sources(
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
     defined = {
-        "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
+        "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
         "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
-    headers = {"products.h": header(x, sorted({variant.tokens, variant.small} - {0})), **{name: text(name) for name in OWN}, **common()}
+    sizes = sorted({variant.tokens, variant.small} - {0})
+    headers = {"products.h": header(x, sizes), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 

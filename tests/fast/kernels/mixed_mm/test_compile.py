@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fast.kernels.hopper import nvrtc
-from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
 from fast.kernels.mixed_mm import select
+from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, THREADS, Weight, fitted, sources
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
@@ -26,7 +26,9 @@ WEIGHTS = [*INTEGERS, Weight("e4m3"), Weight("e4m3", False, 2), *FACTORS]
 #: Each tile and cluster occurs; the last ones have small tiles, too.
 TILES = [(256, 2, 1), (192, 1, 1), (128, 2, 2), (256, 1, 2), (128, 1, 4)]
 CUT = [(256, 192), (256, 128), (256, 64), (192, 128), (192, 64), (128, 64)]
-TESTED = [(tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4], CUT[at % 6])]
+TESTED = [
+    (tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4], CUT[at % 6])
+]
 
 
 def compiled(tile, weight, x="bfloat16"):

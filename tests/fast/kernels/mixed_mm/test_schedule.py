@@ -1,6 +1,7 @@
 """Cuts of a product into tiles: each element is in one, small ones fill the last wave, and the kernel takes what they say."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,8 +32,9 @@ def covered_once(grid, one):
         assert token < grid.tokens
         seen[column].append((token, token + tokens))
     for spans in map(sorted, seen.values()):
-        assert spans[0][0] == 0 and spans[-1][1] >= grid.tokens
-        assert all(end == begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert spans[0][0] == 0
+        assert spans[-1][1] >= grid.tokens
+        assert all(end == begin for (_, end), (begin, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -68,7 +70,8 @@ def test_half_waves():
     one = scheduled(grid, 0.67)
     assert longest(grid, one, 1.0, 0.67) == pytest.approx(3.67)
     whole, small = grid.counts(one)
-    assert whole <= 3 * 132 and small <= 132
+    assert whole <= 3 * 132
+    assert small <= 132
 
 
 def test_small_tiles_that_are_as_dear_are_not_taken():
