@@ -23,12 +23,14 @@ __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, 
   const Steps steps(p, split);
   const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
   while (tiles.take(neighbour)) {
-    const int tokens = SMALL < TOKENS && tiles.small ? SMALL : TOKENS, share = tokens / PAIR, first = share * neighbour;
+    const int tokens = SMALL < TOKENS && tiles.small ? SMALL : TOKENS, first = tokens / PAIR * neighbour;
+    // Boxes behind the last token are left out: the copy engine takes longer to fill them with zeros than to copy others.
+    const int held = min(tokens, (p.tokens - tiles.token + BOX - 1) / BOX * BOX), end = min(held, first + tokens / PAIR);
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, at.advance()) {
-      const u32 bar = begin_stage(ring, at, tokens * PANEL);
-#pragma unroll
-      for (int i = first; i < first + share; i += BOX)
+      const u32 bar = begin_stage(ring, at, held * PANEL);
+#pragma unroll 4
+      for (int i = first; i < end; i += BOX)
         copy_box(maps.x, ring.x + at.stage * X_BYTES + i * PANEL, bar, step * PANEL, tiles.token + i, all);
     }
   }

@@ -72,8 +72,9 @@ class Variant(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of x that are copied at once: all of a program's, or as many as divide both tiles' share."""
-        return gcd(self.tokens, self.small) // self.pair
+        """Rows of x that are copied at once, 64 or the most that divide what programs share of either tile."""
+        share = gcd(self.tokens, self.small) // self.pair
+        return next(rows for rows in (64, 32, 16, 8) if share % rows == 0)
 
     @property
     def name(self) -> str:

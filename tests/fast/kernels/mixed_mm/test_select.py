@@ -88,7 +88,7 @@ def test_names_and_boxes():
     """A box divides what either tile's programs share."""
     one = fitted(256, 1, 1, INT4, 192)
     assert (one.name, one.box, one.chunk) == ("t256+192c1k1s5", 64, 32)
-    assert fitted(256, 2, 1, INT4).box == 128
+    assert fitted(256, 2, 1, INT4).box == 64
     assert fitted(160, 1, 1, INT4, 64).box == 32
     assert Variant(48, 1, 1, 3, 16).chunk == 16
 
