@@ -36,9 +36,9 @@ HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
-#: steps, each, bias_kind, group, cut, whole (two), shares, nibble (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=256s5Q11i4x"), 256
+#: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
+#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4x"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
@@ -177,7 +177,8 @@ class Product:
     def _describe(self, x: int, y: int) -> bytes:
         """The tensor maps at two addresses; the oldest pair is forgotten."""
         one = self.variant
-        made = tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
+        made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
+        made += tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
         made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
         while len(self.maps) >= MOST:
             self.maps.pop(next(iter(self.maps)), None)

@@ -1,7 +1,7 @@
 // What the ring is filled with: tokens, words, and scales with zero points or factors.
 //
 // Loading is so much work for one thread that three share it, in warps of their own: each waits for a stage, says how many bytes it
-// brings, and brings them, of this program's part of K of every tile. Tokens come in boxes of BOX rows.
+// brings, and brings them, of this program's part of K of every tile.
 //
 // Before: Problem, Ring, Steps, `copies.cuh`, `schedule.cuh`, and what `mixed_mm.cu` says of sizes.
 
@@ -17,21 +17,33 @@ __device__ __forceinline__ u32 begin_stage(const Ring& ring, const Place& at, u3
 // A neighbour that has no features left multiplies others in vain.
 __device__ __forceinline__ int loaded_feature(const Problem& p, const Schedule& tiles) { return min(tiles.feature, p.features - FEATURES); }
 
+// Rows that are copied of a program's share of a tile, of which x has `left`: a whole tile's in one box, or boxes of BOX rows. Boxes
+// that x has nothing of are left out: the copy engine takes longer to fill them with zeros than to copy others.
+__device__ __forceinline__ int copied(int left, bool small) {
+  const int share = (small ? SMALL : TOKENS) / PAIR;
+  if (left > share / BOX * BOX) return share;
+  return (max(left, 0) + BOX - 1) / BOX * BOX;
+}
+
 __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, const Ring& ring, int neighbour, int split) {
   Schedule tiles(p);
   Place at;
   const Steps steps(p, split);
   const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
   while (tiles.take(neighbour)) {
-    const int tokens = SMALL < TOKENS && tiles.small ? SMALL : TOKENS, first = tokens / PAIR * neighbour;
-    // Boxes behind the last token are left out: the copy engine takes longer to fill them with zeros than to copy others.
-    const int held = min(tokens, (p.tokens - tiles.token + BOX - 1) / BOX * BOX), end = min(held, first + tokens / PAIR);
+    const bool small = SMALL < TOKENS && tiles.small;
+    const int share = (small ? SMALL : TOKENS) / PAIR, first = share * neighbour, left = p.tokens - tiles.token;
+    const int own = copied(left - first, small), all_rows = PAIR > 1 ? copied(left, small) + copied(left - share, small) : own;
+    const bool whole = own == TOKENS / PAIR;
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, at.advance()) {
-      const u32 bar = begin_stage(ring, at, held * PANEL);
-#pragma unroll 4
-      for (int i = first; i < end; i += BOX)
-        copy_box(maps.x, ring.x + at.stage * X_BYTES + i * PANEL, bar, step * PANEL, tiles.token + i, all);
+      const u32 bar = begin_stage(ring, at, all_rows * PANEL), to = ring.x + at.stage * X_BYTES + first * PANEL;
+      if (whole) {
+        copy_box(maps.x, to, bar, step * PANEL, tiles.token + first, all);
+        continue;
+      }
+#pragma unroll 1
+      for (int i = 0; i < own; i += BOX) copy_box(maps.part, to + i * PANEL, bar, step * PANEL, tiles.token + first + i, all);
     }
   }
 }

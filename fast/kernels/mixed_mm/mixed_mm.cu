@@ -18,7 +18,7 @@ typedef long long i64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-struct Maps { TensorMap x, y; };
+struct Maps { TensorMap x, part, y; };  // of x: a program's share of a tile, and BOX rows of it
 
 struct Problem {
   const unsigned char* words;   // (features / 64, steps, ATOM)
@@ -41,7 +41,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
 
 constexpr bool INTEGER = false;
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
-static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS));
+static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
 constexpr int PANEL = 128;                             // bytes of a row of x
 constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 ? 2048 : 4096;  // bytes of an atom of w
 constexpr bool FACTORS = ELEMENT >= 3;                 // whether scales are factors of elements

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,9 +71,12 @@ class Variant(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of x that are copied at once, 64 or the most that divide what programs share of either tile."""
-        share = gcd(self.tokens, self.small) // self.pair
-        return next(rows for rows in (64, 32, 16, 8) if share % rows == 0)
+        """Rows of x that are copied at once where they are not a whole tile's: 64, or fewer where programs share less, that
+        divide what they share of a small tile."""
+        share = (self.small or self.tokens) // self.pair
+        return next(
+            rows for rows in (64, 32, 16, 8) if share >= rows and (not self.small or share % rows == 0)
+        )
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ class MixedStandIn(StandIn):
             arguments = [
                 np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])
             ]
-            found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
+            found = {(0, at): described(packed[at : at + MAP]) for at in range(0, host.MAPS, MAP)}
             machine = Machine(
                 ptx, self.memory, arguments, found, threads=THREADS,
                 shared=variant.shared(weight), early=self.early, seed=self.seed,

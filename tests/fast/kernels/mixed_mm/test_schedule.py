@@ -111,8 +111,8 @@ def test_bits(name, early):
 
 #: A fault of the kernel: case, and what is changed.
 FAULTS = {
-    "bytes of whole tiles are waited for": ("behind whole ones", "held * PANEL)", "TOKENS * PANEL)"),
-    "bytes of boxes without tokens are waited for": ("pairs", "held * PANEL)", "tokens * PANEL)"),
+    "bytes of whole tiles are waited for": ("behind whole ones", "all_rows * PANEL)", "TOKENS * PANEL)"),
+    "bytes of boxes without tokens are waited for": ("pairs", "all_rows * PANEL)", "PAIR * share * PANEL)"),
     "cut columns are the first": ("in some columns", "first = cut ? columns - p.cut : 0", "first = 0"),
     "small tiles begin as whole ones": ("in some columns", "* SMALL : (before", "* TOKENS : (before"),
     "tiles that no cluster takes": ("of some clusters", "if (next >= step)", "if (next >= step - 1)"),

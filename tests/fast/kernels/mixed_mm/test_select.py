@@ -85,11 +85,15 @@ def test_stages_that_were_not_timed():
 
 
 def test_names_and_boxes():
-    """A box divides what either tile's programs share."""
+    """A box divides what programs share of a small tile."""
     one = fitted(256, 1, 1, INT4, 192)
     assert (one.name, one.box, one.chunk) == ("t256+192c1k1s5", 64, 32)
     assert fitted(256, 2, 1, INT4).box == 64
-    assert fitted(160, 1, 1, INT4, 64).box == 32
+    assert [fitted(160, pair, 1, INT4, small).box for pair, small in ((1, 0), (2, 0), (1, 64))] == [
+        64,
+        64,
+        64,
+    ]
     assert Variant(48, 1, 1, 3, 16).chunk == 16
 
 
