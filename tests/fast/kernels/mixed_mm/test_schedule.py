@@ -86,6 +86,7 @@ CASES = {
     "behind whole ones": (Variant(32, 1, 1, 3, 16), (70, 384, 256), Schedule(0, (2, 0), 2), 2),
     "in some columns": (Variant(48, 1, 1, 3, 32), (100, 384, 128), Schedule(1, (3, 1), 3), 3),
     "of some clusters": (Variant(32, 1, 1, 4, 16), (90, 384, 128), Schedule(1, (3, 1), 2), 3),
+    "three boxes": (Variant(64, 1, 1, 3, 48), (40, 128, 128), Schedule(0, (0, 0), 1), 1),
     "pairs": (Variant(64, 2, 1, 4, 32), (100, 640, 256), Schedule(2, (2, 1), 2), 2),
 }  # fmt: skip
 
@@ -116,7 +117,7 @@ FAULTS = {
     "cut columns are the first": ("in some columns", "first = cut ? columns - p.cut : 0", "first = 0"),
     "small tiles begin as whole ones": ("in some columns", "* SMALL : (before", "* TOKENS : (before"),
     "tiles that no cluster takes": ("of some clusters", "if (next >= step)", "if (next >= step - 1)"),
-    "a box of other rows": ("pairs", "i += BOX", "i += 2 * BOX"),
+    "a box of other rows": ("three boxes", "to + i * PANEL", "to"),
 }  # fmt: skip
 
 
